@@ -452,7 +452,7 @@ class RecordQueue:
         wait then.
         """
     def add_request(self, prompt: Prompt, request: RequestFields, more: bytes, /) -> bool:
-        """Note the line of a :class:`kvrouter.recording.records.RequestRecord`; ``more`` are members of it as
+        """Note the line of a :class:`kvrouter.recording.schema.RequestRecord`; ``more`` are members of it as
         JSON, each after a comma. Return False where more than the queue's ``bytes_max`` would wait then.
 
         Raises, with nothing noted, where the record cannot be made: UnicodeEncodeError (half of a surrogate

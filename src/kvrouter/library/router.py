@@ -38,9 +38,9 @@ from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router import RouterService
 from kvrouter.settings.router import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.background import go_on
-from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
-from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.transports.background import spawn
+from kvrouter.transports.records.narrowed import NarrowedDiscovery
+from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ class KvRouter:
         self._service.stop()
         says_goodbye = self._sync is not None or len(self._prefills)
         if says_goodbye and self._is_started and self._goodbye is None:
-            self._goodbye = go_on(self._say_goodbye(), name="library: end of a router")
+            self._goodbye = spawn(self._say_goodbye(), name="library: end of a router")
 
     async def _say_goodbye(self) -> None:
         await self._prefills.close()

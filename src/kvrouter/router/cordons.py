@@ -23,8 +23,8 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.transports.background import go_on
-from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.transports.background import spawn
+from kvrouter.transports.records.port import CordonStore
 
 NAMES_LISTED = 20
 """How many names an error lists."""
@@ -83,7 +83,7 @@ class CordonChange:
 
 
 class Cordons:
-    """Reads the store every ``look_s`` seconds, and lets ``apply`` know when the rules have changed.
+    """Reads the store every ``poll_s`` seconds, and lets ``apply`` know when the rules have changed.
 
     While the store cannot be read, the rules that were read last hold.
     """
@@ -112,7 +112,7 @@ class Cordons:
     async def start(self) -> None:
         """Read the store once, before anything is decided, and go on reading it."""
         await self._look()
-        self._task = go_on(self._follow(), name="cordons: follow their store")
+        self._task = spawn(self._follow(), name="cordons: follow their store")
 
     def stop(self) -> None:
         """Read no more; idempotent."""
@@ -121,13 +121,13 @@ class Cordons:
             self._task = None
 
     @property
-    def look_s(self) -> float:
+    def poll_s(self) -> float:
         """How often routers look, in seconds."""
-        return self._store.look_s
+        return self._store.poll_s
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(self._store.look_s)
+            await asyncio.sleep(self._store.poll_s)
             if not self._changing.locked():  # who changes it reads it
                 await self._look()
 

@@ -28,7 +28,7 @@ from kvrouter.core.requests import (
 from kvrouter.core.workers import WorkerCard
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.transports.requests.port import RequestPlane, StreamBroken
+from kvrouter.transports.requests.port import RequestTransport, StreamBroken
 
 ASKED_BYTES_MAX = 512 * 1024
 """No engine is asked about a longer prompt."""
@@ -94,7 +94,7 @@ class EngineTokenizer:
     failures, and longer where it has no such route: that is logged once for each reason.
     """
 
-    def __init__(self, plane: RequestPlane, observed: ServiceInstrumentation) -> None:
+    def __init__(self, plane: RequestTransport, observed: ServiceInstrumentation) -> None:
         self._plane = plane
         self._observed = observed
         self._engines: dict[WorkerId, _Engine] = {}

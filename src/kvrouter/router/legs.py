@@ -17,7 +17,7 @@ from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
     ReaderTooSlow,
-    RequestPlane,
+    RequestTransport,
     StreamBroken,
     WorkerDeclined,
     WorkerFull,
@@ -53,7 +53,7 @@ async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferP
     raise StreamBroken("the stream ended without a last chunk")
 
 
-async def open_decode(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
+async def open_decode(plane: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
     """Open a decode leg. One whose KV waits at a prefill worker is opened also for a caller that is cancelled
     meanwhile, and is then cancelled: often only its worker can notify the prefill worker that nobody
     comes.
@@ -70,7 +70,7 @@ async def open_decode(plane: RequestPlane, address: str, request: EngineRequest)
         raise
 
 
-async def _opened(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
+async def _opened(plane: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
     return await plane.open(address, request)
 
 

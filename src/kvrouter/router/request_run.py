@@ -52,7 +52,7 @@ from kvrouter.router.legs import lost_leg, open_decode, prefill_outcome, read_pr
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
-from kvrouter.transports.requests.port import EngineStream, RequestPlane
+from kvrouter.transports.requests.port import EngineStream, RequestTransport
 
 PREFILL_LAST_WORD_S = 0.25
 """How long an answer's end waits for its prefill leg's: they come over two connections."""
@@ -80,7 +80,7 @@ class RequestRun:
         self,
         request: GenerateRequest,
         model: ModelRouter,
-        plane: RequestPlane,
+        plane: RequestTransport,
         *,
         timeouts: Timeouts,
         redispatches_max: int,

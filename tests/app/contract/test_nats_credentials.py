@@ -10,7 +10,7 @@ import pytest
 from kvrouter.app import nats as connection
 from kvrouter.app.nats import NatsUnreachable, nats_connection
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamLimits
+from kvrouter.transports.events.jetstream.stream import ComponentNames, EventStream, StreamLimits
 from tests.support.nats_jwt import Operator
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.processes import eventually
@@ -36,7 +36,7 @@ async def test_a_user_of_the_operator_is_let_in_and_nobody_else(
     operator.write_user(file)
     settings = PlaneSettings(nats_server=server.url, nats_credentials=str(file))
     async with nats_connection(settings, name="test", tls=None) as client:
-        stream = EventStream(client.jetstream(), LaneNames("default", "backend"), StreamLimits())
+        stream = EventStream(client.jetstream(), ComponentNames("default", "backend"), StreamLimits())
         assert (await stream.ensure()).messages == 0
     monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 1.0)
     Operator().write_user(file)

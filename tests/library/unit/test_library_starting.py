@@ -11,10 +11,10 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.library import KvRouter, Runtime
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.router import KvRouterConfig
-from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, LoadSink
+from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.sync.port import MessageSink
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.scripted_transport import ScriptedPlane
 from tests.support.waits import until
@@ -55,7 +55,7 @@ class CountedEvents(HandEvents):
         return counted
 
 
-class SlowToEnd(MemorySyncPlane):
+class SlowToEnd(MemorySyncTransport):
     """A wire whose last words take their time. ``here`` counts the routers on it."""
 
     def __init__(self) -> None:

@@ -142,14 +142,14 @@ def test_accepting_rests_while_no_descriptor_can_be_had_at_all(
 ) -> None:
     serving, _ = PLANES[plane]
     n_tries = 0
-    turn_one_away = Listener._turn_one_away
+    turn_one_away = Listener._refuse_one
 
     def counted(listener: Listener) -> bool:
         nonlocal n_tries
         n_tries += 1
         return turn_one_away(listener)
 
-    monkeypatch.setattr(Listener, "_turn_one_away", counted)
+    monkeypatch.setattr(Listener, "_refuse_one", counted)
 
     async def scenario() -> None:
         async with serving([], 1_000_000) as port:

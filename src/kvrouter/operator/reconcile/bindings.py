@@ -169,7 +169,7 @@ class Bindings:
                     done[name] = manifests
             owner = owner_label(self._lease)
             self.refused = {
-                each.deployment: refusals[name].said
+                each.deployment: refusals[name].detail
                 for each in wanted
                 if (name := _policy_name(each.copies, owner)) in refusals
             }

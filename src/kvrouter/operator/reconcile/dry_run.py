@@ -78,9 +78,9 @@ class DryRun:
                 warned += [Problem(path, f"the API server warns of {place}: {text}") for text in texts]
             except RequestRefused as refused:
                 if not _is_about_the_object(refused):
-                    untried.append(f"{place}: {refused.said}")
+                    untried.append(f"{place}: {refused.detail}")
                 elif not await self._is_anothers(manifest):
-                    said = refused.said[:MESSAGE_CHARS_MAX]
+                    said = refused.detail[:MESSAGE_CHARS_MAX]
                     problems.append(Problem(path, f"the API server would refuse {place}: {said}"))
             except ClusterError as error:
                 untried.append(f"{place}: {error.message}")
@@ -97,7 +97,7 @@ class DryRun:
 
 def _is_about_the_object(refused: RequestRefused) -> bool:
     """Whether it would be refused in earnest, as far as the object goes."""
-    if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
+    if _NO_RIGHT.search(refused.detail) or _NO_TRIAL in refused.detail:
         return False
     return refused.is_lasting and refused.status not in (401, 404, 405)
 
