@@ -186,14 +186,14 @@ async def take(lane: str, url: str, token: str, n_batches: int, pipe: Connection
     """Take ``n_batches`` batches; return seconds of processor time and of the clock."""
     source: EventSource = await asyncio.to_thread(pipe.recv)
     async with subscriber_of(lane, url, token) as subscriber:
-        pump = EventIngest(NativeBlockIndex(), subscriber, ModelInstrumentation(Telemetry(), MODEL))
+        ingest = EventIngest(NativeBlockIndex(), subscriber, ModelInstrumentation(Telemetry(), MODEL))
         heard: set[WorkerRank] = set()
         done = asyncio.Event()
         taken = 0
 
         def on_batch(batch: KvBatch) -> None:
             nonlocal taken
-            pump.on_batch(batch)
+            ingest.on_batch(batch)
             if not batch.events:
                 heard.add(batch.rank)
                 return
@@ -206,16 +206,16 @@ async def take(lane: str, url: str, token: str, n_batches: int, pipe: Connection
         subscriber.subscribe(on_batch, lambda _report: None)
         for slot, rank in enumerate(ranks()):
             subscriber.follow(_card(rank, source))
-            pump.joined(rank, Slot(slot), EPOCH)
-        while len(heard) < RANKS or not pump.all_score:  # noqa: ASYNC110 - nothing here is timed yet
+            ingest.joined(rank, Slot(slot), EPOCH)
+        while len(heard) < RANKS or not ingest.all_score:  # noqa: ASYNC110 - nothing here is timed yet
             await asyncio.sleep(0.01)
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         pipe.send(0)
         await done.wait()
         took = time.process_time() - began_cpu_s, time.perf_counter() - began_s
-        if {feed.state for _, feed in pump.feeds()} != {FeedState.LIVE}:
+        if {feed.state for _, feed in ingest.feeds()} != {FeedState.LIVE}:
             raise SystemExit(f"{lane}: events were lost, so this is no measurement")
-        pump.close()
+        ingest.close()
         return took
 
 

@@ -21,7 +21,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import MessageSink
 
@@ -156,7 +156,7 @@ def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRou
         config=config,
         settings=routing_settings(config, None),
         decisions=DecisionLog(requests_max=16),
-        observed=ServiceInstrumentation(Telemetry()).of_model(MODEL),
+        instrumentation=ServiceInstrumentation(Telemetry()).of_model(MODEL),
         seed=len(name),
         sync=sync,
     )

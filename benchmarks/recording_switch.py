@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from kvrouter.app import router
+from kvrouter.app import router_build
 from kvrouter.cli import main
 from kvrouter.recording import recorder
 from kvrouter.router.instrumentation import ServiceInstrumentation
@@ -48,6 +48,6 @@ def switch(_number: int, _frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     recorder.TICK_S = TICK_S
-    router.ServiceInstrumentation = SwitchedInstrumentation  # type: ignore[attr-defined]
+    router_build.ServiceInstrumentation = SwitchedInstrumentation  # type: ignore[attr-defined]
     signal.signal(signal.SIGUSR1, switch)
     sys.exit(main(sys.argv[1:]))

@@ -89,8 +89,8 @@ class Router:
         self.fleet = fleet
         self.index = NativeBlockIndex()
         self.subscriber = subscriber
-        self.pump = EventIngest(self.index, subscriber, ModelInstrumentation(Telemetry(), "m"))
-        subscriber.subscribe(self.pump.on_batch, lambda _report: None)
+        self.ingest = EventIngest(self.index, subscriber, ModelInstrumentation(Telemetry(), "m"))
+        subscriber.subscribe(self.ingest.on_batch, lambda _report: None)
 
     async def learn(self, source: EventSource) -> None:
         """Discover every worker; return when all is known."""
@@ -108,14 +108,14 @@ class Router:
                 event_source=source,
             )
             self.subscriber.follow(card)
-            self.pump.joined(WorkerRank(worker_id, RANK), Slot(slot), EPOCH)
+            self.ingest.joined(WorkerRank(worker_id, RANK), Slot(slot), EPOCH)
         async with asyncio.timeout(LIMIT_S):
             while not self.knows_all():  # noqa: ASYNC110 - a millisecond more or less is no matter
                 await asyncio.sleep(0.0005)
 
     def knows_all(self) -> bool:
         """Whether every feed is live and every block held."""
-        if any(reading.state is not FeedState.LIVE for _, reading in self.pump.feed_readings()):
+        if any(reading.state is not FeedState.LIVE for _, reading in self.ingest.feed_readings()):
             return False
         return sum(self.index.held(Slot(slot)) for slot in range(self.fleet.workers)) == self.fleet.blocks
 
@@ -145,7 +145,7 @@ class Bench:
         )
         router = Router(subscriber, self._fleet)
         yield router, subscriber
-        router.pump.close()
+        router.ingest.close()
         await subscriber.close()
         await recovery.close()
         await client.close()
@@ -167,7 +167,7 @@ class Bench:
         watch = Watch(self._clock)
         await router.learn(EventSource(EventLane.NATS))
         took = watch.stop()
-        router.pump.close()
+        router.ingest.close()
         await subscriber.close()
         await recovery.close()
         await client.close()
@@ -179,7 +179,7 @@ class Bench:
         watch = Watch(self._clock)
         await router.learn(self._sources.zmq)
         took = watch.stop()
-        router.pump.close()
+        router.ingest.close()
         await subscriber.close()
         return took
 
@@ -187,7 +187,7 @@ class Bench:
         """Take one while a router runs."""
         async with self.on_jetstream() as (router, subscriber):
             await router.learn(self._sources.jetstream)
-            cache = EventCacheView(router.index, router.pump, NativeApproximateIndex())
+            cache = EventCacheView(router.index, router.ingest, NativeApproximateIndex())
             snapshots = IndexSnapshots(subscriber, lambda: [cache], messages_max=0)
             watch = Watch(self._clock)
             if await snapshots.check() != 1:

@@ -37,8 +37,8 @@ from benchmarks.http_replay.trace import read_sample
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import read_document
 from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.model import mock_words

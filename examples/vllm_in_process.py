@@ -30,8 +30,8 @@ from kvrouter.app.worker_transports import open_worker_transports
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from kvrouter.settings.sources import load_settings
 from kvrouter.transports.requests.port import StreamBroken
@@ -151,12 +151,12 @@ async def in_fleet(llm: AsyncLLM, events_at: EventsAt) -> AsyncIterator[str]:
     settings = load_settings(flags={}, environ=os.environ).settings
     async with open_worker_transports(
         settings, component="backend", has_local_indexer=False, publishes_kv_events=True
-    ) as wires:
+    ) as transports:
         incarnation = new_incarnation()
         publisher = KvPublisher(
-            wires.events, worker_id=WORKER_ID, epoch=incarnation, block_size=cache.block_size
+            transports.events, worker_id=WORKER_ID, epoch=incarnation, block_size=cache.block_size
         )
-        wires.recovery.serve_recovery(WORKER_ID, publisher)
+        transports.recovery.serve_recovery(WORKER_ID, publisher)
         listener = EngineListener(
             events_at,
             decode,
@@ -166,11 +166,11 @@ async def in_fleet(llm: AsyncLLM, events_at: EventsAt) -> AsyncIterator[str]:
         )
         listener.start()
         Loads.publisher = publisher
-        address = wires.requests.address_of(WORKER_ID, incarnation)
-        registration = wires.requests.serve(address, VllmEngine(llm))
+        address = transports.requests.address_of(WORKER_ID, incarnation)
+        registration = transports.requests.serve(address, VllmEngine(llm))
         await registration.served()
         card = await register_llm(
-            wires.discovery,
+            transports.discovery,
             worker_id=WORKER_ID,
             model=served_name(model),
             model_input=ModelInput.Tokens,
@@ -179,7 +179,7 @@ async def in_fleet(llm: AsyncLLM, events_at: EventsAt) -> AsyncIterator[str]:
             block_size=cache.block_size,
             context_length=model.max_model_len,
             namespace=settings.planes.namespace,
-            event_source=wires.events.source,
+            event_source=transports.events.source,
             tokenizer=tokenizer_of(model),
             runtime_config=ModelRuntimeConfig(total_kv_blocks=cache.num_gpu_blocks),
             incarnation=incarnation,
@@ -188,7 +188,7 @@ async def in_fleet(llm: AsyncLLM, events_at: EventsAt) -> AsyncIterator[str]:
         try:
             yield card.model
         finally:
-            await wires.discovery.withdraw(card.worker_id, card.incarnation)
+            await transports.discovery.withdraw(card.worker_id, card.incarnation)
             await registration.wait_idle(DRAIN_LIMIT_S)
             registration.leave("the program ends")
             beating.cancel()

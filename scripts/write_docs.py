@@ -1,8 +1,8 @@
-"""Write the pages that are made from the code: settings, fleet file, metrics and log events, differences.
+"""Write the pages made from the code: settings, fleet file, metrics, log events, differences.
 
 ``python -m scripts.write_docs`` writes them; with ``--check`` it writes nothing, names each page that is
-not what the code says and each relative link of any page to a file that is not there, and exits 1 when there
-is one.
+not what the code says, each that the index of pages does not have once, and each relative link of any page to
+a file that is not there, and exits 1 when there is one.
 """
 
 import re
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from logging import getLevelName
 from pathlib import Path
+from textwrap import fill
 from urllib.parse import unquote
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
 from kvrouter.settings.setting import choices_of, limits_of, model_in, models_in
 from kvrouter.settings.setting_spec import SettingGroup, SettingKind, SettingSpec
@@ -135,9 +136,9 @@ METRICS_HEAD = f"""# Metrics and log events
 
 {MADE}
 `GET /metrics` answers in Prometheus' text format, or in OpenMetrics where that is accepted: then buckets
-of times name a trace (exemplars; see `docs/traces.md`). A family holds at most 16,384 label sets; what comes
-later is counted under `_full`, and nothing is lost. What is counted of one rank's engine
-(`kvrouter_index_predictions_total`, `kvrouter_kv_transfer…`, `kvrouter_kv_events_skipped_total`) goes
+of times name a trace ([exemplars](monitoring.md#from-a-number-to-its-trace)). A family holds at most 16,384
+label sets; what comes later is counted under `_full`, and nothing is lost. What is counted of one rank's
+engine (`kvrouter_index_predictions_total`, `kvrouter_kv_transfer…`, `kvrouter_kv_events_skipped_total`) goes
 with the rank. `model` is a model that is served or `unknown`, never a name that a client made up.
 `kvrouter_operator_…` are those of `kvrouter operator run`; `gen_ai_…` are there only with
 `{GEN_AI_SWITCH}={GEN_AI_OPT_IN}`.
@@ -285,10 +286,10 @@ def metrics_page() -> str:
         for spec in (*Telemetry.SPECS, *OperatorTelemetry.SPECS, *GenAiMetrics.SPECS)
     ]
     events = [(f"`{event.value}`", getLevelName(event.level).lower(), event.meaning) for event in Event]
-    fields = ", ".join(f"`{name}`" for name in sorted(FIELD_NAMES))
+    fields = fill(f"Fields: {', '.join(f'`{name}`' for name in sorted(FIELD_NAMES))}.", 110)
     return (
         f"{METRICS_HEAD}\n{table(('metric', 'kind', 'labels', 'meaning'), metrics)}"
-        f"{EVENTS_HEAD}\n{table(('event', 'level', 'meaning'), events)}\nFields: {fields}.\n"
+        f"{EVENTS_HEAD}\n{table(('event', 'level', 'meaning'), events)}\n{fields}\n"
     )
 
 
@@ -349,6 +350,14 @@ def dead_links(docs: Path) -> list[str]:
     return dead
 
 
+def not_listed_once(docs: Path) -> list[str]:
+    """Return a line for each page that the index of pages, ``docs/README.md``, does not have exactly once."""
+    index = docs / "README.md"
+    listed = [unquote(link["target"]) for link in LINK.finditer(index.read_text("utf-8"))]
+    counts = {page.name: listed.count(page.name) for page in sorted(docs.glob("*.md")) if page != index}
+    return [f"docs/README.md: has {name} {count} times" for name, count in counts.items() if count != 1]
+
+
 def _blank(code: re.Match[str]) -> str:
     """Nothing of code is a link; its lines still count. A link's own text may be code."""
     return "\n" * code[0].count("\n")
@@ -378,7 +387,8 @@ def main(arguments: list[str], docs: Path = DOCS) -> int:
             print(f"docs/{name}: written")
     if not arguments:
         return 0
-    wrong = [*(f"docs/{name}: stale, run make docs" for name in stale), *dead_links(docs)]
+    wrong = [f"docs/{name}: stale, run make docs" for name in stale]
+    wrong += [*not_listed_once(docs), *dead_links(docs)]
     print("".join(f"{line}\n" for line in wrong), end="", file=sys.stderr)
     return 1 if wrong else 0
 

@@ -44,7 +44,7 @@ def rules() -> Json:
 def runbook_url(alert: Alert) -> str:
     """Return where the section about an alert is."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    return f"{project['urls']['Documentation']}/alerts.md#{alert.name.lower()}"
+    return f"{project['urls']['Documentation']}/monitoring.md#{alert.name.lower()}"
 
 
 def dashboard_json(dashboard: Dashboard) -> Json:

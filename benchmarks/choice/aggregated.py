@@ -15,8 +15,8 @@ from kvrouter.kernel.placement.speeds import LearnedSpeeds
 from kvrouter.kernel.routing.request import Speeds
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.policies.registry import RULES
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result, Simulation
 from kvrouter.sim.replay.summary import summarize
 from kvrouter.sim.replay.timetable import TimetableEvent

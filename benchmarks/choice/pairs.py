@@ -26,8 +26,8 @@ from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.topology.links import Link, LinkTable
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.policies.registry import RULES
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import Summary, summarize
 from kvrouter.sim.replay.timetable import LinkEvent, TimetableEvent

@@ -14,7 +14,7 @@ from typing import Self
 import yaml
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile, KvTransferSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, KvTransferSpec
 
 READY_POLL_S = 0.1
 LOG_TAIL_CHARS = 2000

@@ -40,7 +40,7 @@ def bench_of(cost: str, n_ranks: int) -> "DecisionBench":
 
         return theirs.Deciding(params)
     from benchmarks.ours.decision import Deciding  # noqa: PLC0415
-    from kvrouter.settings.router import KvRouterConfig  # noqa: PLC0415
+    from kvrouter.settings.router_settings import KvRouterConfig  # noqa: PLC0415
 
     return Deciding(params, KvRouterConfig.model_validate({"router_cost": cost}))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.frontend.client import AnswerFailed
 from benchmarks.live.prompts import prompt_tokens
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 _DONE = b"data: [DONE]"
 _LAST_BYTES = 1000

@@ -4,7 +4,7 @@ from itertools import chain
 
 from benchmarks.http_replay.synthesis import block_word_numbers
 from benchmarks.http_replay.trace import BlockId
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 
 

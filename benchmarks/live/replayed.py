@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from benchmarks.live.observe import Observed, Observer
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.sim.replay.dispatch import ByTimeStamp
 from kvrouter.sim.replay.simulation import Simulation
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 
 def simulation_of(rows: Sequence[TraceRequest], fleet: FleetFile, *, speedup: float) -> Simulation:

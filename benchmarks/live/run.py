@@ -20,13 +20,13 @@ from benchmarks.live.observe import Observed
 from benchmarks.live.replayed import observe_replay, simulation_of
 from benchmarks.measure import quantile
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.recording.files import recording_files
 from kvrouter.settings.problems import read_document
 from kvrouter.sim.replay.simulation import check_room, longest_request
 from kvrouter.sim.traces.read import open_trace
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 
 class Slice(msgspec.Struct, frozen=True):

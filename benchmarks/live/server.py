@@ -12,10 +12,10 @@ import uvloop
 from benchmarks.live.observe import Observed, Observer
 from kvrouter.app.lifetime import stop_on_signals
 from kvrouter.cli.up.run import embedded, serve_until
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import read_document
-from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.tree import FrontendSettings, Settings
 
 

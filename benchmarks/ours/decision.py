@@ -9,7 +9,7 @@ from benchmarks.measure import settle, time_awaits, time_fresh
 from benchmarks.ours.workers import EPOCH, QuietWorkers, UnaskedWorker
 from benchmarks.side import Facts, Params
 from benchmarks.workload import BLOCK_SIZE, HASH_BYTES, DecisionLoad, Tokens
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.core.events import KvBatch, KvEvent, Stored
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import (
@@ -29,8 +29,8 @@ from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.routing.request import RouteRequest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.transports.requests.memory import MemoryRequestTransport
 
@@ -129,7 +129,7 @@ class Deciding:
         return cache
 
     def _all_live(self) -> bool:
-        states = [reading.state for _, reading in self._cache().pump.feed_readings()]
+        states = [reading.state for _, reading in self._cache().ingest.feed_readings()]
         return states == [FeedState.LIVE] * self._load.n_workers
 
     def _held(self) -> list[int]:

@@ -11,7 +11,7 @@ import yaml
 
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.traces.read import Trace, open_trace
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1] / "data"

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.replay.cases import Rows
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.replay.simulation import Result, Simulation
 from kvrouter.sim.replay.summary import Objective, Summary
 from kvrouter.sim.replay.timetable import TimetableEvent
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 OBJECTIVE = Objective(ttft_s=2.0, itl_s=0.05)
 

@@ -7,7 +7,7 @@ import msgspec
 from benchmarks.replay.cases import CASES, RATIOS, Rows, ZoneCell, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE, figures, over_seeds, replayed
 from kvrouter.fleetfile.fleet_checks import load_fleet
-from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import Summary, summarize
 from kvrouter.sim.replay.timetable import DieEvent, TimetableEvent

@@ -51,9 +51,9 @@ async def main(address: str) -> None:
     )
 
     token = os.environ.get("KVR_TOKEN", "")
-    door = EngineDoor(publisher, address=address, block_size=BLOCK_SIZE, token=token)
-    await door.start()
-    print(f"the door is open at {door.address}", flush=True)
+    engine_door = EngineDoor(publisher, address=address, block_size=BLOCK_SIZE, token=token)
+    await engine_door.start()
+    print(f"the door is open at {engine_door.address}", flush=True)
 
     endpoint = (
         Runtime(discovery, requests, events).namespace("default").component("backend").endpoint("generate")
@@ -68,7 +68,7 @@ async def main(address: str) -> None:
                     before = overlap_blocks
                 await asyncio.sleep(0.05)
     finally:
-        await door.stop()
+        await engine_door.stop()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One alert; the section of ``docs/alerts.md`` that is called ``name`` is its runbook."""
+    """One alert; the section of ``docs/monitoring.md`` that is called ``name`` is its runbook."""
 
     name: str
     expr: str

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvrouter.library import Runtime as Runtime
     from kvrouter.library import mock_fleet as mock_fleet
     from kvrouter.settings.planes import PlaneSettings as PlaneSettings
-    from kvrouter.settings.router import KvRouterConfig as KvRouterConfig
+    from kvrouter.settings.router_settings import KvRouterConfig as KvRouterConfig
     from kvrouter.settings.tree import Settings as Settings
     from kvrouter.worker import KvPublisher as KvPublisher
     from kvrouter.worker import register_llm as register_llm
@@ -32,7 +32,7 @@ _HOME = {
     "KvPublisher": "kvrouter.worker",
     "KvPushRouter": "kvrouter.library",
     "KvRouter": "kvrouter.library",
-    "KvRouterConfig": "kvrouter.settings.router",
+    "KvRouterConfig": "kvrouter.settings.router_settings",
     "KvrouterError": "kvrouter.core.errors",
     "ModelInput": "kvrouter.core.workers",
     "ModelRuntimeConfig": "kvrouter.core.workers",

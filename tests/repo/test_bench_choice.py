@@ -23,7 +23,7 @@ from benchmarks.choice.aggregated import (
 )
 from benchmarks.choice.page import Study, default_of, markdown, row_of
 from benchmarks.http_replay.machine import Commit, Machine
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.variant import OURS
 

@@ -12,12 +12,13 @@ from scripts.write_docs import DOCS, PAGES, main
 
 
 def project(root: Path) -> Path:
-    """Make a project of pages without a word, to which those that are written link; return its docs."""
+    """Make a project of empty pages and an index, to which written ones link; return its docs."""
     docs = root / "docs"
     for page in (*DOCS.glob("*.md"), DOCS.parent / "examples" / "fleet.yaml"):
         empty = root / page.relative_to(DOCS.parent)
         empty.parent.mkdir(exist_ok=True)
         empty.touch()
+    (docs / "README.md").write_text(" ".join(f"[]({page.name})" for page in DOCS.glob("[!R]*.md")))
     return docs
 
 
@@ -39,9 +40,26 @@ def test_a_stale_or_missing_page_fails_the_check_and_is_written(
     assert capsys.readouterr().err.splitlines() == [
         "docs/settings.md: stale, run make docs",
         "docs/metrics.md: stale, run make docs",
+        "docs/README.md:1: dead link: metrics.md",
     ]
     assert "8001" in page.read_text()
     assert main(["--chekc"], docs) == 2
+
+
+def test_a_page_that_the_index_does_not_have_once_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = project(tmp_path)
+    assert main([], docs) == 0
+    (docs / "new.md").touch()
+    index = docs / "README.md"
+    index.write_text(f"{index.read_text()} [](wire.md)")
+    capsys.readouterr()
+    assert main(["--check"], docs) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "docs/README.md: has new.md 0 times",
+        "docs/README.md: has wire.md 2 times",
+    ]
 
 
 LINKED = """# A page
@@ -68,6 +86,8 @@ def test_dead_links_fail_the_check_each_with_its_line(
     (docs / "there.md").touch()
     (docs / "two words.md").touch()
     (docs / "page.md").write_text(LINKED)
+    index = docs / "README.md"
+    index.write_text(f"{index.read_text()} [](there.md) [](two%20words.md) [](page.md)")
     (docs / "decisions" / "0001.md").write_text("[up](../there.md) [gone](there.md)\n")
     (tmp_path / "README.md").write_text("[docs](docs/there.md)\n\n[gone](there.md)\n")
     capsys.readouterr()

@@ -1,6 +1,7 @@
-"""Rules of the house that import-linter cannot see: compiled modules and forbidden names."""
+"""Rules of the tree that import-linter cannot see: who imports the native core, and how files are named."""
 
 import ast
+import configparser
 import re
 from pathlib import Path
 
@@ -62,6 +63,18 @@ def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
     assert {name for name in in_tests if not [*HOME.parents[1].glob(f"{name}*")]} == set()
     packages = {name.split("/")[0] for name in sources() if "/" in name}
     assert packages - {name.split("/")[0] for name in named} == set()
+
+
+def test_readme_and_architecture_show_the_layers_of_packages_in_one_picture() -> None:
+    root = HOME.parents[1]
+    texts = [(root / name).read_text("utf-8") for name in ("README.md", "docs/architecture.md")]
+    first, second = (re.findall(r"```text\n( cli .*?)```", text, re.S) for text in texts)
+    assert first == second
+    shown = [set(re.findall(r"\w+", layer)) for layer in re.findall(r"^ (\w.*?)(?:  .*)?$", first[0], re.M)]
+    contracts = configparser.ConfigParser()
+    contracts.read(root / ".importlinter", "utf-8")
+    layers = contracts["importlinter:contract:floors"]["layers"].strip().splitlines()
+    assert shown == [set(re.findall(r"\w+", layer)) for layer in layers]
 
 
 def test_imports_for_types_alone_hide_no_cycle() -> None:

@@ -15,7 +15,7 @@ from kvrouter.kube.objects import key_of
 from kvrouter.operator.admission.validate import validate
 from kvrouter.operator.api.deployment import KIND, read_deployment
 from kvrouter.operator.api.grove import read_topology
-from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.plan import Plan, plan
 from tests.support.chart import Manifest, of_kind
@@ -44,11 +44,11 @@ def documents(file: str) -> list[Manifest]:
     return list(yaml.safe_load_all((FOLDER / file).read_text()))
 
 
-def facts_of(file: str) -> ClusterFacts:
+def facts_of(file: str) -> ClusterInfo:
     """A cluster that holds the file's own topology, if it has one."""
     found = [read_topology(each) for each in documents(file) if each["kind"] != KIND]
     topologies = by_name(topology for topology in found if topology is not None)
-    return ClusterFacts(grove=Grove.PRESENT if topologies else Grove.ABSENT, topologies=topologies)
+    return ClusterInfo(grove=Grove.PRESENT if topologies else Grove.ABSENT, topologies=topologies)
 
 
 def planned(file: str) -> list[Plan]:

@@ -12,7 +12,7 @@ from kvrouter.operator.status.finding import READY, STALLED
 from tests.support.console import steps_of
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "kubernetes-integrations.md").read_text("utf-8")
+PAGE = (DOCS / "kubernetes-install.md").read_text("utf-8")
 BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 
 

@@ -20,9 +20,9 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.replay.content import block_names
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 ROWS = [row(at, 0.05 * at, [at % 3, at % 3 + 10, at], output_tokens=30) for at in range(12)]

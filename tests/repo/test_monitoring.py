@@ -123,18 +123,18 @@ def test_panels_have_places_of_their_own_and_variables_that_are_there(dashboard:
 
 
 def test_each_alert_has_a_section_and_each_section_an_alert() -> None:
-    page = (ROOT / "docs" / "alerts.md").read_text("utf-8")
+    page = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
     assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [alert.name for alert in ALERTS]
     for alert in ALERTS:
         section = page.partition(f"### {alert.name}\n")[2].partition("\n#")[0]
         for part in ("**Means**", "**Users see**", "**Look at**", "**Do**"):
             assert section.count(part) == 1, (alert.name, part)
         assert f"`{alert.severity}`" in section
-        assert runbook_url(alert).endswith(f"/docs/alerts.md#{alert.name.lower()}")
+        assert runbook_url(alert).endswith(f"/docs/monitoring.md#{alert.name.lower()}")
 
 
 def test_a_runbook_names_metrics_and_log_events_that_are_there() -> None:
-    page = (ROOT / "docs" / "alerts.md").read_text("utf-8")
+    page = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
     mentions = re.findall(r"log events? ([^;.]+)", page)
     events = {name for mention in mentions for name in re.findall(r"`(\w+)`", mention)}
     assert events - {event.value for event in Event} == set()

@@ -1,4 +1,4 @@
-"""The page on security names every limit, with the value that it has in code."""
+"""The page on security names every limit that a setting has, with the default in code."""
 
 import re
 from pathlib import Path

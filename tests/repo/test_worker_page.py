@@ -14,7 +14,7 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.worker import Worker
 from tests.support.lone_worker import House
 
-PAGE = (Path(__file__).parents[2] / "docs" / "topology-worker.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "topology.md").read_text("utf-8")
 
 
 def block(language: str) -> str:
@@ -58,7 +58,7 @@ async def test_its_python_starts_a_worker_in_its_place() -> None:
         "events": house.events,
         "requests": house.requests,
     }
-    code = compile(block("python"), "topology-worker.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    code = compile(block("python"), "topology.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     running = eval(code, names)
     assert inspect.iscoroutine(running)
     await running

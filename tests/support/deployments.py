@@ -6,13 +6,13 @@ from pydantic import JsonValue
 
 from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
 from kvrouter.operator.api.grove import ClusterTopology, Level
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.plan import Plan, plan
 
 LEVELS = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "nvidia.com/rack"))
-FACTS = ClusterFacts(grove=Grove.PRESENT, topologies={"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS)})
+FACTS = ClusterInfo(grove=Grove.PRESENT, topologies={"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS)})
 DEFAULTS = PlanDefaults(image="example.com/kvrouter:1")
 
 TYPES = ("frontend", "prefill", "decode", "worker")
@@ -42,10 +42,10 @@ def deployment(
 
 
 def planned(
-    of: DynamoGraphDeployment, facts: ClusterFacts = FACTS, defaults: PlanDefaults = DEFAULTS
+    of: DynamoGraphDeployment, cluster_info: ClusterInfo = FACTS, defaults: PlanDefaults = DEFAULTS
 ) -> Plan:
     """What is planned, which has no problems."""
-    found = plan(of, facts, defaults)
+    found = plan(of, cluster_info, defaults)
     assert found.problems == ()
     return found
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvrouter.app.mock_fleet import MockFleet
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.library import AnswerPieces, Endpoint, Runtime
 from tests.support.waits import until
 

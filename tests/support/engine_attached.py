@@ -88,44 +88,44 @@ Attach = Callable[[EngineServer], Awaitable[tuple[ServedEngine, int, int]]]
 
 
 async def attach_vllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
-    facts = await ask_vllm(server)
-    assert facts.block_size is not None
-    assert facts.context_length is not None
+    info = await ask_vllm(server)
+    assert info.block_size is not None
+    assert info.context_length is not None
     engine = ServedEngine(
         server,
-        VllmClient(W, facts, model=facts.models[0]),
-        ZmqEvents(facts.events, decode_vllm, facts.block_size),
-        started=facts.started_s,
+        VllmClient(W, info, model=info.models[0]),
+        ZmqEvents(info.events, decode_vllm, info.block_size),
+        started=info.started_s,
         look_each_s=PROBE_EACH_S,
     )
-    return engine, facts.block_size, facts.context_length
+    return engine, info.block_size, info.context_length
 
 
 async def attach_sglang(server: EngineServer) -> tuple[ServedEngine, int, int]:
-    facts = await ask_sglang(server)
-    assert facts.block_size is not None
-    assert facts.context_length is not None
+    info = await ask_sglang(server)
+    assert info.block_size is not None
+    assert info.context_length is not None
     engine = ServedEngine(
         server,
-        SglangClient(W, facts),
-        ZmqEvents(facts.events, decode_sglang, facts.block_size),
-        started=facts.started,
+        SglangClient(W, info),
+        ZmqEvents(info.events, decode_sglang, info.block_size),
+        started=info.started,
         look_each_s=PROBE_EACH_S,
     )
-    return engine, facts.block_size, facts.context_length
+    return engine, info.block_size, info.context_length
 
 
 async def attach_trtllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
-    facts = await ask_trtllm(server)
-    assert facts.block_size is not None
-    assert facts.context_length is not None
+    info = await ask_trtllm(server)
+    assert info.block_size is not None
+    assert info.context_length is not None
     engine = ServedEngine(
         server,
-        TrtllmClient(W, facts, block_size=facts.block_size),
-        Polled(server, facts.block_size, poll_each_s=PROBE_EACH_S),
+        TrtllmClient(W, info, block_size=info.block_size),
+        Polled(server, info.block_size, poll_each_s=PROBE_EACH_S),
         look_each_s=PROBE_EACH_S,
     )
-    return engine, facts.block_size, facts.context_length
+    return engine, info.block_size, info.context_length
 
 
 @asynccontextmanager

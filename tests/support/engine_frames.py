@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import EngineHash
-from kvrouter.engines.kv_events.records import CacheGroup, Decode, EngineStored, MmHashes
+from kvrouter.engines.kv_events.engine_events import CacheGroup, Decode, EngineStored, MmHashes
 from kvrouter.engines.sglang.attach import decode as decode_sglang
 from kvrouter.engines.trtllm.events import decode as decode_trtllm
 from kvrouter.engines.vllm.events import decode as decode_vllm

@@ -69,13 +69,13 @@ class ContestedGround(MemoryTransports):
         self.mistakes: list[Exception] = []
 
     @asynccontextmanager
-    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def open(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         await self.is_free.wait()
         if self.mistakes:
             raise self.mistakes[0]
-        async with super().stand(spec, attached) as stand:
-            self.losses.append(stand.lost)
-            yield stand
+        async with super().open(spec, attached) as transports:
+            self.losses.append(transports.lost)
+            yield transports
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from kvrouter.api.client import RouterClient
 from kvrouter.cli.doctor.diagnosis import diagnose
 from kvrouter.cli.doctor.findings import Finding, Report, Severity
 from kvrouter.cli.doctor.flags import DoctorOptions
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.front import House
 from tests.support.served import MODEL, Served, user, words
 

@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
@@ -13,9 +13,9 @@ from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, R
 from kvrouter.kernel.fleet.circuit import CircuitState, Pair
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import TrafficRecorder
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
 from kvrouter.transports.records.port import CardSink, CordonStore, Gone, GoneSink, StoreSink

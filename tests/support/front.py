@@ -15,7 +15,7 @@ from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.pages import SETTLE_S
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.traffic import TrafficRecorder
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.model import TextModel
 from kvrouter.transports.requests.port import RequestTransport

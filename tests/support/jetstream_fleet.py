@@ -164,9 +164,9 @@ class Replica:
         )
         self.index = NativeBlockIndex()
         self.telemetry = Telemetry()
-        self.pump = EventIngest(self.index, self.subscriber, ModelInstrumentation(self.telemetry, "m"))
-        self.subscriber.subscribe(self.pump.on_batch, lambda _report: None)
-        cache = EventCacheView(self.index, self.pump, NativeApproximateIndex())
+        self.ingest = EventIngest(self.index, self.subscriber, ModelInstrumentation(self.telemetry, "m"))
+        self.subscriber.subscribe(self.ingest.on_batch, lambda _report: None)
+        cache = EventCacheView(self.index, self.ingest, NativeApproximateIndex())
         self.snapshots = IndexSnapshots(self.subscriber, lambda: [cache], messages_max=0)
         self.slots: dict[WorkerRank, Slot] = {}
         self._fleet = fleet
@@ -177,15 +177,15 @@ class Replica:
             self.subscriber.follow(worker.card)
             for rank in worker.card.ranks():
                 if rank in self.slots:
-                    self.pump.freed(self.slots[rank])
+                    self.ingest.freed(self.slots[rank])
                 slot = self.slots.setdefault(rank, Slot(len(self.slots)))
-                self.pump.joined(rank, slot, worker.card.incarnation)
+                self.ingest.joined(rank, slot, worker.card.incarnation)
 
     def believes(self, rank: WorkerRank) -> Blocks:
         return blocks(self.index.dump(self.slots[rank]))
 
     def state(self, rank: WorkerRank) -> FeedState:
-        feed = self.pump.feed_at(self.slots[rank])
+        feed = self.ingest.feed_at(self.slots[rank])
         assert feed is not None
         return feed.state
 
@@ -202,7 +202,7 @@ class Replica:
 
     async def stop(self) -> None:
         """End; what was learned is forgotten."""
-        self.pump.close()
+        self.ingest.close()
         await self.subscriber.close()
         await self.recovery.close()
         await self.client.close()

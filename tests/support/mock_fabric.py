@@ -10,7 +10,7 @@ from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, S
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
-from kvrouter.engines.mock_engine.handoff import Party
+from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.kernel.topology.links import Link
 from tests.support.mock_engine import TIMING
 from tests.support.mock_links import zone_links
@@ -32,7 +32,7 @@ class Fleet:
     expiry_s: float = 60.0
     now: float = 0.0
     fabric: Fabric = field(default_factory=lambda: Fabric(LINKS))
-    answers: dict[Party, list[tuple[float, EngineChunk]]] = field(default_factory=dict)
+    answers: dict[LegId, list[tuple[float, EngineChunk]]] = field(default_factory=dict)
     stored: dict[WorkerId, int] = field(default_factory=dict)
     loads: dict[WorkerId, LoadReport] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Fleet:
             n_stored = sum(count_hashes(e.engine_hashes) for e in events if isinstance(e, Stored))
             self.stored[rank.worker_id] = self.stored.get(rank.worker_id, 0) + n_stored
 
-    def prefill(self, name: str = "x", *, room: int | None = None, prompt: list[int] | None = None) -> Party:
+    def prefill(self, name: str = "x", *, room: int | None = None, prompt: list[int] | None = None) -> LegId:
         asked = leg(name, Leg.PREFILL, prompt or PROMPT, max_tokens=1, room=room)
         return self.fabric.submit(self.now, P, asked)
 
@@ -87,23 +87,23 @@ class Fleet:
         room: int | None = None,
         params: Mapping[str, object] | None = None,
         prompt: list[int] | None = None,
-    ) -> Party:
+    ) -> LegId:
         asked = leg(name, Leg.DECODE, prompt or PROMPT, max_tokens=5, room=room, params=params)
         return self.fabric.submit(self.now, at, asked)
 
-    def cancel(self, party: Party) -> None:
+    def cancel(self, party: LegId) -> None:
         self.fabric.cancel(self.now, party, "client left")
 
-    def tokens(self, party: Party) -> tuple[int, ...]:
+    def tokens(self, party: LegId) -> tuple[int, ...]:
         return tuple(t for _, chunk in self.answers.get(party, []) for t in chunk.token_ids)
 
-    def first_at(self, party: Party) -> float:
+    def first_at(self, party: LegId) -> float:
         return self.answers[party][0][0]
 
-    def last(self, party: Party) -> EngineChunk:
+    def last(self, party: LegId) -> EngineChunk:
         return self.answers[party][-1][1]
 
-    def params(self, party: Party) -> Mapping[str, object]:
+    def params(self, party: LegId) -> Mapping[str, object]:
         params = self.last(party).kv_transfer_params
         assert params is not None
         return params

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvrouter.app.mock_fleet import MockFleet
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.generation import Generation
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.problems import parse_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
 from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestTransport
@@ -359,8 +359,8 @@ class MockBench:
                 if self.believed(rank, workers[rank.worker_id].card.model) != self.held(rank)
             ]
 
-        pumps = [self.cache_of(model.fleet.model).pump for model in self.service.models()]
-        await until(lambda: all(pump.all_score for pump in pumps) and not differing())
+        pumps = [self.cache_of(model.fleet.model).ingest for model in self.service.models()]
+        await until(lambda: all(ingest.all_score for ingest in pumps) and not differing())
 
     async def until_quiet(self) -> None:
         """Return once nothing runs; then nothing may be left over anywhere."""

@@ -13,7 +13,7 @@ from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, S
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
-from kvrouter.engines.mock_engine.links import Links
+from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.kernel.topology.links import Link
 from tests.support.mock_links import zone_links

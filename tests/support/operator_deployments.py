@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.admission.validate import Verdict, validate
 from kvrouter.operator.api.grove import ClusterTopology, Level
-from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
 from tests.support.deployments import DEFAULTS
 
 Document = dict[str, JsonValue]
@@ -15,8 +15,8 @@ FABRIC = ClusterTopology(
     "fabric",
     (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack")),
 )
-GROVE = ClusterFacts(grove=Grove.PRESENT, topologies=by_name([FABRIC, ClusterTopology("lab", ())]))
-NO_GROVE = ClusterFacts()
+GROVE = ClusterInfo(grove=Grove.PRESENT, topologies=by_name([FABRIC, ClusterTopology("lab", ())]))
+NO_GROVE = ClusterInfo()
 
 PAIR = ("frontend", "prefill", "decode")
 AGGREGATED = ("frontend", "worker")
@@ -29,9 +29,9 @@ def component(kind: str, name: str = "", **fields: JsonValue) -> Document:
     return {"name": name or kind, "type": kind, **pods, **fields}
 
 
-def validated(new: object, old: object | None, facts: ClusterFacts) -> Verdict:
+def validated(new: object, old: object | None, cluster_info: ClusterInfo) -> Verdict:
     """The verdict of an operator of these tests."""
-    return validate(new, old, facts, DEFAULTS)
+    return validate(new, old, cluster_info, DEFAULTS)
 
 
 def deployment(

@@ -16,7 +16,7 @@ from kvrouter.recording.schema import (
     Worker,
 )
 from kvrouter.sim.past.fleet_history import FleetNote, Span, fleet_history
-from kvrouter.sim.traces.recording import Past, PastRequest
+from kvrouter.sim.traces.recorded_trace import Past, PastRequest
 
 FILE = Path("recording.jsonl.gz")
 BLOCK = 4

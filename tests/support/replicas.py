@@ -14,7 +14,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.sync.port import SyncTransport
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
@@ -51,7 +51,7 @@ class ReplicaRouter:
             config=config,
             settings=routing_settings(config, None),
             decisions=DecisionLog(requests_max=16),
-            observed=ServiceInstrumentation(Telemetry()).of_model(MODEL),
+            instrumentation=ServiceInstrumentation(Telemetry()).of_model(MODEL),
             seed=1,
             sync=self.sync,
         )

@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.cli.up.run import Embedded, embedded
 from kvrouter.core.ids import WorkerId
-from kvrouter.fleetfile.fleet import FleetFile
-from kvrouter.settings.recording import RecordingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.settings.recording_settings import RecordingSettings
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from tests.support.waits import until

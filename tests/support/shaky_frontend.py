@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 
-from kvrouter.app.router_transports import LaneSubscriber
+from kvrouter.app.router_transports import CombinedSubscriber
 from kvrouter.cli import main
 from kvrouter.core.events import KvBatch
 from kvrouter.transports.events.port import BatchSink, LoadSink
@@ -19,7 +19,7 @@ LATE_BATCHES = 3
 """A late batch comes after so many others."""
 
 
-Subscribe = Callable[[LaneSubscriber, BatchSink, LoadSink], Callable[[], None]]
+Subscribe = Callable[[CombinedSubscriber, BatchSink, LoadSink], Callable[[], None]]
 
 
 class ShakyEar:
@@ -51,12 +51,12 @@ class ShakyEar:
 
 def make_shaky() -> None:
     """From now on every router of this process hears badly."""
-    subscribe: Subscribe = LaneSubscriber.subscribe
+    subscribe: Subscribe = CombinedSubscriber.subscribe
 
-    def shaky(lanes: LaneSubscriber, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+    def shaky(lanes: CombinedSubscriber, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
         return subscribe(lanes, ShakyEar(on_batch, os.getpid()), on_load)
 
-    setattr(LaneSubscriber, "subscribe", shaky)  # noqa: B010 - a method that is put in the place of another
+    setattr(CombinedSubscriber, "subscribe", shaky)  # noqa: B010 - a method that is put in the place of another
 
 
 if __name__ == "__main__":

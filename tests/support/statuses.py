@@ -7,8 +7,8 @@ from pydantic import JsonValue
 from kvrouter.core.workers import Role
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.api.status import ComponentStatus, Condition, ConditionStatus, DeploymentStatus
-from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.cluster_info import ClusterInfo
+from kvrouter.operator.labels.level_labels import Pod
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.status.available import Registered, Workers
 from kvrouter.operator.status.resolved import RefusedObjects
@@ -75,7 +75,7 @@ def status(
     *,
     of: DynamoGraphDeployment | None = None,
     policy: dict[str, JsonValue] | None = REQUIRED,
-    facts: ClusterFacts = FACTS,
+    cluster_info: ClusterInfo = FACTS,
     previous: DeploymentStatus | None = None,
     now: datetime = NOW,
     refusals: RefusedObjects = NOTHING_REFUSED,
@@ -85,8 +85,8 @@ def status(
     of = of or deployment(policy=policy, types=TYPES)
     return deployment_status(
         of,
-        plan(of, facts, DEFAULTS),
-        facts,
+        plan(of, cluster_info, DEFAULTS),
+        cluster_info,
         components=settled(of),
         pods=[FRONTEND, *found],
         previous=previous,

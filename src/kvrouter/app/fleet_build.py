@@ -1,4 +1,4 @@
-"""From a fleet file to tokenizers, topology contracts and the engines that answer in a tokenizer's words."""
+"""Fleet build: makes tokenizers, topology environments and mock engine configs from a fleet file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import mock_config, mock_workers, table_of
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.settings.problems import Document, Problem, config_error, problem_of
@@ -22,29 +22,27 @@ from kvrouter.text.tokenizer import EncodePool
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 
-def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
-    """Tokens of prompt and answer together that the file says every engine of ``model`` takes."""
+def stated_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
+    """The context length in tokens that the file states for a model's engines; None without one."""
     return model.mock_context_length if fleet.has_mocks(model) else model.context_length
 
 
 def tokenizer_sources(fleet: FleetFile) -> dict[ModelName, str]:
-    """The tokenizers that the file names for models of engines that run already. Raises ConfigError for what
+    """The tokenizers that the file names for models of attached engines. Raises ConfigError for a source that
     is neither a folder here nor the name of a repository.
     """
     sources: dict[ModelName, str] = {}
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
-        said = fleet.said_tokenizer(model) if is_attached else None
-        if said is not None:
+        source = fleet.stated_tokenizer(model) if is_attached else None
+        if source is not None:
             with _naming(position):
-                sources[ModelName(model.name)] = checked_source(said)
+                sources[ModelName(model.name)] = checked_source(source)
     return sources
 
 
 def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]:
-    """Tokenizer and chat template of each model that mock engines serve; raise ConfigError for a folder that
-    has none.
-    """
+    """Load tokenizer and chat template of each model of mock engines. Raises ConfigError without them."""
     served = {fleet.model_of(group).name for _, group in mock_workers(fleet)}
     return {
         ModelName(model.name): TextModel.load(
@@ -72,73 +70,71 @@ def _naming(position: int) -> Iterator[None]:
         raise ConfigError(f"{field}: {error.message}", param=field) from error
 
 
-def contract_of(group: WorkerGroup) -> TopologyEnv | None:
-    """The topology contract of a group's workers, where the file has one. Raises ConfigError."""
-    contract = {str(name): value for name, value in group.topology_env.items()}
-    return parse_topology_env(contract) if contract else None
+def topology_env_of(group: WorkerGroup) -> TopologyEnv | None:
+    """The topology environment of a group's workers; None where the file has none. Raises ConfigError."""
+    variables = {str(name): value for name, value in group.topology_env.items()}
+    return parse_topology_env(variables) if variables else None
 
 
-def contract_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Yield what is wrong with the topology contracts of a file, variable by variable."""
+def topology_env_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Yield the problems in a file's topology environments, variable by variable."""
     for position, group in enumerate(fleet.workers):
-        contract = {str(name): value for name, value in group.topology_env.items()}
-        while contract:
+        variables = {str(name): value for name, value in group.topology_env.items()}
+        while variables:
             try:
-                parse_topology_env(contract)
+                parse_topology_env(variables)
                 break
             except ConfigError as error:
                 name = error.param or ""
                 must = error.message.removeprefix(f"{name}: ")
                 yield Problem(("workers", position, "topology_env", name), must)
-                if contract.pop(name, None) is None:
-                    break  # it is missing: what else would be wrong with it is not known
+                if variables.pop(name, None) is None:
+                    break  # the variable is missing: its other problems are unknown
 
 
 def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Yield what keeps ``kvrouter up`` from starting with the tokenizers that the file names: those of mock
-    engines are read, of others it must be a folder or the name of a repository.
+    """Yield the tokenizer problems that keep ``kvrouter up`` from starting. Those of mock engines are read;
+    others must be a folder or the name of a repository.
     """
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        said = fleet.said_tokenizer(model)
-        if said is None:
+        source = fleet.stated_tokenizer(model)
+        if source is None:
             continue
         try:
             if fleet.has_mocks(model):
-                _read_text(model, said, pool, takes_calls=False)
+                _read_text(model, source, pool, takes_calls=False)
             else:
-                checked_source(said)
+                checked_source(source)
         except ConfigError as error:
             yield Problem(("models", position, "tokenizer"), error.message)
 
 
 def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
-    """Read the tokenizers that the file names for engines that run already; yield why calls of a model would
-    be routed by load.
-    """
+    """Read the tokenizers of attached engines; yield why calls of a model would be routed by load."""
     pool = EncodePool()
     for position, model in enumerate(fleet.models):
-        said = fleet.said_tokenizer(model)
-        if said is None or said == ENGINE_TOKENIZER or fleet.has_mocks(model):
+        source = fleet.stated_tokenizer(model)
+        if source is None or source == ENGINE_TOKENIZER or fleet.has_mocks(model):
             continue
         try:
-            why = _read_text(model, said, pool, takes_calls=True).why_by_load
+            why = _read_text(model, source, pool, takes_calls=True).why_by_load
         except (KvrouterError, OSError, ValueError) as error:
             why = str(error)
         if why is not None:
             yield f"models[{position}].tokenizer: {why}: calls of {model.name!r} are routed by load alone"
 
 
-def _read_text(model: ModelSpec, said: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:
+def _read_text(model: ModelSpec, source: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:
     return read_text(
-        said, context_length_tokens=model.mock_context_length, pool=pool, takes_calls=takes_calls
+        source, context_length_tokens=model.mock_context_length, pool=pool, takes_calls=takes_calls
     )
 
 
 def text_mock_config(
     fleet: FleetFile, group: WorkerGroup, worker_id: WorkerId, text: TextModel, *, bootstrap: Peer | None
 ) -> MockConfig:
-    """The engine that the file describes; it answers in words where the tokenizer is the mock's."""
+    """The config of a mock engine in the file; it answers in words where the tokenizer is the mock's."""
     eos_ids = sorted(text.tokenizer.eos_ids)
     return mock_config(
         fleet,
@@ -158,7 +154,7 @@ def _answer_ids(fleet: FleetFile, group: WorkerGroup, text: TextModel) -> tuple[
 
 
 def links_of(document: Document) -> LinkTable | None:
-    """The links of a fleet file, or of a part of one; None when it has none. Raises ConfigError."""
+    """The link table of a fleet file, or of a part of one; None without one. Raises ConfigError."""
     topology = document.content.get("topology")
     if topology is None:
         return None

@@ -1,4 +1,4 @@
-"""The links that decisions weigh, followed while a file has them."""
+"""Follows the file of the link table, and passes changes to the router."""
 
 import asyncio
 import logging
@@ -8,22 +8,22 @@ from contextlib import asynccontextmanager
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.link_table import file_of_links, read_links
 from kvrouter.kernel.topology.links import LinkTable
-from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running
 
 logger = logging.getLogger("kvrouter.router")
 
 POLL_S = 2.0
-"""How often the file is read; a kubelet itself takes up to two minutes to show a changed ConfigMap."""
+"""Seconds between two reads; a kubelet itself takes up to two minutes to show a changed ConfigMap."""
 
 
 @asynccontextmanager
 async def following_links(
     config: KvRouterConfig, service: RouterService, *, poll_s: float = POLL_S
 ) -> AsyncIterator[None]:
-    """Let the router decide by what the file of ``router_links`` says, while it may change."""
+    """Pass the link table in the file of ``router_links`` to the router, and each later change."""
     given = config.router_links
     if given is None or file_of_links(given) is None:
         yield
@@ -33,7 +33,7 @@ async def following_links(
 
 
 async def _follow(given: str, service: RouterService, poll_s: float) -> None:
-    """A file that cannot be read, or is wrong, changes nothing, and is said once."""
+    """Read the file for ever. An unreadable or invalid file changes nothing, and is logged once."""
     last: LinkTable | None = None
     refused: str | None = None
     while True:

@@ -1,4 +1,4 @@
-"""An HTTP frontend over a router, from its sockets to its drain."""
+"""The HTTP frontend of a router: starts it on bound sockets, and drains it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.pages import Awaited, nobody_awaited
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing
 
 GOODBYE_S = 1.0
-"""How long the last answers may take to reach their clients once all requests have ended."""
+"""How long the last answers may take to reach their clients after all requests have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingApp:
-    """A router that serves HTTP."""
+    """A router with its running HTTP server."""
 
     service: RouterService
     server: HttpServer
@@ -32,14 +32,14 @@ class ServingApp:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the frontend listens."""
+        """The address where the frontend listens."""
         return self.server.addresses[0]
 
     async def drain(self, limit_s: float) -> int:
-        """Take no new requests, let running ones finish; return how many were cut at the limit.
+        """Refuse new requests and let running ones finish; return how many were cut off at the limit.
 
-        Until they have finished the server keeps accepting: a new client gets the error that the router shuts
-        down, and what is cut gets an error, not silence.
+        The server accepts connections until then: a new client gets the error that the router is shutting
+        down, and a request that is cut off gets an error, not silence.
         """
         cut = await self.service.requests.drain(limit_s)
         await self.server.drain(GOODBYE_S)
@@ -47,7 +47,7 @@ class ServingApp:
 
 
 @asynccontextmanager
-async def open_door(
+async def open_frontend(
     service: RouterService,
     texts: ModelTexts,
     *,
@@ -57,8 +57,8 @@ async def open_door(
     awaited: Awaited = nobody_awaited,
     tracing: "RequestTracing | None" = None,
 ) -> AsyncIterator[ServingApp]:
-    """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` returns the
-    engines that are to come; ``tracing`` begins the spans of requests. Raises CannotListen.
+    """Start the router and serve it on ``sockets``, which are bound already. ``awaited`` returns the engines
+    without a worker; ``tracing`` begins the spans of requests. Raises CannotListen.
     """
     app = FrontendApp(
         service,
@@ -81,7 +81,7 @@ async def open_door(
 async def serving(
     service: RouterService, app: HttpApp, *, settings: FrontendSettings, sockets: list[socket]
 ) -> AsyncIterator[HttpServer]:
-    """Start the router and serve this HTTP app of it, whichever it is. Raises CannotListen."""
+    """Start the router and serve it through this HTTP app. Raises CannotListen."""
     limits = descriptors_for(settings.connections_max)
     server = app.server(
         connections_max=limits.connections_max,

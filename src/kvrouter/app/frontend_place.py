@@ -1,4 +1,4 @@
-"""Where a frontend is: read from topology files as workers read them, and followed while it serves."""
+"""The frontend's topology domains: read from topology files like a worker's, and followed while it serves."""
 
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from kvrouter.core.cordons import CLUSTER_LEVEL
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import running
 from kvrouter.worker.topology import FolderReading, topology_config, wait_for_topology, watch_topology
@@ -25,7 +25,7 @@ logger = logging.getLogger("kvrouter.frontend")
 
 
 class FrontendPlace(NamedTuple):
-    """The domains of a frontend, and where they were read; ``env`` is None where nobody asks for them."""
+    """A frontend's domains and their topology environment; ``env`` is None where no files are read."""
 
     domains: Mapping[str, str]
     env: TopologyEnv | None
@@ -34,17 +34,17 @@ class FrontendPlace(NamedTuple):
 async def read_place(
     config: KvRouterConfig, environ: Mapping[str, str], *, cluster: str | None = None
 ) -> FrontendPlace:
-    """Return where the frontend is, once the level that prefill keeps near to has a value; at once where
-    prefill may be anywhere, or keeps to the own ``cluster``, which is one of several.
+    """Return the frontend's domains once the level of ``router_prefill_level`` has a value; at once without
+    that setting, or where the level is the cluster and ``cluster`` names the own one.
 
-    Raises ConfigError where its place is not to be read, TopologyUnavailable where it never came.
+    Raises ConfigError where topology is off, TopologyUnavailable where the value never came.
     """
     level = config.router_prefill_level
     if level is None:
         return FrontendPlace({}, None)
     if cluster is not None and level.strip() == CLUSTER_LEVEL:
         return FrontendPlace({CLUSTER_LEVEL: cluster}, None)
-    # A frontend has no transfer policy: what it waits for is its own level.
+    # A frontend has no transfer policy: it waits for its own level.
     own = {name: value for name, value in environ.items() if name != TRANSFER_DOMAIN}
     env = parse_topology_env({**own, ROUTER_LEVEL: level})
     if not env.enabled:
@@ -58,8 +58,8 @@ async def read_place(
 
 
 @asynccontextmanager
-async def following(place: FrontendPlace, service: RouterService) -> AsyncIterator[None]:
-    """Let the router know of each move of the frontend."""
+async def following_place(place: FrontendPlace, service: RouterService) -> AsyncIterator[None]:
+    """Pass each change of the frontend's domains to the router."""
     if place.env is None:
         yield
         return

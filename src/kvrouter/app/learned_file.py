@@ -1,4 +1,4 @@
-"""The file of ``router_learned_file``: what is known of links, kept over restarts."""
+"""The file of ``router_learned_file``: link speeds kept over restarts."""
 
 import asyncio
 import logging
@@ -10,30 +10,30 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId
 from kvrouter.core.json import parsed_counted
 from kvrouter.core.sync import LinkNews
-from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import spawn
 
 logger = logging.getLogger("kvrouter.router")
 
 SAVE_S = 30.0
-"""How often the file is written."""
+"""Seconds between two writes of the file."""
 
 FILE_MAX_BYTES: Final = 64 * 1024 * 1024
-"""A larger file is not read."""
+"""The largest file that is read."""
 
-_NOBODY = RouterId("")
+_NO_ROUTER = RouterId("")
 
 
 class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file says: at that moment, in seconds since 1970, so much was known of links."""
+    """The file's content: the link speeds at ``saved_at_s``, in seconds since 1970."""
 
     version: Literal[1]
     saved_at_s: Annotated[float, msgspec.Meta(ge=0.0)]
@@ -41,16 +41,16 @@ class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @asynccontextmanager
-async def keeping(
+async def keeping_learned_links(
     config: KvRouterConfig,
     service: RouterService,
     *,
     save_s: float = SAVE_S,
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[None]:
-    """Let the router know what the file says, and write it again and again, and at the end.
+    """Give the router the file's link speeds; write the file periodically, and at the end.
 
-    Raises ConfigError where it could never be written. A file that cannot be read is left out, and said.
+    Raises ConfigError where the file cannot be written. A file that cannot be read is logged and ignored.
     """
     if config.router_learned_file is None:
         yield
@@ -79,7 +79,7 @@ async def _save_on(
     clock: Callable[[], float],
     stopping: asyncio.Event,
 ) -> None:
-    """Write the file again and again, and once more at the end: one write at a time."""
+    """Write the file periodically and once more at the end, one write at a time."""
     refused: str | None = None
     is_over = False
     while not is_over:
@@ -91,11 +91,11 @@ async def _save_on(
 async def _save(
     path: Path, service: RouterService, clock: Callable[[], float], *, refused: str | None = None
 ) -> str | None:
-    """Write the file; return why that failed. A reason that was given before is not said again."""
-    links = list(service.known_links(_NOBODY))
+    """Write the file; return the error, or None. An error equal to ``refused`` is not logged again."""
+    links = list(service.known_links(_NO_ROUTER))
     content = msgspec.json.encode(LearnedFile(1, clock(), tuple(links)))
     try:
-        await asyncio.to_thread(write_whole, path, content)
+        await asyncio.to_thread(write_atomic, path, content)
     except ConfigError as error:
         if error.message != refused:
             log_event(logger, Event.LEARNED_NOT_KEPT, reason=error.message)

@@ -1,4 +1,4 @@
-"""The lifetime of a process: signals, exit codes, file limits, and the listening sockets it claims first."""
+"""Process lifetime: signals, exit codes, limits of open files, and the listening sockets, bound first."""
 
 import asyncio
 import errno
@@ -20,7 +20,7 @@ logger = logging.getLogger("kvrouter.process")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 CONNECTIONS_MAX = 16_384
-"""How many connections are taken where nobody says, and there is room for them."""
+"""The default maximum of connections, where there are enough file descriptors."""
 
 FILES_KEPT_MIN = 64
 FILES_KEPT_MAX = 4096
@@ -28,17 +28,18 @@ FILES_UNLIMITED = 2**31
 REFUSED_MAX = 64
 
 LOST_PLACE = 3
-"""The exit code of a worker whose place another start of its id has taken: one that is started again at once
-would take it back, and so on for ever."""
+"""The exit code of a worker that a newer start of its id replaced; an immediate restart would take the id
+back, and so on for ever.
+"""
 
 
 class StopRequested(Exception):
-    """The process was asked to stop while it was still starting."""
+    """The process was asked to stop during its start."""
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[asyncio.Event]:
-    """An event that is set when the process is asked to stop. From then the next signal ends it at once."""
+    """Yield an event that is set by the first stop signal; the next signal ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -60,7 +61,7 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
 
 @asynccontextmanager
 async def unless_stopping(stopping: asyncio.Event) -> AsyncIterator[None]:
-    """What takes long inside is given up when ``stopping`` is set. Raises StopRequested then."""
+    """Cancel the body when ``stopping`` is set, and raise StopRequested."""
     task = asyncio.current_task()
     is_stopping = False
 
@@ -83,13 +84,13 @@ async def unless_stopping(stopping: asyncio.Event) -> AsyncIterator[None]:
 
 
 def allow_many_files() -> int:
-    """Let this process open as many files as the system allows it: a router has five for each worker, and a
-    worker has strangers.
+    """Raise the soft limit of open files to the hard limit, and return it: a router has five files for each
+    worker, and a worker has connections of unknown clients.
 
-    The limit that processes begin with, often 1,024, is for those that use ``select``. Returns the limit.
+    The usual soft limit of 1,024 is for programs that use ``select``.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # a system without a limit, or with one of its own below this
+    with suppress(ValueError, OSError):  # no limit, or a lower limit of the system
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return FILES_UNLIMITED if soft == resource.RLIM_INFINITY else soft
@@ -97,26 +98,27 @@ def allow_many_files() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """How many of this process's file descriptors are for those who connect to it."""
+    """How this process's file descriptors are shared between clients' connections and all else."""
 
     files_max: int
-    """How many there are in all."""
+    """The limit of open files."""
 
     connections_max: int
-    """What was wanted, or as much of it as there is room for."""
+    """The requested number of connections, or as many as fit."""
 
     numbers_max: int
-    """Descriptors from this number on are kept: the system gives the lowest that is free."""
+    """Descriptors from this number on are reserved: the system assigns the lowest free one."""
 
     refused_max: int
-    """How many of those that are kept may go to refused connections, until their clients have read why."""
+    """How many reserved descriptors refused connections may hold until their clients have read the reason."""
 
 
 def share_descriptors(connections_max: int) -> Descriptors:
-    """Share the descriptors out between at most ``connections_max`` connections and all else: workers, logs,
+    """Share the descriptors between at most ``connections_max`` connections and all else: workers, logs,
     files.
 
-    A quarter is kept for all else, half of that also while more connections come at once than are counted.
+    A quarter is reserved for all else; half of that stays reserved even while more connections arrive at once
+    than are counted.
     """
     files_max = allow_many_files()
     kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
@@ -125,10 +127,9 @@ def share_descriptors(connections_max: int) -> Descriptors:
 
 
 def descriptors_for(connections_max: int | None) -> Descriptors:
-    """Share the descriptors out for a frontend.
+    """Share the descriptors for a frontend, and log the result.
 
-    ``connections_max`` is how many are wanted, None for what there is room for. It logs the
-    result, and warns when there are fewer than were wanted.
+    ``connections_max`` is the requested number, None for as many as fit; a warning is logged when fewer fit.
     """
     limits = share_descriptors(connections_max or CONNECTIONS_MAX)
     fitting, files_max = limits.connections_max, limits.files_max
@@ -142,24 +143,25 @@ def descriptors_for(connections_max: int | None) -> Descriptors:
 
 
 def settle_memory() -> None:
-    """What was loaded stays: the collector need not walk tokenizers and tables again and again. What is large
-    and comes and goes (a request's body) is mapped on its own."""
+    """Exempt loaded objects from garbage collection, so that tokenizers and tables are not walked again and
+    again; map large short-lived blocks, such as request bodies, separately.
+    """
     map_large_blocks()
     gc.collect()
     gc.freeze()
 
 
 class CannotListen(KvrouterError):
-    """The address of the settings cannot be had; the message says which setting to change."""
+    """The configured address is not available; the message names the setting to change."""
 
     code = "cannot_listen"
 
 
 @asynccontextmanager
 async def claimed(host: str, port: int) -> AsyncIterator[list[socket.socket]]:
-    """Sockets bound to each address of ``host`` (port 0: any free one), closed at the end.
+    """Yield sockets bound to each address of ``host`` (port 0: any free one), closed at the end.
 
-    They do not listen yet: a connection before somebody serves is refused at once. Raises CannotListen.
+    They do not listen yet: until the server starts, connections are refused at once. Raises CannotListen.
     """
     sockets: list[socket.socket] = []
     try:
@@ -183,7 +185,7 @@ async def claimed(host: str, port: int) -> AsyncIterator[list[socket.socket]]:
 
 @contextmanager
 def explained(host: str, port: int) -> Iterator[None]:
-    """Turn the system's refusal of an address into a CannotListen."""
+    """Turn the system's error about an address into a CannotListen."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A fleet file's mock engines and their workers in this process."""
+"""Mock fleet: a fleet file's mock engines with their workers in this process."""
 
 import asyncio
 import logging
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvrouter.app.fleet_build import contract_of, load_texts, text_mock_config
+from kvrouter.app.fleet_build import load_texts, text_mock_config, topology_env_of
 from kvrouter.app.text_models import encode_pool
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, MockEngineHandle
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import BOOTSTRAP_PORT, bootstraps, mock_links, mock_workers, worker_card
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.events.memory import MemoryEventTransport
@@ -25,16 +25,16 @@ from kvrouter.worker.topology_env import TopologyEnv
 _log = logging.getLogger("kvrouter.engines.mock_engine")
 
 
-def tell_mock_account(cluster: MockCluster) -> None:
-    """Log what the engines did, if it was anything that no router sees."""
-    account = mock_account(cluster)
-    if account:
-        log_event(_log, Event.MOCK_ENDED, detail=account)
+def log_mock_summary(cluster: MockCluster) -> None:
+    """Log the mock engines' summary, unless it is empty."""
+    summary = mock_summary(cluster)
+    if summary:
+        log_event(_log, Event.MOCK_ENDED, detail=summary)
 
 
-def mock_account(cluster: MockCluster) -> str:
-    """KV carried between domains, pulls by and from other processes, refused connections, and how long the
-    engines' clock stood still because the machine was too slow for them; "" when there was none of it.
+def mock_summary(cluster: MockCluster) -> str:
+    """Summarize the engines' own counts: KV transfers between domains, pulls by and from other processes,
+    refused connections, and the time by which the engines' clock lagged on a slow machine; "" without any.
     """
     counts = cluster.transfer_counts()
     lines = [
@@ -54,19 +54,19 @@ def mock_account(cluster: MockCluster) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlanes:
-    """The transports of the workers of one process."""
+    """The in-memory transports of the workers of one process."""
 
     discovery: MemoryDiscovery
     events: MemoryEventTransport
     requests: MemoryRequestTransport
 
     def of_worker(self) -> WorkerTransports:
-        """The transports of one of them: nothing has to be made, and nobody else can have its place."""
+        """The transports of one worker; no other process can replace it."""
         return WorkerTransports(self.discovery, self.requests, self.events, self.events)
 
 
 class MockFleet:
-    """All mock workers of a fleet file. Use it as an async context manager: inside, they serve."""
+    """All mock workers of a fleet file, as an async context manager: inside, they serve."""
 
     def __init__(self, fleet: FleetFile) -> None:
         self.fleet = fleet
@@ -81,7 +81,7 @@ class MockFleet:
 
     @property
     def planes(self) -> MemoryPlanes:
-        """The transports of its workers, for others that join them."""
+        """The fleet's transports, for other workers that join it."""
         return MemoryPlanes(self.discovery, self.events, self.requests)
 
     async def __aenter__(self) -> Self:
@@ -101,25 +101,25 @@ class MockFleet:
         for worker in self.workers.values():
             await worker.stop()
         await self.requests.close()
-        tell_mock_account(self.cluster)
+        log_mock_summary(self.cluster)
         self.encode_pool.close()
 
     async def _start(self, worker_id: WorkerId, group: WorkerGroup) -> None:
-        topology = contract_of(group)
+        topology = topology_env_of(group)
         domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
         worker = self._make_worker(worker_id, group, domains, topology)
         await worker.start()
         self.workers[worker_id] = worker
 
     async def kill(self, worker_id: WorkerId, why: str = "killed") -> None:
-        """Let a worker die at once; its card goes as soon as discovery would notice, which here is now."""
+        """Kill a worker without draining, and withdraw its card, as discovery would after its lease."""
         worker = self.workers.pop(worker_id)
         self._engines[worker_id].kill(why)
         worker.die(why)
         await self.discovery.withdraw(worker_id, worker.card.incarnation)
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the engines' books; nothing may be left over once they are idle."""
+        """Return violations of the engines' accounting; idle engines must hold no blocks."""
         return self.cluster.check_integrity()
 
     def _make_worker(

@@ -11,8 +11,8 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from kvrouter.app.clusters import check_clusters, cordons_of_clusters, own_account, with_other_clusters
-from kvrouter.app.nats import nats_connection, revealed
+from kvrouter.app.nats_connection import nats_connection, revealed
+from kvrouter.app.other_clusters import check_clusters, cordons_of_clusters, own_account, with_other_clusters
 from kvrouter.app.telemetry_hooks import StreamHooks, foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.app.tls import Tls, tls_of
 from kvrouter.core.constraints import RouterMode
@@ -56,27 +56,30 @@ from kvrouter.transports.sync.port import SyncTransport
 _log = logging.getLogger("kvrouter.planes")  # as log lines name it
 
 START_BYTES = 4
-"""What distinguishes one start of a router from every other in the names of its consumers."""
+"""Random bytes that distinguish one start of a router from all others in the names of its consumers."""
 
 
-class LaneSubscriber:
-    """Hears a mixed fleet. A question goes to the event transport on which the worker is followed; what
-    another transport brings of that worker is dropped, and ``on_foreign`` is called.
+class CombinedSubscriber:
+    """Subscribes to a fleet of several event transports. Recovery requests go to the transport on which the
+    worker is followed; events of the worker on another transport are dropped and ``on_foreign`` is called.
     """
 
     def __init__(
         self,
-        lanes: Mapping[EventLane, EventSubscriber],
+        subscribers: Mapping[EventLane, EventSubscriber],
         *,
         on_foreign: Callable[[EventLane, ForeignRank], None],
     ) -> None:
-        self._lanes = lanes
+        self._subscribers = subscribers
         self._on_foreign = on_foreign
-        self._lane_of: dict[WorkerId, EventSubscriber] = {}
+        self._subscriber_of: dict[WorkerId, EventSubscriber] = {}
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
-        """Begin to deliver what comes on every event transport; return the function that ends it."""
-        ends = [self._subscribe(name, lane, on_batch, on_load) for name, lane in self._lanes.items()]
+        """Subscribe on every event transport; return the function that ends it."""
+        ends = [
+            self._subscribe(name, subscriber, on_batch, on_load)
+            for name, subscriber in self._subscribers.items()
+        ]
 
         def end() -> None:
             for end_one in ends:
@@ -85,84 +88,82 @@ class LaneSubscriber:
         return end
 
     def _subscribe(
-        self, name: EventLane, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
+        self, name: EventLane, subscriber: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
     ) -> Callable[[], None]:
         def batch_came(batch: KvBatch) -> None:
-            """Deliver a batch of a worker followed on this transport; one followed nowhere has none."""
+            """Deliver a batch of a worker followed on this transport; drop one of an unfollowed worker."""
             rank = batch.rank
-            followed = self._lane_of.get(rank.worker_id)
-            if followed is lane:
+            followed = self._subscriber_of.get(rank.worker_id)
+            if followed is subscriber:
                 on_batch(batch)
             elif followed is not None:
                 channel = f"the event transport {name}, which its card does not name"
                 self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_TRANSPORT))
 
         def load_came(report: LoadReport) -> None:
-            """Deliver a load once: on NATS both transports hear the loads of every worker."""
-            if self._lane_of.get(report.rank.worker_id) is lane:
+            """Deliver a load once: both transports over NATS receive the loads of every worker."""
+            if self._subscriber_of.get(report.rank.worker_id) is subscriber:
                 on_load(report)
 
-        return lane.subscribe(batch_came, load_came)
+        return subscriber.subscribe(batch_came, load_came)
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
-        """Listen to this worker on its event transport. Raises ConfigError for one that this router does not
-        hear.
-        """
-        lane = self._lanes.get(card.event_source.lane)
-        if lane is None:
+        """Follow the worker on its event transport. Raises ConfigError where the router does not use that."""
+        subscriber = self._subscribers.get(card.event_source.lane)
+        if subscriber is None:
             raise ConfigError(
                 f"event_source: this router does not use {card.event_source.lane}, on which worker "
                 f"{card.worker_id} publishes: its cache stays unknown here",
                 param="event_source",
             )
-        end_there = lane.follow(card)
-        self._lane_of[card.worker_id] = lane
+        end_there = subscriber.follow(card)
+        self._subscriber_of[card.worker_id] = subscriber
 
         def end() -> None:
             end_there()
-            if self._lane_of.get(card.worker_id) is lane:
-                del self._lane_of[card.worker_id]
+            if self._subscriber_of.get(card.worker_id) is subscriber:
+                del self._subscriber_of[card.worker_id]
 
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last`` (inclusive), or None when there is no one to ask."""
-        lane = self._lane_of.get(rank.worker_id)
-        return None if lane is None else await lane.recover_range(rank, first, last)
+        """The batch of ids ``first`` to ``last`` (inclusive); None when it is not available."""
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        return None if subscriber is None else await subscriber.recover_range(rank, first, last)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """The rank's whole state, or None when there is no one to ask."""
-        lane = self._lane_of.get(rank.worker_id)
-        return None if lane is None else await lane.recover_snapshot(rank, blocks_max=blocks_max)
+        """The rank's full state; None when it is not available."""
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        return None if subscriber is None else await subscriber.recover_snapshot(rank, blocks_max=blocks_max)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterTransports:
-    """The transports of a router. ``nats`` is there where something needs it."""
+    """The transports of a router."""
 
     discovery: Discovery
     cordons: CordonStore
     requests: RequestTransport
     events: EventSubscriber
     snapshots: SnapshotStore | None
-    """Where the index is saved; None without JetStream."""
+    """The store of index snapshots; None without JetStream."""
 
     new_sync: Callable[[], SyncTransport] | None
-    """Makes the sync plane of one router; None without replica sync."""
+    """Makes the sync transport of one router; None without replica sync."""
 
     def replica_sync(self) -> ReplicaSync | None:
-        """Return a router's part in replica sync; None without."""
+        """Return replica sync for one router; None where it is off."""
         return None if self.new_sync is None else ReplicaSync(self.new_sync())
 
 
 @asynccontextmanager
-async def router_wires(
+async def open_router_transports(
     settings: Settings, telemetry: Telemetry, *, http_port: int, static: Sequence[WorkerCard] = ()
 ) -> AsyncIterator[RouterTransports]:
-    """Connect everything that the settings ask for; it is closed at the end.
+    """Connect all transports that the settings require; they are closed at the end.
 
-    ``static`` are workers that were named by hand: with any, they are all that is there.
-    Raises NatsUnreachable, or ConfigError that names the setting.
+    ``static`` are workers named by hand, which replace discovery. Raises NatsUnreachable, or ConfigError that
+    names the setting.
     """
     router = settings.router
     if not static:
@@ -191,7 +192,7 @@ async def router_wires(
         if settings.router.replica_sync:
             new_sync = partial(
                 NatsSyncTransport,
-                wanted(nats),
+                required_nats(nats),
                 namespace=planes.namespace,
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
@@ -201,8 +202,8 @@ async def router_wires(
 
 
 def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:
-    """Return the settings with the discovery that ``auto`` stands for. A directory of this host is logged:
-    nobody on another host reads it.
+    """Return the settings with the backend that ``--discovery auto`` resolves to. A directory is logged,
+    because other hosts cannot read it.
     """
     planes = settings.planes.settled(kv_events=kv_events, replica_sync=replica_sync)
     if planes.discovery is DiscoveryBackend.FILE and settings.planes.discovery is DiscoveryBackend.AUTO:
@@ -216,25 +217,24 @@ def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) 
 
 
 def nats_needs(settings: Settings, *, discovers: bool = True) -> list[str]:
-    """Return what of this router cannot do without NATS; one that does not discover its workers has
-    no discovery.
-    """
+    """Return the features of this router that need NATS; without ``discovers`` discovery is none of them."""
     planes, router = settings.planes, settings.router
-    lanes_of_nats = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
+    nats_kinds = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
     if discovers and planes.discovery is DiscoveryBackend.KUBERNETES:
-        lanes_of_nats.add(EventPlaneKind.AUTO)
-    hears_nats = router.kv_events and planes.event_plane in lanes_of_nats
+        nats_kinds.add(EventPlaneKind.AUTO)
+    needs_nats_events = router.kv_events and planes.event_plane in nats_kinds
     needs = {
         "--discovery nats": discovers and planes.discovery is DiscoveryBackend.NATS,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
-        f"KV events (--event-plane {planes.event_plane})": hears_nats and router.router_mode is RouterMode.KV,
+        f"KV events (--event-plane {planes.event_plane})": needs_nats_events
+        and router.router_mode is RouterMode.KV,
         "--router-replica-sync": router.replica_sync,
     }
     return [what for what, is_needed in needs.items() if is_needed]
 
 
 def _discovery(planes: PlaneSettings, nats: Client | None, telemetry: Telemetry) -> Discovery:
-    """Discovery of a router: that of the settings, and of the other clusters where there are any."""
+    """The router's discovery: that of the settings, with the other clusters where any are configured."""
     own = make_discovery(planes, nats, telemetry)
     return with_other_clusters(planes, own, telemetry) if planes.clusters else own
 
@@ -242,7 +242,7 @@ def _discovery(planes: PlaneSettings, nats: Client | None, telemetry: Telemetry)
 def _cordons(
     planes: PlaneSettings, nats: Client | None, telemetry: Telemetry, stack: AsyncExitStack
 ) -> CordonStore:
-    """Where the cordons are kept: with the cards."""
+    """The cordon store, in the discovery backend."""
     _, cordons = _STORES[planes.discovery](planes, nats)
     own = cordons(namespace=planes.namespace, on_refused=_refusals(telemetry))
     store, others = cordons_of_clusters(planes, own, telemetry) if planes.clusters else (own, [])
@@ -258,7 +258,7 @@ def make_discovery(
     *,
     on_lost: GoneSink | None = None,
 ) -> Discovery:
-    """Discovery as the settings choose it; ``on_lost`` hears of own cards that lost their place."""
+    """Discovery as the settings choose it; ``on_lost`` is called when a newer start replaces an own card."""
     discovery, _ = _STORES[planes.discovery](planes, nats)
     return discovery(
         namespace=planes.namespace,
@@ -275,7 +275,7 @@ def _refusals(telemetry: Telemetry | None) -> TroubleSink:
 
 
 _Stores = tuple[Callable[..., Discovery], Callable[..., StoredCordons[Any]]]
-"""What makes discovery, and the store of cordons, of one backend."""
+"""Makers of the discovery and of the cordon store of one backend."""
 
 
 def _of_files(planes: PlaneSettings, _: Client | None) -> _Stores:
@@ -291,7 +291,7 @@ def _of_kubernetes(planes: PlaneSettings, _: Client | None) -> _Stores:
 
 
 def _of_nats(planes: PlaneSettings, nats: Client | None) -> _Stores:
-    client, token, replicas = wanted(nats), token_of(planes), planes.nats_replicas
+    client, token, replicas = required_nats(nats), token_of(planes), planes.nats_replicas
     discovery = partial(NatsDiscovery, client, token=token, replicas=replicas)
     return discovery, partial(NatsCordons, client, token=token, replicas=replicas)
 
@@ -304,17 +304,17 @@ _STORES: dict[DiscoveryBackend, Callable[[PlaneSettings, Client | None], _Stores
 
 
 def stream_limits(planes: PlaneSettings) -> StreamLimits:
-    """What a stream of KV events is made with."""
+    """The limits with which a stream of KV events is created."""
     return StreamLimits(replicas=planes.nats_replicas)
 
 
 def token_of(planes: PlaneSettings) -> str:
-    """What everything over NATS is sealed with; without a token the seal keeps only other planes out."""
+    """The token that authenticates messages over NATS; an empty one only separates namespaces."""
     return revealed(planes.plane_token) or ""
 
 
-def wanted(nats: Client | None) -> Client:
-    """The connection that the settings need; a mistake of ours when it was not made."""
+def required_nats(nats: Client | None) -> Client:
+    """The NATS connection; RuntimeError, an internal error, when it was not made."""
     if nats is None:
         raise RuntimeError("these settings need NATS, and it was not connected")
     return nats
@@ -333,7 +333,7 @@ def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: T
     if planes.request_plane is RequestPlaneKind.HTTP:
         return HttpRequestTransport(token=token or "", ssl=tls.client, limits=limits, on_refused=on_refused)
     return NatsRequestTransport(
-        wanted(nats),
+        required_nats(nats),
         namespace=planes.namespace,
         token=token_of(planes),
         limits=limits,
@@ -347,7 +347,7 @@ async def _subscribers(
     telemetry: Telemetry,
     stack: AsyncExitStack,
 ) -> dict[EventLane, EventSubscriber]:
-    """Every event transport without replay on which the fleet's workers may publish: the router hears all."""
+    """Subscribers for every event transport without replay, since workers may publish on any of them."""
     planes = settings.planes
     subscribers: dict[EventLane, EventSubscriber] = {}
     zmq = ZmqEventSubscriber(
@@ -377,9 +377,9 @@ async def _subscribers(
     return subscribers
 
 
-def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> LaneSubscriber:
-    foreign = {lane: foreign_on(lane.value, telemetry) for lane in subscribers}
-    return LaneSubscriber(subscribers, on_foreign=lambda lane, error: foreign[lane](error))
+def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> CombinedSubscriber:
+    foreign = {name: foreign_on(name.value, telemetry) for name in subscribers}
+    return CombinedSubscriber(subscribers, on_foreign=lambda name, error: foreign[name](error))
 
 
 def _stream(
@@ -404,8 +404,7 @@ def _stream(
 
 
 def replica_name(settings: Settings, *, http_port: int) -> str:
-    """What this start of the router is called among its replicas: no two routers take each other's consumers,
-    whatever their settings call them."""
+    """The unique name of this start of the router, so that no two routers share consumers."""
     named = settings.router.replica_name
     if named is None:
         host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())

@@ -14,7 +14,7 @@ _log = logging.getLogger("kvrouter.worker")
 
 
 class Holders:
-    """Who has the place of each worker id, as one watch of discovery reports it."""
+    """The registered starts of each worker id, as one watch of discovery reports them."""
 
     def __init__(self) -> None:
         self._cards: dict[WorkerId, dict[Epoch, WorkerCard]] = {}
@@ -22,10 +22,9 @@ class Holders:
         self._changes: dict[WorkerId, asyncio.Event] = {}
 
     async def until_free(self, worker_id: WorkerId) -> None:
-        """Wait until no start of the worker is announced: those that are have withdrawn, or their lease ran
-        out.
+        """Wait until no start of the worker is registered: each has deregistered, or its lease ran out.
 
-        While discovery cannot be reached nobody is known to be gone. Who has the place is logged once.
+        While discovery is unreachable every id counts as taken. The holder is logged once.
         """
         logged: str | None = None
         while (taken_by := self._taken_by(worker_id)) is not None:
@@ -35,12 +34,12 @@ class Holders:
             await self._changes.setdefault(worker_id, asyncio.Event()).wait()
 
     def on_card(self, card: WorkerCard) -> None:
-        """A worker is announced, or changed."""
+        """Handle a new or changed card."""
         self._cards.setdefault(card.worker_id, {})[card.incarnation] = card
         self._wake((card.worker_id,))
 
     def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _: Gone) -> None:
-        """A start of a worker is gone."""
+        """Handle a removed card."""
         starts = self._cards.get(worker_id, {})
         starts.pop(incarnation, None)
         if not starts:
@@ -48,12 +47,12 @@ class Holders:
         self._wake((worker_id,))
 
     def on_store(self, is_reachable: bool, why: str) -> None:
-        """Discovery can be asked again, or not any more."""
+        """Note whether discovery is reachable."""
         self._why_lost = None if is_reachable else why
         self._wake(tuple(self._changes))
 
     def _taken_by(self, worker_id: WorkerId) -> str | None:
-        """Why the place is not free: where its holder serves, or that nobody knows; None when it is free."""
+        """Why the id is taken: where its holder serves, or discovery is unreachable; None when it is free."""
         if self._why_lost is not None:
             return f"discovery cannot be asked: {self._why_lost}"
         starts = self._cards.get(worker_id, {})
@@ -68,7 +67,7 @@ class Holders:
 
 @asynccontextmanager
 async def holders(discovery: Discovery) -> AsyncIterator[Holders]:
-    """Who has which place, followed until the end."""
+    """Follow the registered starts of all workers until the end."""
     known = Holders()
     end = await discovery.watch(known.on_card, known.on_gone, known.on_store)
     try:
@@ -78,6 +77,6 @@ async def holders(discovery: Discovery) -> AsyncIterator[Holders]:
 
 
 async def until_free(discovery: Discovery, worker_id: WorkerId) -> None:
-    """Wait until no start of this one worker is announced, as :meth:`Holders.until_free` does."""
+    """Wait until no start of this worker is registered, as :meth:`Holders.until_free` does."""
     async with holders(discovery) as known:
         await known.until_free(worker_id)

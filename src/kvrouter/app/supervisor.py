@@ -17,22 +17,21 @@ from kvrouter.telemetry import Event, log_event
 logger = logging.getLogger("kvrouter.up")
 
 RESTART_AFTER_S = 1.0
-"""A process that ended by itself is started again after this time, and after twice the last time when it
-ended soon again."""
+"""The pause before an ended process is started again; it doubles while the process ends soon again."""
 
 RESTART_MAX_S = 60.0
 
 RUNS_WELL_S = 10.0
-"""A process that ran for so long did not end soon."""
+"""A process that ran for this long did not end soon."""
 
 LAST_LINES_S = 1.0
-"""How long the last lines of a process that ended may take to come."""
+"""Seconds that the last lines of an ended process may take to arrive."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def pause_after(failures: Failures, ran_s: float) -> float:
-    """Return the pause, in seconds, after a process that ran for ``ran_s``; a good run begins a new row."""
+    """Return the pause in seconds after a process ran for ``ran_s``; a long run resets the backoff."""
     if ran_s >= RUNS_WELL_S:
         failures.reset()
     return failures.next_s()
@@ -44,13 +43,13 @@ def _restarts() -> Failures:
 
 @dataclass(slots=True)
 class ChildProcess:
-    """One process, under the name that marks its lines."""
+    """One child process; its name prefixes its log lines."""
 
     name: str
     command: Sequence[str]
     environ: Mapping[str, str]
     standby: Sequence[str]
-    """What is added to its command once another process has its place."""
+    """Arguments added to its command once another process has replaced it."""
     is_quiet: bool
     process: Process | None = None
     failures: Failures = field(default_factory=_restarts)
@@ -63,10 +62,10 @@ class ChildProcess:
 
 
 class Supervisor:
-    """Starts processes, starts them again when they end, and stops them all.
+    """Starts processes, restarts those that end, and stops them all.
 
-    One that ends, or cannot be started, again and again is tried after pauses that grow. With
-    ``prefix_lines`` their standard errors come out of ours, each line after its process's name.
+    A process that keeps ending, or cannot be started, is restarted after growing pauses. With
+    ``prefix_lines`` their standard errors are copied to this process's, each line after the process's name.
     """
 
     def __init__(self, *, prefix_lines: bool) -> None:
@@ -83,9 +82,9 @@ class Supervisor:
         standby: Sequence[str] = (),
         is_quiet: bool = False,
     ) -> ChildProcess:
-        """Start a process that is to run until the end; its output is discarded where ``is_quiet``.
+        """Start a process that is to run until :meth:`stop`; its output is discarded where ``is_quiet``.
 
-        One that ends because another has its place is run with ``standby`` added from then on.
+        Once it ended because another process replaced it, ``standby`` is added to its command.
         """
         child = ChildProcess(name, command, environ, standby, is_quiet)
         self._children.append(child)
@@ -94,24 +93,25 @@ class Supervisor:
         return child
 
     async def stop(self, prefix: str, limit_s: float) -> None:
-        """Ask the processes whose names begin with ``prefix`` to end, and kill those that do not.
+        """Terminate the processes with names that begin with ``prefix``, and kill those that exceed the
+        limit.
 
-        From now on none of the others is started again either.
+        From now on no other process is restarted either.
         """
         self._stopping.set()
         children = [child for child in self._children if child.name.startswith(prefix)]
         await asyncio.gather(*(_stop_one(child, limit_s) for child in children))
 
     async def _spawn(self, child: ChildProcess) -> OSError | None:
-        """Start the process; return why that failed."""
-        said = DEVNULL if child.is_quiet else PIPE if self._prefix_lines else None
+        """Start the process; return the error, or None."""
+        stderr = DEVNULL if child.is_quiet else PIPE if self._prefix_lines else None
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *child.command,
                 env=dict(child.environ),
                 stdin=DEVNULL,
                 stdout=DEVNULL if child.is_quiet else None,
-                stderr=said,
+                stderr=stderr,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
@@ -124,7 +124,7 @@ class Supervisor:
         return None
 
     async def _keep(self, child: ChildProcess, failure: OSError | None) -> None:
-        """Wait for the process's end and start it again, until all are stopped."""
+        """Restart the process after each end, until all are stopped."""
         loop = asyncio.get_running_loop()
         while True:
             began_s = loop.time()
@@ -154,7 +154,7 @@ class Supervisor:
 
 
 async def _ended(name: str, process: Process) -> int:
-    """Copy what the process says until it has ended; return its exit code."""
+    """Copy the process's standard error until it has ended; return its exit code."""
     if process.stderr is None:
         return await process.wait()
     lines = asyncio.get_running_loop().create_task(copy_lines(name, process.stderr))
@@ -196,9 +196,9 @@ def _why(code: int) -> str:
 
 
 async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
-    """A child's lines on our standard error, each after the child's name.
+    """Copy a child's lines to this process's standard error, each after the child's name.
 
-    A child whose output is not read blocks, so a line that is too long is dropped, and the next is read.
+    A child blocks when its output is not read, so an overlong line is dropped and the next one is read.
     """
     while True:
         try:
@@ -212,6 +212,6 @@ async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
 
 
 def _die_with_parent() -> None:
-    """Whatever ends this process, kill -9 included, ends its children too (on Linux)."""
+    """End with the parent, however it ends, kill -9 included (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Callbacks of transports into telemetry: refused peers, malformed frames, broken connections."""
+"""Telemetry hooks: callbacks of transports for refused peers, malformed frames and broken connections."""
 
 import logging
 import re
@@ -15,10 +15,10 @@ _log = logging.getLogger("kvrouter.planes")  # as log lines name it
 
 
 def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
-    """Return the sink of one plane's refusals; without ``telemetry`` they are only logged.
+    """Return the callback for one transport's refusals; without ``telemetry`` they are only logged.
 
-    All are counted. A peer that is refused tries again for ever: it is logged once in a while, whatever port
-    it comes from.
+    All are counted. A refused peer reconnects for ever, so equal reasons, source ports aside, are throttled
+    in the log.
     """
     throttle = LogThrottle()
 
@@ -32,7 +32,7 @@ def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str
 
 
 def malformed_on(plane: str, telemetry: Telemetry) -> MalformedSink:
-    """Return the sink of a router's messages that cannot be read: refused, and counted as dropped."""
+    """Return the callback for a router's unreadable messages: logged as refused, and counted as dropped."""
     on_refused = refusals_on(plane, telemetry)
 
     def on_malformed(why: str) -> None:
@@ -43,9 +43,7 @@ def malformed_on(plane: str, telemetry: Telemetry) -> MalformedSink:
 
 
 def foreign_on(plane: str, telemetry: Telemetry | None = None) -> ForeignSink:
-    """Return the sink of messages that spoke for another worker's rank: all are counted, the same one is
-    logged once a minute.
-    """
+    """Return the callback for messages that name another worker's rank: counted, and throttled in the log."""
     throttle = LogThrottle()
 
     def on_foreign(error: ForeignRank) -> None:
@@ -58,8 +56,8 @@ def foreign_on(plane: str, telemetry: Telemetry | None = None) -> ForeignSink:
 
 
 def troubles_on(plane: str) -> Callable[[str, str], None]:
-    """Return the sink for what this process could not do: what it is, and why. It tries again for ever: the
-    same thing is logged once in a while.
+    """Return the callback for failed operations, which are retried for ever: arguments are the operation and
+    the reason, and equal ones are throttled in the log.
     """
     throttle = LogThrottle()
 
@@ -72,7 +70,7 @@ def troubles_on(plane: str) -> Callable[[str, str], None]:
 
 
 def drops_on(plane: str) -> Callable[[int, str], None]:
-    """Return the sink of batches that a worker could not publish; routers will see the gap and ask."""
+    """Return the callback for batches that a worker could not publish; routers notice the gap and recover."""
 
     def on_dropped(n_batches: int, why: str) -> None:
         log_event(_log, Event.EVENTS_DROPPED, plane=plane, batches=n_batches, reason=why)
@@ -81,7 +79,7 @@ def drops_on(plane: str) -> Callable[[int, str], None]:
 
 
 class StreamHooks:
-    """What happens on the JetStream event transport, for both of its ends."""
+    """Metrics and log events of the JetStream event transport, for both of its ends."""
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self._refused = (
@@ -92,7 +90,7 @@ class StreamHooks:
         self._log_throttle = LogThrottle()
 
     def dropped(self, n_batches: int, why: str) -> None:
-        """A worker's batches were not published; routers will see the gap and ask."""
+        """A worker could not publish batches; routers notice the gap and recover."""
         self._dropped(n_batches, why)
 
     def refused(self, why: str) -> None:
@@ -104,13 +102,13 @@ class StreamHooks:
         self._foreign(error)
 
     def disturbed(self, component: str, why: str) -> None:
-        """The event transport failed, and tries again: the same reason is logged once in a while."""
+        """The event transport failed and retries; equal reasons are throttled."""
         if not self._log_throttle.allows(f"{component} {why}"):
             return
         log_event(_log, Event.PLANE_DISTURBED, plane=f"jetstream {component}", reason=why)
 
     def was_reset(self, component: str) -> None:
-        """The stream and the snapshots of the component were cleared, as asked."""
+        """The stream and the snapshots of the component were cleared, as requested."""
         log_event(_log, Event.STATES_RESET, plane=f"jetstream {component}")
 
 
@@ -120,10 +118,10 @@ class SyncGauges:
     def __init__(self, telemetry: Telemetry, sync: ReplicaSync) -> None:
         self._telemetry = telemetry
         self._sync = sync
-        self._seen: dict[str, int] = {}
+        self._counted: dict[str, int] = {}
 
     def refresh(self) -> None:
-        """Set the gauges, and count what happened since the last time."""
+        """Set the gauges, and add the counts since the last scrape."""
         counts = self._sync.counts()
         others = counts.others
         self._telemetry.replicas.set(others.replicas)
@@ -140,7 +138,7 @@ class SyncGauges:
             ("dropped", counts.dropped),
             ("unsent", counts.unsent),
         ):
-            new = total - self._seen.get(outcome, 0)
+            new = total - self._counted.get(outcome, 0)
             if new:
                 self._telemetry.replica_sync.inc(outcome, by=new)
-                self._seen[outcome] = total
+                self._counted[outcome] = total

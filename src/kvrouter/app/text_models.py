@@ -1,4 +1,4 @@
-"""The tokenizers of a frontend, loaded as workers register models."""
+"""Text models of a frontend: tokenizers and chat templates, loaded as workers register models."""
 
 import asyncio
 import dataclasses
@@ -19,13 +19,13 @@ from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodeLimits, EncodePool
 from kvrouter.transports.records.port import Gone
 
 TEXTS_MAX = 256
-"""How many models one frontend holds tokenizers of."""
+"""The most models of which one frontend holds tokenizers."""
 
-SAID_AFTER_S = 5.0
-"""How long a tokenizer may take to load before it is logged that calls are routed by load meanwhile."""
+LOG_AFTER_S = 5.0
+"""Seconds after which a tokenizer that is still loading is logged: calls are routed by load meanwhile."""
 
 RETRY_S = 60.0
-"""How long after a tokenizer could not be loaded it is tried again: a hub may be back, a folder mounted."""
+"""Seconds until a failed load is retried: a hub may be reachable again, a folder mounted."""
 
 NO_TOKENIZER = "its workers name no tokenizer that can be read here"
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("kvrouter.frontend")
 
 
 def encode_pool(front: FrontendSettings) -> EncodePool:
-    """Return the threads that tokenize for one frontend, with the limits of its settings."""
+    """Return the thread pool that tokenizes for one frontend, with the limits of its settings."""
     return EncodePool(
         EncodeLimits(
             off_loop_chars=front.tokenize_inline_max_chars,
@@ -51,17 +51,17 @@ def encode_pool(front: FrontendSettings) -> EncodePool:
 
 
 class TextModelLoader:
-    """Loads a model's tokenizer when its first worker is announced, off the event loop.
+    """Loads a model's tokenizer when its first worker registers, off the event loop.
 
-    ``sources`` are this host's own, by model; without one what the cards name is read, a folder or a Hugging
-    Face repository: what most of the model's workers name of those that can be read, the one in use among
-    equals. ``given`` are loaded already. :attr:`texts` are those that are loaded, :attr:`unread` the reasons
-    why prompts of a model cannot be read here, in whole or in part, and :attr:`by_engine` the models whose
-    engines are said to tokenize; :attr:`of_models` has all three.
+    ``sources`` are this host's own, by model; for other models the tokenizer that the cards name is read, a
+    folder or a Hugging Face repository: of the readable ones that of most workers, among equals the one in
+    use. ``given`` are loaded already. :attr:`texts` are the loaded ones, :attr:`unread` the reasons why
+    prompts of a model cannot be tokenized here, in whole or in part, and :attr:`by_engine` the models that
+    their engines tokenize; :attr:`of_models` has all three.
 
-    A model whose tokenizer cannot be loaded has workers and no text: its calls are routed by load where its
-    engines tokenize, and refused where they get tokens. The next announcement tries again, and so does
-    :data:`RETRY_S`.
+    A model whose tokenizer cannot be loaded has workers but no text: its calls are routed by load where its
+    engines tokenize, and refused where they take tokens. Loading is retried at the next registration and
+    after :data:`RETRY_S`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TextModelLoader:
             self._check_budget(model)
 
     def on_card(self, card: WorkerCard) -> None:
-        """A worker was announced."""
+        """Handle a new or changed card."""
         self._cards[card.worker_id] = card
         self._fit(card.model)
         if card.model in self._loading:
@@ -119,7 +119,7 @@ class TextModelLoader:
             log_event(_log, Event.TOKENIZED_BY_ENGINE, model=card.model, reason=CHOSEN)
 
     def _fit(self, model: ModelName) -> None:
-        """Let the text of a model that workers announced have the longest context of them."""
+        """Set the context length of a loaded model's text to the longest that its workers state."""
         if model not in self._loaded_from:
             return
         text, of_model = self._texts[model], (each for each in self._cards.values() if each.model == model)
@@ -129,9 +129,9 @@ class TextModelLoader:
             self._check_budget(model)
 
     def _check_budget(self, model: ModelName) -> None:
-        """Log once for a model that a text of its context's length is too long to be tokenized here."""
-        said = [each.context_length for each in self._cards.values() if each.model == model]
-        if said and not any(said):
+        """Log once when a prompt that fills the model's context is too long to be tokenized here."""
+        stated = [each.context_length for each in self._cards.values() if each.model == model]
+        if stated and not any(stated):
             return
         tokens = self._texts[model].context_length_tokens
         text_bytes = TOKEN_TEXT_BYTES * tokens
@@ -148,27 +148,27 @@ class TextModelLoader:
         )
 
     def _named(self, card: WorkerCard) -> str:
-        """Where the tokenizer of the card's model is: as this host says, else as most of its workers do; ""
-        where none does.
-        """
+        """The tokenizer of the card's model: this host's own, else that of most of its workers, else ""."""
         own = self._sources.get(card.model)
         if own is not None:
             return own
         of_model = [each for each in self._cards.values() if each.model == card.model]
-        said = Counter(each.tokenizer for each in of_model if each.tokenizer)
+        stated = Counter(each.tokenizer for each in of_model if each.tokenizer)
         in_use = self._loaded_from.get(card.model)
         failed = self._failed.get(card.model, set())
-        return max(said, key=lambda named: (named not in failed, said[named], named == in_use), default="")
+        return max(
+            stated, key=lambda named: (named not in failed, stated[named], named == in_use), default=""
+        )
 
     def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
-        """A worker left; its model's tokenizer stays for the next one, until the room is needed."""
+        """Handle a removed card; its model's tokenizer stays loaded until the room is needed."""
         known = self._cards.get(worker_id)
         if known is not None and known.incarnation == incarnation:
             del self._cards[worker_id]
             self._fit(known.model)
 
     def _has_room(self) -> bool:
-        """Whether one more model may be loaded; the oldest that has no workers any more makes room for it."""
+        """Whether one more model may be loaded; the oldest model without workers is dropped to make room."""
         if len(self._texts.keys() | self._loading.keys()) < TEXTS_MAX:
             return True
         served = {card.model for card in self._cards.values()}
@@ -182,7 +182,7 @@ class TextModelLoader:
 
     async def _load(self, card: WorkerCard, named: str) -> None:
         model, loop = card.model, asyncio.get_running_loop()
-        late = loop.call_later(SAID_AFTER_S, self._say_by_load, card, f"{named}: {TOKENIZER_ON_ITS_WAY}")
+        late = loop.call_later(LOG_AFTER_S, self._log_by_load, card, f"{named}: {TOKENIZER_ON_ITS_WAY}")
         try:
             text = await asyncio.to_thread(self._read, card, named)
             self._texts[model] = text
@@ -195,7 +195,7 @@ class TextModelLoader:
             if text.template is not None and text.template.fault is not None:
                 log_event(_log, Event.CHAT_TEMPLATE_FAILED, model=model, reason=text.template.fault)
             if text.unread is not None and card.takes_calls:
-                self._say_by_load(card, f"{named}: {text.unread}")
+                self._log_by_load(card, f"{named}: {text.unread}")
             elif was_unread is not None:
                 log_event(_log, Event.ROUTED_BY_CACHE, model=model, detail=named)
         except (KvrouterError, OSError, ValueError) as error:
@@ -222,18 +222,18 @@ class TextModelLoader:
         )
 
     async def loaded(self, limit_s: float | None = None) -> None:
-        """Wait for what is being loaded, for so long."""
+        """Wait until running loads have ended, for at most ``limit_s`` seconds."""
         if self._loading:
             await asyncio.wait(self._loading.values(), timeout=limit_s)
 
     def _refuse(self, card: WorkerCard, why: str) -> None:
-        if card.takes_calls and card.model not in self._texts:  # else what was read before is in use
-            self._say_by_load(card, why)
+        if card.takes_calls and card.model not in self._texts:  # else the former tokenizer stays in use
+            self._log_by_load(card, why)
         else:
             log_event(_log, Event.TOKENIZER_FAILED, model=card.model, worker=str(card.worker_id), reason=why)
 
-    def _say_by_load(self, card: WorkerCard, why: str) -> None:
-        """Log a reason once for as long as it holds."""
+    def _log_by_load(self, card: WorkerCard, why: str) -> None:
+        """Log a reason once for as long as it lasts."""
         if self._unread.get(card.model) != why:
             self._unread[card.model] = why
             is_asked = self._fallback is TokenizeFallback.ENGINE
@@ -248,9 +248,9 @@ class TextModelLoader:
 
 
 def read_text(source: str, *, context_length_tokens: int, pool: EncodePool, takes_calls: bool) -> TextModel:
-    """Read a tokenizer for a model whose engines take calls as they are written, or get tokens. Blocks.
+    """Read a tokenizer for a model whose engines take calls as written (``takes_calls``) or tokens. Blocks.
 
-    Raises ConfigError for one that cannot be read, and for that of the mock before engines that take calls.
+    Raises ConfigError for an unreadable one, and for the mock's tokenizer before engines that take calls.
     """
     if source == MOCK_TOKENIZER and takes_calls:
         raise ConfigError("the token ids of tokenizer mock are not the engine's", param="tokenizer")

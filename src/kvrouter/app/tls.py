@@ -1,4 +1,4 @@
-"""TLS and advertised addresses of a process, from its settings."""
+"""TLS contexts and advertised address of a process, from its settings."""
 
 import socket
 import ssl
@@ -13,16 +13,16 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Tls(NamedTuple):
-    """The contexts of a process: to take connections, and to make them; None without certificates."""
+    """TLS contexts for accepting and for making connections; None without certificates."""
 
     server: ssl.SSLContext | None
     client: ssl.SSLContext | None
 
 
 def tls_of(planes: PlaneSettings) -> Tls:
-    """Read the certificates of the settings. Raises ConfigError that names the setting.
+    """Load the configured certificates. Raises ConfigError that names the setting.
 
-    Both ends show a certificate of the authority: who has none is turned away before it can say a word.
+    TLS is mutual: a peer without a certificate of the authority is rejected in the handshake.
     """
     if planes.tls_cert is None and planes.tls_key is None:
         if planes.tls_ca is None:
@@ -53,15 +53,15 @@ def _context(purpose: ssl.Purpose, planes: PlaneSettings) -> ssl.SSLContext:
 
 
 def advertised(settings: Settings) -> str:
-    """The host under which others reach this process."""
+    """The host name under which others reach this process."""
     planes = settings.planes
     if planes.advertise_host is not None:
         return planes.advertise_host
     return socket.getfqdn() if planes.listen_host in EVERY_INTERFACE else planes.listen_host
 
 
-def doubts(settings: Settings) -> list[str]:
-    """What is legal about a worker's addresses, and hardly what was meant: to be logged at its start."""
+def address_warnings(settings: Settings) -> list[str]:
+    """Warnings about a worker's listening addresses that are legal but probably unintended, for its start."""
     planes = settings.planes
     found = []
     if planes.listen_host not in LOOPBACK and planes.plane_token is None and planes.tls_cert is None:

@@ -8,8 +8,8 @@ from typing import Protocol
 from nats.aio.client import Client
 
 from kvrouter.app.lifetime import share_descriptors
-from kvrouter.app.nats import nats_connection, revealed
-from kvrouter.app.router_transports import make_discovery, settled, stream_limits, token_of, wanted
+from kvrouter.app.nats_connection import nats_connection, revealed
+from kvrouter.app.router_transports import make_discovery, required_nats, settled, stream_limits, token_of
 from kvrouter.app.telemetry_hooks import StreamHooks, drops_on, refusals_on
 from kvrouter.app.tls import Tls, advertised, tls_of
 from kvrouter.core.errors import ConfigError
@@ -47,13 +47,13 @@ _HAS_NO_PORT = {errno.EADDRINUSE: "is taken", errno.EACCES: "is not for this use
 
 
 class ListeningAcceptor(RequestAcceptor, Protocol):
-    """A worker's end of a wire that listens."""
+    """The worker's end of a request transport, which listens."""
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
 
     async def close(self) -> None:
-        """Listen no more; open streams break."""
+        """Stop listening; open streams break."""
 
 
 @asynccontextmanager
@@ -66,22 +66,24 @@ async def open_worker_transports(
     is_static: bool = False,
     on_lost: GoneSink | None = None,
 ) -> AsyncIterator[WorkerTransports]:
-    """Connect everything that the settings ask for; it is closed at the end.
+    """Connect all transports that the settings require; they are closed at the end.
 
-    ``on_lost`` hears when the worker's card lost its place to a newer start of the same id.
-    A worker that ``is_static`` takes requests, and announces neither itself nor its cache.
-    Raises NatsUnreachable, or ConfigError that names the setting.
+    ``on_lost`` is called when a newer start of the same id replaces the worker's card. With ``is_static`` the
+    worker takes requests, but registers neither itself nor its cache. Raises NatsUnreachable, or ConfigError
+    that names the setting.
     """
     settings = settled(settings, kv_events=True)
     planes = settings.planes
     refuse_clusters(planes, "a worker announces itself in its own cluster alone")
     tls = tls_of(planes)
-    lane = lane_of(planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events)
+    transport = event_transport_of(
+        planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events
+    )
     if not is_static:
-        _check_ports(planes, lane)
+        _check_ports(planes, transport)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
-        needs = _nats_needs(planes, lane, is_static=is_static)
+        needs = _nats_needs(planes, transport, is_static=is_static)
         if needs:
             nats = await stack.enter_async_context(
                 nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client, needs=needs)
@@ -93,17 +95,19 @@ async def open_worker_transports(
             await listener.start()
         stack.push_async_callback(listener.close)
         if is_static:
-            nobody = MemoryEventTransport()
-            yield WorkerTransports(discovery, listener, nobody, nobody)
+            unused_events = MemoryEventTransport()
+            yield WorkerTransports(discovery, listener, unused_events, unused_events)
             return
-        events, recovery = await _events(settings, nats, lane, component, stack)
+        events, recovery = await _events(settings, nats, transport, component, stack)
         yield WorkerTransports(discovery, listener, events, recovery)
 
 
-def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True) -> EventLane:
-    """The event transport on which a worker publishes. What ``auto`` means is the specification's rule.
+def event_transport_of(
+    planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True
+) -> EventLane:
+    """The event transport on which a worker publishes; ``auto`` is resolved by the specification's rule.
 
-    A worker without KV events publishes its loads alone, and needs no NATS for them where it needs none else.
+    A worker without KV events publishes only its load, over ZeroMQ where nothing else needs NATS.
     """
     on_tcp = planes.request_plane is not RequestPlaneKind.NATS
     needs_none = planes.discovery is DiscoveryBackend.KUBERNETES and on_tcp
@@ -116,21 +120,21 @@ def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_even
     return EventLane(planes.event_plane.value)
 
 
-def _nats_needs(planes: PlaneSettings, lane: EventLane, *, is_static: bool) -> list[str]:
-    """What of a worker cannot do without NATS; a static one does not announce itself."""
+def _nats_needs(planes: PlaneSettings, transport: EventLane, *, is_static: bool) -> list[str]:
+    """The features of a worker that need NATS; a static one does not register."""
     needs = {
         "--discovery nats": planes.discovery is DiscoveryBackend.NATS and not is_static,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
-        f"KV events and loads (--event-plane {planes.event_plane})": lane is not EventLane.ZMQ
+        f"KV events and loads (--event-plane {planes.event_plane})": transport is not EventLane.ZMQ
         and not is_static,
     }
     return [what for what, is_needed in needs.items() if is_needed]
 
 
-def _check_ports(planes: PlaneSettings, lane: EventLane) -> None:
-    """See that the ports above the one of the settings are ports. Raises ConfigError."""
+def _check_ports(planes: PlaneSettings, transport: EventLane) -> None:
+    """Check that the ports above the configured one exist. Raises ConfigError."""
     highest = PORT_MAX - ZMQ_PORTS
-    if lane is EventLane.ZMQ and planes.listen_port > highest:
+    if transport is EventLane.ZMQ and planes.listen_port > highest:
         raise ConfigError(
             f"--listen-port: at most {highest}, not {planes.listen_port}: "
             f"KV events over ZeroMQ take the {ZMQ_PORTS} ports above it",
@@ -140,7 +144,7 @@ def _check_ports(planes: PlaneSettings, lane: EventLane) -> None:
 
 @contextmanager
 def _explained(planes: PlaneSettings, ports: str) -> Iterator[None]:
-    """Say of an address that cannot be had which flag chooses another."""
+    """Add to an error about an unavailable address the flag that chooses another."""
     try:
         yield
     except ConfigError as error:
@@ -162,7 +166,7 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> ListeningAcc
     on_refused = refusals_on(planes.request_plane.value)
     if planes.request_plane is RequestPlaneKind.NATS:
         return NatsRequestAcceptor(
-            wanted(nats),
+            required_nats(nats),
             namespace=planes.namespace,
             token=token_of(planes),
             limits=WorkerLimits(heartbeat_s=planes.dead_after_s / 6, dead_after_s=planes.dead_after_s),
@@ -190,11 +194,11 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> ListeningAcc
 
 
 async def _events(
-    settings: Settings, nats: Client | None, lane: EventLane, component: str, stack: AsyncExitStack
+    settings: Settings, nats: Client | None, transport: EventLane, component: str, stack: AsyncExitStack
 ) -> tuple[EventPublisher, RecoveryServer]:
     planes = settings.planes
-    on_malformed = refusals_on(lane.value)
-    if lane is EventLane.ZMQ:
+    on_malformed = refusals_on(transport.value)
+    if transport is EventLane.ZMQ:
         port = planes.listen_port
         with _explained(planes, f"port {port + 1} or {port + 2}, for KV events over ZeroMQ,"):
             zmq = ZmqEventPublisher(
@@ -204,25 +208,25 @@ async def _events(
                 advertise_host=advertised(settings),
                 token=revealed(planes.plane_token),
                 on_malformed=on_malformed,
-                on_dropped=drops_on(lane.value),
+                on_dropped=drops_on(transport.value),
             )
         stack.push_async_callback(zmq.close)
         return zmq, zmq
     namespace, token = planes.namespace, token_of(planes)
-    recovery = NatsRecovery(wanted(nats), namespace=namespace, token=token, on_malformed=on_malformed)
+    recovery = NatsRecovery(required_nats(nats), namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
-    if lane is EventLane.NATS:
+    if transport is EventLane.NATS:
         core = NatsEventPublisher(
-            wanted(nats),
+            required_nats(nats),
             namespace=namespace,
             component=component,
             token=token,
-            on_dropped=drops_on(lane.value),
+            on_dropped=drops_on(transport.value),
         )
         stack.push_async_callback(core.close)
         return core, recovery
     stream = JetStreamPublisher(
-        wanted(nats),
+        required_nats(nats),
         namespace=namespace,
         component=component,
         token=token,

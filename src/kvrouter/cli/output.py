@@ -16,7 +16,7 @@ class Output(NamedTuple):
     def check(self) -> None:
         """Raise ConfigError where the file cannot be written, before anything was done for it."""
         if self.path is not None:
-            from kvrouter.app.whole_file import check_folder  # noqa: PLC0415
+            from kvrouter.app.atomic_file import check_folder  # noqa: PLC0415
 
             check_folder(self.path)
 
@@ -29,9 +29,9 @@ class Output(NamedTuple):
             return
         draw()
         if self.path is not None:
-            from kvrouter.app.whole_file import write_whole  # noqa: PLC0415
+            from kvrouter.app.atomic_file import write_atomic  # noqa: PLC0415
 
-            write_whole(self.path, as_json())
+            write_atomic(self.path, as_json())
 
 
 TABLE = Output()

@@ -1,4 +1,4 @@
-"""Attaching a running engine: the spec, what was found, and the protocol that each kind implements."""
+"""Attaches a running engine: the spec, the result, and the protocol that each kind of engine implements."""
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -14,10 +14,10 @@ from kvrouter.transports.requests.port import WorkerUnreachable
 PORTS = 2**16
 
 _NOWHERE = ("tcp://", "tcp://*")
-"""What an engine may bind, and nobody can connect to."""
+"""Addresses that an engine may bind, and no client can connect to."""
 
 _REACHED = ("tcp://", "ipc://")
-"""What another process can connect to."""
+"""Addresses that another process can connect to."""
 
 
 class KeyRefused(WorkerUnreachable):
@@ -26,11 +26,11 @@ class KeyRefused(WorkerUnreachable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachSpec:
-    """What is asked for: an engine, its worker, and what no engine knows of itself.
+    """The engine to attach, its worker, and the settings that no engine reports.
 
-    None where the engine is to be asked. ``kv_events`` and ``kv_events_replay`` are the endpoints of rank 0;
-    each further rank has the next ports. ``wait_s`` is how long it may take to answer at first: a model is
-    loaded in minutes. ``runtime_config`` has the worker's domains, taints and transfer policy.
+    A field that is None is asked of the engine. ``kv_events`` and ``kv_events_replay`` are the endpoints of
+    rank 0; each further rank has the next ports. ``wait_s`` is how long its first answer may take: loading a
+    model takes minutes. ``runtime_config`` has the worker's domains, taints and transfer policy.
     """
 
     kind: str
@@ -51,9 +51,9 @@ class AttachSpec:
     enable_local_indexer: bool = False
     is_standby: bool = False
     pod: str = ""
-    """The Kubernetes pod that the engine runs in, where that is known."""
+    """The Kubernetes pod that the engine runs in; empty if unknown."""
     node: str = ""
-    """That pod's node, or the host, where that is known."""
+    """That pod's node, or the host; empty if unknown."""
     start: str = ""
     """Differs from one start of the engine to the next, where its operator knows which one this is."""
     key_at: str = ""
@@ -64,14 +64,14 @@ class AttachSpec:
     """Where that is written, or may be, which an engine may contradict: by the name of the field."""
 
     def is_contradicted_by(self, error: KvrouterError) -> bool:
-        """Whether an engine was refused for a field that is set here: not for a page that cannot be read, nor
-        for what the engine does not report just now.
+        """Whether an engine was refused for a field that is set here: not for an unreadable page, nor for a
+        value that the engine does not report just now.
         """
         name = error.param or ""
         return isinstance(error, ConfigError) and name != "url" and getattr(self, name, None) is not None
 
     def mistake(self, must: str, *, param: str | None) -> ConfigError:
-        """Return an error that names where it is written, and what the engine contradicts.
+        """Return an error that names where the field is written, and what the engine contradicts.
 
         ``param`` is the name of the field; None for the engine itself.
         """
@@ -83,10 +83,10 @@ class AttachSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What was found: an engine that answered, and what its worker's card says of it.
+    """An attached engine: its adapter, and the fields of its worker's card.
 
-    ``tokenizer`` is the folder, or the name on a hub, that the engine loaded its own from. Without
-    ``total_kv_blocks`` it did not report how many blocks a rank has.
+    ``tokenizer`` is the folder, or the name on a hub, from which the engine loaded its own.
+    ``total_kv_blocks`` is None if it did not report how many blocks a rank has.
     """
 
     engine: Engine
@@ -101,17 +101,16 @@ class Attached:
     warnings: tuple[str, ...]
     dp_start: int = 0
     bootstrap: tuple[str, int] | None = None
-    """Host and port where prefill handoffs meet."""
+    """Host and port of the bootstrap server for prefill handoffs."""
     decode_only: bool = False
     """Whether it takes no prompt without its KV."""
     ends_after_transfer: bool = False
     """Whether its prefill leg ends when its KV was fetched, and not when it is computed."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """What else calls may ask it for: another name of the model (None), or an adapter of it."""
+    """Other names for calls: another name of the model (None), or an adapter of it."""
     identity: Mapping[str, object] = field(default_factory=dict)
-    """What the engine says of itself that its worker's card and calls are made from. A probe
-    compares the same by :func:`check_identity`: both agree on which engine is another one.
-    """
+    """The reported values from which the worker's card and calls are made. A probe compares them by
+    :func:`check_identity`: if they differ, another engine has taken the place of this one."""
 
     def is_same_as(self, other: "Attached") -> bool:
         """Whether the worker of one serves the other: what no card can change is the same."""
@@ -132,18 +131,17 @@ def check_identity(url: str, now: Mapping[str, object], before: Mapping[str, obj
 
 
 AttachEngine = Callable[[AttachSpec], Awaitable[Attached]]
-"""Asks an engine what it is, and returns it with its adapter, not started.
+"""Asks an engine for its values, and returns it with its adapter, not started.
 
-Raises :class:`~kvrouter.transports.requests.port.WorkerUnreachable` for one that does not answer, and
-:class:`~kvrouter.core.errors.ConfigError` whose ``param`` is the field of :class:`AttachSpec` that the engine
-contradicts.
+Raises :class:`~kvrouter.transports.requests.port.WorkerUnreachable` if it does not answer, and
+:class:`~kvrouter.core.errors.ConfigError` with the contradicted field of :class:`AttachSpec` as ``param``.
 """
 
 
 def check_model(
     spec: AttachSpec, served: tuple[str, ...], engine_fix: str = "with --served-model-name {model}"
 ) -> str:
-    """Return the name of the model; raise ConfigError when the engine does not serve what was said."""
+    """Return the name of the model; raise ConfigError if the engine does not serve the stated one."""
     model = spec.model or served[0]
     if model not in served:
         raise ConfigError(
@@ -155,7 +153,7 @@ def check_model(
 
 
 def check_block_size(spec: AttachSpec, block_size: int, engine_flag: str) -> None:
-    """Raise ConfigError when the engine's blocks are not what was said."""
+    """Raise ConfigError if the engine's block size is not the stated one."""
     if spec.block_size is not None and spec.block_size != block_size:
         raise ConfigError(
             f"the engine's blocks have {block_size} tokens, not {spec.block_size}: "
@@ -165,7 +163,7 @@ def check_block_size(spec: AttachSpec, block_size: int, engine_flag: str) -> Non
 
 
 def block_size_of(spec: AttachSpec, block_size: int | None, engine_flag: str) -> int | None:
-    """Return the tokens of a block: as the engine reports, else as was said; None where nobody does. Raises
+    """Return the tokens of a block: as the engine reports, else as stated; None if neither is known. Raises
     as :func:`check_block_size` does.
     """
     if block_size is None:
@@ -181,27 +179,26 @@ def least_known(counts: Iterable[int | None]) -> int | None:
 
 
 def context_length_of(spec: AttachSpec, context_length: int | None, engine_flag: str) -> int | None:
-    """Return how many tokens the worker takes, which may be fewer than its engine does; None where nobody
-    tells.
+    """Return how many tokens the worker takes, which may be fewer than its engine does; None if unknown.
 
-    Raises ConfigError when the engine's context is not as long as was said.
+    Raises ConfigError if the engine's context is shorter than stated.
     """
     if context_length is None:
         return spec.context_length
-    said = context_length if spec.context_length is None else spec.context_length
-    if said > context_length:
+    stated = context_length if spec.context_length is None else spec.context_length
+    if stated > context_length:
         raise ConfigError(
-            f"the engine's context holds {context_length} tokens, not {said}: "
-            f"say {context_length}, or less, or start the engine with {engine_flag} {said}",
+            f"the engine's context holds {context_length} tokens, not {stated}: "
+            f"say {context_length}, or less, or start the engine with {engine_flag} {stated}",
             param="context_length",
         )
-    return said
+    return stated
 
 
 def events_of(
     spec: AttachSpec, reported: Mapping[DpRank, EventsAt], n_ranks: int
 ) -> tuple[Mapping[DpRank, EventsAt], tuple[str, ...]]:
-    """Return where the ranks publish, by what the operator or else the engine says, and warnings."""
+    """Return where the ranks publish, as the operator or else the engine states, and warnings."""
     if not spec.publishes_kv_events:
         return {}, ()
     events = {rank: each for rank, each in reported.items() if each.events.startswith(_REACHED)}

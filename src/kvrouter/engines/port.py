@@ -11,11 +11,11 @@ from kvrouter.transports.requests.port import EngineStream
 
 
 class EngineState(NamedTuple):
-    """What a worker knows of the engine that it is attached to.
+    """The state of the engine that a worker is attached to.
 
-    ``answers``: its server does. ``knows_cache``: every store and removal since it began was heard; without
-    that what is known of its cache is a lower bound. ``lookahead_tokens``: so many tokens behind a block must
-    a prompt have, too, for the engine to find it. ``why`` says what changed, for a log line.
+    ``answers``: its server does. ``knows_cache``: every store and removal since it began was received;
+    otherwise the known blocks are a lower bound. ``lookahead_tokens``: how many tokens behind a block a
+    prompt must have, too, for the engine to find it. ``why`` is the change, for a log line.
     """
 
     answers: bool = True
@@ -44,7 +44,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SnapshotEngine(Engine, Protocol):
-    """An engine that can say what it holds. For the others the worker keeps an account of their events."""
+    """An engine that can list its blocks. For other engines the worker keeps an account of their events."""
 
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
         """The blocks that the rank holds now, as stores with parents first."""
@@ -55,7 +55,7 @@ class SnapshotEngine(Engine, Protocol):
 
 @runtime_checkable
 class WatchedEngine(Engine, Protocol):
-    """An engine that is a process of its own: it may stop to answer, and be heard again."""
+    """An engine in another process: it may stop answering, and answer again."""
 
     def watch(self, on_state: StateSink) -> None:
         """Notify ``on_state`` of every change, from :meth:`start` on."""

@@ -16,7 +16,7 @@ ENGINES = {
 
 
 class EngineHelp(NamedTuple):
-    """What ``--help`` says of the command that attaches engines of one kind."""
+    """The help texts of the command that attaches engines of one kind."""
 
     short: str
     text: str

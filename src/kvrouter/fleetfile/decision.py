@@ -14,7 +14,7 @@ from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.routing.request import RoutingSettings, cost_rule
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.kernel.topology.policy import NearFrontend, RouterTopologyDefault
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 
 
 def routing_settings(

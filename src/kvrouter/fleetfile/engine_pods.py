@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import EnginePod, PodPort
-from kvrouter.fleetfile.fleet import FleetFile, KvTransferSpec, WorkerGroup
 from kvrouter.fleetfile.fleet_checks import load_part
 from kvrouter.fleetfile.fleet_engines import ATTACHED_KINDS, AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, KvTransferSpec, WorkerGroup
 from kvrouter.fleetfile.one_worker import put
 from kvrouter.settings.problems import Document, Path, did_you_mean
 
@@ -34,23 +34,23 @@ _UNNAMED = "asked"
 """Stands for the model's name where the engine is asked for it."""
 
 
-def _text(said: str) -> object:
-    return said
+def _text(text: str) -> object:
+    return text
 
 
-def _whole(said: str) -> object:
-    return int(said) if said.isascii() and said.isdecimal() and len(said) < 20 else said
+def _integer(text: str) -> object:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else text
 
 
-def _switch(said: str) -> object:
-    return {"true": True, "false": False}.get(said.lower(), said)
+def _switch(text: str) -> object:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _list(said: str) -> object:
-    return [entry.strip() for entry in said.split(",") if entry.strip()]
+def _list(text: str) -> object:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-class _Word(NamedTuple):
+class _Annotation(NamedTuple):
     """Where in a fleet file an annotation's value stands, and what is made of its text."""
 
     path: Path
@@ -58,20 +58,20 @@ class _Word(NamedTuple):
 
 
 _ENGINE: Path = ("workers", 0, "engine")
-ANNOTATIONS: Mapping[str, _Word] = {
-    "model": _Word(("models", 0, "name"), _text),
-    "tokenizer": _Word(("models", 0, "tokenizer"), _text),
-    "block-size": _Word(("models", 0, "block_size"), _whole),
-    "context-length": _Word(("models", 0, "context_length"), _whole),
-    "role": _Word(("workers", 0, "role"), _text),
-    "dp-size": _Word(("workers", 0, "dp_size"), _whole),
-    "taints": _Word(("workers", 0, "taints"), _list),
-    "prompt-tokens-min": _Word(("workers", 0, "prompt_tokens", "min"), _whole),
-    "prompt-tokens-max": _Word(("workers", 0, "prompt_tokens", "max"), _whole),
-    "api-key-env": _Word((*_ENGINE, "api_key_env"), _text),
-    "kv-events": _Word((*_ENGINE, "kv_events"), _switch),
-    "kv-events-endpoint": _Word((*_ENGINE, "kv_events_endpoint"), _text),
-    "kv-events-replay-endpoint": _Word((*_ENGINE, "kv_events_replay_endpoint"), _text),
+ANNOTATIONS: Mapping[str, _Annotation] = {
+    "model": _Annotation(("models", 0, "name"), _text),
+    "tokenizer": _Annotation(("models", 0, "tokenizer"), _text),
+    "block-size": _Annotation(("models", 0, "block_size"), _integer),
+    "context-length": _Annotation(("models", 0, "context_length"), _integer),
+    "role": _Annotation(("workers", 0, "role"), _text),
+    "dp-size": _Annotation(("workers", 0, "dp_size"), _integer),
+    "taints": _Annotation(("workers", 0, "taints"), _list),
+    "prompt-tokens-min": _Annotation(("workers", 0, "prompt_tokens", "min"), _integer),
+    "prompt-tokens-max": _Annotation(("workers", 0, "prompt_tokens", "max"), _integer),
+    "api-key-env": _Annotation((*_ENGINE, "api_key_env"), _text),
+    "kv-events": _Annotation((*_ENGINE, "kv_events"), _switch),
+    "kv-events-endpoint": _Annotation((*_ENGINE, "kv_events_endpoint"), _text),
+    "kv-events-replay-endpoint": _Annotation((*_ENGINE, "kv_events_replay_endpoint"), _text),
 }
 """The annotations, without their prefix."""
 
@@ -150,11 +150,11 @@ def engine_of(
         "models": [{"name": _UNNAMED}],
         "workers": [{"name": "engine", "engine": {"kind": kind, "url": url}}],
     }
-    for name, word in ANNOTATIONS.items():
-        places[word.path] = f"annotation {PREFIX}{name}"
-        said = pod.annotations.get(PREFIX + name)
-        if said is not None:
-            put(content, word.path, _reached(word.read(said.strip()), host))
+    for name, annotation in ANNOTATIONS.items():
+        places[annotation.path] = f"annotation {PREFIX}{name}"
+        text = pod.annotations.get(PREFIX + name)
+        if text is not None:
+            put(content, annotation.path, _reached(annotation.read(text.strip()), host))
     domains = _domains(pod, places)
     ordered = _ordered(domains, policy, levels)
     for position, domain in enumerate(ordered):
@@ -191,15 +191,15 @@ def _port(pod: EnginePod) -> PodPort:
     named = {port.name: port for port in reversed(pod.ports) if port.name}
     numbered = {port.number: port for port in reversed(pod.ports)}
     listed = ", ".join(f"{port.number} {port.name}".strip() for port in pod.ports) or "none"
-    said = pod.annotations.get(PORT_ANNOTATION)
-    if said is not None:
-        number = _whole(said.strip())
-        if said.strip() in named:
-            return named[said.strip()]
+    text = pod.annotations.get(PORT_ANNOTATION)
+    if text is not None:
+        number = _integer(text.strip())
+        if text.strip() in named:
+            return named[text.strip()]
         if not isinstance(number, int) or number not in PORTS:
             raise ConfigError(
                 f"annotation {PORT_ANNOTATION}: must be a port or the name of one (the containers have "
-                f"{listed}), not {said[:60]!r}",
+                f"{listed}), not {text[:60]!r}",
                 param=PORT_ANNOTATION,
             )
         only = next(iter(pod.starts)) if len(pod.starts) == 1 else ""

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from kvrouter.core.constraints import PdSelection
 from kvrouter.core.cost_rules import TIME
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.fleetfile.link_table import unbound_blocks
 from kvrouter.kernel.topology.policy import RESERVED_TAINT_PREFIX, MismatchPolicy

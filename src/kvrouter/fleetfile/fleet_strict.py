@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import Path, Problem, dotted
 
 _LOCAL_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))

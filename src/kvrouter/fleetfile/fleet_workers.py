@@ -8,10 +8,10 @@ from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.engines.mock_engine.config import MockConfig
-from kvrouter.engines.mock_engine.links import Links
+from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import HandoffKind, MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
 from kvrouter.kernel.topology.links import Link, LinkTable
 from kvrouter.settings.setting import installed_version
 

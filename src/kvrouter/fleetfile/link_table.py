@@ -7,11 +7,11 @@ from pydantic import ValidationError
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cost_rules import BLOCKS
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import LinksSpec
+from kvrouter.fleetfile.fleet_file import LinksSpec
 from kvrouter.fleetfile.fleet_workers import table_of_links
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.settings.problems import Document, config_error, parse_document, problem_of, read_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 
 FIELD = "router_links"
 

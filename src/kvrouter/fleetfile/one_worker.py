@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WORKER_IDS, WorkerId
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_part
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.worker_options import FILE_PATHS
 from kvrouter.settings.problems import Document, Path, dotted
 

@@ -27,7 +27,7 @@ from kvrouter.frontend.response_writer import RequestIds
 from kvrouter.frontend.routes import Endpoint, Page, PageRequest, Route, json_page
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
 
 DECISIONS_LISTED = 50

@@ -44,7 +44,7 @@ from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.web_page import WebPage
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import FrontendSettings

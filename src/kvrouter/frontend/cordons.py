@@ -12,7 +12,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.prepare import Bodies
 from kvrouter.frontend.routes import Page, PageRequest, json_page
-from kvrouter.router.cordons import CordonChange, CordonReading, Cordons
+from kvrouter.router.fleet_cordons import CordonChange, CordonReading, Cordons
 
 _CORDON = msgspec.json.Decoder(api.CordonBody)
 

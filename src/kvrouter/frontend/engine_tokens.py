@@ -19,7 +19,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.router.engine_tokenizer import ASKED_BYTES_MAX
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.prompt_shapes import by_engine
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from kvrouter.text.model import TextModel
 from kvrouter.text.prompts.fields import PromptFields
@@ -111,7 +111,7 @@ class PromptTokenizer:
         why = self._why_of_model(model)
         if why is not None and (why is CHOSEN or text is None or shape):
             return why
-        shapes = model.accounts.shapes
+        shapes = model.engine_reports.shapes
         if (
             not shape
             or not self._falls_back

@@ -30,7 +30,7 @@ from kvrouter.router.event_ingest import EventCacheView, FeedReading
 from kvrouter.router.kv_flows import RECENT_S
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.router import RefusedCard, RouterService
+from kvrouter.router.router_service import RefusedCard, RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.router.transfer_speed import TransferReading
 from kvrouter.settings.setting import installed_version
@@ -80,7 +80,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
     feeds: dict[Slot, FeedReading] = {}
     held_of = None
     if isinstance(model.cache, EventCacheView):
-        feeds = dict(model.cache.pump.feed_readings())
+        feeds = dict(model.cache.ingest.feed_readings())
         held_of = model.cache.index.held
     columns = fleet.columns
     for card in sorted(fleet, key=lambda card: card.worker_id):
@@ -97,7 +97,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     report=_report(columns, slot),
                     held_blocks=None if held_of is None else held_of(slot),
                     feed=None if feed is None else feed._replace(state=_state(card, feed)),
-                    account=model.accounts.reading(slot),
+                    account=model.engine_reports.reading(slot),
                     speed=model.placer.speeds.reading(slot),
                 )
             )
@@ -225,7 +225,7 @@ def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer
         index=None if index is None else api.Index(blocks=index.blocks, bytes=index.bytes),
         prompt_shapes=[
             api.PromptShape(shape=seen.shape, answers=seen.answers, missed=seen.missed, blind=seen.is_blind)
-            for seen in model.accounts.shapes.readings()
+            for seen in model.engine_reports.shapes.readings()
         ],
         unrendered_chats=[
             api.UnrenderedChats(reason=seen.reason, chats=seen.chats, detail=seen.detail)

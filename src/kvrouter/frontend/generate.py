@@ -50,7 +50,7 @@ from kvrouter.frontend.response_writer import (
 )
 from kvrouter.kernel.routing.request import Decision
 from kvrouter.router.generation import ANSWERED, Generation
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import NO_ORIGIN, Origin
 from kvrouter.text.model import AnswerText, Detokenizer, StopMatcher, TextModel
 

@@ -16,7 +16,7 @@ from kvrouter.frontend.prepare import Named, RequestPreparer
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.kernel.routing.request import RouteRequest
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.setting import installed_version
 from kvrouter.telemetry import MetricsFormat, Telemetry
 

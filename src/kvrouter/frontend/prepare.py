@@ -34,7 +34,7 @@ from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.response_passthrough import estimated_tokens
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings, UnknownNvext
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget

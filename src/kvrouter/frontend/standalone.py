@@ -61,7 +61,7 @@ from kvrouter.kernel.routing.request import Decision, Pick
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
@@ -499,7 +499,7 @@ class PrefillPages:
 
     async def let_go(self, request: PageRequest) -> Page:
         """``DELETE /v1/prefill/{request_id}``: no decode worker will fetch the KV."""
-        self._prefills.let_go(_id_of(request))
+        self._prefills.discard(_id_of(request))
         return json_page(api.PrefillEnded(_id_of(request)))
 
 

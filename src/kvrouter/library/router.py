@@ -8,7 +8,7 @@ from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
 from kvrouter.core.events import unpack_hashes
@@ -35,8 +35,8 @@ from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.prefill_dispatch import PrefillDispatch
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.background import spawn
 from kvrouter.transports.records.narrowed import NarrowedDiscovery
@@ -460,7 +460,7 @@ class KvRouter:
         events = []
         for model_router in self._service.models():
             if isinstance(model_router.cache, EventCacheView):
-                for slot, feed in model_router.cache.pump.feeds():
+                for slot, feed in model_router.cache.ingest.feeds():
                     for held in model_router.cache.index.dump(slot):
                         blocks = zip(
                             unpack_hashes(held.engine_hashes),

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from kvrouter.app.mock_fleet import MockFleet
-from kvrouter.app.router_transports import router_wires
+from kvrouter.app.router_transports import open_router_transports
 from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
@@ -39,7 +39,7 @@ from kvrouter.library.inputs import (
 )
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.problems import dotted, read_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Telemetry
@@ -77,14 +77,14 @@ class Runtime:
         """
         if settings is None:
             settings = load_settings(flags={}, environ=os.environ).settings
-        async with router_wires(settings, Telemetry(), http_port=NO_PORT) as wires:
+        async with open_router_transports(settings, Telemetry(), http_port=NO_PORT) as transports:
             yield cls(
-                wires.discovery,
-                wires.requests,
-                wires.events,
+                transports.discovery,
+                transports.requests,
+                transports.events,
                 settings.router,
-                wires.replica_sync,
-                wires.cordons,
+                transports.replica_sync,
+                transports.cordons,
             )
 
     def namespace(self, name: str) -> "Namespace":

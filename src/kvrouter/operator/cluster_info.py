@@ -1,4 +1,4 @@
-"""The cluster's state as the operator read it: kinds of objects, nodes, topologies (``ClusterFacts``)."""
+"""Cluster information as the operator read it: kinds of objects, nodes and topologies (``ClusterInfo``)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ class Grove(StrEnum):
     """Whether Grove's topologies could be read."""
 
     ABSENT = "absent"
-    """The cluster does not know their kinds."""
+    """The cluster does not have Grove's kinds."""
     PRESENT = "present"
     UNREAD = "unread"
-    """Not known: the cluster could not be asked, or did not allow it."""
+    """Unknown: the API server did not answer, or did not allow the read."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterFacts:
-    """What deployments are judged and planned by.
+class ClusterInfo:
+    """Information about the cluster by which deployments are validated and planned.
 
-    ``unread_because`` says why Grove's topologies are not known, ``nodes_unread_because`` why nodes are not.
-    ``has_mutating_policies``: the cluster has MutatingAdmissionPolicy v1. ``copies_binding_labels``: a
-    Binding's labels reach its pod in the same write.
+    ``unread_because`` is why Grove's topologies are unknown, ``nodes_unread_because`` why nodes are.
+    ``has_mutating_policies``: the cluster serves MutatingAdmissionPolicy v1. ``copies_binding_labels``: the
+    API server copies a Binding's labels to its pod in the same write.
     """
 
     grove: Grove = Grove.ABSENT
@@ -37,7 +37,7 @@ class ClusterFacts:
 
 
 def by_name(topologies: Iterable[ClusterTopology]) -> dict[str, ClusterTopology]:
-    """Return topologies by name; of two kinds with one name, a ClusterTopologyBinding is the one."""
+    """Return topologies by name. A ClusterTopologyBinding wins over a ClusterTopology of its name."""
     found = sorted(
         topologies, key=lambda topology: (topology.kind == "ClusterTopologyBinding", topology.name)
     )

@@ -15,10 +15,10 @@ from kvrouter.telemetry.logs import LogThrottle
 
 
 class ReplicaHealth:
-    """What a replica waits for before it is ready, and the tasks that it is nothing without.
+    """Readiness and liveness of one replica: the parts that it waits for, and the tasks that it needs.
 
-    A replica that follows is ready too. What has been there once counts as there: a cluster that does not
-    answer any more is no reason to take replicas out of the Service, or to restart them.
+    A replica that follows is ready too. A part that was there once counts as there: a cluster that stops
+    answering is no reason to take replicas out of the Service, or to restart them.
     """
 
     def __init__(self) -> None:
@@ -26,28 +26,28 @@ class ReplicaHealth:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def waits_for(self, what: str, why: str) -> None:
-        """Not ready until :meth:`has` of ``what``; ``why`` not yet."""
+        """Make the replica unready until :meth:`has` is called for ``what``; ``why`` is the reason."""
         self._waits[what] = why
 
     def waits_still(self, what: str, why: str) -> None:
-        """``why`` not yet, if it was never there."""
+        """Set the reason ``why``, if the replica still waits for ``what``."""
         if what in self._waits:
             self._waits[what] = why
 
     def has(self, what: str) -> None:
-        """``what`` is there."""
+        """Note that ``what`` is there."""
         self._waits.pop(what, None)
 
     def needs(self, what: str, task: asyncio.Task[None]) -> None:
-        """Not well once ``task`` has ended."""
+        """Make the replica unhealthy once ``task`` has ended."""
         self._tasks[what] = task
 
     def why_not_ready(self) -> str | None:
-        """Return one line; None when it is ready."""
+        """Return the reasons in one line; None when the replica is ready."""
         return "; ".join(f"{what}: {why}" for what, why in self._waits.items()) or None
 
     def why_not_well(self) -> str | None:
-        """Return one line; None when it is well."""
+        """Return the reasons in one line; None when the replica is healthy."""
         return "; ".join(f"{what} has ended" for what, task in self._tasks.items() if task.done()) or None
 
 
@@ -59,7 +59,7 @@ DEFINITION = "the definition"
 
 
 class OperatorInstrumentation:
-    """Listens to the driver, the lease and the admission server."""
+    """Writes metrics and log events for the controller, the lease and the admission server."""
 
     def __init__(self, health: ReplicaHealth) -> None:
         self._health = health
@@ -89,14 +89,14 @@ class OperatorInstrumentation:
         self._others.clear()
         self._conditions.clear()
         self.telemetry.stood_back.set(0)
-        for kind in self._lost:  # what only a leader watches is nobody's loss any more
+        for kind in self._lost:  # a follower watches nothing, so nothing is lost
             self._mark(kind, LEADER, is_lost=False)
         log_event(log, Event.OPERATOR_FOLLOWS, identity=identity, reason=reason)
 
     def definition_is(self, why: str | None) -> None:
-        """The definition is not kvrouter's, for this reason; with None it is.
+        """The definition is kvrouter's, or is not for the reason ``why``.
 
-        A replica that stands back is ready too: its server allows everything, and has to be reachable.
+        A replica is ready in both cases: for another project's definition its server allows every request.
         """
         self._health.has(DEFINITION)
         self.telemetry.definition_foreign.set(float(why is not None))
@@ -120,23 +120,23 @@ class OperatorInstrumentation:
         log_event(log, Event.DEPLOYMENT_APPLIED, deployment=str(key), detail="; ".join(parts))
 
     def labelled(self, pod: Key) -> None:
-        """A pod got the labels of its node late."""
+        """A pod got the labels of its node after its binding."""
         self.telemetry.labelled_late.inc()
         log_event(log, Event.POD_LABELLED, pod=str(pod))
 
     def event_refused(self, error: RequestRefused) -> None:
-        """An event was refused, and dropped."""
+        """The API server refused an event, which is dropped."""
         if self._throttle.allows(f"event: {error.message}"):
             log_event(log, Event.EVENT_REFUSED, detail=error.message)
 
     def warned(self, asked: str, text: str) -> None:
-        """The API server warns of what it was asked."""
+        """The API server sent a warning with its answer to the request ``asked``."""
         line = f"{asked}: {text}"
         if self._warnings.allows(line):
             log_event(log, Event.API_SERVER_WARNS, detail=line)
 
     def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
-        """A reconcile of a deployment ended; with ``error`` it is tried again in ``retry_s`` seconds."""
+        """A reconcile of a deployment ended; after an ``error`` the next one is in ``retry_s`` seconds."""
         self.telemetry.looks.inc("done" if error is None else "failed")
         self.telemetry.reconcile_s.observe(duration_s)
         if error is None:
@@ -149,11 +149,11 @@ class OperatorInstrumentation:
             )
 
     def waiting(self, deployments: int) -> None:
-        """So many deployments wait to be reconciled."""
+        """The workqueue holds this many deployments."""
         self.telemetry.waiting.set(deployments)
 
     def stood_back(self, key: Key, holder: str | None) -> None:
-        """Another operator manages a deployment; with None no longer."""
+        """The operator ``holder`` manages a deployment instead of this one; with None it no longer does."""
         if holder is None:
             self._others.pop(key, None)
         else:
@@ -162,7 +162,7 @@ class OperatorInstrumentation:
         self.telemetry.stood_back.set(len(self._others))
 
     def conditions_are(self, key: Key, conditions: Iterable[Condition]) -> None:
-        """A deployment has these conditions; without any it is gone, or another operator's."""
+        """Show a deployment's conditions; without any it is gone, or another operator's."""
         found = {each.type: each.status.value.lower() for each in conditions}
         if found:
             self._conditions[key] = found
@@ -179,21 +179,21 @@ class OperatorInstrumentation:
         )
 
     def lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
-        """The leader cannot watch this kind; with None it can again."""
+        """The leader cannot watch this kind; with None as ``error`` it can again."""
         self._report_lost(kind, error, LEADER)
 
     def lost_at_admission(self, kind: ResourceKind, error: ClusterError | None) -> None:
-        """The admission server cannot watch this kind; with None it can again."""
+        """The admission server cannot watch this kind; with None as ``error`` it can again."""
         self._report_lost(kind, error, ADMISSION)
 
-    def _mark(self, kind: str, whose: str, *, is_lost: bool) -> None:
-        """One gauge for a kind: it is lost while anybody in this process cannot watch it."""
+    def _mark(self, kind: str, watcher: str, *, is_lost: bool) -> None:
+        """Set the gauge of a kind, which is lost while any watcher in this process cannot watch it."""
         by = self._lost.setdefault(kind, set())
-        (by.add if is_lost else by.discard)(whose)
+        (by.add if is_lost else by.discard)(watcher)
         self.telemetry.watches_lost.set(float(bool(by)), kind)
 
-    def _report_lost(self, kind: ResourceKind, error: ClusterError | None, whose: str) -> None:
-        self._mark(kind.name, whose, is_lost=error is not None)
+    def _report_lost(self, kind: ResourceKind, error: ClusterError | None, watcher: str) -> None:
+        self._mark(kind.name, watcher, is_lost=error is not None)
         if error is None:
             log_event(log, Event.CLUSTER_BACK, kind=kind.name)
         else:
@@ -206,11 +206,11 @@ class OperatorInstrumentation:
             log_event(log, Event.ADMISSION_REFUSED, detail="; ".join(each.must for each in verdict.problems))
 
     def bound(self, labels: Mapping[str, str] | None) -> None:
-        """A pod's binding was allowed, with these labels or without."""
+        """A pod's binding was allowed with these labels; None: they were not known in time."""
         self.telemetry.bindings.inc("unknown" if labels is None else "labelled" if labels else "left")
 
     def not_answered(self, reason: str) -> None:
-        """A request was not valid, or came when the admission server was at its limit."""
+        """The admission server refused a request: it was invalid, or the server was at its limit."""
         self.telemetry.reviews.inc("none")
         if self._throttle.allows(f"admission: {reason}"):
             log_event(log, Event.ADMISSION_UNANSWERED, reason=reason)
@@ -220,6 +220,6 @@ class OperatorInstrumentation:
         log_event(log, Event.CERTIFICATE_CHANGED)
 
     def certificate_refused(self, reason: str) -> None:
-        """The certificate cannot be had, or its files changed and cannot be shown."""
+        """The certificate could not be obtained, or its changed files could not be loaded."""
         if self._throttle.allows(f"certificate: {reason}"):
             log_event(log, Event.CERTIFICATE_REFUSED, reason=reason)

@@ -1,4 +1,4 @@
-"""The KV transfer policy: both of its spellings, read as one."""
+"""Reads the KV transfer policy of a deployment, in either of its two spellings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ A_LABEL = "the key of a node label such as topology.kubernetes.io/zone"
 
 @dataclass(frozen=True, slots=True)
 class NamedTopology:
-    """The domain is a level of the topology of this name, which Grove's kinds describe."""
+    """A Grove topology by name: the domain is one of its levels."""
 
     name: str
 
@@ -35,7 +35,7 @@ class NamedTopology:
 
 @dataclass(frozen=True, slots=True)
 class RawLabel:
-    """The domain's values are those of the node label with this key; no topology is read."""
+    """A node label by key: its values are the domain's values, and no topology is read."""
 
     key: str
 
@@ -48,7 +48,7 @@ LabelSource = NamedTopology | RawLabel
 
 @dataclass(frozen=True, slots=True)
 class DeploymentPolicy:
-    """A deployment's transfer policy, and where the values of its domain come from."""
+    """A deployment's transfer policy, and the source of its domain's values."""
 
     transfer: TransferPolicy
     source: LabelSource
@@ -60,7 +60,7 @@ class DeploymentPolicy:
 
     @property
     def enforcement(self) -> Enforcement:
-        """How strictly."""
+        """How strictly KV transfers keep to the domain."""
         match self.transfer:
             case Required():
                 return Enforcement.REQUIRED
@@ -71,7 +71,7 @@ class DeploymentPolicy:
 
     @property
     def preferred_weight(self) -> float | None:
-        """The weight under ``preferred``; else None."""
+        """The weight under ``preferred``; None under ``required`` and ``fallback``."""
         return self.transfer.weight if isinstance(self.transfer, Preferred) else None
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class DeploymentPolicy:
 
 
 class Declared(NamedTuple):
-    """One place where a policy is written: ``at``, with its domain and its source in fields of their own."""
+    """A policy and the paths where it is written: ``at``, and those of its domain and its source."""
 
     policy: DeploymentPolicy
     at: Path
@@ -89,9 +89,9 @@ class Declared(NamedTuple):
 
 
 class FrontendSettings(NamedTuple):
-    """What frontends state apart from the policy, each with its place; None for what none states.
+    """Settings of frontends besides the policy, each with its path; None if no frontend states it.
 
-    ``weight`` is that of KV transfers, ``qos`` the links; ``prefill`` where prompts are prefilled.
+    ``weight`` is that of KV transfers, ``qos`` the links, ``prefill`` where prompts are prefilled.
     """
 
     weight: float | None = None
@@ -103,7 +103,7 @@ class FrontendSettings(NamedTuple):
 
 
 class PolicyReading(NamedTuple):
-    """What a spec says: its policy, if it has one that is whole and not contradicted, and what is wrong."""
+    """The policy that a spec declares first, the problems with it, and the settings of frontends."""
 
     declared: Declared | None
     problems: tuple[Problem, ...] = ()
@@ -111,14 +111,12 @@ class PolicyReading(NamedTuple):
 
     @property
     def policy(self) -> DeploymentPolicy | None:
-        """The policy; None where there is none, or where it cannot be determined."""
+        """The policy; None without one, or when problems leave it undetermined."""
         return None if self.declared is None or self.problems else self.declared.policy
 
 
 def read_policy(spec: DeploymentSpec) -> PolicyReading:
-    """Return the policy of ``spec``, in either spelling; in both, or on several frontends, only where all
-    agree.
-    """
+    """Return the policy of ``spec``, in either spelling; both spellings, or several frontends, must agree."""
     declared: list[Declared] = []
     problems: list[Problem] = []
     for index, component in enumerate(spec.components):
@@ -141,7 +139,7 @@ def read_policy(spec: DeploymentSpec) -> PolicyReading:
 
 
 def _settings(spec: DeploymentSpec, problems: list[Problem]) -> FrontendSettings:
-    """What frontends state. One that does not state a thing has what another states."""
+    """Return the frontends' settings. A frontend that leaves one out gets that of another."""
     weights: list[tuple[Path, float]] = []
     tables: list[tuple[Path, NetworkQoS]] = []
     prefills: list[tuple[Path, PrefillTopology]] = []
@@ -165,7 +163,7 @@ def _settings(spec: DeploymentSpec, problems: list[Problem]) -> FrontendSettings
 
 
 def _same(stated: Sequence[tuple[Path, Value]], problems: list[Problem]) -> tuple[Path, Value | None]:
-    """The first of what is stated; a problem for each that differs."""
+    """Return the first stated value and its path; add a problem for each that differs."""
     if not stated:
         return (), None
     first_at, first = stated[0]
@@ -178,7 +176,7 @@ def _same(stated: Sequence[tuple[Path, Value]], problems: list[Problem]) -> tupl
 
 
 def _repeated(qos: NetworkQoS, at: Path) -> Iterator[Problem]:
-    """Links that are there twice: which of them is meant, nobody knows."""
+    """Yield a problem for each link that is stated twice."""
     levels = [each.level for each in qos.levels]
     for index, level in enumerate(levels):
         if level in levels[:index]:
@@ -199,7 +197,7 @@ def _read(found: Declared | list[Problem], declared: list[Declared], problems: l
 
 
 def _of_component(component: ComponentSpec, place: Path, spec: DeploymentSpec) -> Declared | list[Problem]:
-    """The frontend's spelling; its topology is the deployment's own unless it names a label."""
+    """Read the frontend's spelling; its source is the deployment's topology unless it names a label."""
     field = component.kv_cache_transfer_topology
     if field is None:
         return []
@@ -236,7 +234,7 @@ def _of_component(component: ComponentSpec, place: Path, spec: DeploymentSpec) -
 
 
 def _of_graph(field: KvTransferPolicy) -> Declared | list[Problem]:
-    """The whole graph's spelling, which names its own source."""
+    """Read the whole graph's spelling, which names its own source."""
     problems = []
     source: LabelSource | None = None
     source_at = GRAPH_POLICY

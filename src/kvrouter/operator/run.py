@@ -34,10 +34,11 @@ TRIES = 5
 
 
 async def clean_up(cluster: KubeClient, lease: Key, identity: str, times: LeaseTimes) -> list[str]:
-    """Remove the admission policies of the operator of ``lease``; return what went. Raises ClusterError.
+    """Remove the admission policies of the operator of ``lease``; return what was removed. Raises
+    ClusterError.
 
-    The lease is taken first, so that a replica that still leads writes none of them again: it stops at its
-    next renewal. Unless they end, a replica leads again once the lease has run out.
+    The lease is taken first: a leading replica then stops at its next renewal, and does not write them again.
+    Replicas that keep running lead again once the lease has run out.
     """
     candidate = LeaseCandidate(identity, lease, times)
     if await _is_taken(cluster, lease, candidate):
@@ -46,7 +47,7 @@ async def clean_up(cluster: KubeClient, lease: Key, identity: str, times: LeaseT
 
 
 async def _is_taken(cluster: KubeClient, lease: Key, candidate: LeaseCandidate) -> bool:
-    """Take the lease from its holder; return False where it has none."""
+    """Take the lease from its holder; return False if it has no holder."""
     for tries_left in reversed(range(TRIES)):
         found = await cluster.read(LEASES, lease)
         taken = candidate.take(found, datetime.now(UTC))
@@ -64,17 +65,16 @@ async def _is_taken(cluster: KubeClient, lease: Key, candidate: LeaseCandidate) 
 
 HTTPS_PORT = 443
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where Kubernetes puts the service account of a pod."""
+"""Where Kubernetes mounts the service account of a pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """What one replica runs with.
+    """Settings of one replica.
 
     Without ``kubeconfig`` it signs in as its pod's service account. ``namespace`` is the only one that is
-    managed, empty for all, and ``class_name`` the only class. With ``certificate`` it serves admission
-    on ``admission_port``; without it, it does not. Probes and metrics are on ``http_port``, without TLS.
-    Ports may be 0.
+    managed, empty for all, and ``class_name`` the only class. With a ``certificate`` it serves admission on
+    ``admission_port``. Probes and metrics are on ``http_port``, without TLS. A port of 0 is a free one.
     """
 
     identity: str
@@ -91,15 +91,15 @@ class OperatorSettings:
 
 
 def run_operator(settings: OperatorSettings) -> int:
-    """Run until SIGTERM or SIGINT; return the exit code. Raises ConfigError for what it cannot start with."""
+    """Run until SIGTERM or SIGINT; return the exit code. Raises ConfigError for settings that do not work."""
     asyncio.run(_run(settings))
     return 0
 
 
 def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> list[str]:
-    """Remove what the operator of ``lease`` wrote and no object owns; return what went.
+    """Remove the objects that the operator of ``lease`` wrote and no object owns; return them.
 
-    Raises ConfigError for what cannot sign in, and ClusterError.
+    Raises ConfigError when it cannot sign in, and ClusterError.
     """
 
     async def signed_in() -> list[str]:
@@ -121,22 +121,27 @@ def preflight_operator(kubeconfig: Path | None) -> list[DefinitionReport]:
 
 async def _run(settings: OperatorSettings) -> None:
     health = ReplicaHealth()
-    observed = OperatorInstrumentation(health)
+    instrumentation = OperatorInstrumentation(health)
     async with AsyncExitStack() as stack:
-        signed_in = _signed_in(settings.kubeconfig, observed.warned)
+        signed_in = _signed_in(settings.kubeconfig, instrumentation.warned)
         cluster = await stack.enter_async_context(signed_in)
-        server = serve_probes(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
+        server = serve_probes(
+            settings.host, settings.http_port, health=health, telemetry=instrumentation.telemetry
+        )
         http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
-        await _until_signalled(_work(settings, cluster, observed, health))
+        await _until_signalled(_work(settings, cluster, instrumentation, health))
         log_event(log, Event.STOP)
 
 
 def _work(
-    settings: OperatorSettings, cluster: KubeClient, observed: OperatorInstrumentation, health: ReplicaHealth
+    settings: OperatorSettings,
+    cluster: KubeClient,
+    instrumentation: OperatorInstrumentation,
+    health: ReplicaHealth,
 ) -> list[asyncio.Task[None]]:
-    """Begin what a replica does until it receives a stop signal."""
-    definition = Definition(cluster, observed)
+    """Start the tasks of a replica."""
+    definition = Definition(cluster, instrumentation)
 
     async def drive() -> None:
         await Controller(
@@ -145,14 +150,16 @@ def _work(
             identity=settings.identity,
             lease=settings.lease,
             namespace=settings.namespace,
-            listener=observed,
+            listener=instrumentation,
             class_name=settings.class_name,
         ).run()
 
     async def lead() -> None:
         await definition.while_ours(drive)
 
-    leader = Leader(cluster, settings.lease, settings.identity, times=settings.times, listener=observed)
+    leader = Leader(
+        cluster, settings.lease, settings.identity, times=settings.times, listener=instrumentation
+    )
     tasks = [asyncio.create_task(leader.run(lead)), asyncio.create_task(definition.run())]
     health.needs("the lease's renewal", tasks[0])
     health.needs("the look at the definition", tasks[1])
@@ -166,13 +173,13 @@ def _work(
             port=settings.admission_port,
         )
         health.waits_for(ADMISSION, "it does not listen yet")
-        tasks.append(asyncio.create_task(admission.run(cluster, definition, observed, health)))
+        tasks.append(asyncio.create_task(admission.run(cluster, definition, instrumentation, health)))
         health.needs(ADMISSION, tasks[-1])
     return tasks
 
 
 async def _until_signalled(tasks: list[asyncio.Task[None]]) -> None:
-    """Return at SIGTERM or SIGINT, once all tasks have ended. What one of them raises before, is raised."""
+    """Wait for SIGTERM, SIGINT or the end of a task; then cancel all tasks. Raises what a task raised."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -190,7 +197,7 @@ async def _until_signalled(tasks: list[asyncio.Task[None]]) -> None:
 async def _signed_in(
     kubeconfig: Path | None, on_warning: Callable[[str, str], None] | None = None
 ) -> AsyncIterator[KubeClient]:
-    """Ask as the user of ``kubeconfig``, else as this pod's service account. Raises ConfigError."""
+    """Yield a client for the user of ``kubeconfig``, else for this pod's account. Raises ConfigError."""
     if kubeconfig is not None:
         from kvrouter.kube.kubeconfig import signed_in  # noqa: PLC0415 - an extra of the package
 

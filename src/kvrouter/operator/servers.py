@@ -1,4 +1,4 @@
-"""The servers of a replica: probes and metrics without TLS, and admission with TLS."""
+"""The HTTP servers of a replica: probes and metrics without TLS, and admission with TLS."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,9 +19,9 @@ from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHe
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.dry_run import DryRun
-from kvrouter.operator.reconcile.info_reader import facts_for_admission
+from kvrouter.operator.reconcile.info_reader import cluster_info_for_admission
+from kvrouter.operator.reconcile.node_places import NodePlaces
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
-from kvrouter.operator.reconcile.places import NodePlaces
 from kvrouter.telemetry import Event, MetricsFormat, OperatorTelemetry, log_event
 
 ADMISSION = "admission"
@@ -30,7 +30,7 @@ CERTIFICATE = "the certificate's renewal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateFiles:
-    """The admission server's certificate and key, as cert-manager mounts them; reread on change."""
+    """The admission server's certificate and key as files, as cert-manager mounts them; reread on change."""
 
     cert: Path
     key: Path
@@ -38,9 +38,9 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateSecret:
-    """A certificate of the operator's own, in a Secret that all replicas share. The authority that signed it
-    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the server by ``dns_names``,
-    and into the MutatingWebhookConfiguration ``webhook``-binding where that is.
+    """A certificate that the operator issues itself, in a Secret that all replicas share. Its authority is
+    written into the ValidatingWebhookConfiguration ``webhook``, which calls the server by ``dns_names``, and
+    into the MutatingWebhookConfiguration ``webhook``-binding if the cluster has one.
     """
 
     secret: Key
@@ -52,9 +52,9 @@ class CertificateSecret:
 async def serve_probes(
     host: str, port: int, *, health: ReplicaHealth, telemetry: OperatorTelemetry
 ) -> AsyncIterator[int]:
-    """Serve ``/healthz``, ``/readyz`` and ``/metrics``; answers with the port, a free one for port 0.
+    """Serve ``/healthz``, ``/readyz`` and ``/metrics``; yield the port, a free one for port 0.
 
-    Raises OSError when it is taken.
+    Raises OSError when the port is taken.
     """
 
     async def healthz(_request: web.Request) -> web.Response:
@@ -81,7 +81,7 @@ async def serve_probes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionWork:
-    """What the admission server answers by, and where it listens. ``namespace`` is empty for all."""
+    """Runs the admission server. ``namespace`` is the only one that is managed; empty for all."""
 
     certificate: CertificateFiles | CertificateSecret
     defaults: PlanDefaults
@@ -94,28 +94,28 @@ class AdmissionWork:
         self,
         cluster: KubeClient,
         definition: Definition,
-        observed: OperatorInstrumentation,
+        instrumentation: OperatorInstrumentation,
         health: ReplicaHealth,
     ) -> None:
-        """Start the server once it has a certificate, and answer until cancelled; deployments are only read
+        """Start the server once it has a certificate, and serve until cancelled; deployments are only read
         while their definition is kvrouter's.
 
-        Raises ConfigError for files that hold none, and OSError when the port is taken.
+        Raises ConfigError for files without a valid certificate, and OSError when the port is taken.
         """
-        async with _files(self.certificate, cluster, observed, health) as files:
-            places = NodePlaces(
+        async with _files(self.certificate, cluster, instrumentation, health) as files:
+            node_places = NodePlaces(
                 cluster,
                 namespace=self.namespace,
-                lost=observed.lost_at_admission,
+                lost=instrumentation.lost_at_admission,
                 class_name=self.class_name,
             )
             server = AdmissionServer(
-                facts=lambda: facts_for_admission(cluster),
-                labels=places.labels_of,
+                read_cluster_info=lambda: cluster_info_for_admission(cluster),
+                labels=node_places.labels_of,
                 tried=DryRun(cluster, defaults=self.defaults, namespace=self.namespace),
                 defaults=self.defaults,
                 certificate=ServingCertificate(files.cert, files.key),
-                listener=observed,
+                listener=instrumentation,
                 not_ready=health.why_not_ready,
                 is_ours=lambda: definition.is_ours,
                 class_name=self.class_name,
@@ -124,7 +124,7 @@ class AdmissionWork:
             log_event(log, Event.READY, kind="admission", host=self.host, port=port)
             health.has(ADMISSION)
             try:
-                await definition.while_ours(places.run)
+                await definition.while_ours(node_places.run)
             finally:
                 await server.stop()
 
@@ -133,37 +133,39 @@ class AdmissionWork:
 async def _files(
     wanted: CertificateFiles | CertificateSecret,
     cluster: KubeClient,
-    observed: OperatorInstrumentation,
+    instrumentation: OperatorInstrumentation,
     health: ReplicaHealth,
 ) -> AsyncIterator[CertificateFiles]:
-    """The files that the server presents; those of a Secret are kept in a folder of this process."""
+    """Yield the certificate files; those of a Secret are in a temporary folder of this process."""
     if isinstance(wanted, CertificateFiles):
         yield wanted
         return
     with TemporaryDirectory(prefix="kvrouter-operator-") as folder:
-        own = OwnCertificate(
+        certificate = OwnCertificate(
             cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
         )
-        await _ensured(own, observed, health)
-        renewal = asyncio.create_task(own.run(observed.certificate_refused))
+        await _ensured(certificate, instrumentation, health)
+        renewal = asyncio.create_task(certificate.run(instrumentation.certificate_refused))
         health.needs(CERTIFICATE, renewal)
         try:
-            yield CertificateFiles(cert=own.cert, key=own.key)
+            yield CertificateFiles(cert=certificate.cert, key=certificate.key)
         finally:
             renewal.cancel()
             with suppress(asyncio.CancelledError):
                 await renewal
 
 
-async def _ensured(own: OwnCertificate, observed: OperatorInstrumentation, health: ReplicaHealth) -> None:
-    """A cluster that does not answer yet, or lacks a part of the installation, is asked again."""
+async def _ensured(
+    certificate: OwnCertificate, instrumentation: OperatorInstrumentation, health: ReplicaHealth
+) -> None:
+    """Obtain the certificate; retry while the cluster does not answer, or lacks a part of the chart."""
     failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
     while True:
         try:
-            await own.ensure()
+            await certificate.ensure()
         except ClusterError as error:
             health.waits_for(ADMISSION, f"there is no certificate yet: {error.message}")
-            observed.certificate_refused(error.message)
+            instrumentation.certificate_refused(error.message)
             await asyncio.sleep(wait_after(failures, error))
         else:
             return

@@ -1,1 +1,1 @@
-"""What runs inside a router: it drives the pure packages with transports and timers."""
+"""The router at run time: event ingest, placement, requests and cordons on one asyncio event loop."""

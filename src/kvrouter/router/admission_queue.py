@@ -1,4 +1,4 @@
-"""The admission queue: a request of one model waits in it while no worker may take it."""
+"""The admission queue: requests of one model wait in it until a worker may take them."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from kvrouter.router.instrumentation import ModelInstrumentation
 
 
 class QueuePlace:
-    """A request's place in a waiting line, to await."""
+    """One request's place in a waiting line; :meth:`wait` blocks until it is called."""
 
     def __init__(self, line: WaitingLine) -> None:
         self.line = line
@@ -18,7 +18,7 @@ class QueuePlace:
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self, *, until_s: float) -> bool:
-        """Wait to be called; False when the loop's clock showed ``until_s`` first."""
+        """Wait until the place is called; return False when the loop's clock reaches ``until_s`` first."""
         loop = asyncio.get_running_loop()
         if loop.time() >= until_s:
             return False
@@ -37,64 +37,64 @@ class QueuePlace:
         self._ticket.leave()
 
     def _called(self) -> None:
-        """Let the request try again; one that is trying already sees the change by itself."""
+        """Wake the waiting request; does nothing before :meth:`wait` and after it."""
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
 
 
 class Wait:
-    """One request's wait; its owner calls :meth:`leave` at the end, which gives its place in a line back.
+    """The wait of one request over all its attempts to be placed; the owner calls :meth:`leave` at the end.
 
-    However long its line allows, it waits no longer than ``limit_s`` seconds from its beginning.
+    The wait ends ``limit_s`` seconds after it began, even where its line allows more.
     """
 
-    __slots__ = ("_began_s", "_limit_s", "_lines", "_observed", "_place", "_request")
+    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_lines", "_place", "_request")
 
     def __init__(
         self,
         lines: WaitingLines,
         request: GenerateRequest,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         *,
         limit_s: float,
     ) -> None:
         self._lines = lines
         self._request = request
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._limit_s = limit_s
         self._began_s = asyncio.get_running_loop().time()
         self._place: QueuePlace | None = None
 
     async def for_change(self, refused: RoutingRefused) -> None:
-        """Return when something changed; raise ``refused`` where the settings allow no wait, no place is
-        free, or time is up.
+        """Wait until a worker may have become free. Raises ``refused`` where the settings allow no wait, the
+        line is full, or the time is up.
         """
-        observed, request = self._observed, self._request
+        instrumentation, request = self._instrumentation, self._request
         line, limit_s = self._lines.line_for(refused)
         if limit_s <= 0:
-            observed.refused(refused, request)
+            instrumentation.refused(refused, request)
             raise refused
         place = self._place
         if place is None or place.line is not line:
             self.leave()
             if line.is_full:
-                observed.refused(refused, request, no_place=True)
+                instrumentation.refused(refused, request, no_place=True)
                 raise refused
             place = self._place = QueuePlace(line)
         if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
-            observed.refused(refused, request, timed_out=True)
+            instrumentation.refused(refused, request, timed_out=True)
             raise refused
 
-    def was_for(self, placement: Placement) -> float | None:
-        """The request was placed at last: return for how many seconds it was in the admission line, None
-        when it was not, and report a wait for its domain.
+    def placed(self, placement: Placement) -> float | None:
+        """End the wait of a placed request. Returns the seconds that it spent in the admission line, or None
+        for another line or no wait; a wait for a topology domain is reported to the instrumentation.
         """
         if self._place is None:
             return None
         waited_s = asyncio.get_running_loop().time() - self._began_s
         if self._place.line is self._lines.admission:
             return waited_s
-        self._observed.joined_domain(placement, waited_s=waited_s)
+        self._instrumentation.joined_domain(placement, waited_s=waited_s)
         return None
 
     def leave(self) -> None:

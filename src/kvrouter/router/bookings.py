@@ -1,4 +1,4 @@
-"""Bookings of a standalone router: load that counts until it is freed, or until its time to live ends."""
+"""Bookings of a standalone router: load that counts until it is freed or its time to live (TTL) ends."""
 
 import asyncio
 from collections import OrderedDict
@@ -12,24 +12,24 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.model_router import ModelRouter
 
 BOOKINGS_MAX = 65_536
-"""How many requests may be booked at a time."""
+"""The most requests that may be booked at a time."""
 
 
 class RequestInUse(InvalidRequest):
-    """The request id runs, is being booked, or is booked already."""
+    """The request id is running, is being booked, or is booked already."""
 
     status_hint = 409
     code = "request_in_use"
 
 
 class NotBooked(NotFound):
-    """No booking of this request id is here: it never was, it was freed, or its time ran out."""
+    """No booking of this request id exists: it was never made, was freed, or its TTL ended."""
 
     code = "request_not_booked"
 
 
 class BookingsFull(Unavailable):
-    """As many requests are booked as may be."""
+    """The maximum number of requests is booked."""
 
     code = "bookings_full"
 
@@ -38,15 +38,15 @@ class BookingsFull(Unavailable):
 class _Booking:
     model: ModelRouter
     placement: Placement
-    heard_s: float
-    """When its owner last said something about it, on the loop's clock."""
+    renewed_s: float
+    """When its owner last made a call about it, on the loop's clock."""
 
 
 class Bookings:
-    """Places held for requests that somebody else sends.
+    """Load of requests that another program sends to the workers, held until it is freed.
 
-    With ``lease_ttl_s`` a booking of which nobody says anything for that long ends by itself, and
-    ``on_lapsed`` is called: an owner that died leaves no load behind. Every call about a booking renews it.
+    With ``lease_ttl_s`` a booking lapses that many seconds after the last call about it, and ``on_lapsed`` is
+    called: an owner that died leaves no load behind.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Bookings:
         self._lease_ttl_s = lease_ttl_s
         self._on_lapsed = on_lapsed
         self._held: OrderedDict[RequestId, _Booking] = OrderedDict()
-        """The one that was not heard of for the longest time comes first."""
+        """The booking with the oldest last call comes first."""
         self._in_use: set[RequestId] = set()
-        """Ids that run, are being booked, or are booked."""
-        self._alarm: asyncio.TimerHandle | None = None
+        """Ids that are running, being booked, or booked."""
+        self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
         self._is_closed = False
@@ -72,16 +72,16 @@ class Bookings:
         return len(self._held)
 
     def claim(self, request_id: RequestId) -> None:
-        """Take the id until it is given back; raise :class:`RequestInUse` when somebody has it."""
+        """Reserve the id until :meth:`give_back`; raise :class:`RequestInUse` when it is taken."""
         self.refuse_when_in_use(request_id)
         self._in_use.add(request_id)
 
     def give_back(self, request_id: RequestId) -> None:
-        """The id is free again; idempotent."""
+        """Free the id; idempotent."""
         self._in_use.discard(request_id)
 
     def refuse_when_in_use(self, request_id: RequestId) -> None:
-        """Raise :class:`RequestInUse` when somebody has the id."""
+        """Raise :class:`RequestInUse` when the id is taken."""
         if request_id in self._held:
             raise RequestInUse(
                 f"request_id: {request_id!r} is booked already; free it first", param="request_id"
@@ -90,10 +90,10 @@ class Bookings:
             raise RequestInUse(f"request_id: {request_id!r} runs already", param="request_id")
 
     async def book(self, model: ModelRouter, request: GenerateRequest) -> Placement:
-        """Decide, and hold the place until it is freed; may wait as long as the settings allow.
+        """Choose a worker and hold its load until it is freed; may wait as long as the settings allow.
 
         Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`BookingsFull`, and
-        :class:`ShuttingDown` when this was closed meanwhile.
+        :class:`ShuttingDown` when :meth:`close` was called meanwhile.
         """
         self.claim(request.request_id)
         try:
@@ -109,42 +109,42 @@ class Bookings:
             raise
         self._held[request.request_id] = _Booking(model, placement, asyncio.get_running_loop().time())
         self._empty.clear()
-        self._set_alarm()
+        self._set_timer()
         return placement
 
     def renew(self, request_id: RequestId) -> Placement:
-        """Return what was booked; its owner is there. Raises :class:`NotBooked`."""
-        return self._heard(request_id).placement
+        """Restart the booking's TTL and return its placement. Raises :class:`NotBooked`."""
+        return self._renewed(request_id).placement
 
     def first_token(self, request_id: RequestId) -> Placement:
-        """The request has its first token: load moves from prefill to decode. Raises :class:`NotBooked`."""
-        booking = self._heard(request_id)
+        """Move the request's load from prefill to decode. Raises :class:`NotBooked`."""
+        booking = self._renewed(request_id)
         booking.model.first_token(booking.placement)
         return booking.placement
 
     def output_blocks(self, request_id: RequestId, blocks: int) -> Placement:
-        """So many more blocks of the request are full of output. Raises :class:`NotBooked`."""
-        booking = self._heard(request_id)
+        """Add ``blocks`` full blocks of output to the request's load. Raises :class:`NotBooked`."""
+        booking = self._renewed(request_id)
         model = booking.model
         model.placer.output_blocks(booking.placement, blocks, now_s=model.clock())
         return booking.placement
 
     def free(self, request_id: RequestId) -> Placement:
-        """Give the place back. Raises :class:`NotBooked`."""
-        self._heard(request_id)
+        """Free the booking and return its placement. Raises :class:`NotBooked`."""
+        self._renewed(request_id)
         return self._free(request_id)
 
     def close(self) -> None:
-        """Free everything, and book nothing more. Idempotent."""
+        """Free all bookings and refuse new ones. Idempotent."""
         self._is_closed = True
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for request_id in tuple(self._held):
             self._free(request_id)
 
     async def wait_empty(self, limit_s: float) -> int:
-        """Wait until nothing is booked, or ``limit_s`` seconds; return how many bookings are left."""
+        """Wait until no booking is left, for at most ``limit_s`` seconds; return how many are left."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._empty.wait()
@@ -152,12 +152,12 @@ class Bookings:
             pass
         return len(self._held)
 
-    def _heard(self, request_id: RequestId) -> _Booking:
+    def _renewed(self, request_id: RequestId) -> _Booking:
         booking = self._held.get(request_id)
         if booking is None:
             raise NotBooked(f"request_id: {request_id!r} is not booked", param="request_id")
         if self._lease_ttl_s is not None:
-            booking.heard_s = asyncio.get_running_loop().time()
+            booking.renewed_s = asyncio.get_running_loop().time()
             self._held.move_to_end(request_id)
         return booking
 
@@ -169,24 +169,24 @@ class Bookings:
             self._empty.set()
         return booking.placement
 
-    def _set_alarm(self) -> None:
-        """Check again when the booking that is next to lapse would; a renewed one is only checked."""
-        if self._lease_ttl_s is None or self._alarm is not None or not self._held:
+    def _set_timer(self) -> None:
+        """Set the timer for the first TTL to end; it does nothing to a booking that was renewed meanwhile."""
+        if self._lease_ttl_s is None or self._timer is not None or not self._held:
             return
         first = next(iter(self._held.values()))
-        self._alarm = asyncio.get_running_loop().call_at(first.heard_s + self._lease_ttl_s, self._lapse)
+        self._timer = asyncio.get_running_loop().call_at(first.renewed_s + self._lease_ttl_s, self._lapse)
 
     def _lapse(self) -> None:
-        self._alarm = None
+        self._timer = None
         now_s = asyncio.get_running_loop().time()
         while self._held and self._lease_ttl_s is not None:
             request_id, booking = next(iter(self._held.items()))
-            if booking.heard_s + self._lease_ttl_s > now_s:
+            if booking.renewed_s + self._lease_ttl_s > now_s:
                 break
             self._free(request_id)
             if self._on_lapsed is not None:
                 self._on_lapsed(booking.model.fleet.model, booking.placement)
-        self._set_alarm()
+        self._set_timer()
 
     def _refuse_when_full(self) -> None:
         if self._is_closed:

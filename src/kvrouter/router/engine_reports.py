@@ -1,4 +1,4 @@
-"""Compares the cached tokens that engines report with the index's predictions."""
+"""Compares reports of engines with predictions: cached tokens, KV transfers, skipped events."""
 
 import logging
 import time
@@ -10,27 +10,26 @@ from typing import NamedTuple
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.router.prompt_shapes import Noted as NotedShape
-from kvrouter.router.prompt_shapes import PromptShapes
-from kvrouter.router.transfer_speed import Noted, SpeedVerdict, TransferReading, TransferSpeeds
+from kvrouter.router.prompt_shapes import NotedShape, PromptShapes
+from kvrouter.router.transfer_speed import NotedTransfers, SpeedVerdict, TransferReading, TransferSpeeds
 from kvrouter.telemetry import Event, Telemetry, log_event
 
 WINDOW_ANSWERS = 16
-"""So many answers in a row are judged together."""
+"""How many consecutive answers are judged together."""
 
 WRONG_SHARE = 0.5
-"""From this share of wrong predictions on the index is wrong, and not only late."""
+"""Share of wrong predictions from which the index counts as wrong, and not only as late."""
 
 SPAN_S = 5.0
-"""The answers that are judged lie at least so far apart: a burst of one new prompt is predicted by nobody."""
+"""The judged answers span at least this time: no index predicts the first burst of a new prompt."""
 
 TOLERANCE_BLOCKS = 1
-"""An engine may count one block otherwise: it computes the last token of a prompt in any case."""
+"""A difference that is no error: engines always compute a prompt's last token again."""
 
 
 class Prediction(StrEnum):
-    """What one answer showed: the index promised the blocks that the engine has, or too many, or too few; or
-    nothing of the index, since the engine made another prompt of the call than was routed.
+    """How an answer compares with its prediction: right, too many or too few blocks predicted; OTHER_PROMPT
+    where the engine made other tokens of the call than the router, which says nothing about the index.
     """
 
     RIGHT = "right"
@@ -40,8 +39,8 @@ class Prediction(StrEnum):
 
 
 class AnswerCounts(NamedTuple):
-    """What the last answers of a rank came to: how many of them were predicted wrongly, and by how much all
-    were on average; above 0 the index promises blocks that the engine does not have.
+    """The last answers of one rank: how many there are, how many were predicted wrongly, and the mean error
+    of all in blocks; above 0 the index predicts blocks that the engine does not have.
     """
 
     n_answers: int
@@ -50,14 +49,14 @@ class AnswerCounts(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """One answer with its prediction; ``wrong`` when the index is, by the last answers together."""
+    """One answer compared with its prediction; ``wrong`` is set when the last answers condemn the index."""
 
     prediction: Prediction
     wrong: AnswerCounts | None
 
 
 class _Window:
-    """The last answers: when each came, and by how many blocks its prediction was too high."""
+    """The last answers of one rank: arrival time, and by how many blocks the prediction was too high."""
 
     __slots__ = ("answers", "n_since_verdict", "was_asked_in_vain")
 
@@ -65,7 +64,7 @@ class _Window:
         self.answers: deque[tuple[float, int]] = deque(maxlen=WINDOW_ANSWERS)
         self.n_since_verdict = 0
         self.was_asked_in_vain = False
-        """Whether the rank was asked for what it holds though the prompt was another one: once is enough."""
+        """Whether a snapshot was requested for a blind shape; a second one would not help."""
 
     def summed(self) -> AnswerCounts:
         errors = [error for _, error in self.answers]
@@ -74,7 +73,7 @@ class _Window:
 
 
 class IndexCheck:
-    """Keeps the last answers of every slot's rank. Only answers with something to predict count."""
+    """Keeps each slot's last answers. An answer counts only where blocks were predicted or cached."""
 
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
@@ -91,10 +90,10 @@ class IndexCheck:
         now_s: float,
         is_blind: bool = False,
     ) -> Compared | None:
-        """An engine answered, and counts ``prompt_tokens`` where it reports them; ``isl_tokens`` were
-        routed. None where there was nothing to predict. What is wrong is reported once a whole window is, and
-        then again after another one. Of calls whose shape ``is_blind`` a rank is found wrong once, until an
-        answer is right: another prompt was made of them, and to ask what it holds helps no more.
+        """Note an answer: ``isl_tokens`` were routed, and the engine counts ``prompt_tokens``, or None.
+        Returns None where no block was predicted or cached. A wrong index is reported once per window of
+        wrong answers; for calls whose shape ``is_blind`` only once until an answer is right, because the
+        engine makes another prompt of them and a new snapshot does not help.
         """
         if prompt_tokens is not None and prompt_tokens != isl_tokens:
             return Compared(Prediction.OTHER_PROMPT, None)
@@ -118,12 +117,12 @@ class IndexCheck:
         return Compared(prediction, wrong)
 
     def last_answers(self, slot: Slot) -> AnswerCounts | None:
-        """What the last answers of the slot's rank came to; None before the first."""
+        """The counts of the slot's last answers; None before the first."""
         window = self._windows.get(slot)
         return None if window is None else window.summed()
 
     def freed(self, slot: Slot) -> None:
-        """The slot's rank is gone."""
+        """Forget the slot's rank, which has left."""
         self._windows.pop(slot, None)
 
     @staticmethod
@@ -148,7 +147,7 @@ logger = logging.getLogger("kvrouter.router")
 
 
 class EngineInstrumentation:
-    """The events of one model's engines."""
+    """Metrics and log events about one model's engines."""
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self._telemetry = telemetry
@@ -161,7 +160,7 @@ class EngineInstrumentation:
         )
 
     def compared(self, rank: WorkerRank, compared: Compared) -> None:
-        """An engine's count of cached tokens was compared with the index."""
+        """Count an answer compared with the index, and log a wrong index."""
         labels = self._labels(rank)
         self._telemetry.index_predictions.inc(*labels, compared.prediction.value)
         if compared.wrong is not None:
@@ -169,9 +168,9 @@ class EngineInstrumentation:
             self._log(Event.INDEX_WRONG, rank, _answers_detail(compared.wrong))
 
     def shape_noted(self, noted: NotedShape) -> None:
-        """A call of some shape was answered, with something in the engine's cache to find."""
-        seen = "missed" if noted.is_missed else "found"
-        self._telemetry.prompt_shape_answers.inc(self._model, noted.shape, seen)
+        """Count an answer by the shape of its call, and log a shape that turned blind."""
+        outcome = "missed" if noted.is_missed else "found"
+        self._telemetry.prompt_shape_answers.inc(self._model, noted.shape, outcome)
         if noted.turned_blind is not None:
             reading = noted.turned_blind
             log_event(
@@ -183,8 +182,8 @@ class EngineInstrumentation:
                 "engine had them cached: it makes another prompt of them than the router",
             )
 
-    def kv_carried(self, rank: WorkerRank, noted: Noted) -> None:
-        """A rank's engine reported the KV that it has fetched since."""
+    def kv_carried(self, rank: WorkerRank, noted: NotedTransfers) -> None:
+        """Count the KV that a rank's engine has fetched since its last report."""
         labels, carried = self._labels(rank), noted.carried
         amounts = (carried.transfers, carried.bytes, carried.seconds, carried.failed)
         for counter, amount in zip(self._transfer_counters, amounts, strict=True):
@@ -194,14 +193,12 @@ class EngineInstrumentation:
             self._log(event, rank, _speeds_detail(noted.verdict))
 
     def events_skipped(self, rank: WorkerRank, skipped: Mapping[str, int]) -> None:
-        """A worker reported what it did not pass on since of a rank's KV events, by the reason."""
+        """Count KV events of a rank that its worker has skipped since its last report, by reason."""
         for reason, n in skipped.items():
             self._telemetry.kv_events_skipped.inc(*self._labels(rank), reason, by=n)
 
     def gone(self, rank: WorkerRank, *, skipped: Iterable[str]) -> None:
-        """A rank left, of whose events some were skipped for these reasons. Its counters go with it: those of
-        all ranks that ever were would fill the page in the end.
-        """
+        """Remove the counters of a rank that has left; ``skipped`` are its reasons for skipped events."""
         labels = self._labels(rank)
         for counter in (*self._transfer_counters, self._telemetry.index_wrong):
             counter.forget(*labels)
@@ -235,7 +232,7 @@ def _speeds_detail(verdict: SpeedVerdict) -> str:
 
 
 class ReportReading(NamedTuple):
-    """What one rank's engine reported; None where it reports nothing, or has not yet."""
+    """The last reports of one rank's engine; a field is None where it has reported none."""
 
     answers: AnswerCounts | None
     transfers: TransferReading | None
@@ -243,13 +240,11 @@ class ReportReading(NamedTuple):
 
 
 class EngineReports:
-    """Keeps, for each worker rank, its engine's counts of tokens that were cached and of KV that was fetched,
-    and its worker's count of KV events that were not passed on.
-    """
+    """Keeps each worker rank's reports: cached tokens, fetched KV, and KV events that its worker skipped."""
 
-    def __init__(self, fleet: Fleet, observed: EngineInstrumentation) -> None:
+    def __init__(self, fleet: Fleet, instrumentation: EngineInstrumentation) -> None:
         self._fleet = fleet
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._index_check = IndexCheck(block_size=fleet.block_size)
         self.shapes = PromptShapes(block_size=fleet.block_size)
         self._transfers = TransferSpeeds()
@@ -267,8 +262,9 @@ class EngineReports:
         prompt_tokens: int | None,
         shape: str = "",
     ) -> bool:
-        """An engine reported how much of a prompt it had cached, and of how many tokens it made it, of a call
-        of this shape; return whether its last answers contradict the index.
+        """Note how many tokens of a prompt the engine had cached, for a call of this shape; return whether
+        its last answers contradict the index. ``prompt_tokens`` is the engine's own count, None where it has
+        none.
         """
         now_s = time.monotonic()
         noted = None
@@ -282,7 +278,7 @@ class EngineReports:
                 now_s=now_s,
             )
         if noted is not None:
-            self._observed.shape_noted(noted)
+            self._instrumentation.shape_noted(noted)
         compared = self._index_check.note(
             slot,
             predicted_tokens=predicted_tokens,
@@ -295,12 +291,12 @@ class EngineReports:
         if compared is None:
             return False
         self._ranks[slot] = rank
-        self._observed.compared(rank, compared)
+        self._instrumentation.compared(rank, compared)
         return compared.wrong is not None
 
     def reported(self, report: LoadReport) -> KvTransfers | None:
-        """A load report came of a rank that is here; return what its engine fetched since the last one, None
-        where it says nothing new.
+        """Note the load report of a rank; return the KV that its engine has fetched since the last report,
+        None where nothing new or the rank is unknown.
         """
         slot = self._fleet.slot_of(report.rank)
         if slot is None:
@@ -308,15 +304,15 @@ class EngineReports:
         self._ranks[slot] = report.rank
         noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
         if noted is not None:
-            self._observed.kv_carried(report.rank, noted)
+            self._instrumentation.kv_carried(report.rank, noted)
         before, skipped = self._skipped.get(slot), report.kv_events_skipped
         if skipped != before:
             self._skipped[slot] = skipped
-            self._observed.events_skipped(report.rank, _more(skipped, before or {}))
+            self._instrumentation.events_skipped(report.rank, _more(skipped, before or {}))
         return None if noted is None else noted.carried
 
     def reading(self, slot: Slot) -> ReportReading:
-        """What is known of the slot's rank now."""
+        """The last reports of the slot's rank."""
         return ReportReading(
             answers=self._index_check.last_answers(slot),
             transfers=self._transfers.reading(slot, now_s=time.monotonic()),
@@ -324,16 +320,16 @@ class EngineReports:
         )
 
     def freed(self, slot: Slot) -> None:
-        """The slot's rank is gone."""
+        """Forget the slot's rank, which has left."""
         self._index_check.freed(slot)
         self._transfers.freed(slot)
         skipped, rank = self._skipped.pop(slot, {}), self._ranks.pop(slot, None)
         if rank is not None:
-            self._observed.gone(rank, skipped=skipped)
+            self._instrumentation.gone(rank, skipped=skipped)
 
 
 def _more(skipped: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """What was counted since; a count that became less is that of an engine that restarted."""
+    """The counts since ``before``; a count that fell is that of a restarted engine, and counts in full."""
     return {
         reason: n - before.get(reason, 0) if n >= before.get(reason, 0) else n
         for reason, n in skipped.items()

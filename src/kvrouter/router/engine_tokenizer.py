@@ -1,6 +1,6 @@
-"""Asks engines which tokens they make of a prompt, over the request plane: ``POST /tokenize``.
+"""Tokenizes prompts through engines: sends ``POST /tokenize`` over the request transport.
 
-No request depends on it: an answer that is late, too long or wrong is none, and routing goes on without it.
+Routing never depends on it: after a late, oversized or invalid answer the request is routed without one.
 """
 
 import asyncio
@@ -31,40 +31,40 @@ from kvrouter.router.model_router import ModelRouter
 from kvrouter.transports.requests.port import RequestTransport, StreamBroken
 
 ASKED_BYTES_MAX = 512 * 1024
-"""No engine is asked about a longer prompt."""
+"""The longest prompt sent to an engine, in bytes of JSON."""
 
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
-"""A longer answer is not read to its end: it has more tokens than are decoded."""
+"""The longest answer read; a longer one fails."""
 
 ASKING_MAX = 32
-"""So many prompts of a model may be at its engines at a time; one more is not asked about."""
+"""The most prompts of one model that engines tokenize at a time; further ones are not sent."""
 
 LATE_BYTES_MAX = 64 * 1024
-"""A longer prompt takes an engine its time: that the answer is late says nothing about the engine."""
+"""Late answers to longer prompts do not count as failures of the engine."""
 
 FAILURES_MAX = 3
-"""After so many failures in a row an engine is left alone for :data:`PAUSE_S`."""
+"""After this many consecutive failures an engine is not asked for :data:`PAUSE_S`."""
 
 PAUSE_S = 30.0
 
 ABSENT_S = 600.0
-"""How long an engine that does not know the route is left alone, unless it starts again."""
+"""How long an engine without the route is not asked, unless it restarts."""
 
 _ABSENT = (404, 405, 501)
-"""The statuses of an engine that has no such route, or whose model cannot do it."""
+"""HTTP statuses of an engine without the route, or whose model cannot tokenize."""
 
 
 class TokenizeOutcome(StrEnum):
-    """What came of asking about one prompt."""
+    """The outcome of one tokenization."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
-    """The engine says that the call is wrong."""
+    """The engine refused the call as invalid."""
     ABSENT = "absent"
     LATE = "late"
     FAILED = "failed"
     NOT_ASKED = "not_asked"
-    """The prompt is too long, too many are asked about, or no engine may be asked now."""
+    """The prompt is too long, the limit is reached, or no engine may be asked now."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -75,28 +75,28 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 class _Engine:
-    """What one engine's answers were so far."""
+    """One engine's failures, and until when it is not asked."""
 
-    __slots__ = ("failures", "incarnation", "left_alone_until_s", "said", "why")
+    __slots__ = ("failures", "incarnation", "logged_reason", "paused_until_s", "why")
 
     def __init__(self, incarnation: Epoch) -> None:
         self.incarnation = incarnation
         self.failures = 0
-        self.left_alone_until_s = 0.0
+        self.paused_until_s = 0.0
         self.why = ""
-        """Why it is left alone."""
-        self.said = ""
-        """The reason that was logged last."""
+        """Why it is not asked."""
+        self.logged_reason = ""
+        """The last logged reason."""
 
 
 class EngineTokenizer:
-    """Asks the engines of any model, one engine about a prompt, in turn. An engine is left alone after
-    failures, and longer where it has no such route: that is logged once for each reason.
+    """Tokenizes prompts through the engines of any model, one engine a prompt, in turn. An engine is paused
+    after failures, and longer where it has no such route; each reason is logged once.
     """
 
-    def __init__(self, plane: RequestTransport, observed: ServiceInstrumentation) -> None:
+    def __init__(self, plane: RequestTransport, instrumentation: ServiceInstrumentation) -> None:
         self._plane = plane
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._engines: dict[WorkerId, _Engine] = {}
         self._asking: dict[ModelName, int] = {}
         self._turn = 0
@@ -104,22 +104,22 @@ class EngineTokenizer:
     def why_not(self, model: ModelRouter) -> str | None:
         """Why no engine of a model can be asked; None where one can."""
         why = "none of its engines is here"
-        for card in _able(model):
+        for card in _askable(model):
             engine = self._engine(card)
-            if engine.left_alone_until_s <= time.monotonic():
+            if engine.paused_until_s <= time.monotonic():
                 return None
             why = f"POST {CallRoute.TOKENIZE} of its engines: {engine.why}"
         return why
 
     async def token_ids(self, model: ModelRouter, body: bytes, *, limit_s: float) -> TokenBuffer | None:
-        """Return the tokens that an engine of ``model`` makes of the prompt in ``body``, the JSON of its
-        ``/tokenize``; None where it does not say within ``limit_s`` seconds.
+        """Return the tokens that an engine of ``model`` makes of ``body``, the JSON of its ``/tokenize``;
+        None without a valid answer within ``limit_s`` seconds.
         """
         name = model.fleet.model
         card = self._next(model)
         asking = self._asking.get(name, 0)
         if card is None or asking >= ASKING_MAX or len(body) > ASKED_BYTES_MAX:
-            self._observed.engine_tokenized(name, TokenizeOutcome.NOT_ASKED.value)
+            self._instrumentation.engine_tokenized(name, TokenizeOutcome.NOT_ASKED.value)
             return None
         self._asking[name] = asking + 1
         try:
@@ -136,7 +136,7 @@ class EngineTokenizer:
         return None
 
     async def _asked(self, card: WorkerCard, body: bytes, limit_s: float) -> TokenBuffer:
-        """Raises errors of the core tree."""
+        """Send the call and read its answer. Raises KvrouterError."""
         request = EngineRequest(
             request_id=RequestId(f"tokenize-{secrets.token_hex(8)}"),
             attempt=0,
@@ -172,7 +172,7 @@ class EngineTokenizer:
 
     def _next(self, model: ModelRouter) -> WorkerCard | None:
         now_s = time.monotonic()
-        cards = [card for card in _able(model) if self._engine(card).left_alone_until_s <= now_s]
+        cards = [card for card in _askable(model) if self._engine(card).paused_until_s <= now_s]
         if not cards:
             return None
         self._turn += 1
@@ -193,31 +193,31 @@ class EngineTokenizer:
         why: str = "",
         counts: bool = True,
     ) -> TokenBuffer | None:
-        self._observed.engine_tokenized(card.model, outcome.value)
+        self._instrumentation.engine_tokenized(card.model, outcome.value)
         engine = self._engine(card)
         if outcome in (TokenizeOutcome.ANSWERED, TokenizeOutcome.REFUSED):
             engine.failures = 0
             if outcome is TokenizeOutcome.ANSWERED:
-                engine.said = ""
+                engine.logged_reason = ""
             return found
         engine.failures += counts
         is_absent = outcome is TokenizeOutcome.ABSENT
         if not is_absent and engine.failures < FAILURES_MAX:
             return None
         engine.why = why
-        engine.left_alone_until_s = time.monotonic() + (ABSENT_S if is_absent else PAUSE_S)
-        if engine.said != why:
-            engine.said = why
-            self._observed.engine_tokenize_failed(card, why)
+        engine.paused_until_s = time.monotonic() + (ABSENT_S if is_absent else PAUSE_S)
+        if engine.logged_reason != why:
+            engine.logged_reason = why
+            self._instrumentation.engine_tokenize_failed(card, why)
         return None
 
     def gone(self, card: WorkerCard) -> None:
-        """A worker left."""
+        """Forget a worker that has left."""
         self._engines.pop(card.worker_id, None)
 
 
-def _able(model: ModelRouter) -> Iterator[WorkerCard]:
-    """Yield the workers whose engines may be asked."""
+def _askable(model: ModelRouter) -> Iterator[WorkerCard]:
+    """The workers whose engines take calls and are alive, and that take new requests."""
     fleet = model.fleet
     return (
         card

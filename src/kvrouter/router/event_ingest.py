@@ -1,4 +1,6 @@
-"""Event ingest: KV events from the transport, through each rank's feed, into the index; the cache view."""
+"""Event ingest: KV events go from the event transport through each rank's feed into the index. Also the cache
+view on that index.
+"""
 
 import asyncio
 import time
@@ -18,7 +20,7 @@ from kvrouter.kernel.feed.states import AskRange, AskSnapshot, Command, FeedCoun
 from kvrouter.kernel.index import ApproximateIndex, BlockIndex
 from kvrouter.kernel.placement.cache_view import PredictedCacheView
 from kvrouter.kernel.routing.request import Decision
-from kvrouter.router.feed_commands import FeedCommands, let_go
+from kvrouter.router.feed_commands import FeedCommands, uncounted
 from kvrouter.router.index_work import IndexWork, Steps, empty, listed
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.router.rank_ingest import Capacity, RankIngest, loop_time_s
@@ -27,24 +29,24 @@ from kvrouter.transports.events.port import AnswerTooLarge, EventSubscriber
 T = TypeVar("T")
 
 SILENT_AFTER_S = 15.0
-"""A rank that was not heard for this long publishes no events: workers send heartbeats every 5 s."""
+"""A rank without any message for this long publishes no events: workers send heartbeats every 5 s."""
 
 RANK_BLOCKS_MAX = 1 << 24
-"""The most blocks that are believed of one rank in one medium, whatever its card says."""
+"""The most blocks accepted from one rank in one medium, whatever its card states."""
 
 WORKER_BLOCKS_FACTOR = 4
-"""All ranks of one worker together are believed as many times the blocks of one rank in one medium."""
+"""The ranks of one worker together may hold this many times the maximum of one rank."""
 
 SNAPSHOTS_ASKED_MAX = 32
-"""Workers that are asked for their whole state at once; the next is asked when the index has an answer."""
+"""The most snapshot requests at a time; the next is sent when the index has loaded an answer."""
 
 
 class FeedReading(NamedTuple):
-    """A feed's state, for how long its blocks have not been known for sure, and the age of its last batch.
+    """A feed's state, how long its blocks have been uncertain, and the age of its last batch.
 
-    ``silent_s``: since the last batch or heartbeat, else since the rank joined. Answers to questions do not
-    count: a rank that only answers them is silent. ``clock_ahead_s``: how far its sender's wall clock is
-    ahead of this one's, below 0 for one that is behind; None before its first message.
+    ``silent_s``: seconds since the last batch or heartbeat, or since the rank joined; answers to recovery
+    requests do not count. ``clock_ahead_s``: how far the sender's wall clock is ahead of the local one, below
+    0 for one that is behind; None before its first message.
     """
 
     state: FeedState
@@ -56,27 +58,26 @@ class FeedReading(NamedTuple):
 
 
 class EventIngest:
-    """Feeds one model's index. Runs on the event loop; nothing here waits for a request, and a request waits
-    for one step of it at most, however much a rank holds.
+    """Applies one model's KV events to its index, on the event loop. A request never waits for more than one
+    step of this work, however many blocks a rank holds.
 
-    ``scores`` says per slot whether its blocks count now: a rank whose feed recovers scores nothing. One
-    that reports more blocks than its worker says it has, with some slack, or than ``rank_blocks_max``, is
-    emptied.
+    ``scores`` is a mask over slots: a rank whose feed recovers does not score. A rank that reports more
+    blocks than its worker states, with some slack, or than ``rank_blocks_max``, is emptied.
     """
 
     def __init__(
         self,
         index: BlockIndex,
         subscriber: EventSubscriber,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         *,
         rank_blocks_max: int = RANK_BLOCKS_MAX,
     ) -> None:
         self._index = index
         self._rank_blocks_max = rank_blocks_max
         self._subscriber = subscriber
-        self._observed = observed
-        self._commands = FeedCommands(index, observed, self._ask)
+        self._instrumentation = instrumentation
+        self._commands = FeedCommands(index, instrumentation, self._ask)
         self._work = IndexWork(self._caught_up, self._fell_behind)
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
         self._rank_ingests: dict[WorkerRank, RankIngest] = {}
@@ -89,25 +90,25 @@ class EventIngest:
 
     @property
     def all_score(self) -> bool:
-        """True when no feed recovers: the common case, in which nothing need be masked."""
+        """Whether every feed scores, so that no mask is needed; the common case."""
         return self._silent == 0
 
     def scores(self, n_slots: int) -> npt.NDArray[np.bool_]:
-        """The mask over slots; False where there is no feed."""
+        """Which slots score; False for a slot without a feed."""
         self._grow(n_slots)
         return self._scores[:n_slots]
 
     def feeds(self) -> Iterator[tuple[Slot, RankFeed]]:
-        """Every rank's feed."""
+        """Every rank's slot and feed."""
         return ((ingest.slot, ingest.feed) for ingest in self._rank_ingests.values())
 
     def feed_at(self, slot: Slot) -> RankFeed | None:
-        """The feed whose blocks are at the slot now."""
+        """The feed of the slot's rank; None where there is none."""
         ingest = self._by_slot.get(slot)
         return None if ingest is None else ingest.feed
 
     def feed_readings(self) -> Iterator[tuple[Slot, FeedReading]]:
-        """The reading of each slot's feed."""
+        """Every feed's slot and reading."""
         now_s = loop_time_s()
         for ingest in self._rank_ingests.values():
             since_s = now_s if ingest.stale_since_s is None else ingest.stale_since_s
@@ -117,14 +118,14 @@ class EventIngest:
                     ingest.state,
                     stale_s=now_s - since_s,
                     lag_s=ingest.lag_s,
-                    silent_s=now_s - ingest.heard_s,
+                    silent_s=now_s - ingest.last_message_s,
                     is_missing=ingest.is_missing,
                     clock_ahead_s=ingest.clock.ahead_s,
                 ),
             )
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """A worker rank was discovered: ask it for what it holds."""
+        """Add the feed of a discovered worker rank, and request its snapshot."""
         self._grow(slot + 1)
         now_s = loop_time_s()
         ingest = self._rank_ingests[rank] = self._by_slot[slot] = RankIngest(
@@ -135,9 +136,9 @@ class EventIngest:
         self._run(ingest, self._commands.begin(ingest, epoch))
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int = 1) -> None:
-        """So many blocks the rank at the slot can hold on its GPU; None where its worker does not say.
+        """Set how many blocks the slot's rank can hold on its GPU; None where its worker does not state it.
 
-        The ``n_ranks`` of its worker have equal shares of what is believed of all of them together.
+        A worker's ``n_ranks`` ranks have equal shares of the maximum for one worker.
         """
         ingest = self._by_slot.get(slot)
         if ingest is not None:
@@ -145,47 +146,47 @@ class EventIngest:
             ingest.capacity = Capacity.of(total_blocks, blocks_max=min(self._rank_blocks_max, share))
 
     def freed(self, slot: Slot) -> None:
-        """A slot has no worker rank any more: its blocks go, and so does what runs for it."""
+        """Remove the slot's feed, its running work and its blocks: its rank has left."""
         ingest = self._by_slot.pop(slot, None)
         if ingest is not None:
             self._stop(ingest)
-            if self._rank_ingests.get(ingest.feed.rank) is ingest:  # else the rank is at another slot by now
+            if self._rank_ingests.get(ingest.feed.rank) is ingest:  # else the rank has another slot by now
                 del self._rank_ingests[ingest.feed.rank]
             if not ingest.is_scoring:
                 self._silent -= 1
             self._scores[slot] = False
-        self._work.run(slot, empty(self._index, slot, let_go))
+        self._work.run(slot, empty(self._index, slot, uncounted))
 
     def on_batch(self, batch: KvBatch) -> None:
-        """A batch arrived; of a rank that is not known yet it is dropped: a snapshot will have it."""
+        """Take a batch. A batch of an unknown rank is dropped: the rank's first snapshot will contain it."""
         ingest = self._rank_ingests.get(batch.rank)
         if ingest is None:
             return
-        ingest.heard_s = loop_time_s()
+        ingest.last_message_s = loop_time_s()
         if batch.published_s:
             ahead_s = batch.published_s - time.time()
             ingest.lag_s = max(0.0, -ahead_s)
-            ingest.clock.note(ahead_s, now_s=ingest.heard_s)
+            ingest.clock.note(ahead_s, now_s=ingest.last_message_s)
         ingest.is_missing = False
         if ingest.idle.is_set():
             self._after(ingest, self._commands.taken(ingest, batch))
         elif not ingest.waiting.add(batch):
-            self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
+            self._instrumentation.feed_counted(FeedCount.INBOX_FULL, 1)
 
     def doubt(self, slot: Slot) -> None:
-        """The engine's own answers contradict what is known of the rank: ask its worker for all of it.
+        """Request a snapshot of the slot's rank: its engine's answers contradict the index.
 
-        While the index is at work for the rank nothing is done: if the contradiction goes on, this is called
-        again.
+        Does nothing while the index is working for the rank: the caller calls again while the contradiction
+        lasts.
         """
         ingest = self._by_slot.get(slot)
         if ingest is not None and ingest.idle.is_set():
             self._after(ingest, ingest.feed.on_doubt(now_s=loop_time_s()))
 
     async def snapshot(self, slot: Slot) -> KvSnapshot | None:
-        """What the rank at the slot holds now, read step by step; what it publishes meanwhile waits.
+        """Read the blocks of the slot's rank step by step; batches that arrive meanwhile wait.
 
-        None where that is not known for sure, or the rank goes away.
+        Returns None where the blocks are not certain, or the rank leaves meanwhile.
         """
         ingest = self._by_slot.get(slot)
         if ingest is None or not ingest.idle.is_set():
@@ -203,7 +204,7 @@ class EventIngest:
         return KvSnapshot(feed.rank, epoch, next_event_id, tuple(held))
 
     def close(self) -> None:
-        """Stop everything that runs."""
+        """Stop all feeds, timers and index work."""
         for ingest in self._rank_ingests.values():
             self._stop(ingest)
         self._rank_ingests.clear()
@@ -214,11 +215,11 @@ class EventIngest:
             self._silence_timer = None
 
     def _after(self, ingest: RankIngest, commands: list[Command]) -> None:
-        """Do what a feed said, until it says nothing more; then set its next timer."""
+        """Carry out a feed's commands and those that follow, then set its next timer."""
         self._run(ingest, self._commands.carry_out(ingest, commands))
 
     def _run(self, ingest: RankIngest, steps: Steps) -> None:
-        """Do the first step now; if that is not all, the rank scores nothing until the last."""
+        """Do the first step now; if more are left, the rank does not score until the last."""
         if self._work.run(ingest.slot, steps):
             self._settle(ingest)
             return
@@ -228,7 +229,7 @@ class EventIngest:
             self._score(ingest, False)
 
     def _caught_up(self, slot: Slot) -> None:
-        """The index is where the slot's feed is, and what came meanwhile has its turn."""
+        """Take up the batches that waited: the index has caught up with the slot's feed."""
         ingest = self._by_slot.get(slot)
         if ingest is None:
             return
@@ -237,7 +238,7 @@ class EventIngest:
         self._after(ingest, [])
 
     def _fell_behind(self, slot: Slot) -> None:
-        """A mistake of ours: nobody can know what of it is in the index, so its worker is asked for all."""
+        """Request a snapshot after an internal error: it is unknown which events the index has applied."""
         ingest = self._by_slot.get(slot)
         if ingest is not None:
             ingest.is_behind = False
@@ -259,7 +260,7 @@ class EventIngest:
             ingest.stale_since_s = loop_time_s()
         if state is not ingest.reported:
             ingest.reported = state
-            self._observed.feed_changed(ingest.feed.rank, state)
+            self._instrumentation.feed_changed(ingest.feed.rank, state)
         if ingest.scores is not ingest.is_scoring:
             self._score(ingest, ingest.scores)
 
@@ -281,11 +282,11 @@ class EventIngest:
 
     def _timed_out(self, ingest: RankIngest) -> None:
         ingest.timer = None
-        if ingest.idle.is_set():  # else it is set again once the index has done its work
+        if ingest.idle.is_set():  # else _settle() sets it again after the index's work
             self._after(ingest, ingest.feed.on_timeout(now_s=loop_time_s()))
 
     def _ask(self, ingest: RankIngest, command: AskRange | AskSnapshot) -> None:
-        """Ask the worker; an older question that is still open has been given up by the feed."""
+        """Send a recovery request; an open older one is cancelled, since the feed has given it up."""
         if ingest.ask is not None:
             ingest.ask.cancel()
         ingest.ask = asyncio.get_running_loop().create_task(self._answer(ingest, command))
@@ -300,22 +301,22 @@ class EventIngest:
             self._after(ingest, feed.on_range(ticket, batch, now_s=loop_time_s()))
             return
         async with self._snapshots:
-            whole = subscriber.recover_snapshot(feed.rank, blocks_max=ingest.capacity.total)
+            question = subscriber.recover_snapshot(feed.rank, blocks_max=ingest.capacity.total)
             try:
-                snapshot = await self._asked(ingest, ticket, whole)
+                snapshot = await self._asked(ingest, ticket, question)
             except AnswerTooLarge as error:
                 await _is_ready(ingest)
-                self._observed.kv_events_over_limit(feed.rank, error.message)
+                self._instrumentation.kv_events_over_limit(feed.rank, error.message)
                 self._after(ingest, feed.on_overfilled(now_s=loop_time_s()))
                 return
             await _is_ready(ingest)
             self._after(ingest, feed.on_snapshot(ticket, snapshot, now_s=loop_time_s()))
-            await ingest.idle.wait()  # the next whole state is asked for when this one has its place
+            await ingest.idle.wait()  # the next snapshot is requested once the index has this one
 
     async def _asked(
         self, ingest: RankIngest, ticket: int, question: Coroutine[None, None, T | None]
     ) -> T | None:
-        """The answer to ``question``, which goes out now; one that cannot be read is none.
+        """Send ``question`` and return its answer; None for one that failed or cannot be read.
 
         Raises AnswerTooLarge.
         """
@@ -326,13 +327,13 @@ class EventIngest:
         except AnswerTooLarge:
             raise
         except (KvrouterError, OSError, ValueError) as error:
-            self._observed.recovery_failed(ingest.feed.rank, str(error))
+            self._instrumentation.recovery_failed(ingest.feed.rank, str(error))
             return None
 
     def _answered(self, task: asyncio.Task[None]) -> None:
-        """A mistake of ours in the task must not vanish; the feed's timer asks again."""
+        """Log an internal error in the task; the feed's timer sends the request again."""
         if not task.cancelled() and task.exception() is not None:
-            self._observed.mistake_in_recovery(task.exception())
+            self._instrumentation.internal_error_in_recovery(task.exception())
 
     def _watch_silence(self) -> None:
         if self._silence_timer is None and self._rank_ingests:
@@ -344,12 +345,12 @@ class EventIngest:
         self._silence_timer = None
         now_s = loop_time_s()
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
-        stood_still = self._awake.advance(elapsed_s)  # then what the workers said is read only after this
+        was_paused = self._awake.advance(elapsed_s)  # then their messages are read only after this
         for rank, ingest in self._rank_ingests.items():
-            silent_s = now_s - ingest.heard_s
-            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not stood_still:
+            silent_s = now_s - ingest.last_message_s
+            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not was_paused:
                 ingest.is_missing = True
-                self._observed.kv_events_missing(rank, silent_s)
+                self._instrumentation.kv_events_missing(rank, silent_s)
         self._watch_silence()
 
     def _grow(self, n_slots: int) -> None:
@@ -368,7 +369,7 @@ class EventIngest:
 
 
 async def _is_ready(ingest: RankIngest) -> None:
-    """Return once the feed may be handed the answer that the current task has."""
+    """Wait until the feed may take the answer that the current task holds."""
     while not ingest.idle.is_set():
         await ingest.idle.wait()
     if ingest.ask is asyncio.current_task():
@@ -376,7 +377,7 @@ async def _is_ready(ingest: RankIngest) -> None:
 
 
 def _to_the_end(steps: Steps, ended: asyncio.Event) -> Steps:
-    """Take the steps; ``ended`` is set when none of them failed or was given up."""
+    """Take the steps; set ``ended`` unless one of them failed or they were given up."""
     yield from steps
     ended.set()
 
@@ -385,61 +386,60 @@ U32 = npt.NDArray[np.uint32]
 
 
 class EventCacheView:
-    """KV events report what each rank holds. A rank whose feed recovers scores nothing.
+    """The cache view of KV events. A rank whose feed recovers does not score.
 
-    What comes after an image is reported in tokens that only its engine knows: who holds that is
-    ``predicted``.
+    Blocks after an image are reported in tokens that only the engine knows, so they come from ``predicted``.
     """
 
-    def __init__(self, index: BlockIndex, pump: EventIngest, predicted: ApproximateIndex) -> None:
+    def __init__(self, index: BlockIndex, ingest: EventIngest, predicted: ApproximateIndex) -> None:
         self.index = index
-        self.pump = pump
+        self.ingest = ingest
         self._predicted = PredictedCacheView(predicted)
         self._out: U32 = np.zeros(16, np.uint32)
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
-        """Leading blocks held, by slot."""
+        """Leading blocks of the prompt that each slot holds; always an array."""
         if len(self._out) < n_slots:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
         out = self._out[:n_slots]
         self.index.overlap(prompt, out)
-        if not self.pump.all_score:
-            out *= self.pump.scores(n_slots)
+        if not self.ingest.all_score:
+            out *= self.ingest.scores(n_slots)
         if has_media:
             np.maximum(out, self._predicted.overlap(prompt, n_slots, now_s=now_s), out=out)
         return out
 
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """The engines' own events will report it, but for images."""
+        """Note the decision in the predictions, for prompts with images only: events report all others."""
         if has_media:
             self._predicted.decided(decision, prompt, now_s=now_s)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """Its feed begins."""
-        self.pump.joined(rank, slot, epoch)
+        """Start the rank's feed."""
+        self.ingest.joined(rank, slot, epoch)
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """Of more than that nothing is believed."""
-        self.pump.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
+        """Set how many blocks the slot's rank can hold; more are not accepted."""
+        self.ingest.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
 
     def freed(self, slot: Slot) -> None:
-        """The pump drops the slot's blocks with its feed."""
-        self.pump.freed(slot)
+        """Drop the slot's feed and blocks."""
+        self.ingest.freed(slot)
         self._predicted.freed(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:
-        """Every event of its rank was applied, as far as anybody can know."""
-        feed = self.pump.feed_at(slot)
+        """Whether the index has every event of the slot's rank, as far as its feed knows."""
+        feed = self.ingest.feed_at(slot)
         return feed is not None and feed.state is FeedState.LIVE
 
     def doubt(self, slot: Slot) -> None:
-        """The pump asks the worker for all that it holds."""
-        self.pump.doubt(slot)
+        """Request a snapshot of the slot's rank."""
+        self.ingest.doubt(slot)
 
     def on_batch(self, batch: KvBatch) -> None:
-        """On to the rank's feed."""
-        self.pump.on_batch(batch)
+        """Pass a batch to its rank's feed."""
+        self.ingest.on_batch(batch)
 
     def close(self) -> None:
         """Stop the feeds."""
-        self.pump.close()
+        self.ingest.close()

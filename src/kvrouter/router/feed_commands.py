@@ -1,4 +1,4 @@
-"""The commands of feeds, carried out in the index of their model."""
+"""Carries out feeds' commands in the index of their model."""
 
 from collections.abc import Callable, Generator
 from functools import partial
@@ -13,25 +13,25 @@ from kvrouter.router.rank_ingest import RankIngest, loop_time_s
 
 
 class FeedCommands:
-    """Carries out a feed's commands, step by step; ``ask`` sends a question to its worker."""
+    """Carries out a feed's commands step by step; ``ask`` sends a recovery request to its worker."""
 
     def __init__(
         self,
         index: BlockIndex,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         ask: Callable[[RankIngest, AskRange | AskSnapshot], None],
     ) -> None:
         self._index = index
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._ask = ask
 
     def begin(self, ingest: RankIngest, epoch: Epoch) -> Steps:
-        """The feed begins once what was at its slot before is forgotten."""
-        yield from empty(self._index, ingest.slot, let_go)
+        """Empty the slot, then start its feed."""
+        yield from empty(self._index, ingest.slot, uncounted)
         yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=loop_time_s()))
 
     def carry_out(self, ingest: RankIngest, commands: list[Command]) -> Steps:
-        """Carry out the feed's commands, then give it the batches that wait."""
+        """Carry out the feed's commands, then pass it the batches that wait."""
         slot = ingest.slot
         n_events = 0
         while True:
@@ -44,22 +44,22 @@ class FeedCommands:
                         else:
                             orphaned += yield from self._apply_in_steps(ingest, events)
                     case Empty():
-                        yield from empty(self._index, slot, let_go)
+                        yield from empty(self._index, slot, uncounted)
                         ingest.unchecked_blocks = 0
                     case Load(snapshot):
-                        yield from empty(self._index, slot, self._observed.events_applied)
+                        yield from empty(self._index, slot, self._instrumentation.events_applied)
                         ingest.unchecked_blocks = 0
                         steps = place(self._index, slot, snapshot.events, partial(self._note, ingest))
                         yield from self._until_full(ingest, steps)
                     case AskRange() | AskSnapshot():
                         self._ask(ingest, command)
                     case Count(name, n):
-                        self._observed.feed_counted(name, n)
+                        self._instrumentation.feed_counted(name, n)
                 if self._is_overfilled(ingest):
                     is_overfilled = True
                     break
             if is_overfilled:
-                self._observed.kv_events_over_limit(ingest.feed.rank, f"{self._held(ingest)} blocks")
+                self._instrumentation.kv_events_over_limit(ingest.feed.rank, f"{self._held(ingest)} blocks")
                 ingest.unchecked_blocks = 0
                 commands = ingest.feed.on_overfilled(now_s=loop_time_s())
                 continue
@@ -76,7 +76,9 @@ class FeedCommands:
             commands = self.taken(ingest, batch)
 
     def taken(self, ingest: RankIngest, batch: KvBatch) -> list[Command]:
-        """What the feed says to a batch, and to a heartbeat whose count of blocks is not the index's."""
+        """Pass a batch to the feed and return its commands; a heartbeat whose block count differs from the
+        index's counts as a contradiction.
+        """
         feed, now_s = ingest.feed, loop_time_s()
         commands = feed.on_batch(batch, now_s=now_s)
         is_here = feed.state is FeedState.LIVE and feed.next_event_id == batch.next_event_id
@@ -88,29 +90,29 @@ class FeedCommands:
         return sum(self._index.held(ingest.slot, medium) for medium in Medium)
 
     def _apply(self, ingest: RankIngest, events: tuple[KvEvent, ...]) -> int:
-        """Apply what one step is enough for; return how many blocks have no parent."""
+        """Apply events that fit into one step; return how many blocks have no parent."""
         try:
             applied = self._index.apply(ingest.slot, events)
-        except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
-            self._observed.mistaken_events(ingest.feed.rank, str(error))
+        except ValueError as error:  # no event was applied: as uncertain as after a lost parent
+            self._instrumentation.malformed_events(ingest.feed.rank, str(error))
             return 1
         self._note(ingest, applied)
         return applied.orphaned
 
     def _note(self, ingest: RankIngest, applied: Applied) -> None:
         ingest.unchecked_blocks += applied.stored
-        self._observed.events_applied(applied)
+        self._instrumentation.events_applied(applied)
 
     def _until_full(self, ingest: RankIngest, steps: Steps) -> Steps:
-        """Take the steps, and no more of them once the rank has more blocks than it can hold."""
+        """Take the steps; stop once the rank has more blocks than it can hold."""
         for _ in steps:
             if self._is_overfilled(ingest):
                 return
             yield
 
     def _is_overfilled(self, ingest: RankIngest) -> bool:
-        """Whether the index has more of the rank than its worker can hold. Compared rarely, so that it costs
-        nothing next to what is stored meanwhile.
+        """Whether the index has more blocks of the rank than its worker can hold. The comparison runs once
+        per ``STEP_BLOCKS // 2`` stored blocks, so that its cost is negligible.
         """
         capacity = ingest.capacity
         if ingest.unchecked_blocks < STEP_BLOCKS // 2:
@@ -132,10 +134,10 @@ class FeedCommands:
         try:
             yield from self._until_full(ingest, apply(self._index, ingest.slot, events, note))
         except ValueError as error:
-            self._observed.mistaken_events(ingest.feed.rank, str(error))
+            self._instrumentation.malformed_events(ingest.feed.rank, str(error))
             return 1
         return orphaned
 
 
-def let_go(_applied: Applied) -> None:
-    """Blocks of a rank that is gone, or restarts, are not counted as cleared by it."""
+def uncounted(_applied: Applied) -> None:
+    """Count nothing: blocks dropped with a rank that left or restarted are not cleared events."""

@@ -1,7 +1,7 @@
-"""The answer to one request, as its client reads it.
+"""Generation: the answer to one request, as an iterator that its client reads.
 
-It is pulled: nothing runs ahead of its reader, so that a slow client holds back its own engine stream and
-nobody else's. What is lost meanwhile, :class:`~kvrouter.router.request_run.RequestRun` sends elsewhere.
+Chunks are pulled: the engine's stream advances only when the client reads, so a slow client holds back its
+own stream and no other. :class:`~kvrouter.router.request_run.RequestRun` sends lost legs to other workers.
 """
 
 import time
@@ -32,40 +32,38 @@ from kvrouter.transports.requests.port import (
 
 FINISHED = "finished"
 ANSWERED = "answered"
-"""Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
+"""Reasons to close after success: the engine's last chunk, or a stop string of the client."""
 
 
 class TokenTimes:
-    """Notes when tokens come, over all attempts of a request. What it does for a token is done for every
-    token of every answer.
-    """
+    """Records when tokens arrive, over all attempts of a request. Its methods run for every token."""
 
     def __init__(self, run: RequestRun) -> None:
         self.gaps_s = array("d")
-        """Seconds between two arrivals of tokens: 8 bytes each, however long the answer is."""
+        """Seconds between two arrivals of tokens: 8 bytes each, for any length of answer."""
         self._note_tokens = run.driver.tokens
         self._watch = run.watch
         self._token_s = 0.0
 
     def first(self, token_ids: Sequence[int]) -> None:
-        """An attempt's first tokens came: nobody waited for them since the last ones."""
-        now_s = self._token_s = self._watch.heard_s = time.monotonic()
+        """Note an attempt's first tokens; the time since the last attempt's tokens is no gap."""
+        now_s = self._token_s = self._watch.progress_s = time.monotonic()
         self._note_tokens(token_ids, now_s)
 
     def more(self, token_ids: Sequence[int]) -> None:
-        """More tokens came."""
-        now_s = self._watch.heard_s = time.monotonic()
+        """Note further tokens of the attempt."""
+        now_s = self._watch.progress_s = time.monotonic()
         self.gaps_s.append(now_s - self._token_s)
         self._token_s = now_s
         self._note_tokens(token_ids, now_s)
 
     def noting(self, sink: TokenSink) -> TokenSink:
-        """Return a sink that notes tokens as :meth:`more` does, and hands them to ``sink``."""
+        """Return a sink that notes tokens as :meth:`more` does and passes them to ``sink``."""
         watch, note_gap_s, note_tokens = self._watch, self.gaps_s.append, self._note_tokens
         clock_s = time.monotonic
 
         def take(token_ids: Sequence[int]) -> bool:
-            now_s = watch.heard_s = clock_s()
+            now_s = watch.progress_s = clock_s()
             note_gap_s(now_s - self._token_s)
             self._token_s = now_s
             note_tokens(token_ids, now_s)
@@ -75,11 +73,11 @@ class TokenTimes:
 
 
 class Generation:
-    """The answer to one request, as an async iterator of chunks; use it as a context manager.
+    """The answer to one request: an async iterator of chunks and a context manager.
 
-    An error is raised by the read that meets it. A chunk of comments alone is nothing of the answer: what is
-    lost behind it is sent elsewhere as before. Leaving the context cancels what still runs and closes every
-    lease.
+    The read that meets an error raises it. A chunk of comments alone does not count as answer: a leg that is
+    lost after it can still be sent to another worker. Leaving the context cancels running legs and closes
+    every lease.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Generation:
         *,
         timeouts: Timeouts,
         redispatches_max: int,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         retry_bodies: ByteBudget,
         on_end: Callable[["Generation"], None],
         received_s: float | None = None,
@@ -105,7 +103,7 @@ class Generation:
             plane,
             timeouts=timeouts,
             redispatches_max=redispatches_max,
-            observed=observed,
+            instrumentation=instrumentation,
             times=self.times,
             spans=spans,
         )
@@ -115,7 +113,7 @@ class Generation:
         self._tokens = TokenTimes(self._run)
         self._model = model
         self._origin = origin
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._retry_bodies = retry_bodies
         self._on_end = on_end
         self._closed = False
@@ -125,17 +123,17 @@ class Generation:
 
     @property
     def placement(self) -> Placement | None:
-        """Where the current (or last) attempt went; None before the first decision."""
+        """The placement of the current or last attempt; None before the first decision."""
         return self._driver.placement
 
     @property
     def error(self) -> KvrouterError | None:
-        """What the request ended with, when it failed."""
+        """The error that ended the request; None otherwise."""
         return self._driver.error
 
     @property
     def generated(self) -> Sequence[int]:
-        """The tokens so far, over all attempts."""
+        """The tokens of all attempts so far."""
         return self._journey.generated
 
     @property
@@ -145,17 +143,17 @@ class Generation:
 
     @property
     def trail(self) -> Sequence[Attempt]:
-        """What its attempts left behind, where traffic is recorded or traced."""
+        """All attempts, where traffic is recorded or traced; empty otherwise."""
         return self._run.trail
 
     @property
     def resumes(self) -> int:
-        """How many times a stream went on at another worker."""
+        """How many times another worker resumed the stream."""
         return self._journey.resumes
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far, counted once, however many workers served them."""
+        """Token counts so far; tokens that several workers served count once."""
         return Usage(
             prompt_tokens=self.request.isl_tokens,
             completion_tokens=self._completion_tokens,
@@ -164,7 +162,7 @@ class Generation:
 
     @property
     def _completion_tokens(self) -> int:
-        """The tokens so far; where the engine does not report them, as many as it counts."""
+        """How many tokens came so far; the engine's own count where it reports no token ids."""
         return len(self._journey.generated) or self._counted_tokens
 
     async def __aenter__(self) -> Self:
@@ -203,19 +201,19 @@ class Generation:
                 await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
                 continue
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-                await run.prefill_worker_leaves(attempt)
+                await run.await_prefill_worker_loss(attempt)
                 await run.lose(attempt, StreamBroken(chunk.error or "the engine cancelled the request"))
                 continue
-            if chunk.finish is not None and not await run.heard_prefill(attempt):
+            if chunk.finish is not None and not await run.await_prefill_end(attempt):
                 continue
             self._take(attempt, chunk)
             return chunk
 
     async def hand_over(self, sink: TokenSink) -> None:
-        """Give ``sink`` tokens in the turn of the loop in which they arrive, where the plane can do that.
+        """Pass tokens to ``sink`` in the loop turn of their arrival, where the request transport supports it.
 
-        Returns when ``sink`` returned False, or when the next read brings something else: an end, an error,
-        another worker's tokens. Raises what ``sink`` raises.
+        Returns when ``sink`` returns False, or when the next read brings an end, an error or another worker's
+        tokens. Raises what ``sink`` raises.
         """
         attempt = self._driver.attempt
         if (
@@ -226,26 +224,28 @@ class Generation:
         ):
             return
         watch = self._watch
-        watch.resume(heard=True)
+        watch.resume(progressed=True)
         try:
             await attempt.decode.hand_over(self._tokens.noting(sink))
         finally:
             watch.pause()
 
     def reader_waits(self) -> None:
-        """The client reads more slowly than its engine answers: what the answer takes is the client's."""
+        """Note that the client reads more slowly than its engine answers, so that the answer's duration says
+        nothing about the worker's speed.
+        """
         self._run.is_held_back = True
 
     def keep_call(self) -> None:
-        """Count the body of the client's call in the budget, for as long as a leg may be made of it."""
+        """Count the body of the client's call in the budget while it may be needed for another leg."""
         if self.request.call is not None:
             self._retry_bodies.hold(self, len(self.request.call.body))
 
     def shed(self) -> None:
-        """Drop the body of the client's call: it is the largest of a full budget. A request that is sent is
-        not sent again; one that is not ends.
+        """Drop the body of the client's call, the largest of a full budget. A request whose legs are sent
+        loses its retries; any other request ends with an error.
         """
-        self._observed.retry_body_dropped(self.request)
+        self._instrumentation.retry_body_dropped(self.request)
         if not self._run.is_sent:
             self.abort(
                 RetryBodiesFull("the bodies of running requests hold too many bytes; this one had most")
@@ -253,22 +253,22 @@ class Generation:
         self._drop_call()
 
     def abort(self, error: KvrouterError) -> None:
-        """End now, with ``error`` for the reader."""
+        """End the request with ``error``, which the reader gets."""
         if not self._closed:
             self._driver.error = error
             self.close(error.code)
 
     def close(self, reason: str) -> None:
-        """End now, whatever runs: streams are cancelled, leases closed. Idempotent."""
+        """End the request: cancel its streams, close its leases, report it. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._run.stop(reason)
         self._drop_call()
         self.times.ended_s = time.monotonic()
-        if self.placement is not None and not self._journey.generated:  # nobody saw the tokens themselves
+        if self.placement is not None and not self._journey.generated:  # only the engine counted the tokens
             self._model.answered(self.placement, tokens=self._counted_tokens)
-        self._observed.request_ended(
+        self._instrumentation.request_ended(
             self.request,
             error=self.error,
             finished=reason in {ANSWERED, FINISHED},
@@ -278,12 +278,12 @@ class Generation:
             cache_known=self._run.cache_known,
             first_placement=self._run.first_placement,
         )
-        if self._observed.traffic is not None:
-            self._record(self._observed.traffic, finished=reason in {ANSWERED, FINISHED})
+        if self._instrumentation.traffic is not None:
+            self._record(self._instrumentation.traffic, finished=reason in {ANSWERED, FINISHED})
         self._on_end(self)
 
     def _record(self, traffic: TrafficRecorder, *, finished: bool) -> None:
-        """Record how the request went. One that was never placed has no hashed prompt yet."""
+        """Record the request's outcome. A request that was never placed has no hashed prompt yet."""
         request, trail = self.request, self._run.trail
         traffic.request_ended(
             request,
@@ -301,14 +301,14 @@ class Generation:
 
     async def _read(self, stream: EngineStream) -> EngineChunk:
         watch = self._watch
-        watch.resume(heard=not self._brought_comment)
+        watch.resume(progressed=not self._brought_comment)
         try:
             return await stream.__anext__()
         finally:
             watch.pause()
 
     def _take(self, attempt: SentAttempt, chunk: EngineChunk) -> None:
-        """Note what a chunk of the last leg brings."""
+        """Note the figures and tokens of a chunk of the last leg."""
         if chunk.cached_tokens is not None:
             attempt.cached_tokens = chunk.cached_tokens
             if attempt.placement.decision.prefill is None:
@@ -318,7 +318,7 @@ class Generation:
         if chunk.completion_tokens is not None:
             self._counted_tokens = chunk.completion_tokens
         if chunk.unread is not None:
-            self._observed.answer_unread(self.request, attempt.placement.decision.decode, chunk.unread)
+            self._instrumentation.answer_unread(self.request, attempt.placement.decision.decode, chunk.unread)
         if chunk.raw and chunk.text_chars is None:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:
@@ -339,7 +339,7 @@ class Generation:
         self._retry_bodies.hold(self, 0)
 
     def _end(self) -> EngineChunk:
-        """There is nothing more to read: raise the error once, or return the end that no engine sent."""
+        """Raise the error once, or return a last chunk that no engine sent; then stop the iteration."""
         error, finish = self._driver.error, self._run.finish
         if error is not None and not self._has_raised:
             self._has_raised = True

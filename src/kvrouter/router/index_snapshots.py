@@ -1,4 +1,4 @@
-"""Snapshots of the index: stored rank by rank once the event stream is too long, which is then purged."""
+"""Stores snapshots of the index rank by rank once an event stream is too long; the stream is then purged."""
 
 import asyncio
 import logging
@@ -15,22 +15,22 @@ from kvrouter.transports.events.port import PendingSnapshot, SnapshotStore
 logger = logging.getLogger("kvrouter.router")
 
 CHECK_S = 5.0
-"""How often a replica checks how long the streams are."""
+"""Seconds between two checks of the streams' length."""
 
 JITTER = 0.2
-"""By how much of it the time between two checks varies, so that replicas do not check all at once."""
+"""Random share by which the time between two checks varies, so that replicas do not check together."""
 
 
 def fed_caches(models: Iterable[ModelRouter]) -> Iterator[EventCacheView]:
-    """The caches of ``models`` that are known from KV events."""
+    """The cache views of ``models`` that KV events feed."""
     return (model.cache for model in models if isinstance(model.cache, EventCacheView))
 
 
 class IndexSnapshots:
-    """Takes a snapshot of each component whose stream holds more than ``messages_max`` messages.
+    """Stores a snapshot of each component whose stream holds more than ``messages_max`` messages.
 
-    Of all replicas one takes it. Routing goes on meanwhile: a few thousand blocks are read between two turns
-    of the event loop. A rank whose feed is not live is left out: who starts from the snapshot asks its
+    One replica of all takes it. Routing goes on meanwhile: a few thousand blocks are read in one turn of the
+    event loop. A rank whose feed is not live is left out; routers that start from the snapshot ask its
     worker.
     """
 
@@ -52,13 +52,13 @@ class IndexSnapshots:
         self._is_over = False
 
     def start(self) -> None:
-        """Begin to check, from the running loop."""
+        """Start the periodic check on the running loop."""
         if self._task is None:
             self._is_over = False
             self._task = spawn(self._run(), name="index: take snapshots")
 
     async def stop(self) -> None:
-        """Stop checking; a snapshot under way is given up."""
+        """Stop the check; a snapshot in progress is abandoned."""
         if self._task is not None:
             self._is_over = True  # a task's cancellation can get lost in a client's own waiting
             self._task.cancel()
@@ -66,7 +66,7 @@ class IndexSnapshots:
             self._task = None
 
     async def check(self) -> int:
-        """Check once; return how many snapshots were taken."""
+        """Check once; return how many snapshots were stored."""
         taken = 0
         try:
             for component in await self._store.overdue(messages_max=self._messages_max):
@@ -104,15 +104,15 @@ class IndexSnapshots:
         return is_done
 
     async def _add_all(self, taking: PendingSnapshot) -> tuple[int, int]:
-        """Add every live rank that ``taking`` covers; return how many, and their blocks."""
+        """Add every live rank that ``taking`` covers; return the numbers of ranks and blocks."""
         ranks = blocks = 0
         for cache in list(self._caches()):
-            for slot, _ in list(cache.pump.feeds()):
+            for slot, _ in list(cache.ingest.feeds()):
                 await asyncio.sleep(0)
-                feed = cache.pump.feed_at(slot)  # another rank may be there by now
+                feed = cache.ingest.feed_at(slot)  # another rank may have the slot by now
                 if feed is None or not taking.covers(feed.rank):
                     continue
-                snapshot = await cache.pump.snapshot(slot)
+                snapshot = await cache.ingest.snapshot(slot)
                 if snapshot is not None:
                     await taking.add(snapshot)
                     ranks += 1

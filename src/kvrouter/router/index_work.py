@@ -1,4 +1,4 @@
-"""Long operations on the index in steps: between two steps the event loop serves requests."""
+"""Index work in steps: long operations on the index, with turns of the event loop between two steps."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -8,21 +8,21 @@ from kvrouter.core.ids import EngineHash, Slot
 from kvrouter.kernel.index import Applied, BlockIndex
 
 STEP_BLOCKS = 2048
-"""Blocks that one step places, forgets or lists, about: a millisecond or two."""
+"""About how many blocks one step adds, removes or lists: a millisecond or two."""
 
 STEP_EVENTS = 128
-"""Events that one step applies: what an engine computes in one step of its own is an event of few blocks."""
+"""The most events that one step applies; an engine's own step makes one event of few blocks."""
 
 Steps = Iterator[None]
-"""Work that may be left for other things wherever it yields. It does not yield at its end."""
+"""Work that may be interrupted at each yield. It does not yield after its last step."""
 
 Note = Callable[[Applied], None]
 
 
 class IndexWork:
-    """Does the work for many slots in turn: one step, for one slot, in a turn of the event loop.
+    """Runs the work of many slots in turn: one step of one slot per turn of the event loop.
 
-    However many ranks have to be learned or forgotten at once, the event loop comes round after each step.
+    So the event loop runs after each step, however many ranks are loaded or emptied at once.
     """
 
     def __init__(self, on_done: Callable[[Slot], None], on_failed: Callable[[Slot], None]) -> None:
@@ -32,10 +32,10 @@ class IndexWork:
         self._turn: asyncio.Handle | None = None
 
     def run(self, slot: Slot, steps: Steps) -> bool:
-        """Do the first step now. True when that was all; else ``on_done`` is called after the last, or
-        ``on_failed`` after one that raised, which the loop's exception handler then shows.
+        """Do the first step now. Returns True when no step is left; else ``on_done`` is called after the last
+        step, or ``on_failed`` after one that raised, whose error goes to the loop's exception handler.
 
-        What is under way for the slot is given up.
+        Replaces the slot's running work.
         """
         self._jobs.pop(slot, None)
         for _ in steps:
@@ -45,11 +45,11 @@ class IndexWork:
         return True
 
     def give_up(self, slot: Slot) -> None:
-        """Do no more of what is under way for the slot."""
+        """Give up the slot's running work."""
         self._jobs.pop(slot, None)
 
     def close(self) -> None:
-        """Give up everything."""
+        """Give up all work."""
         self._jobs.clear()
         if self._turn is not None:
             self._turn.cancel()
@@ -60,7 +60,7 @@ class IndexWork:
             self._turn = asyncio.get_running_loop().call_soon(self._step)
 
     def _step(self) -> None:
-        """One step for the slot whose last step was the longest ago: none waits for another's end."""
+        """Do one step for the slot with the least recent step, so that no slot waits for another's end."""
         self._turn = None
         slot = next(iter(self._jobs), None)
         if slot is None:
@@ -84,7 +84,7 @@ class IndexWork:
 
 
 def empty(index: BlockIndex, slot: Slot, note: Note) -> Steps:
-    """Forget what the slot holds."""
+    """Remove the slot's blocks."""
     n_blocks = 0
     while (applied := index.drop_some(slot)).cleared:
         note(applied)
@@ -95,7 +95,7 @@ def empty(index: BlockIndex, slot: Slot, note: Note) -> Steps:
 
 
 def place(index: BlockIndex, slot: Slot, held: Sequence[Held], note: Note) -> Steps:
-    """Add what a snapshot lists. Raises ValueError for a malformed one, after what came before it."""
+    """Add a snapshot's blocks. Raises ValueError for a malformed one; the blocks before the fault stay."""
     n_blocks = 0
     for part in _parts(held):
         if n_blocks + part.n_blocks > STEP_BLOCKS:
@@ -113,9 +113,7 @@ def is_short(events: Sequence[KvEvent]) -> bool:
 
 
 def apply(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) -> Steps:
-    """Apply the events of one rank, in order. Raises ValueError where they are malformed: what came before is
-    applied, in part.
-    """
+    """Apply a rank's events in order. Raises ValueError for a malformed one; earlier ones may be applied."""
     step: list[KvEvent] = []
     n_blocks = 0
     for event in events:
@@ -135,7 +133,7 @@ def apply(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) 
 
 
 def listed(index: BlockIndex, slot: Slot, held: list[Held]) -> Steps:
-    """Add what the slot holds to ``held``. Right as long as nothing is applied to the slot meanwhile."""
+    """Append the slot's blocks to ``held``. Correct only while no event is applied to the slot."""
     place = n_blocks = 0
     while (some := index.dump_some(slot, place)) is not None:
         events, place = some
@@ -153,7 +151,7 @@ def _parts(held: Sequence[Held]) -> Iterator[Held]:
 
 
 def _parts_of(event: Stored | Removed) -> Iterator[Stored | Removed]:
-    """Yield the event as several that follow each other, of a step's blocks each."""
+    """Yield the event as consecutive parts of at most ``STEP_BLOCKS`` blocks."""
     if event.n_blocks <= STEP_BLOCKS:
         yield event
         return

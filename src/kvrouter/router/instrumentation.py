@@ -1,4 +1,4 @@
-"""The service's metrics and log events."""
+"""The router's metrics and log events: one method for each thing that happens."""
 
 import logging
 from collections.abc import Sequence
@@ -38,22 +38,22 @@ _OUTCOMES = (
     "cleared",
     "over_limit",
 )
-"""What can become of a block of an event; see ``index.port.Applied``."""
+"""The outcomes of a block of an event; see ``index.port.Applied``."""
 
 
 class PlacementInstrumentation(PlacementEvents):
-    """The events of one model's circuits, and what is learned of how fast its ranks and links are."""
+    """Metrics and log events of a model's circuit breakers and of its ranks' and links' measured speeds."""
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self._telemetry = telemetry
         self._model = model
 
     def failed(self, worker_id: WorkerId, fault: Fault) -> None:
-        """A leg failed through its worker's fault."""
+        """A leg failed, and its worker was at fault."""
         self._telemetry.worker_failures.inc(self._model, str(worker_id), fault.value)
 
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
-        """A worker failed too often in a row."""
+        """A worker failed too often in a row, and its circuit opened for ``for_s`` seconds."""
         worker = str(worker_id)
         self._telemetry.circuits_opened.inc(self._model, worker, fault.value)
         log_event(
@@ -66,11 +66,11 @@ class PlacementInstrumentation(PlacementEvents):
         )
 
     def closed(self, worker_id: WorkerId) -> None:
-        """A worker brought something again."""
+        """A worker answered again, and its circuit closed."""
         log_event(logger, Event.CIRCUIT_CLOSED, model=self._model, worker=str(worker_id))
 
     def worker_gone(self, worker_id: WorkerId) -> None:
-        """A worker left: its counters go with it, or those of all that ever were would fill the page."""
+        """Remove a departed worker's counters, so that the metrics page does not grow for ever."""
         telemetry, labels = self._telemetry, (self._model, str(worker_id))
         for fault in Fault:
             telemetry.circuits_opened.forget(*labels, fault.value)
@@ -85,7 +85,7 @@ class PlacementInstrumentation(PlacementEvents):
             tokens.forget(*labels)
 
     def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
-        """KV of a pair was lost, or lost again."""
+        """A pair lost KV, and its circuit opened for ``for_s`` seconds."""
         log_event(
             logger,
             Event.CIRCUIT_OPENED,
@@ -97,7 +97,7 @@ class PlacementInstrumentation(PlacementEvents):
         )
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
-        """KV of a pair arrived again."""
+        """A pair's KV arrived again, and its circuit closed."""
         log_event(
             logger,
             Event.CIRCUIT_CLOSED,
@@ -107,14 +107,14 @@ class PlacementInstrumentation(PlacementEvents):
         )
 
     def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
-        """A first token came, after so long."""
+        """A first token arrived; its predicted and measured TTFT, in seconds."""
         labels = self._model, str(rank.worker_id), str(rank.dp_rank)
         self._telemetry.ttft_predicted.inc(*labels, by=predicted_s)
         self._telemetry.ttft_seen.inc(*labels, by=seen_s)
         self._telemetry.ttft_error.observe(abs(seen_s - predicted_s), self._model)
 
     def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
-        """A rank is slow from now on, or no longer."""
+        """A rank became slow, or is no longer slow."""
         log_event(
             logger,
             Event.RANK_SLOW if is_slow else Event.RANK_WELL,
@@ -125,7 +125,7 @@ class PlacementInstrumentation(PlacementEvents):
         )
 
     def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
-        """A link, or a kind of link, is slow from now on, or no longer."""
+        """A link, or a class of links, became slow, or is no longer slow."""
         log_event(
             logger,
             Event.LINK_SLOW if is_slow else Event.LINK_WELL,
@@ -135,16 +135,14 @@ class PlacementInstrumentation(PlacementEvents):
         )
 
     def rank_gone(self, rank: WorkerRank) -> None:
-        """A rank left: its counters go with it."""
+        """Remove a departed rank's counters."""
         labels = self._model, str(rank.worker_id), str(rank.dp_rank)
         self._telemetry.ttft_predicted.forget(*labels)
         self._telemetry.ttft_seen.forget(*labels)
 
 
 class ModelInstrumentation:
-    """The events of one model; ``engines`` has those that its engines report of themselves, ``placement``
-    those that its placer reports.
-    """
+    """Metrics and log events of one model; ``engines`` are those of its engines' reports."""
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self.engines = EngineInstrumentation(telemetry, model)
@@ -155,11 +153,11 @@ class ModelInstrumentation:
     # The feed
 
     def feed_counted(self, name: FeedCount, n: int) -> None:
-        """A feed counted something."""
+        """A feed counted ``n`` events of a kind."""
         self._telemetry.feed_events.inc(self._model, name.value, by=n)
 
     def events_applied(self, applied: Applied) -> None:
-        """Events reached the index."""
+        """The index applied events."""
         counts = self._telemetry.feed_events
         for outcome in _OUTCOMES:
             count = getattr(applied, outcome)
@@ -167,15 +165,15 @@ class ModelInstrumentation:
                 counts.inc(self._model, f"blocks_{outcome}", by=count)
 
     def feed_changed(self, rank: WorkerRank, state: FeedState) -> None:
-        """A feed is in another state."""
+        """A feed changed its state."""
         self._log_rank(Event.FEED_STATE, rank, state=state.name.lower())
 
     def kv_events_missing(self, rank: WorkerRank, silent_s: float) -> None:
-        """A rank should publish KV events and was not heard, not even with a heartbeat."""
+        """A rank that should publish KV events sent no message, not even a heartbeat."""
         self._log_rank(Event.KV_EVENTS_MISSING, rank, duration_s=silent_s)
 
     def recovery_failed(self, rank: WorkerRank, why: str) -> None:
-        """Asking a worker for its events went wrong; the feed asks again."""
+        """A recovery request failed; the feed sends it again."""
         self._log_rank(Event.RECOVERY_FAILED, rank, reason=why)
 
     def _log_rank(self, event: Event, rank: WorkerRank, **fields: Unpack[Fields]) -> None:
@@ -186,7 +184,7 @@ class ModelInstrumentation:
     # Decisions
 
     def placed(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
-        """A request was given its workers; ``waited_s`` when it waited in the admission queue before."""
+        """A request was placed; ``waited_s`` in the admission queue, None where it did not wait."""
         telemetry, decision = self._telemetry, placement.decision
         telemetry.decision_duration.observe(decision_s, decision.mode.value)
         telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))
@@ -198,7 +196,7 @@ class ModelInstrumentation:
         self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
 
     def picked_again(self, placement: Placement, *, decision_s: float) -> None:
-        """Decode was picked again after prefill, and is another worker now."""
+        """Another decode worker was picked after prefill."""
         decode = placement.decision.decode
         self._telemetry.worker_requests.inc(self._model, str(decode.rank.worker_id), decode.leg.value)
         self._log_decision(placement, decision_s=decision_s, waited_s=None, again=True)
@@ -211,7 +209,9 @@ class ModelInstrumentation:
         timed_out: bool = False,
         no_place: bool = False,
     ) -> None:
-        """A request was refused, for a reason per worker rank; it waited in vain, or could not even wait."""
+        """A request was refused, for a reason per worker rank: at once, after its wait timed out, or because
+        the waiting line had no place.
+        """
         role = error.role or "decode"
         for reason, count in error.refusals.items():
             self._telemetry.refusals.inc(reason.value, role, by=count)
@@ -232,7 +232,7 @@ class ModelInstrumentation:
         )
 
     def joined_domain(self, placement: Placement, *, waited_s: float) -> None:
-        """A request's wait for a decode worker in its domain was not in vain."""
+        """A request that waited for a decode worker in its topology domain was placed."""
         self._telemetry.domain_waits.inc("joined")
         constraint = placement.decision.constraint
         log_event(
@@ -244,35 +244,35 @@ class ModelInstrumentation:
             waited_s=waited_s,
         )
 
-    def mistake_in_recovery(self, error: BaseException | None) -> None:
-        """A mistake of ours while events were recovered."""
+    def internal_error_in_recovery(self, error: BaseException | None) -> None:
+        """An internal error ended a recovery request."""
         log_event(logger, Event.INTERNAL_ERROR, exc_info=error, model=self._model)
 
-    def mistaken_events(self, rank: WorkerRank, why: str) -> None:
-        """A rank's events do not make sense; what it holds is asked for."""
+    def malformed_events(self, rank: WorkerRank, why: str) -> None:
+        """A rank's events are malformed; its snapshot is requested."""
         self._log_rank(Event.EVENTS_MISTAKEN, rank, reason=why)
 
     def kv_events_over_limit(self, rank: WorkerRank, detail: str) -> None:
-        """A rank reported more blocks than its worker can hold; what it said is dropped."""
+        """A rank reported more blocks than its worker can hold; its blocks are dropped."""
         self._log_rank(Event.KV_EVENTS_OVER_LIMIT, rank, detail=detail)
 
     def cached_tokens(self, worker_id: WorkerId | None, *, predicted: int, actual: int) -> None:
-        """A worker's engine reported how many prompt tokens it had cached; None: the worker has left."""
+        """An engine reported its cached prompt tokens; ``worker_id`` is None for a departed worker."""
         self._telemetry.overlap_tokens.inc(self._model, by=predicted)
         self._telemetry.cached_tokens.inc(self._model, by=actual)
         if worker_id is not None:
             self._telemetry.worker_cached_tokens.inc(self._model, str(worker_id), by=actual)
 
     def prompt_prefilled(self, worker_id: WorkerId, tokens: int) -> None:
-        """A worker prefilled a prompt of so many tokens, those included that it had cached."""
+        """A worker prefilled a prompt of this many tokens, cached tokens included."""
         self._telemetry.worker_prompt_tokens.inc(self._model, str(worker_id), by=tokens)
 
     def tokens_answered(self, worker_id: WorkerId, tokens: int) -> None:
-        """A worker brought so many tokens of an answer."""
+        """A worker generated this many tokens of an answer."""
         self._telemetry.worker_completion_tokens.inc(self._model, str(worker_id), by=tokens)
 
     def handed_over(self, placement: Placement) -> None:
-        """The first token came; of a pair, KV went from one end to the other. Counted by their domains."""
+        """Count a pair's KV handoff by the domains of both ends, when the first token arrives."""
         decision = placement.decision
         if decision.prefill is None:
             return
@@ -325,7 +325,7 @@ class ModelInstrumentation:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened, on the monotonic clock, in seconds."""
+    """A request's timestamps on the monotonic clock, in seconds; None before the event."""
 
     begun_s: float
     placed_s: float | None = None
@@ -334,8 +334,8 @@ class Times:
 
 
 class ServiceInstrumentation:
-    """The events of the fleet and of requests, over all models; ``traffic`` records them, where that is
-    asked for.
+    """Metrics and log events of the fleet and of all models' requests; ``traffic`` also records them, None
+    where recording is off.
     """
 
     def __init__(self, telemetry: Telemetry, traffic: TrafficRecorder | None = None) -> None:
@@ -345,19 +345,19 @@ class ServiceInstrumentation:
         telemetry.discovery_up.set(1.0)
 
     def of_model(self, model: str) -> ModelInstrumentation:
-        """The events of one model."""
+        """Return the instrumentation of one model."""
         return ModelInstrumentation(self._telemetry, model)
 
     # Workers
 
     def worker_joined(self, card: WorkerCard) -> None:
-        """A worker is here, or came back as a new incarnation."""
+        """A worker joined, or came back as a new incarnation."""
         if self.traffic is not None:
             self.traffic.worker_changed(FleetChange.JOINED, card)
         self._log_worker(Event.WORKER_JOINED, card)
 
     def worker_changed(self, card: WorkerCard) -> None:
-        """A worker published its card again."""
+        """A worker published a changed card."""
         if self.traffic is not None:
             self.traffic.worker_changed(FleetChange.CHANGED, card)
         self._log_worker(Event.WORKER_DRAINING if card.draining else Event.WORKER_CHANGED, card)
@@ -376,8 +376,8 @@ class ServiceInstrumentation:
         self._log_worker(Event.WORKER_ANSWERS if is_alive else Event.WORKER_SILENT, card)
 
     def worker_cordoned(self, card: WorkerCard, cordons: Sequence[Cordon]) -> None:
-        """A worker is cordoned, as it joins or since now, or is no longer. A recording calls it draining: to
-        a replay both are the same.
+        """A worker's cordons changed, or it joined with some. A recording calls a cordoned worker draining: a
+        replay treats both alike.
         """
         if self.traffic is not None:
             recorded = structs.replace(card, draining=card.draining or bool(cordons))
@@ -392,19 +392,19 @@ class ServiceInstrumentation:
         )
 
     def cordoned(self, cordon: Cordon, *, workers: int) -> None:
-        """A cordon holds from now on."""
+        """A cordon was added."""
         self._log_cordon(Event.CORDONED, cordon, workers)
 
     def uncordoned(self, cordon: Cordon, *, workers: int) -> None:
-        """A cordon holds no longer."""
+        """A cordon was removed."""
         self._log_cordon(Event.UNCORDONED, cordon, workers)
 
     def cordons_lost(self, why: str) -> None:
-        """The store of cordons cannot be read."""
+        """The cordon store cannot be read."""
         log_event(logger, Event.CORDONS_LOST, reason=why)
 
     def cordons_back(self) -> None:
-        """The store of cordons can be read again."""
+        """The cordon store can be read again."""
         log_event(logger, Event.CORDONS_BACK)
 
     @staticmethod
@@ -420,11 +420,11 @@ class ServiceInstrumentation:
         )
 
     def worker_lapsed(self, card: WorkerCard) -> None:
-        """A worker's lease ran out, and it is kept because it answers."""
+        """A worker's lease ran out; the worker is kept because it answers."""
         self._log_worker(Event.WORKER_LAPSED, card)
 
     def discovery(self, *, is_reachable: bool, why: str) -> None:
-        """Discovery was lost, or is back."""
+        """Discovery became unreachable, or reachable again."""
         self._telemetry.discovery_up.set(float(is_reachable))
         if is_reachable:
             log_event(logger, Event.DISCOVERY_BACK)
@@ -432,20 +432,20 @@ class ServiceInstrumentation:
             log_event(logger, Event.DISCOVERY_LOST, reason=why)
 
     def worker_refused(self, card: WorkerCard, why: str) -> None:
-        """A worker's card cannot be used."""
+        """A worker's card was refused."""
         log_event(logger, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why)
 
     def engine_tokenized(self, model: str, outcome: str) -> None:
-        """An engine was to say which tokens it makes of a prompt."""
+        """An engine was asked to tokenize a prompt."""
         self._telemetry.engine_tokenized.inc(model, outcome)
 
     def engine_tokenize_failed(self, card: WorkerCard, why: str) -> None:
-        """A worker's engine is not asked about prompts for now."""
+        """A worker's engine is paused for tokenization."""
         event, worker = Event.ENGINE_TOKENIZE_FAILED, str(card.worker_id)
         log_event(logger, event, model=card.model, worker=worker, reason=why)
 
     def worker_warned(self, card: WorkerCard, warning: str) -> None:
-        """A worker's card is odd."""
+        """A worker's card has a questionable value."""
         log_event(logger, Event.CONFIG_WARNING, worker=str(card.worker_id), model=card.model, detail=warning)
 
     @staticmethod
@@ -468,15 +468,15 @@ class ServiceInstrumentation:
     # Requests
 
     def request_begun(self, model: str) -> None:
-        """A request came."""
+        """A request began."""
         self._telemetry.requests_active.add(1, model)
 
-    def mistake(self, request: GenerateRequest, error: BaseException | None) -> None:
-        """A mistake of ours ended a request."""
+    def internal_error(self, request: GenerateRequest, error: BaseException | None) -> None:
+        """An internal error ended a request."""
         _log_request(Event.INTERNAL_ERROR, request, exc_info=error)
 
     def sent_again(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
-        """A worker failed a request, which goes on elsewhere."""
+        """A request goes to another worker, because its worker failed."""
         if streaming:
             self._telemetry.resumes.inc(request.model)
         else:
@@ -485,17 +485,17 @@ class ServiceInstrumentation:
         _log_request(event, request, worker=str(lost.worker_id), stage=lost.leg.value, reason=lost.why)
 
     def answer_unread(self, request: GenerateRequest, pick: Pick, why: str) -> None:
-        """Not everything that a worker's engine wrote could be read; the client got it."""
+        """An engine wrote an answer of which a part could not be parsed; the client got all of it."""
         worker = str(pick.rank.worker_id)
         if self._throttle.allows(f"unread {request.model} {worker}"):
             _log_request(Event.ANSWER_UNREAD, request, worker=worker, reason=why)
 
     def retry_body_dropped(self, request: GenerateRequest) -> None:
-        """The body of a client's call is kept for no retry any more: the budget is full."""
+        """A client call's body was dropped, because the budget for retries is full."""
         self._telemetry.retry_bodies_dropped.inc(request.model)
 
     def kv_lost(self, request: GenerateRequest, lost: KvLost) -> None:
-        """A decode worker did not get a prefill worker's KV."""
+        """A decode worker did not get the prefill worker's KV."""
         prefill, decode = str(lost.prefill_worker_id), str(lost.decode_worker_id)
         self._telemetry.kv_lost.inc(request.model, prefill, decode, lost.loss.value)
         _log_request(
@@ -508,11 +508,11 @@ class ServiceInstrumentation:
         )
 
     def prefill_failed(self, request: GenerateRequest, worker_id: WorkerId, why: str) -> None:
-        """A prefill leg whose decode leg is somebody else's failed while it ran."""
+        """A prefill leg without a decode leg of this router failed while it ran."""
         _log_request(Event.REQUEST_FAILED, request, worker=str(worker_id), stage="prefill", reason=why)
 
     def booking_lapsed(self, model: str, placement: Placement) -> None:
-        """Nobody freed a request that was booked by hand, and nobody said anything about it."""
+        """A booking lapsed: its owner neither freed nor renewed it."""
         self._telemetry.bookings_lapsed.inc(model)
         log_event(
             logger,
@@ -534,8 +534,9 @@ class ServiceInstrumentation:
         cache_known: bool,
         first_placement: Placement | None,
     ) -> None:
-        """A request ended: finished, with an error, or because its client left. ``first_placement`` is the
-        one that brought its first token; ``cache_known``: its engine said how much it had cached.
+        """A request ended: finished, failed, or cancelled by its client. ``first_placement`` is that of the
+        attempt that brought the first token; ``cache_known`` says whether the engine reported its cached
+        tokens.
         """
         telemetry, model, trace_id = self._telemetry, request.model, request.trace.trace_id
         telemetry.requests_active.add(-1, model)
@@ -583,19 +584,19 @@ class _RequestFields(TypedDict):
 
 
 def _request_fields(request_id: str, model: str, trace_id: str) -> _RequestFields:
-    """How a line names its request; without ``trace_id`` where it belongs to no trace."""
+    """The fields that identify a request in a log line; no ``trace_id`` outside a trace."""
     if trace_id:
         return {"request_id": request_id, "trace_id": trace_id, "model": model}
     return {"request_id": request_id, "model": model}
 
 
 def prefilling(decision: Decision) -> Pick:
-    """Return the pick that prefills: of a pair, or of a worker that serves all of it."""
+    """Return the pick that prefills: the prefill worker of a pair, else the one worker."""
     return decision.decode if decision.prefill is None else decision.prefill
 
 
 def _ends_of(placement: Placement) -> tuple[str, str]:
-    """The transfer domain's values at both ends of a pair; ``none`` where no domain is asked for."""
+    """The transfer domain's values at both ends of a pair; ``none`` without a transfer domain."""
     constraint = placement.decision.constraint
     if constraint is None:
         return "none", "none"
@@ -612,5 +613,5 @@ def _cache_hit(usage: Usage) -> str:
 
 
 def _shape_of(placement: Placement) -> str:
-    """How a request is served here: whole, as a pair, or its prefill leg alone."""
+    """The metric label of a request's shape: the placement's, or ``prefill`` for a prefill leg alone."""
     return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape.value

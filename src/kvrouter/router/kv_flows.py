@@ -1,7 +1,7 @@
-"""KV between domains: handoffs, bytes and cost of one model, by the domain's values at both ends.
+"""KV flows between topology domains: one model's handoffs, bytes and cost, by the domain values of both ends.
 
-Bytes are what a router counts itself: the prompt's tokens that the decode worker was not expected to have, at
-the prefill worker's bytes a token. Engines may move less, or more.
+The router computes the bytes: prompt tokens that the decode worker was not expected to have, times the
+prefill worker's bytes per token. Engines may move less, or more.
 """
 
 from collections import deque
@@ -14,18 +14,18 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing.links import kv_bytes_per_token
 
 RECENT_S = 10.0
-"""How long what was handed over counts as recent."""
+"""Handoffs of the last this many seconds are recent."""
 
 BUCKET_S = 1.0
-"""What is handed over within this time is kept as one sum."""
+"""Handoffs within this time share one bucket."""
 
 PAIRS_MAX = 4096
-"""Pairs of values that one model counts by themselves: those that come later are counted as one."""
+"""The most pairs of one model that are counted separately; later ones count as :data:`OTHERS`."""
 
 
 class DomainPair(NamedTuple):
-    """The domain's values where KV comes from and where it goes. ``domain`` is None where workers have no
-    place, a value where its worker does not publish one.
+    """The domain values of the prefill and the decode worker. ``domain`` is None where workers have no
+    topology, a value where its worker publishes none.
     """
 
     domain: str | None
@@ -34,12 +34,12 @@ class DomainPair(NamedTuple):
 
 
 OTHERS = DomainPair(None, "others", "others")
-"""Stands for all pairs after the first :data:`PAIRS_MAX`."""
+"""All pairs after the first :data:`PAIRS_MAX`."""
 
 
 class FlowReading(NamedTuple):
-    """What went from one value to another since the router began. ``unsized`` handoffs have no bytes, because
-    their prefill worker does not say how many a token has; ``cost`` is None where no link had a price.
+    """A pair's totals since the router's start. ``unsized`` handoffs have no bytes, because the prefill
+    worker does not state its bytes per token; ``cost`` is None where no link had a price.
     """
 
     pair: DomainPair
@@ -68,14 +68,14 @@ class _Flow:
 
 
 class KvFlows:
-    """Counts handoffs as their first tokens come. ``now_s`` is any clock that never goes back."""
+    """Counts a handoff when its first token arrives. ``now_s`` is any monotonic clock."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._flows: dict[DomainPair, _Flow] = {}
 
     def handed_over(self, placement: Placement, *, now_s: float) -> None:
-        """The first token of a pair came: its KV went over. Asked while its transfer is still known."""
+        """Count a pair's handoff at its first token, while the placement's transfer is still known."""
         prefill = placement.decision.prefill
         if prefill is None:
             return
@@ -102,7 +102,7 @@ class KvFlows:
             flow.cost = (flow.cost or 0.0) + cost
 
     def readings(self, *, now_s: float) -> list[FlowReading]:
-        """Return every pair that KV went between, in the order of first use."""
+        """Return the totals of every pair, in the order of first use."""
         found = []
         for pair, flow in self._flows.items():
             recent = [each for each in flow.buckets if now_s - each.begun_s < RECENT_S]
@@ -120,7 +120,7 @@ class KvFlows:
         return found
 
     def _pair_of(self, placement: Placement, prefill: WorkerRank) -> DomainPair:
-        """By the domain that the transfer policy names, else by the broadest level of the prefill worker."""
+        """The pair in the transfer policy's domain, else in the broadest level of the prefill worker."""
         constraint = placement.decision.constraint
         domain: str | None = None
         if constraint is not None:

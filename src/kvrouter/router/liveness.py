@@ -1,4 +1,4 @@
-"""Liveness of workers: subscribes to each worker's events and follows whether it answers."""
+"""Worker liveness: subscribes to each worker's events and follows whether it answers requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,10 +24,10 @@ class _Followed:
 
 
 class Liveness:
-    """Follows workers on both planes.
+    """Follows workers on the request and the event transport.
 
-    A worker whose lease has run out and that still answers requests is kept: an open connection is a sign of
-    life, and discovery may be what is broken. It is removed when it stops answering.
+    A worker that still answers after its lease ran out is kept: an open connection shows that it is alive,
+    and discovery itself may be broken. It is removed when it stops answering.
     """
 
     def __init__(
@@ -35,48 +35,48 @@ class Liveness:
         requests: RequestTransport,
         events: EventSubscriber,
         *,
-        hears_events: bool,
+        follows_events: bool,
         on_alive: AliveChanged,
         on_lapsed_and_dead: LapsedAndDead,
     ) -> None:
         self._requests = requests
         self._events = events
-        self._hears_events = hears_events
+        self._follows_events = follows_events
         self._on_alive = on_alive
         self._on_lapsed_and_dead = on_lapsed_and_dead
         self._followed: dict[WorkerId, _Followed] = {}
 
     def follow(self, card: WorkerCard) -> str | None:
-        """Follow a worker, or go on with its newer card; return what is odd about it, if anything is."""
+        """Follow a worker, or update its card; return a warning about the card, or None."""
         known = self._followed.get(card.worker_id)
         if known is not None and _same_connection(known.card, card):
             known.card, known.has_lapsed = card, False
             return None
         self.drop(card.worker_id)
         followed = self._followed[card.worker_id] = _Followed(card, [])
-        odd: str | None = None
+        warning: str | None = None
         try:
-            followed.ends.append(self._events.follow(card))  # its load reports come the same way
+            followed.ends.append(self._events.follow(card))  # load reports use the same subscription
         except ConfigError as error:
-            if self._hears_events and card.publishes_kv_events:
-                odd = error.message
+            if self._follows_events and card.publishes_kv_events:
+                warning = error.message
         try:
             followed.ends.append(self._requests.follow(card.address, partial(self._answers, followed)))
         except WorkerUnreachable as error:
-            odd = f"address: {error.message}: workers and frontends must agree on --request-plane and TLS"
+            warning = f"address: {error.message}: workers and frontends must agree on --request-plane and TLS"
             handle = asyncio.get_running_loop().call_soon(self._answers, followed, False)
             followed.ends.append(handle.cancel)
-        return odd
+        return warning
 
     def drop(self, worker_id: WorkerId) -> None:
-        """Follow the worker no longer; idempotent."""
+        """Stop following the worker; idempotent."""
         followed = self._followed.pop(worker_id, None)
         if followed is not None:
             for end in followed.ends:
                 end()
 
     def lapsed(self, worker_id: WorkerId) -> bool:
-        """Discovery's lease on the worker ran out: return whether it is kept, because it answers."""
+        """Note that the worker's lease ran out; return whether it is kept because it answers."""
         followed = self._followed.get(worker_id)
         if followed is None or not followed.is_alive:
             return False
@@ -89,7 +89,7 @@ class Liveness:
         return followed is not None and followed.has_lapsed
 
     def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all workers."""
         for worker_id in tuple(self._followed):
             self.drop(worker_id)
 

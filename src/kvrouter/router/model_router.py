@@ -1,4 +1,4 @@
-"""The router of one model: drives its placer with the clock, random numbers and tasks that wait."""
+"""The router of one model: drives its placer with the clock and random draws, and lets requests wait."""
 
 import asyncio
 import math
@@ -31,28 +31,28 @@ from kvrouter.router.engine_reports import EngineReports
 from kvrouter.router.instrumentation import ModelInstrumentation, prefilling
 from kvrouter.router.kv_flows import KvFlows
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 
 ATTEMPTS_MAX = 16
-"""Decisions kept for one request id: of a client that sends one id again and again, the last ones."""
+"""The most decisions kept for one request id; of a client that repeats an id, the last ones."""
 
 
 TABLES_MAX = 32
-"""Decisions that keep the table of their candidates: a row for each worker rank."""
+"""The most decisions that keep their candidate table, with a row for each worker rank."""
 
 WATCHED_S = 10.0
-"""Candidates are kept for so long after somebody asked for the latest decisions."""
+"""Candidate tables are recorded for this long after a call of :meth:`DecisionLog.latest`."""
 
 TABLE_PAUSE_S = 0.2
-"""Between two tables at least so long,"""
+"""The least time between two tables."""
 
 TABLE_TIME_SHARE = 0.02
-"""and no more than this share of the event loop's time goes into them."""
+"""The largest share of the event loop's time that tables may take."""
 
 
 class KeptDecision(NamedTuple):
-    """A decision of one attempt, when it was made on the wall clock, and the trace of its request. ``rows``
-    are its candidates, where they were kept.
+    """One attempt's decision, its time on the wall clock, and the request's trace. ``rows`` is its candidate
+    table, empty where none was kept.
     """
 
     decided_at_s: float
@@ -63,10 +63,10 @@ class KeptDecision(NamedTuple):
 
 
 class DecisionLog:
-    """Holds the attempts of the last ``requests_max`` requests; the oldest request is forgotten first.
+    """Keeps the attempts of the last ``requests_max`` requests; the oldest request is dropped first.
 
-    While somebody follows the latest decisions, some of them are to be recorded with their candidates: as
-    many as :data:`TABLE_TIME_SHARE` allows. ``clock`` is monotonic, in seconds.
+    While a client polls :meth:`latest`, some decisions are recorded with their candidates, as many as
+    :data:`TABLE_TIME_SHARE` allows. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(self, *, requests_max: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,13 +79,13 @@ class DecisionLog:
 
     @property
     def wants_table(self) -> bool:
-        """Whether the next decision is to be recorded with its candidates."""
+        """Whether the next decision is to be recorded with its candidate table."""
         if self._watched_until_s == -math.inf:
             return False
         return self._no_table_before_s <= self._clock() < self._watched_until_s
 
     def table_took(self, seconds: float) -> None:
-        """The candidates of one decision took so long to be written down."""
+        """Note how long the last candidate table took, in seconds; it delays the next one."""
         self._no_table_before_s = self._clock() + max(TABLE_PAUSE_S, seconds / TABLE_TIME_SHARE)
 
     def record(
@@ -112,13 +112,13 @@ class DecisionLog:
         attempts.append(KeptDecision(decided_at_s, decision, trace_id, model))
 
     def get(self, request_id: RequestId) -> list[KeptDecision] | None:
-        """Every attempt's decision in order, or None when the request is unknown or forgotten."""
+        """Return every attempt's decision in order; None when the request is unknown or dropped."""
         attempts = self._by_request.get(request_id)
         return None if attempts is None else [self._with_table(kept) for kept in attempts]
 
     def latest(self, limit: int) -> list[KeptDecision]:
-        """Return the last attempt of each of the last ``limit`` requests, the newest request first; who asks
-        follows them from now on.
+        """Return the last attempt of each of the last ``limit`` requests, newest first; for :data:`WATCHED_S`
+        from now on candidate tables are recorded.
         """
         self._watched_until_s = self._clock() + WATCHED_S
         last = islice(reversed(self._by_request.values()), limit)
@@ -130,24 +130,24 @@ class DecisionLog:
 
 
 class Draws:
-    """What one decision after another draws from. A seed gives the same ones."""
+    """A sequence of random draws, one for each decision. The same seed gives the same sequence."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.next = Draw(self._random.getrandbits(64), 0, self._random.getrandbits(64))
-        """The draw of the next booking: every decision before it sees the same."""
+        """The draw of the next booking; decisions that book nothing use it too."""
 
     def take(self) -> None:
-        """The next draw is used: another one follows."""
+        """Advance to the following draw."""
         bits = self._random.getrandbits
         self.next = Draw(bits(64), self.next.turn + 1, bits(64))
 
 
 class ModelRouter:
-    """Places one model's requests now, or as soon as a worker may take them.
+    """Places one model's requests at once, or as soon as a worker may take them.
 
-    With ``sync`` requests of other routers are load here too. ``clock`` is monotonic, in seconds; what is
-    asked of ``placer``, ``flows`` or ``cache`` themselves is asked by it.
+    With ``sync`` the requests of other routers count as load. ``clock`` is monotonic, in seconds; callers of
+    ``placer``, ``flows`` and ``cache`` pass its time.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ModelRouter:
         config: KvRouterConfig,
         settings: RoutingSettings,
         decisions: DecisionLog,
-        observed: ModelInstrumentation,
+        instrumentation: ModelInstrumentation,
         seed: int,
         sync: ReplicaSync | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -168,8 +168,8 @@ class ModelRouter:
         seeds = random.Random(seed)
         self.fleet = fleet
         self.cache = cache
-        self.observed = observed
-        self.accounts = EngineReports(fleet, observed.engines)
+        self.instrumentation = instrumentation
+        self.engine_reports = EngineReports(fleet, instrumentation.engines)
         self.placer = Placer(
             fleet=fleet,
             cache=cache,
@@ -179,7 +179,7 @@ class ModelRouter:
             tracks_active_blocks=config.track_active_blocks,
             circuits=circuit_settings(config),
             circuit_seed=seeds.getrandbits(64),
-            events=observed.placement,
+            events=instrumentation.placement,
             waiting=waiting_limits(config),
             call_soon=_call_soon,
             now_s=clock(),
@@ -192,14 +192,14 @@ class ModelRouter:
         self._decisions = decisions
         self._draws = Draws(seeds.getrandbits(64))
         self._explain_draws = Draws(seeds.getrandbits(64))
-        """What questions draw from: they must not all be given the draw of the next booking."""
+        """The draws of :meth:`explain`, which must not reveal or use those of bookings."""
 
     # Deciding
 
     def hash_prompt(
         self, token_ids: TokenBuffer, *, lora_name: str | None = None, cache_namespace: str | None = None
     ) -> Prompt:
-        """Hash a prompt's blocks, once; the result travels with the request."""
+        """Hash a prompt's blocks; the result accompanies the request, so that it is done once."""
         return hash_prompt(
             token_ids,
             block_size=self.fleet.block_size,
@@ -208,18 +208,18 @@ class ModelRouter:
         )
 
     def view(self, prompt: Prompt, *, has_media: bool = False) -> View:
-        """Take one reading, with the draw of the next booking; its columns are reused by the next reading."""
+        """Return a view with the draw of the next booking; the next view reuses its columns."""
         return self.placer.view(prompt, self._draws.next, now_s=self.clock(), has_media=has_media)
 
     def decide(self, request: RouteRequest, prompt: Prompt) -> Decision:
-        """Take one reading and decide; books nothing."""
+        """Decide on a new view, without booking."""
         return self.placer.decide(request, prompt, self._draws.next, now_s=self.clock())
 
     def explain(self, request: GenerateRequest) -> Decision:
-        """Decide as :meth:`place` would, with a row for every candidate; books nothing.
+        """Decide as :meth:`place` would, with a row for every candidate, without booking.
 
-        Each question has a draw and a turn of its own, and none of a booking's: the answers
-        spread over the workers as requests do, and no question changes a request.
+        Each call has a draw and a turn apart from those of bookings: answers spread over the workers as
+        requests do, and a call does not change any request.
         """
         draw = self._explain_draws.next
         self._explain_draws.take()
@@ -235,10 +235,10 @@ class ModelRouter:
         kv_lost_from: frozenset[WorkerId] = frozenset(),
         plans: Sequence[RetryPlan] = (RetryPlan.USUAL,),
     ) -> Placement:
-        """Decide and book, in the first of ``plans`` in which a worker may take the request; wait as long as
-        the settings allow when none may now. ``plans`` has ``RetryPlan.USUAL``.
+        """Decide and book by the first of ``plans`` under which a worker may take the request; wait as long
+        as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``.
 
-        Raises :class:`RoutingRefused` when waiting is not allowed or was in vain.
+        Raises :class:`RoutingRefused` when no wait is allowed or the wait timed out.
         """
         prompt = prompt_of(request, token_ids, block_size=self.fleet.block_size)
         asked = attempt_request(
@@ -257,7 +257,7 @@ class ModelRouter:
                     return self._place(asked, wait, request.trace.trace_id)
                 except RoutingRefused as refused:
                     wait = wait or Wait(
-                        self.placer.waiting, request, self.observed, limit_s=self._request_timeout_s
+                        self.placer.waiting, request, self.instrumentation, limit_s=self._request_timeout_s
                     )
                     await wait.for_change(refused)
         finally:
@@ -271,13 +271,13 @@ class ModelRouter:
         self._draws.take()
         placement.trace_id = trace_id
         decision_s = placement.decision_s = time.perf_counter() - started_s
-        waited_s = None if wait is None else wait.was_for(placement)
-        self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
+        waited_s = None if wait is None else wait.placed(placement)
+        self.instrumentation.placed(placement, decision_s=decision_s, waited_s=waited_s)
         self._record(placement, explained)
         return placement
 
     def _explain_attempt(self, asked: AttemptRequest) -> Decision | None:
-        """What the next placement will weigh, by its own draw; None where the usual plan is refused."""
+        """The decision table of the next placement, by its own draw; None where the usual plan is refused."""
         started_s = time.perf_counter()
         try:
             return self.placer.explain_attempt(asked, self._draws.next, now_s=self.clock())
@@ -287,14 +287,14 @@ class ModelRouter:
             self._decisions.table_took(time.perf_counter() - started_s)
 
     def pick_decode_again(self, placement: Placement) -> None:
-        """After a synchronous prefill: decide decode again under its constraint, and move the lease."""
+        """Pick the decode worker again after a synchronous prefill, under its constraint; move the lease."""
         started_s = time.perf_counter()
         if self.placer.pick_decode_again(placement, now_s=self.clock()):
-            self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
+            self.instrumentation.picked_again(placement, decision_s=time.perf_counter() - started_s)
             self._record(placement)
 
     def _record(self, placement: Placement, explained: Decision | None = None) -> None:
-        """Keep a decision; with the table of its candidates where that explains the same choice."""
+        """Record a decision, with the candidate table where that explains the same choice."""
         decision = placement.decision
         is_same = explained is not None and _ranks_of(explained) == _ranks_of(decision)
         self._decisions.record(
@@ -308,38 +308,38 @@ class ModelRouter:
     # Settings that change
 
     def moved(self, place: Mapping[str, str]) -> None:
-        """The frontend has these domains from now on: prefill that keeps near it moves too."""
+        """Set the frontend's topology domains; prefill that must be near the frontend follows."""
         near = self.placer.settings.near
         if near is not None and near.value != place.get(near.domain):
             near = structs.replace(near, value=place.get(near.domain))
             self.placer.set_routing(structs.replace(self.placer.settings, near=near), now_s=self.clock())
 
     def links_changed(self, links: LinkTable) -> None:
-        """Weigh these links from now on, where links are weighed; they are learned from the beginning."""
+        """Replace the link table where links are weighed; learned speeds start anew."""
         if self.placer.settings.links is not None:
             self.placer.set_routing(structs.replace(self.placer.settings, links=links), now_s=self.clock())
 
     # The fleet
 
     def freed(self, slot: Slot) -> None:
-        """A slot has no worker rank any more: what is known of it goes."""
+        """Forget the slot's rank, which has left."""
         self.placer.freed(slot)
-        self.accounts.freed(slot)
+        self.engine_reports.freed(slot)
 
     def capacity_changed(self, slot: Slot) -> None:
-        """A card or a load report named how many KV blocks the rank at the slot has."""
+        """Pass the slot's number of KV blocks to the cache view, after a card or a load report named it."""
         card = self.fleet.card_at(slot)
         if card is not None:
             self.cache.set_total_blocks(slot, self.fleet.kv_blocks(slot), n_ranks=card.dp_size)
 
     def reported(self, report: LoadReport) -> bool:
-        """A worker rank reported its load; False when it is not here."""
+        """Take a rank's load report; return False when the rank is unknown."""
         slot = self.fleet.slot_of(report.rank)
         if slot is None:
             return False
         self.placer.reported(report, slot, now_s=self.clock())
         self.capacity_changed(slot)
-        carried = self.accounts.reported(report)
+        carried = self.engine_reports.reported(report)
         if carried is not None:
             self.placer.transfers.engine_sums.reported(
                 slot,
@@ -353,9 +353,9 @@ class ModelRouter:
     # Leases
 
     def first_token(self, placement: Placement) -> None:
-        """The first token came: load moves from prefill to decode."""
+        """Move the placement's load from prefill to decode; the first call also counts the handoff."""
         now_s = self.clock()
-        if placement.is_counted:  # who booked it by hand may say so again
+        if placement.is_counted:  # the owner of a booking may repeat the call
             self.placer.first_token(placement, now_s=now_s)
             return
         self.flows.handed_over(placement, now_s=now_s)
@@ -363,38 +363,36 @@ class ModelRouter:
         self.count_first_token(placement)
 
     def count_first_token(self, placement: Placement) -> None:
-        """Count the prompt that was prefilled, and of a pair that KV went over."""
+        """Count the prefilled prompt, and for a pair the KV handoff."""
         placement.is_counted = True
-        self.observed.handed_over(placement)
+        self.instrumentation.handed_over(placement)
         prefills = prefilling(placement.decision)
         if self.fleet.card(prefills.rank.worker_id) is not None:
-            self.observed.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
+            self.instrumentation.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
     def release(self, placement: Placement, *, tokens: int = 0) -> None:
-        """Close the leases, after an attempt that brought so many tokens; idempotent."""
+        """Close the leases of an attempt that generated ``tokens``; idempotent."""
         self.placer.release(placement, now_s=self.clock(), tokens=tokens)
         self.answered(placement, tokens=tokens)
 
     def answered(self, placement: Placement, *, tokens: int) -> None:
-        """An attempt brought so many tokens. Nothing is counted of a worker that left: its counters went with
-        it.
-        """
+        """Count an attempt's tokens for its worker, unless the worker has left and its counters with it."""
         worker_id = placement.decision.decode.rank.worker_id
         if tokens and self.fleet.card(worker_id) is not None:
-            self.observed.tokens_answered(worker_id, tokens)
+            self.instrumentation.tokens_answered(worker_id, tokens)
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
-        """What the engine really had cached, next to what was predicted; ``prompt_tokens``: its own count."""
+        """Compare the engine's cached tokens with the prediction; ``prompt_tokens`` is its own count."""
         pick = prefilling(placement.decision)
         predicted_tokens = pick.overlap_blocks * placement.block_size
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
-        self.observed.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
+        self.instrumentation.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
         wanted = placement.wanted
         is_guess = wanted.has_media or wanted.is_prompt_unknown
         if card is None or slot is None or card.cache_is_partial or is_guess:
             return
-        if self.cache.is_sure_of(slot) and self.accounts.answered(
+        if self.cache.is_sure_of(slot) and self.engine_reports.answered(
             slot,
             pick.rank,
             predicted_tokens=predicted_tokens,

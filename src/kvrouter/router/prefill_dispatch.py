@@ -1,4 +1,4 @@
-"""Prefill legs whose decode leg another program sends: picked, sent, answered with the KV's location."""
+"""Prefill dispatch: runs the prefill legs of requests whose decode leg another program sends."""
 
 import asyncio
 import time
@@ -23,22 +23,22 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.instrumentation import ServiceInstrumentation
-from kvrouter.router.legs import lost_leg, prefill_outcome, read_prefill, with_intake_id
+from kvrouter.router.leg_outcomes import lost_leg, prefill_outcome, read_prefill, with_intake_id
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, RequestTransport
 
 PREFILLS_MAX = 4096
-"""How many prefill legs may run at a time; as many that have ended can still be freed."""
+"""The most prefill legs that run at a time; as many ended ones can still be freed."""
 
 
 class PrefillsFull(Unavailable):
-    """As many prefill legs run as may."""
+    """The maximum number of prefill legs is running."""
 
     code = "prefills_full"
 
 
 class UnknownPrefill(NotFound):
-    """No prefill of this request id is known here."""
+    """No prefill leg of this request id is known."""
 
     code = "prefill_not_found"
 
@@ -54,17 +54,17 @@ class Prefilled:
 
 
 class PrefillDispatch:
-    """Runs prefill legs, one a request; a worker that fails before its answer costs another try.
+    """Runs prefill legs, one a request; a leg that fails before its answer is sent to another worker.
 
-    Request ids are those of ``bookings``: one that is in use there is refused. ``limit_s`` bounds a request
-    from its arrival to the end of its leg.
+    A request id that is in use in ``bookings`` is refused. ``limit_s`` bounds a request from its arrival to
+    the end of its leg.
     """
 
     def __init__(
         self,
         plane: RequestTransport,
         bookings: Bookings,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         *,
         redispatches_max: int,
         limit_s: float,
@@ -72,13 +72,13 @@ class PrefillDispatch:
     ) -> None:
         self._plane = plane
         self._bookings = bookings
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._redispatches_max = redispatches_max
         self._limit_s = limit_s
         self._prefills_max = prefills_max
         self._running: dict[RequestId, _Run] = {}
         self._ended: OrderedDict[RequestId, EngineStream] = OrderedDict()
-        """Legs whose KV may still wait for its decode worker; the oldest first."""
+        """Ended legs whose KV may still wait for its decode worker, the oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,11 +88,11 @@ class PrefillDispatch:
         return len(self._running)
 
     async def prefill(self, model: ModelRouter, request: GenerateRequest) -> Prefilled:
-        """Pick a prefill worker and send it the leg; return when its KV waits, or, where KV is handed on at a
-        meeting place, as soon as the worker has accepted the leg, which then runs on.
+        """Pick a prefill worker and send it the leg. Returns when the KV is ready; in a bootstrap handoff as
+        soon as the worker has accepted the leg, which then runs on.
 
         Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`PrefillsFull`, :class:`WorkerFailed`,
-        :class:`DeadlineExceeded`, and what the worker refuses the leg for. Cancelling it cancels the leg.
+        :class:`DeadlineExceeded`, and the worker's own refusal. Cancelling the call cancels the leg.
         """
         if self._is_closed:
             raise ShuttingDown("this router was closed: nothing more is prefilled")
@@ -105,7 +105,7 @@ class PrefillDispatch:
             model,
             request,
             self._plane,
-            self._observed,
+            self._instrumentation,
             redispatches_max=self._redispatches_max,
             until_s=until_s,
         )
@@ -128,18 +128,18 @@ class PrefillDispatch:
             task.add_done_callback(lambda ended: self._ran_on(request, ended))
         return prefilled
 
-    def let_go(self, request_id: RequestId) -> None:
-        """Nobody will fetch the KV: cancel the leg, or free what waits. Raises :class:`UnknownPrefill`."""
+    def discard(self, request_id: RequestId) -> None:
+        """Cancel the leg or free its KV: no decode worker will fetch it. Raises :class:`UnknownPrefill`."""
         run = self._running.get(request_id)
         stream = self._ended.pop(request_id, None) if run is None else run.stream
         if stream is None:
             raise UnknownPrefill(f"request_id: no prefill of {request_id!r} is here", param="request_id")
         if run is not None:
-            run.is_let_go = True
+            run.is_discarded = True
         stream.cancel("nobody will fetch its KV")
 
     async def wait_idle(self, limit_s: float) -> int:
-        """Wait until no leg runs, or ``limit_s`` seconds; return how many still do."""
+        """Wait until no leg runs, for at most ``limit_s`` seconds; return how many still run."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -148,7 +148,7 @@ class PrefillDispatch:
         return len(self._running)
 
     async def close(self) -> None:
-        """Cancel the legs that run on, and take no more."""
+        """Cancel the running legs, and refuse new ones."""
         self._is_closed = True
         tasks = tuple(self._tasks)
         for task in tasks:
@@ -156,17 +156,17 @@ class PrefillDispatch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_on(self, run: "_Run", until_s: float) -> None:
-        """Read a leg whose KV is fetched while it runs; decode meets its failure by itself."""
+        """Read a leg whose KV is fetched while it runs; the decode worker notices a failure itself."""
         try:
             async with asyncio.timeout_at(until_s):
                 await run.read()
         except (KvrouterError, TimeoutError) as error:
             why = error.message if isinstance(error, KvrouterError) else f"longer than {self._limit_s:g} s"
-            if not run.is_let_go:
+            if not run.is_discarded:
                 run.note_failure(error, self._limit_s)
             self._give_up(run, why)
-            if not run.is_let_go:
-                self._observed.prefill_failed(run.request, run.worker_id, why)
+            if not run.is_discarded:
+                self._instrumentation.prefill_failed(run.request, run.worker_id, why)
         except BaseException:
             self._give_up(run, "this router shuts down")
             raise
@@ -174,13 +174,13 @@ class PrefillDispatch:
             self._ended_well(run)
 
     def _ran_on(self, request: GenerateRequest, task: asyncio.Task[None]) -> None:
-        """Nobody awaits the task: a mistake of ours in it must not vanish."""
+        """Log an internal error of the task, which no caller awaits."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._observed.mistake(request, task.exception())
+            self._instrumentation.internal_error(request, task.exception())
 
     def _ended_well(self, run: "_Run") -> None:
-        """The leg is done: its load is gone, and its KV waits."""
+        """Note that the leg ended: its load is gone and its KV waits for the decode worker."""
         request_id = run.request.request_id
         if run.stream is not None:
             self._ended[request_id] = run.stream
@@ -190,7 +190,7 @@ class PrefillDispatch:
         self._forget(request_id)
 
     def _give_up(self, run: "_Run", reason: str) -> None:
-        """No other worker is given the request."""
+        """End the request without another attempt."""
         run.abandon(reason)
         run.driver.end(time.monotonic())
         self._forget(run.request.request_id)
@@ -203,14 +203,14 @@ class PrefillDispatch:
 
 
 class _Run:
-    """One request's prefill: its current try, and what came of it."""
+    """One request's prefill: its current attempt and its outcome."""
 
     def __init__(
         self,
         model: ModelRouter,
         request: GenerateRequest,
         plane: RequestTransport,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         *,
         redispatches_max: int,
         until_s: float,
@@ -220,21 +220,21 @@ class _Run:
             request.sampling, model.placer, redispatches_max=redispatches_max, prefill_alone=True
         )
         self.stream: EngineStream | None = None
-        self.is_let_go = False
-        """Whether its owner said that nobody will fetch its KV."""
+        self.is_discarded = False
+        """Whether :meth:`PrefillDispatch.discard` was called."""
         self._model = model
         self._plane = plane
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._until_s = until_s
         self._cached_tokens: int | None = None
 
     @property
     def worker_id(self) -> WorkerId:
-        """The worker of the current (or last) try."""
+        """The worker of the current or last attempt."""
         return self._placement.prefill_pick.rank.worker_id
 
     async def drive(self) -> Prefilled:
-        """Do what the journey says, up to its decode leg, which is somebody else's."""
+        """Carry out the journey's commands up to the decode leg, which another program sends."""
         todo = deque(self.driver.journey.begin())
         while True:
             command = todo.popleft()
@@ -255,9 +255,7 @@ class _Run:
                     raise RuntimeError(f"a prefill alone has no {type(command).__name__}")
 
     async def read(self) -> KvTransferParams | None:
-        """Read the leg to its end, and close its lease; return where its KV waits. Raises
-        :class:`StreamBroken`.
-        """
+        """Read the leg to its end and close its lease; return how its KV is fetched. Raises StreamBroken."""
         if self.stream is None:
             raise RuntimeError("a leg that was not sent was read")
         params = await read_prefill(self.stream, self._note_cached)
@@ -266,7 +264,7 @@ class _Run:
         return params
 
     def note_failure(self, error: KvrouterError | TimeoutError, limit_s: float) -> None:
-        """The leg failed while it ran on, or was not done within ``limit_s`` seconds."""
+        """Note that the leg failed while it ran on, or exceeded ``limit_s`` seconds."""
         driver, now_s = self.driver, time.monotonic()
         if isinstance(error, TimeoutError):
             driver.late(limit_s, now_s)
@@ -274,7 +272,7 @@ class _Run:
             driver.blame(driver.held, lost_leg(self._placement.prefill_pick, error), now_s)
 
     def abandon(self, reason: str) -> None:
-        """Cancel the leg and give back what was booked; idempotent."""
+        """Cancel the leg and close its lease; idempotent."""
         if self.stream is not None:
             self.stream.cancel(reason)
             self.stream = None
@@ -294,11 +292,11 @@ class _Run:
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
         if driver.last_loss is not None:
-            self._observed.sent_again(request, driver.last_loss, streaming=False)
+            self._instrumentation.sent_again(request, driver.last_loss, streaming=False)
         return driver.placed(Attempt(placement))
 
     async def _send(self) -> Sequence[Command]:
-        """Send the leg; one with a meeting place is done, as far as its client goes, once it is accepted."""
+        """Send the leg; in a bootstrap handoff it counts as done once the worker has accepted it."""
         attempt = self.driver.held
         outcome = await prefill_outcome(attempt.placement, self._run(attempt))
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())

@@ -1,7 +1,8 @@
-"""Tells for which shapes of calls the engine makes another prompt than the router: their cache is not found.
+"""Prompt shapes: finds the shapes of calls for which the engine makes another prompt than the router, so that
+their cached blocks are not found.
 
-A shape is a route, the roles in a call and whether it has tools, such as ``chat developer+user tools``. What
-is wrong with one shape is wrong at every engine of its kind, and looks like an index that is late at each.
+A shape is a route, the roles in a call and whether it has tools, such as ``chat developer+user tools``. A
+wrong shape is wrong at every engine of its kind, and looks like a late index at each of them.
 """
 
 from collections import deque
@@ -9,32 +10,32 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 SHAPES_MAX = 64
-"""Shapes of one model that are counted apart; what comes later counts as :data:`OTHER_SHAPES`."""
+"""The most shapes of one model that are counted separately; later ones count as :data:`OTHER_SHAPES`."""
 
 OTHER_SHAPES = "other"
 
 WINDOW_ANSWERS = 16
-"""So many answers of a shape are judged together, once there are :data:`ANSWERS_MIN`."""
+"""How many answers of a shape are judged together, once there are :data:`ANSWERS_MIN`."""
 
 ANSWERS_MIN = 6
 BLIND_SHARE = 0.75
 SEEING_SHARE = 0.5
-"""From which share of missed answers on a shape is blind, and below which it no longer is."""
+"""A shape becomes blind from this share of missed answers, and sees again below the second."""
 
 SPAN_S = 5.0
-"""The answers that are judged lie at least so far apart: a burst of one new prompt is predicted by nobody."""
+"""The judged answers span at least this time: no index predicts the first burst of a new prompt."""
 
 TOLERANCE_BLOCKS = 1
-"""An engine may count one block otherwise: it computes the last token of a prompt in any case."""
+"""A difference that is no error: engines always compute a prompt's last token again."""
 
 
 def by_engine(shape: str) -> str:
-    """Return the shape of calls whose prompt an engine tokenized: they are judged apart."""
+    """Return the shape for calls whose prompt an engine tokenized; they are judged separately."""
     return f"{shape} by /tokenize" if shape else ""
 
 
 class ShapeReading(NamedTuple):
-    """The last answers of a shape that had something to find, and of how many the router did not find it."""
+    """A shape's last answers with cached blocks, and how many of them the router missed."""
 
     shape: str
     answers: int
@@ -42,8 +43,8 @@ class ShapeReading(NamedTuple):
     is_blind: bool
 
 
-class Noted(NamedTuple):
-    """One answer of a shape; ``turned_blind`` when it made the shape blind."""
+class NotedShape(NamedTuple):
+    """One answer of a shape; ``turned_blind`` is set when it made the shape blind."""
 
     shape: str
     is_missed: bool
@@ -52,7 +53,7 @@ class Noted(NamedTuple):
 
 
 class _Window:
-    """The last answers: when each came, and whether it was missed."""
+    """A shape's last answers: arrival time, and whether the router missed the cached blocks."""
 
     __slots__ = ("answers", "is_blind")
 
@@ -61,7 +62,7 @@ class _Window:
         self.is_blind = False
 
     def take(self, now_s: float, *, is_missed: bool) -> bool:
-        """Note an answer; return whether the shape became blind with it."""
+        """Note an answer; return whether it made the shape blind."""
         self.answers.append((now_s, is_missed))
         share = self.missed / len(self.answers)
         was_blind = self.is_blind
@@ -77,7 +78,7 @@ class _Window:
 
 
 class PromptShapes:
-    """The shapes of one model's calls."""
+    """Judges the shapes of one model's calls by the answers of its engines."""
 
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
@@ -92,9 +93,9 @@ class PromptShapes:
         isl_tokens: int,
         prompt_tokens: int | None,
         now_s: float,
-    ) -> Noted | None:
-        """An engine answered a call of this shape. None where it says nothing of the prompt: nothing was
-        cached, or more was predicted than there is.
+    ) -> NotedShape | None:
+        """Note an answer to a call of this shape. Returns None where it shows nothing about the prompt: no
+        block was cached, or the prediction was too high.
         """
         missing_blocks = (cached_tokens - predicted_tokens) // self._block_size
         is_other = prompt_tokens is not None and prompt_tokens != isl_tokens
@@ -105,10 +106,10 @@ class PromptShapes:
         is_missed = is_other or missing_blocks > TOLERANCE_BLOCKS
         turned = window.take(now_s, is_missed=is_missed)
         reading = ShapeReading(shape, len(window.answers), window.missed, window.is_blind)
-        return Noted(shape, is_missed, window.is_blind, reading if turned else None)
+        return NotedShape(shape, is_missed, window.is_blind, reading if turned else None)
 
     def is_blind(self, shape: str) -> bool:
-        """Whether calls of this shape are not found where their engine has them cached."""
+        """Whether the router misses the cached blocks of calls of this shape."""
         window = self._windows.get(self._counted_as(shape))
         return window is not None and window.is_blind
 
@@ -116,6 +117,6 @@ class PromptShapes:
         return shape if shape in self._windows or len(self._windows) < SHAPES_MAX else OTHER_SHAPES
 
     def readings(self) -> Iterator[ShapeReading]:
-        """Yield what is known of each shape, by name."""
+        """Yield the reading of each shape, by name."""
         for shape, window in sorted(self._windows.items()):
             yield ShapeReading(shape, len(window.answers), window.missed, window.is_blind)

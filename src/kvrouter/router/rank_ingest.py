@@ -1,4 +1,4 @@
-"""Event ingest of one rank: its feed, its queued batches, and the recovery request in progress."""
+"""Event ingest of one rank: its feed, its queued batches and its open recovery request."""
 
 import asyncio
 from collections import deque
@@ -10,18 +10,16 @@ from kvrouter.kernel.feed.rank_feed import RankFeed
 from kvrouter.kernel.feed.states import FeedState
 
 WAITING_EVENTS_MAX = 8192
-"""Events of one rank that wait while the index works for it. When full, new ones are dropped, and the
-feed sees a gap.
-"""
+"""The most events of a rank that wait for the index. When full, new ones are dropped: the feed sees a gap."""
 
 
 def loop_time_s() -> float:
-    """Return the time of the running loop, by which feeds and their timers go."""
+    """Return the running loop's time, which feeds and their timers use."""
     return asyncio.get_running_loop().time()
 
 
 class WaitingBatches:
-    """Batches in the order of arrival, which weigh as much as so many events at most."""
+    """A queue of batches, limited by the sum of their weights in events."""
 
     __slots__ = ("_batches", "_n_events")
 
@@ -33,7 +31,7 @@ class WaitingBatches:
         return bool(self._batches)
 
     def add(self, batch: KvBatch) -> bool:
-        """Keep ``batch``; False where there is no room for it."""
+        """Add ``batch``; return False when the queue is full."""
         n_events = self._n_events + batch.weight
         if n_events > WAITING_EVENTS_MAX:
             return False
@@ -42,32 +40,32 @@ class WaitingBatches:
         return True
 
     def take(self) -> KvBatch:
-        """Take out the one that waits for longest."""
+        """Remove and return the oldest batch."""
         batch = self._batches.popleft()
         self._n_events -= batch.weight
         return batch
 
 
 GPU_SLACK = 2
-"""An engine may count its blocks otherwise than its events: so many times what it says are believed."""
+"""Factor on the GPU blocks that a worker states: engines may count blocks otherwise than their events."""
 
 OTHER_MEDIA_SLACK = 64
-"""No worker says what fits into host memory or on a disk: so many times what the GPU holds is believed."""
+"""Factor on the GPU blocks for host memory and disk, whose size no worker states."""
 
 CAPACITY_MIN_BLOCKS = 2048
-"""As much is believed of any rank."""
+"""The least number of blocks accepted from any rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The most blocks that a rank can hold, on its GPU and in each other medium."""
+    """The most blocks accepted from a rank, on its GPU and in each other medium."""
 
     gpu: int
     other: int
 
     @classmethod
     def of(cls, total_blocks: int | None, *, blocks_max: int) -> "Capacity":
-        """By what its worker says of its GPU, where 0 says nothing; ``blocks_max`` holds in any case."""
+        """The capacity for the GPU blocks that the worker states; 0 and None mean unknown."""
         if total_blocks is None or total_blocks <= 0:
             return cls(blocks_max, blocks_max)
         return cls(
@@ -86,12 +84,12 @@ class Capacity:
 
 
 CLOCK_WINDOW_S = 30.0
-"""A sender's clock is judged by what came in the last one to two such times: several heartbeats."""
+"""The clock is judged by the messages of the last 30 to 60 s, which include several heartbeats."""
 
 
 class SenderClock:
-    """How far a sender's wall clock is ahead of this one's. A message that was long on its way makes it seem
-    behind, never ahead, so that the most of some messages is the nearest to the truth.
+    """Estimates how far a sender's wall clock is ahead of the local one. A delayed message makes it seem
+    behind, never ahead, so the maximum over some messages is the best estimate.
     """
 
     __slots__ = ("_before_s", "_since_s", "_window_s")
@@ -103,12 +101,12 @@ class SenderClock:
 
     @property
     def ahead_s(self) -> float | None:
-        """Seconds, below 0 for a clock that is behind; None before the first message."""
+        """Seconds ahead, below 0 for a clock that is behind; None before the first message."""
         known = [each for each in (self._before_s, self._window_s) if each is not None]
         return max(known, default=None)
 
     def note(self, ahead_s: float, *, now_s: float) -> None:
-        """A message came whose stamp was so far ahead of the clock here."""
+        """Note a message whose timestamp is ``ahead_s`` ahead of the local clock."""
         if self._window_s is None or now_s - self._since_s >= CLOCK_WINDOW_S:
             self._before_s, self._window_s, self._since_s = self._window_s, ahead_s, now_s
         elif ahead_s > self._window_s:
@@ -117,17 +115,17 @@ class SenderClock:
 
 @dataclass(slots=True)
 class RankIngest:
-    """One rank's feed, and what runs for it.
+    """One rank's feed with its timer, recovery request and queue.
 
-    ``idle`` is set unless the index is at work for the rank: then the feed is handed nothing, and batches
-    wait. ``capacity``: what the rank can hold, as its worker says; of what was stored ``unchecked_blocks``
-    were not compared with it. ``is_behind``: the index is not yet where the feed is, so nothing of it scores.
-    ``is_scoring``: what the pump's mask says.
+    ``idle`` is set unless the index is working for the rank; until then batches wait and the feed is not
+    called. ``capacity`` limits the rank's blocks; ``unchecked_blocks`` were stored since the last comparison
+    with it. While ``is_behind`` the index has not applied all that the feed has, so the rank does not score.
+    ``is_scoring`` is the rank's value in the mask of :class:`EventIngest`.
     """
 
     feed: RankFeed
     slot: Slot
-    heard_s: float
+    last_message_s: float
     capacity: Capacity
     is_missing: bool = False
     reported: FeedState | None = None
@@ -147,10 +145,10 @@ class RankIngest:
 
     @property
     def state(self) -> FeedState:
-        """How far what the index has of the rank can be trusted."""
+        """The feed's state; RECOVERING also while the index is behind the feed."""
         return FeedState.RECOVERING if self.is_behind else self.feed.state
 
     @property
     def scores(self) -> bool:
-        """Whether what the index has of the rank may count."""
+        """Whether the rank's blocks in the index may score."""
         return not self.is_behind and self.feed.scores

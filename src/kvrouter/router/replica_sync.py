@@ -1,7 +1,7 @@
-"""Replica sync: publishes this router's bookings to the other routers, and counts theirs as load; so with
-what is learned of links.
+"""Replica sync: publishes this router's bookings and link speeds to the other routers, and counts the
+bookings of others as load.
 
-All that is decided is decided in the ledger package; here are the wire, the clock and the turns of the loop.
+The kernel's ledger package makes all decisions; this module adds the transport, the clock and the event loop.
 """
 
 import asyncio
@@ -18,36 +18,36 @@ from kvrouter.transports.background import spawn
 from kvrouter.transports.sync.port import SyncTransport
 
 FLUSH_AFTER_S: Final = 0.001
-"""How long a delta waits for others to travel with."""
+"""How long a delta waits so that several travel in one message."""
 
 HEARTBEAT_S: Final = 1.0
 SILENT_AFTER_S: Final = 5.0
-"""A router that is not heard for so long counts as gone, and its leases with it."""
+"""A router without a message for this long counts as gone, and its leases are dropped."""
 
 ASK_AGAIN_S: Final = 1.0
 
 
 class SyncCounts(NamedTuple):
-    """The figures about replica sync."""
+    """The counters of replica sync."""
 
     others: Counts
     untold: int
-    """Leases that were too many to publish."""
+    """Leases not published because there were too many."""
 
     dropped: int
-    """Deltas that were too many to send; the others ask for everything instead."""
+    """Deltas not sent because there were too many; the other routers request the full state instead."""
 
     unsent: int
-    """Messages that the wire did not take."""
+    """Messages that the transport did not accept."""
 
 
 def new_router_id() -> RouterId:
-    """Return the id of one life of a router."""
+    """Return a new random id, for one start of a router."""
     return RouterId(uuid4().hex)
 
 
 class ReplicaSync:
-    """One router's part in replica sync, for all of its models. Runs on one event loop."""
+    """Replica sync of one router for all of its models. Runs on one event loop."""
 
     def __init__(
         self,
@@ -68,23 +68,23 @@ class ReplicaSync:
         self._timer: asyncio.TimerHandle | None = None
         self._beat: asyncio.Task[None] | None = None
         self._answer: asyncio.Task[None] | None = None
-        self._askers: dict[RouterId, None] = {}
+        self._unanswered: dict[RouterId, None] = {}
         self._unsent = 0
 
     @property
     def replication(self) -> Replication:
-        """What a model's placer shares its load through."""
+        """The replication through which a model's placer shares its load."""
         return Replication(self._journal, self._replicas)
 
     def counts(self) -> SyncCounts:
-        """Sizes now, and what happened since the start."""
+        """Current sizes, and counts since the start."""
         journal = self._journal
         return SyncCounts(self._replicas.counts(), journal.untold, journal.dropped, self._unsent)
 
     # Life
 
     async def start(self) -> None:
-        """Begin to publish and to listen; ask all that are there for what they run."""
+        """Start to publish and to receive; request the state of all other routers."""
         self._loop = asyncio.get_running_loop()
         try:
             self._end = await self._plane.subscribe(self.router_id, self._on_message)
@@ -95,7 +95,7 @@ class ReplicaSync:
         self._beat = spawn(self._beat_on(), name="sync: beat")
 
     async def stop(self) -> None:
-        """Say goodbye, and drop the leases of other routers; idempotent."""
+        """Announce the departure and drop the leases of other routers; idempotent."""
         end, self._end = self._end, None
         if end is None:
             return
@@ -146,21 +146,21 @@ class ReplicaSync:
         for router_id in asks.ask:
             self._send(StateQuestion(self.router_id), to=router_id)
         for router_id in asks.answer:
-            self._askers[router_id] = None
-        if self._askers and (self._answer is None or self._answer.done()):
+            self._unanswered[router_id] = None
+        if self._unanswered and (self._answer is None or self._answer.done()):
             self._answer = spawn(self._answer_all(), name="sync: tell all leases")
 
     async def _answer_all(self) -> None:
-        """Give one asker after the other all leases, a part a turn of the loop."""
-        while self._askers:
-            asker = next(iter(self._askers))
-            del self._askers[asker]
+        """Send the full state to each router that requested it, one part per turn of the event loop."""
+        while self._unanswered:
+            router_id = next(iter(self._unanswered))
+            del self._unanswered[router_id]
             self._flush()
             for part in self._journal.state():
-                self._send(part, to=asker)
+                self._send(part, to=router_id)
                 await asyncio.sleep(0)
             for news in self._replicas.links.state(now_s=self._now_s()):
-                self._send(news, to=asker)
+                self._send(news, to=router_id)
                 await asyncio.sleep(0)
 
     @staticmethod

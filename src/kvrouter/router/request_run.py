@@ -1,8 +1,8 @@
-"""Runs one request, from its first attempt to its end: places it, sends its legs, and sends them elsewhere
-when one is lost, as the journey says.
+"""Request run: places a request, sends its legs, and sends lost legs to other workers, as its journey
+commands.
 
-It reads no answer but that of a prefill leg; in a bootstrap handoff that runs in a task parallel to the
-answer's reader, which is :class:`~kvrouter.router.generation.Generation`.
+It reads only the prefill leg's answer; in a bootstrap handoff a parallel task does so.
+:class:`~kvrouter.router.generation.Generation` reads the last leg.
 """
 
 import asyncio
@@ -48,23 +48,23 @@ from kvrouter.kernel.placement.legs import last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times
-from kvrouter.router.legs import lost_leg, open_decode, prefill_outcome, read_prefill
+from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
 from kvrouter.transports.requests.port import EngineStream, RequestTransport
 
-PREFILL_LAST_WORD_S = 0.25
-"""How long an answer's end waits for its prefill leg's: they come over two connections."""
+PREFILL_END_WAIT_S = 0.25
+"""How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
 
-PREFILL_NEWS_CHECKS = 25
-PREFILL_NEWS_CHECK_S = 0.01
-"""How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
+PREFILL_LOSS_CHECKS = 25
+PREFILL_LOSS_CHECK_S = 0.01
+"""For 0.25 s a router waits for the loss of a prefill worker that its decode worker may already know of."""
 
 
 @dataclass(slots=True)
 class SentAttempt(Attempt):
-    """An attempt with the streams of its legs; all of them are cancelled when it is abandoned."""
+    """An attempt with the streams of its legs; abandoning the attempt cancels them."""
 
     prefill: EngineStream | None = None
     prefill_task: asyncio.Task[None] | None = None
@@ -72,9 +72,7 @@ class SentAttempt(Attempt):
 
 
 class RequestRun:
-    """Sends the legs of one request, as its ``driver`` says. The driver's ``error``, or ``finish``, is set
-    once there is nothing more to come.
-    """
+    """Sends one request's legs, as ``driver`` commands; ``driver.error`` or ``finish`` is set at its end."""
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class RequestRun:
         *,
         timeouts: Timeouts,
         redispatches_max: int,
-        observed: ServiceInstrumentation,
+        instrumentation: ServiceInstrumentation,
         times: Times,
         spans: LegSpans | None = None,
     ) -> None:
@@ -98,33 +96,33 @@ class RequestRun:
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.cache_known = False
-        """Whether an engine said how many prompt tokens it had cached."""
+        """Whether an engine reported how many prompt tokens it had cached."""
         self.is_held_back = False
-        """Whether its client ever kept the answer waiting."""
+        """Whether the client ever read more slowly than the engine answered."""
         self.trail: list[SentAttempt] = []
-        """All attempts, where traffic is recorded or traced."""
+        """All attempts, where traffic is recorded or traced; empty otherwise."""
         self._spans = spans
         self._first_attempt: SentAttempt | None = None
-        """The attempt that brought the first token."""
+        """The attempt that brought the first token; None before it."""
         self._request = request
         self._model = model
         self._plane = plane
         self._timeouts = timeouts
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._times = times
 
     async def begin(self) -> None:
-        """Place the request and send its legs; a request that has ended stays ended."""
+        """Place the request and send its legs; does nothing for a request that has ended."""
         journey = self.driver.journey
         if journey.state is not State.DONE:
             await self._perform(journey.begin())
 
     def handle(self, event: Finished | LegRefused) -> None:
-        """The last leg ended, so that nothing is sent any more."""
+        """Pass the end of the last leg to the journey; no further leg is sent."""
         self._perform_now(self.driver.journey.handle(event))
 
     def stop(self, reason: str) -> None:
-        """Nobody waits for more: cancel what runs, close the leases. Idempotent."""
+        """End the request: cancel its legs and close its leases. Idempotent."""
         self.driver.journey.handle(ClientLeft(reason))
         self._abandon(reason)
         self.driver.end(time.monotonic())
@@ -132,7 +130,7 @@ class RequestRun:
 
     @property
     def first_placement(self) -> Placement | None:
-        """Where the attempt went that brought the first token; None until it has come."""
+        """The placement of the attempt that brought the first token; None before it."""
         return None if self._first_attempt is None else self._first_attempt.placement
 
     @property
@@ -145,65 +143,66 @@ class RequestRun:
         return task is None or task.done() or attempt.prefill is not None
 
     def drop_call(self) -> None:
-        """Empty the client's call: no leg can be made of it any more. Idempotent."""
+        """Drop the body of the client's call: no further leg can be sent. Idempotent."""
         if self._request.call is not None:
             self._request.call.body = b""
             self.driver.journey.can_be_sent = False
 
     async def lose(self, attempt: SentAttempt, error: KvrouterError) -> None:
-        """The last leg is lost."""
+        """Handle the loss of the last leg."""
         lost = lost_leg(attempt.placement.decision.decode, error)
         await self._perform(self.driver.last_leg_lost(attempt, lost, time.monotonic()))
 
     async def lose_kv(self, attempt: SentAttempt, loss: KvLoss, error: KvrouterError) -> None:
-        """The decode worker did not get the prefill worker's KV."""
+        """Handle KV that did not reach the decode worker."""
         event = self.driver.kv_loss(attempt, loss, error.message, error.answer)
         if event is None:
             await self.lose(attempt, error)
             return
-        self._observed.kv_lost(self._request, event)
+        self._instrumentation.kv_lost(self._request, event)
         lost = lost_leg(attempt.placement.decision.decode, error)
         await self._perform(self.driver.kv_lost(attempt, event, lost, time.monotonic()))
 
-    async def heard_prefill(self, attempt: SentAttempt) -> bool:
-        """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
+    async def await_prefill_end(self, attempt: SentAttempt) -> bool:
+        """Wait briefly for the end of the prefill leg, which was sent before decode began, on another
+        connection.
 
-        False when the request ended meanwhile.
+        Returns False when the request ended meanwhile.
         """
         task = attempt.prefill_task
         if task is not None and not task.done():
-            await asyncio.wait((task,), timeout=PREFILL_LAST_WORD_S)
+            await asyncio.wait((task,), timeout=PREFILL_END_WAIT_S)
             if task.done():
-                attempt.prefill = None  # nothing of it is left to be cancelled
+                attempt.prefill = None  # it has ended and cannot be cancelled
         return self.driver.attempt is attempt
 
-    async def prefill_worker_leaves(self, attempt: SentAttempt) -> None:
-        """A decode leg gave up: give the news that its prefill worker died, if it did, time to come.
+    async def await_prefill_worker_loss(self, attempt: SentAttempt) -> None:
+        """After a failed decode leg, wait briefly for news that the prefill worker died.
 
-        The decode worker may hear of it first, because it pulls the KV.
+        The decode worker may notice the death first, because it pulls the KV.
         """
         driver = self.driver
         if driver.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
             return
-        for _ in range(PREFILL_NEWS_CHECKS):
+        for _ in range(PREFILL_LOSS_CHECKS):
             is_known = attempt.prefill_lost is not None or attempt.prefill_refused is not None
             if is_known or driver.attempt is not attempt:
                 return
             if self._model.placer.prefill_worker_left(attempt.placement):
                 return
-            await asyncio.sleep(PREFILL_NEWS_CHECK_S)
+            await asyncio.sleep(PREFILL_LOSS_CHECK_S)
 
     def note_cached(self, attempt: SentAttempt, cached_tokens: int, prompt_tokens: int | None) -> None:
-        """The engine's own count of what it had cached; the client's usage shows that of its first token."""
+        """Note the engine's count of cached tokens; usage shows that of the attempt with the first token."""
         if attempt.placement.decision.prefill is not None:
             attempt.prefill_cached_tokens = cached_tokens
         if self.driver.attempt is not attempt:
-            return  # it was given up meanwhile
+            return  # the attempt was abandoned meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens, self.cache_known = cached_tokens, True
         self._model.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
 
-    # What the journey says
+    # The journey's commands
 
     async def _perform(self, commands: Sequence[Command]) -> None:
         todo = deque(commands)
@@ -220,7 +219,7 @@ class RequestRun:
                     self._perform_now((command,))
 
     def _perform_now(self, commands: Sequence[Command]) -> None:
-        """Do what needs no waiting."""
+        """Carry out commands that need no waiting."""
         for command in commands:
             match command:
                 case Abandon():
@@ -253,10 +252,10 @@ class RequestRun:
             self._model.release(placement)
             return ()
         if driver.last_loss is not None:
-            self._observed.sent_again(self._request, driver.last_loss, streaming=bool(generated))
+            self._instrumentation.sent_again(self._request, driver.last_loss, streaming=bool(generated))
         now_s = time.monotonic()
         attempt = SentAttempt(placement, placed_s=now_s)
-        if self._observed.traffic is not None or self._spans is not None:
+        if self._instrumentation.traffic is not None or self._spans is not None:
             self.trail.append(attempt)
         if self._times.placed_s is None:
             self._times.placed_s = now_s
@@ -284,14 +283,14 @@ class RequestRun:
         attempt.prefill_sent_s = time.monotonic()
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
-        if self.driver.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
+        if self.driver.error is not None:  # it ended while the leg was sent, without a stream to cancel
             stream.cancel(self.driver.error.code)
         params = await read_prefill(stream, partial(self.note_cached, attempt))
         self.driver.prefilled(attempt, time.monotonic())
         return params
 
     async def _run_prefill_in_parallel(self, attempt: SentAttempt) -> None:
-        """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
+        """Run a bootstrap handoff's prefill leg. Its failure cancels decode, whose KV would never come."""
         try:
             await self._run_prefill(attempt)
         except InvalidRequest as error:
@@ -306,10 +305,10 @@ class RequestRun:
             attempt.prefill_runs_in_parallel = False
 
     def _prefill_ended(self, attempt: SentAttempt, task: asyncio.Task[None]) -> None:
-        """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
+        """Log an internal error of the task, which no caller awaits, and end the decode leg."""
         if task.cancelled() or task.exception() is None:
             return
-        self._observed.mistake(self._request, task.exception())
+        self._instrumentation.internal_error(self._request, task.exception())
         if attempt is self.driver.attempt:
             error = InternalError("the prefill leg could not be driven; the log has the traceback")
             self.driver.error = error
@@ -338,23 +337,23 @@ class RequestRun:
         except KvrouterError as error:
             lost = lost_leg(attempt.placement.decision.decode, error)
             return driver.lost(attempt, lost, time.monotonic())
-        if driver.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
+        if driver.error is not None:  # it ended while the leg was sent, without a stream to cancel
             stream.cancel(driver.error.code)
         return driver.decode_sent(attempt, time.monotonic())
 
     def _traced(self, attempt: SentAttempt, leg: EngineRequest) -> EngineRequest:
-        """Return the leg under a span of its own, where requests are traced here."""
+        """Return the leg with its own span, where requests are traced."""
         return leg if self._spans is None else structs.replace(leg, trace=self._spans.leg(attempt, leg.leg))
 
     def first_tokens(self) -> None:
-        """The first tokens of the attempt under way came."""
+        """Note the first tokens of the current attempt."""
         driver, attempt, now_s = self.driver, self.driver.held, time.monotonic()
         if self._times.first_token_s is None:
             self._times.first_token_s = now_s
         if self._first_attempt is None:
             self._first_attempt = attempt
         if not attempt.prefill_runs_in_parallel:
-            attempt.prefill = None  # its KV has been fetched: nothing waits there any more
+            attempt.prefill = None  # its KV has been fetched
         self._model.flows.handed_over(attempt.placement, now_s=now_s)
         driver.first_tokens(now_s)
         self._model.count_first_token(attempt.placement)
@@ -375,14 +374,14 @@ class RequestRun:
         self._model.answered(attempt.placement, tokens=tokens)
 
     def _too_long(self, kind: TooLong, silent_s: float) -> None:
-        """A limit was reached: cancel the legs, and the read that meets their end reports why."""
+        """Cancel the legs after a limit was reached; the read that meets their end reports the cause."""
         driver, attempt, timeouts = self.driver, self.driver.attempt, self._timeouts
         if attempt is None:
             return
         cause = "the request's time is up"
         if kind is TooLong.SILENCE:
             cause = f"no token for {silent_s:.3g} s"
-            driver.silent(cause, self.watch.heard_s)
+            driver.silent(cause, self.watch.progress_s)
         else:
             what, limit_s = {
                 TooLong.REQUEST: ("the request took longer than", timeouts.request_s),

@@ -1,4 +1,4 @@
-"""Watches how long one request takes: to its prefill, its first token and its end, and between tokens."""
+"""Stall watch: limits a request's time to prefill, first token and end, and the silence between tokens."""
 
 import asyncio
 import time
@@ -7,37 +7,37 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 LATE_S = 0.1
-"""A check that comes so much too late shows that this process stood still, not that a worker is silent."""
+"""A check that runs later than this shows that this process was paused, not that a worker is silent."""
 
 
 class TooLong(Enum):
-    """What took too long."""
+    """Which limit was reached."""
 
     REQUEST = auto()
-    """The request as a whole."""
+    """The time for the whole request."""
     PREFILL = auto()
-    """The prefill leg of a pair, before the one that answers."""
+    """The time for the prefill leg of a pair, which ends before decode begins."""
     FIRST_TOKEN = auto()
-    """The client's first token."""
+    """The time to the client's first token."""
     SILENCE = auto()
-    """A worker that should go on with an answer: another one may."""
+    """The time without a token from a worker that resumes or streams; another worker may take over."""
 
 
 class Phase(Enum):
-    """What is waited for."""
+    """What the request waits for."""
 
     FIRST_TOKEN = auto()
     PREFILLING = auto()
-    """The same, and the prefill leg of a pair goes before the one that answers."""
+    """The first token, while the prefill leg of a pair runs before the decode leg."""
     RESUMING = auto()
-    """The client has tokens, and another worker prefills to go on."""
+    """The client has tokens, and another worker prefills in order to resume."""
     STREAMING = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long a request may take to the end of its prefill leg, to its first token and to its end, and how
-    long its stream may be silent before the worker counts as lost; in seconds.
+    """A request's limits in seconds: to the end of its prefill leg, to its first token, between tokens before
+    the worker counts as lost, and to its end.
     """
 
     prefill_s: float
@@ -47,10 +47,11 @@ class Timeouts:
 
 
 class StallWatch:
-    """Calls ``on_too_long`` once each time a limit is reached. All moments are on the monotonic clock.
+    """Calls ``on_too_long`` once each time a limit is reached. All times are on the monotonic clock.
 
-    Time that the client takes to read counts for no worker: it begins with :meth:`pause` and ends with
-    :meth:`resume`. Neither does time in which this process stood still: what came meanwhile waits to be read.
+    Time that the client takes to read, from :meth:`pause` to :meth:`resume`, does not count as a worker's
+    silence. Neither does time in which this process was paused: messages that arrived meanwhile wait to be
+    read.
     """
 
     __slots__ = (
@@ -61,8 +62,8 @@ class StallWatch:
         "_paused_s",
         "_timeouts",
         "_timer",
-        "heard_s",
         "phase",
+        "progress_s",
     )
 
     def __init__(self, timeouts: Timeouts, on_too_long: Callable[[TooLong, float], None]) -> None:
@@ -70,47 +71,47 @@ class StallWatch:
         self._timeouts = timeouts
         self._on_too_long = on_too_long
         self._timer: asyncio.TimerHandle | None = None
-        self._began_s = self._check_s = self.heard_s = time.monotonic()
+        self._began_s = self._check_s = self.progress_s = time.monotonic()
         self._paused_s: float | None = None
-        """Since when the client has what came; None while a worker is waited for."""
+        """Since when the client has held the last chunk; None while a worker is awaited."""
         self.phase = Phase.FIRST_TOKEN
 
     @property
     def time_left_s(self) -> float:
-        """How long the request may still take, in seconds."""
+        """Seconds that the request may still take."""
         return max(0.0, self._began_s + self._timeouts.request_s - time.monotonic())
 
     def enter(self, phase: Phase) -> None:
-        """From now on this is waited for."""
+        """Enter a phase; its limits count from now."""
         self.phase = phase
-        self.heard_s = time.monotonic()
-        self._paused_s = self.heard_s if phase is Phase.STREAMING else None
+        self.progress_s = time.monotonic()
+        self._paused_s = self.progress_s if phase is Phase.STREAMING else None
         self._arm()
 
     def pause(self) -> None:
-        """The client has what came."""
+        """Note that the client has the last chunk."""
         self._paused_s = time.monotonic()
 
-    def resume(self, *, heard: bool) -> None:
-        """A worker is waited for. ``heard``: what came last was a sign that it is at work."""
+    def resume(self, *, progressed: bool) -> None:
+        """Wait for a worker again. ``progressed``: the last chunk showed that it is at work."""
         now_s = time.monotonic()
         self._leave_out_client(now_s)
         self._paused_s = None
-        if heard:
-            self.heard_s = now_s
+        if progressed:
+            self.progress_s = now_s
 
     def _leave_out_client(self, now_s: float) -> None:
         if self._paused_s is not None:
-            self.heard_s += now_s - self._paused_s
+            self.progress_s += now_s - self._paused_s
             self._paused_s = now_s
 
     def stop(self) -> None:
-        """Watch no longer, and drop the callback: what a request held goes with its last user."""
+        """Stop the watch and drop the callback, so that the request can be freed."""
         self._disarm()
         self._on_too_long = _no_callback
 
     def _due(self) -> tuple[float, TooLong]:
-        """When the next limit is reached, and which one it is."""
+        """The time and the kind of the next limit."""
         timeouts = self._timeouts
         end_s = self._began_s + timeouts.request_s
         if self.phase is Phase.PREFILLING:
@@ -118,9 +119,9 @@ class StallWatch:
         elif self.phase is Phase.FIRST_TOKEN:
             limit_s, kind = self._began_s + timeouts.first_token_s, TooLong.FIRST_TOKEN
         elif self.phase is Phase.RESUMING:
-            limit_s, kind = self.heard_s + timeouts.first_token_s, TooLong.SILENCE
+            limit_s, kind = self.progress_s + timeouts.first_token_s, TooLong.SILENCE
         else:
-            limit_s, kind = self.heard_s + timeouts.between_tokens_s, TooLong.SILENCE
+            limit_s, kind = self.progress_s + timeouts.between_tokens_s, TooLong.SILENCE
         return (end_s, TooLong.REQUEST) if end_s <= limit_s else (limit_s, kind)
 
     def _disarm(self) -> None:
@@ -142,14 +143,14 @@ class StallWatch:
         due_s, kind = self._due()
         late_s = now_s - self._check_s
         if kind is TooLong.SILENCE and late_s > LATE_S:
-            # as long as this process stood still, and as long again to read what came meanwhile
-            self.heard_s = min(now_s, self.heard_s + 2.0 * late_s)
+            # add the pause, and as much again to read what arrived meanwhile
+            self.progress_s = min(now_s, self.progress_s + 2.0 * late_s)
             due_s, kind = self._due()
         if now_s < due_s:
             self._arm()
         else:
-            self._on_too_long(kind, now_s - self.heard_s)
+            self._on_too_long(kind, now_s - self.progress_s)
 
 
 def _no_callback(_kind: TooLong, _silent_s: float) -> None:
-    """Whose watch it was has ended."""
+    """Do nothing: the watch has been stopped."""

@@ -1,4 +1,4 @@
-"""What is recorded of traffic: requests as they end, calls that are refused, changes of the fleet."""
+"""Traffic recording: makes records of ended requests, refused calls and fleet changes."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,7 @@ from kvrouter.recording.schema import Constraints, FleetChange, RefusalRecord, S
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):
-    """What a call says of itself: its route, and the client's ids of its session and of the session that
-    began that one.
-    """
+    """A call's route and the client's session ids: its own session, and the parent session that began it."""
 
     route: str | None = None
     session: str | None = None
@@ -33,18 +31,18 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
 NO_ORIGIN = Origin()
 
 _FINISHED, _FAILED, _CANCELLED = Status.FINISHED, Status.FAILED, Status.CANCELLED
-"""An enumeration's attributes are slow before Python 3.12."""
+"""Attributes of an enumeration are slow before Python 3.12."""
 
 
 class LegSpans(Protocol):
-    """Hears of the legs of one request as they are sent, for its trace."""
+    """Makes the trace spans of one request's legs."""
 
     def leg(self, attempt: Attempt, leg: Leg) -> TraceContext:
-        """A leg of an attempt is about to be sent; return what its engine is given to go on with."""
+        """Begin the span of a leg that is about to be sent; return the trace context for its engine."""
 
 
 class TrafficRecorder:
-    """Makes records of what the service hears of. ``clock`` is monotonic, in seconds."""
+    """Makes records of traffic. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, recorder: Recorder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._recorder = recorder
@@ -52,25 +50,25 @@ class TrafficRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether records are written; False once a full disk, or another error, has ended it."""
+        """Whether records are written; False after a full disk or another error ended the recording."""
         return self._recorder.is_recording
 
     # The fleet
 
     def worker_changed(self, change: FleetChange, card: WorkerCard) -> None:
-        """Something became of a worker."""
+        """Record a change of a worker."""
         recorder = self._recorder
         known = recorder.workers.get(str(card.worker_id))
         is_alive = change is not FleetChange.SILENT
         if change is FleetChange.CHANGED and known is not None:
-            is_alive = known.alive  # a card may be published again by one that does not answer here
+            is_alive = known.alive  # a worker that does not answer here may still publish its card
         worker = _worker_of(card, is_alive=is_alive)
         recorder.note_worker(change, worker, at_s=recorder.since_start(self._clock()))
 
     # Requests
 
     def call_refused(self, error: KvrouterError, *, route: str, model: str | None, received_s: float) -> None:
-        """A call was refused before it was a request."""
+        """Record a call that was refused before it became a request."""
         recorder = self._recorder
         recorder.note_refusal(
             RefusalRecord(
@@ -83,7 +81,7 @@ class TrafficRecorder:
         )
 
     def unread_call_refused(self, code: str, *, http_status: int, route: str | None) -> None:
-        """A call was refused before it was read to its end; without a ``route`` also its head."""
+        """Record a call that was refused unread; ``route`` is None where its head was not read either."""
         recorder = self._recorder
         recorder.note_refusal(
             RefusalRecord(
@@ -104,7 +102,7 @@ class TrafficRecorder:
         first_token_s: float | None,
         output_tokens: int,
     ) -> None:
-        """A request ended: finished, with an error, or because its client left."""
+        """Record a request that finished, failed, or was cancelled by its client."""
         ended_s = self._clock()
         recorder = self._recorder
         workers = recorder.workers
@@ -129,7 +127,7 @@ class TrafficRecorder:
     def _details(
         self, request: GenerateRequest, origin: Origin, error: KvrouterError | None
     ) -> RequestDetails | None:
-        """None where there are none."""
+        """The rarely used fields of a request; None where all are empty."""
         constraints = _constraints_of(request)
         session, parent = origin.session, origin.parent
         if constraints is None and session is None and parent is None and error is None:
@@ -215,9 +213,9 @@ def _constraint_text(constraint: TransferConstraint) -> str:
 
 
 def _constraints_of(request: GenerateRequest) -> Constraints | None:
-    """None where it asks for nothing."""
+    """The request's constraints; None where it has none."""
     asked, override = request.constraints, request.override
-    if not (  # what most requests are is seen without a call
+    if not (  # most requests have none: checked without a function call
         asked.required_taints
         or asked.required_decode_taints
         or asked.preferred_taints
@@ -229,7 +227,7 @@ def _constraints_of(request: GenerateRequest) -> Constraints | None:
     ):
         return None
     required = asked.required_taints
-    if request.lora_name is not None:  # the adapter says it
+    if request.lora_name is not None:  # the recorded adapter implies this taint
         required -= {adapter_taint(request.lora_name)}
     found = Constraints(
         required_taints=tuple(sorted(required)),

@@ -1,9 +1,9 @@
-"""The speed of KV transfers to worker ranks, by their engines' counts.
+"""Transfer speed: judges how fast KV reaches each worker rank, by its engine's counts.
 
-Engines count whole transfers, and what a few bytes cost is latency. So windows of transfers are compared: one
-is slow when KV travels at less than a share of the speed that the rank has shown, *and* each transfer takes
-so much longer than it did then. On a link of constant latency and bandwidth the second never comes with the
-first, whatever sizes are carried: with mean size m, a transfer takes latency + m / bandwidth.
+Engines count whole transfers, and small ones consist mostly of latency. So windows of transfers are compared:
+a window is slow when its bytes per second are below a share of the best that the rank has shown, *and* its
+mean transfer takes so much longer than it did then. On a link of constant latency and bandwidth both never
+hold together, whatever the sizes: with mean size m a transfer takes latency + m / bandwidth.
 """
 
 from collections import deque
@@ -13,56 +13,56 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.workers import KvTransfers
 
 RECENT_S = 60.0
-"""How long what was carried counts as recent."""
+"""Transfers of the last this many seconds are recent."""
 
 BUCKET_S = 5.0
-"""What is carried within this time is kept as one sum."""
+"""Transfers within this time share one bucket."""
 
 WINDOW_S = 10.0
-"""A window of transfers lasts at least so long, and is dropped when :data:`RECENT_S` did not fill it."""
+"""The least length of a window; a window not filled within :data:`RECENT_S` is dropped."""
 
 WINDOW_BYTES = 64 << 20
 WINDOW_TRANSFERS = 4
-"""What fills a window: less says nothing of the link."""
+"""The least bytes and transfers of a window; fewer say nothing about the link."""
 
 WINDOWS = 2
-"""A speed is shown, or lost, by so many windows in a row."""
+"""How many consecutive windows establish a best speed or a verdict."""
 
 SLOW_SHARE = 0.25
-"""Below this share of what was shown KV travels slow,"""
+"""Below this share of its best speed a rank becomes slow."""
 
 WELL_SHARE = 0.5
-"""and at this share or above it is well again."""
+"""From this share on it is no longer slow."""
 
 
 class Speed(NamedTuple):
-    """How fast KV travels: ``bytes_per_s`` in one transfer, which takes ``transfer_s`` on average."""
+    """Bytes per second within transfers, and the mean seconds that one transfer takes."""
 
     bytes_per_s: float
     transfer_s: float
 
     def is_under(self, share: float, shown: "Speed") -> bool:
-        """Whether this is less than ``share`` of ``shown``, and not because less was carried at a time."""
+        """Whether the speed is below ``share`` of ``shown``, and not because transfers were smaller."""
         return self.bytes_per_s < share * shown.bytes_per_s and share * self.transfer_s > shown.transfer_s
 
 
 class SpeedVerdict(NamedTuple):
-    """KV travels slow to a rank from now on, or no longer: the last window with what was shown before."""
+    """A rank became slow or is no longer slow: the last window's speed and the best before it."""
 
     is_slow: bool
     now: Speed
     shown: Speed
 
 
-class Noted(NamedTuple):
-    """What a report brought: ``carried`` since the one before, and what changed."""
+class NotedTransfers(NamedTuple):
+    """The transfers since the last report, and a verdict where it changed."""
 
     carried: KvTransfers
     verdict: SpeedVerdict | None
 
 
 class TransferReading(NamedTuple):
-    """What is known of one rank: its engine's own sums, and speeds where there is enough to know them.
+    """One rank's sums from its engine, and its speeds; a speed is None before there are enough transfers.
 
     ``recent_bytes_per_s`` is that of the last minute, ``shown_bytes_per_s`` the best that lasted.
     """
@@ -77,39 +77,39 @@ NOTHING = KvTransfers(0, 0, 0.0)
 
 
 class TransferSpeeds:
-    """Follows what engines report of the KV that they fetched. ``now_s`` is any clock that never goes back.
+    """Follows the KV transfers that engines report. ``now_s`` is any monotonic clock.
 
-    Of each slot there are a few sums, however much is carried.
+    Memory is a few sums per slot, whatever is transferred.
     """
 
     def __init__(self) -> None:
         self._ranks: dict[Slot, _Rank] = {}
 
-    def note(self, slot: Slot, sums: KvTransfers | None, *, now_s: float) -> Noted | None:
-        """An engine reported its sums, or that it has none yet; None where that is nothing new. Sums that
-        are its first report may be of long ago, and count as nothing carried.
+    def note(self, slot: Slot, sums: KvTransfers | None, *, now_s: float) -> NotedTransfers | None:
+        """Note an engine's sums, None before its first transfer. Returns None where they have not changed.
+        The first sums may be old, so they count as no transfer.
         """
         rank = self._ranks.get(slot)
         if rank is None:
             self._ranks[slot] = _Rank(sums)
-            return None if sums is None else Noted(NOTHING, None)
+            return None if sums is None else NotedTransfers(NOTHING, None)
         if sums is None or sums == rank.sums:
             return None
         carried, rank.sums = _since(rank.sums or NOTHING, sums), sums
-        return Noted(carried, rank.add(carried, now_s))
+        return NotedTransfers(carried, rank.add(carried, now_s))
 
     def reading(self, slot: Slot, *, now_s: float) -> TransferReading | None:
-        """What is known of the slot's rank; None where its engine does not report it."""
+        """The reading of the slot's rank; None where its engine reports no transfers."""
         rank = self._ranks.get(slot)
         return None if rank is None or rank.sums is None else rank.reading(rank.sums, now_s)
 
     def freed(self, slot: Slot) -> None:
-        """The slot's rank is gone."""
+        """Forget the slot's rank, which has left."""
         self._ranks.pop(slot, None)
 
 
 class _Sums:
-    """What was carried from ``begun_s`` on."""
+    """Sums of transfers since ``begun_s``."""
 
     __slots__ = ("begun_s", "bytes", "seconds", "transfers")
 
@@ -148,7 +148,7 @@ class _Rank:
         self._is_slow = False
 
     def add(self, carried: KvTransfers, now_s: float) -> SpeedVerdict | None:
-        """Note what was carried; return the verdict when it changes."""
+        """Add transfers; return the verdict where it changes."""
         if not self._buckets or now_s - self._buckets[-1].begun_s >= BUCKET_S:
             self._buckets.append(_Sums(now_s))
         self._buckets[-1].add(carried)
@@ -194,7 +194,7 @@ class _Rank:
 
 
 def _since(before: KvTransfers, sums: KvTransfers) -> KvTransfers:
-    """What came between two sums; sums that became less are those of an engine that restarted."""
+    """The difference of two sums; sums that fell are those of a restarted engine, and count in full."""
     has_restarted = (
         sums.transfers < before.transfers
         or sums.bytes < before.bytes

@@ -293,10 +293,10 @@ class PlaneSettings(Section):
         """Return these settings with the discovery that ``auto`` stands for, given what else needs NATS."""
         if self.discovery is not DiscoveryBackend.AUTO:
             return self
-        is_said = self.model_fields_set & {
+        is_given = self.model_fields_set & {
             name for name in type(self).model_fields if name.startswith("nats_")
         }
-        needed = kv_events or replica_sync or self.request_plane is RequestPlaneKind.NATS or is_said
+        needed = kv_events or replica_sync or self.request_plane is RequestPlaneKind.NATS or is_given
         found = DiscoveryBackend.NATS if needed else DiscoveryBackend.FILE
         return self.model_copy(update={"discovery": found})
 

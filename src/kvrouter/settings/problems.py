@@ -365,13 +365,13 @@ def _walk(
     if len(lines) > keys_max:
         raise ValueError(f"more than {DOCUMENT_MAX_KEYS} keys and entries")
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key_node, value_node in node.value:
             key = str(key_node.value)
             below = (*path, key)
-            if key in seen:
+            if key in keys:
                 problems.append(Problem(below, f"given again on line {key_node.start_mark.line + 1}"))
-            seen.add(key)
+            keys.add(key)
             lines.setdefault(below, key_node.start_mark.line + 1)
             _walk(value_node, below, lines, problems, keys_max)
     elif isinstance(node, yaml.SequenceNode):

@@ -88,8 +88,8 @@ def static_text(card: WorkerCard) -> str:
     config = card.runtime_config
     if config.bootstrap_host is not None and config.bootstrap_port is not None:
         values["bootstrap"] = f"{config.bootstrap_host}:{config.bootstrap_port}"
-    said = (f"{key}={value}" for key, value in values.items() if value and DEFAULTS.get(key) != value)
-    return ",".join((card.address, *said))
+    fields = (f"{key}={value}" for key, value in values.items() if value and DEFAULTS.get(key) != value)
+    return ",".join((card.address, *fields))
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -6,8 +6,8 @@ from typing import Annotated
 from annotated_types import Interval
 
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.settings.recording import RecordingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.recording_settings import RecordingSettings
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import (
     Count,
     NonNegative,

@@ -1,7 +1,7 @@
-"""The worker attached to an engine: registers, serves, publishes, reads topology files."""
+"""The worker beside an engine: registers it, serves its requests, publishes its KV events."""
 
 from kvrouter.worker.engine_door import EngineDoor
-from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.kv_publisher import KvPublisher
 from kvrouter.worker.register import new_incarnation, register_llm
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 from kvrouter.worker.worker import Worker, WorkerTransports

@@ -1,10 +1,10 @@
-"""The engine door: a socket on which a custom engine reports to its worker which blocks it holds.
+"""The engine door: a listening socket through which a custom engine reports its cached blocks to its worker.
 
-The engine's end is ``native/c`` (``kvrouter.h``). Whatever it sends goes to the worker's
-:class:`~kvrouter.worker.publisher.KvPublisher`, so the engine need not know of any event plane.
+The client is ``native/c`` (``kvrouter.h``). Its reports go to the worker's
+:class:`~kvrouter.worker.kv_publisher.KvPublisher`, so the engine does not depend on the event transport.
 
-The length is 4 bytes, big-endian. The first frame is the token as it is; every other one is an array whose
-first element is its kind. ``native/c`` is the other end.
+A frame begins with its length in 4 bytes, big-endian. The first frame is the bare token; every other one is
+an array whose first element is the kind.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ from kvrouter.core.ids import DpRank, EngineHash
 from kvrouter.core.json import unpacked
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
-from kvrouter.worker.publisher import FIRST_RANK, KvPublisher
+from kvrouter.worker.kv_publisher import FIRST_RANK, KvPublisher
 
 _UNIX, _TCP = "unix:", "tcp://"
 _PORTS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class DoorAddress:
-    """A socket file, or a host and its port; port 0 is any free one."""
+class ListenAddress:
+    """The address to listen at: a socket file, or a host and a port; port 0 picks a free one."""
 
     path: str | None = None
     host: str = ""
     port: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> "DoorAddress":
-        """Read an address. Raises ConfigError."""
+    def parse(cls, text: str) -> "ListenAddress":
+        """Parse an address. Raises ConfigError."""
         if text.startswith(_UNIX):
             path = text.removeprefix(_UNIX)
             if path.startswith("/"):
@@ -63,7 +63,7 @@ class DoorAddress:
 
     @property
     def is_private(self) -> bool:
-        """Whether only this host's own processes can reach it."""
+        """Whether only processes of this host can reach it."""
         if self.path is not None or self.host == "localhost":
             return True
         try:
@@ -72,8 +72,9 @@ class DoorAddress:
             return False
 
     def listen(self) -> socket.socket:
-        """Return a socket that is bound here. A socket file is for this user alone; one that nobody
-        listens at any more is replaced. Raises ConfigError."""
+        """Return a bound socket. Its file is for this user alone; a stale one is replaced. Raises
+        ConfigError.
+        """
         try:
             if self.path is None:
                 family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -84,9 +85,9 @@ class DoorAddress:
                 f"address: cannot listen at {self}: {error.strerror or error}", param="address"
             ) from error
 
-    def bound_to(self, sock: socket.socket) -> "DoorAddress":
-        """The same place with the port that was found."""
-        return self if self.path is not None else DoorAddress(host=self.host, port=sock.getsockname()[1])
+    def bound_to(self, sock: socket.socket) -> "ListenAddress":
+        """The address with the port that the socket got."""
+        return self if self.path is not None else ListenAddress(host=self.host, port=sock.getsockname()[1])
 
     def forget(self) -> None:
         """Remove the socket file."""
@@ -128,14 +129,14 @@ _Hash = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The engine's hello: the version of these frames, and the engine's block size in tokens."""
+    """The engine's hello: the protocol version, and the engine's block size in tokens."""
 
     version: _Count
     block_size: _Count
 
 
 class Replace(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The rank holds nothing; from here on this connection, and no other, reports what it holds."""
+    """Claim a rank for this connection: its blocks are cleared, and only this connection reports it."""
 
     dp_rank: _Count
 
@@ -150,27 +151,27 @@ class StoredFrame(msgspec.Struct, frozen=True, array_like=True, tag=2):
     block_hashes: HashColumn
 
     def event(self) -> Stored:
-        """The event that it describes. Raises ValueError for columns that are none."""
+        """Return the event. Raises ValueError for malformed columns."""
         parent = None if self.parent is None else EngineHash(self.parent)
         return Stored(parent, self.engine_hashes, self.block_hashes, self.medium)
 
 
 class RemovedFrame(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Blocks left a medium."""
+    """Blocks were removed from a medium."""
 
     dp_rank: _Count
     medium: Medium
     engine_hashes: HashColumn
 
     def event(self) -> Removed:
-        """The event that it describes. Raises ValueError for a column that is none."""
+        """Return the event. Raises ValueError for a malformed column."""
         if len(self.engine_hashes) % HASH_BYTES:
             raise ValueError(f"engine_hashes: {len(self.engine_hashes)} bytes are no column of hashes")
         return Removed(self.engine_hashes, self.medium)
 
 
 class LoadFrame(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """How busy a rank is."""
+    """A rank's load."""
 
     dp_rank: _Count
     active_blocks: _Count
@@ -181,7 +182,7 @@ class LoadFrame(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Asks for :class:`Synced` once everything before is taken."""
+    """Requests a :class:`Synced` once all earlier frames are processed."""
 
     goal: _Hash
 
@@ -196,24 +197,24 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The connection is refused, and closed after this."""
+    """The connection is refused, and closed after this frame."""
 
     reason: str
 
 
 class Synced(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Everything before the :class:`Sync` of this goal is taken."""
+    """All frames before the :class:`Sync` of this goal are processed."""
 
     goal: int
 
 
 def decode_frame(payload: bytes) -> EngineFrame:
-    """Return what an engine said; raise ProtocolError."""
+    """Return a frame of an engine; raise ProtocolError."""
     return unpacked(_decoder, payload, "frame", times=FRAME_TIMES)
 
 
 def encode_reply(reply: Welcome | EngineRefused | Synced) -> bytes:
-    """Return ``reply`` with its length before it."""
+    """Return ``reply``, encoded with its length."""
     payload = _encoder.encode(reply)
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
@@ -224,24 +225,24 @@ _decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineF
 
 FRAME_BYTES_MAX = 1024 * 1024
 FRAME_TIMES = 2
-"""A frame may hold a token for each of its bytes: twice as many values as others."""
+"""A frame may hold one value per byte: twice the usual limit."""
 
 TOKEN_BYTES_MAX = 1024
 CONNECTIONS_MAX = 64
 
 GREETING_S = 5.0
-"""Who does not show the token within this time is turned away."""
+"""A connection without a valid token after this time is closed."""
 
 SILENCE_S = 10.0
-"""An engine speaks every second; one that says nothing for this long is gone."""
+"""A connection without a frame for this long is closed; engines send one every second."""
 
 _NUMBER = re.compile(r"\d+")
 
 _log = logging.getLogger(__name__)
 
 
-class _Ended(Exception):
-    """A conversation is over; the reason is for the log, and for the engine when ``is_sent``."""
+class _ConnectionEnded(Exception):
+    """The connection has ended; the reason is logged, and sent to the engine when ``is_sent``."""
 
     def __init__(self, reason: str, *, is_sent: bool = True) -> None:
         super().__init__(reason)
@@ -249,42 +250,42 @@ class _Ended(Exception):
         self.is_sent = is_sent
 
 
-class _Engine:
-    """One connection, and the ranks that it reports."""
+class _EngineConnection:
+    """One engine's connection, and the ranks that it reports."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
         self.ranks: set[DpRank] = set()
-        self.is_greeted = False
-        self.ended: _Ended | None = None
+        self.is_accepted = False
+        self.ended: _ConnectionEnded | None = None
 
     async def frame(self, *, bytes_max: int, limit_s: float) -> bytes:
-        """The next frame. Raises _Ended when it is too long, too late, or will never come."""
+        """Return the next frame. Raises _ConnectionEnded when it is too long, too late, or never comes."""
         try:
             async with asyncio.timeout(limit_s):
                 n_bytes = int.from_bytes(await self.reader.readexactly(LENGTH_BYTES), "big")
                 if n_bytes > bytes_max:
-                    raise _Ended(f"a frame of {n_bytes} bytes is longer than {bytes_max}")
+                    raise _ConnectionEnded(f"a frame of {n_bytes} bytes is longer than {bytes_max}")
                 return await self.reader.readexactly(n_bytes)
         except TimeoutError:
-            raise _Ended(f"it said nothing for {limit_s:g} s") from None
+            raise _ConnectionEnded(f"it said nothing for {limit_s:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
-            raise _Ended("its connection ended", is_sent=False) from None
+            raise _ConnectionEnded("its connection ended", is_sent=False) from None
 
-    async def say(self, reply: Welcome | Synced, *, limit_s: float) -> None:
-        """Answer. Raises _Ended when the engine does not take it."""
+    async def reply(self, reply: Welcome | Synced, *, limit_s: float) -> None:
+        """Send a reply. Raises _ConnectionEnded when the engine does not accept it."""
         try:
             async with asyncio.timeout(limit_s):
                 self.writer.write(encode_reply(reply))
                 await self.writer.drain()
         except TimeoutError:
-            raise _Ended(f"it took no answer for {limit_s:g} s", is_sent=False) from None
+            raise _ConnectionEnded(f"it took no answer for {limit_s:g} s", is_sent=False) from None
         except OSError:
-            raise _Ended("its connection ended", is_sent=False) from None
+            raise _ConnectionEnded("its connection ended", is_sent=False) from None
 
-    def leave(self, ended: _Ended) -> None:
-        """Close, and say why where that can still be said. Only the first reason counts."""
+    def close(self, ended: _ConnectionEnded) -> None:
+        """Close the connection, and send the reason where that is possible. Only the first reason counts."""
         if self.ended is not None:
             return
         self.ended = ended
@@ -294,14 +295,14 @@ class _Engine:
 
 
 class EngineDoor:
-    """Lets engines of other processes in; ``start``, ``stop``. Use it from the publisher's event loop.
+    """Listens for engines of other processes; ``start``, ``stop``. Use it from the publisher's event loop.
 
     ``address`` is ``unix:/path`` (only this user may connect) or ``tcp://host:port`` (port 0: any free one);
-    a host beyond loopback needs a ``token``, which an engine must show before anything that it says is read.
-    ``block_size`` is the worker's, in tokens; ``dp_ranks`` are the ranks that it has.
+    a host beyond loopback needs a ``token``, which an engine must send before any other frame is read.
+    ``block_size`` is the worker's, in tokens; ``dp_ranks`` are the worker's ranks.
 
-    One connection reports a rank, the newest that claims it. When it ends, for whatever reason, its ranks
-    are cleared at once: an engine that died holds nothing, and one that lives sends everything again.
+    A rank is reported by one connection, the newest that claims it. When that ends, its ranks are cleared at
+    once: a dead engine holds no blocks, and a live one reports everything again.
     """
 
     def __init__(
@@ -318,8 +319,8 @@ class EngineDoor:
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         self._publisher = publisher
-        self._place = DoorAddress.parse(address)
-        if not token and not self._place.is_private:
+        self._listen_address = ListenAddress.parse(address)
+        if not token and not self._listen_address.is_private:
             raise ConfigError(
                 f"token: must be set for {address}, which others than this host can reach", param="token"
             )
@@ -333,96 +334,98 @@ class EngineDoor:
         self._frame_bytes_max = frame_bytes_max
         self._connections_max = connections_max
         self._server: asyncio.Server | None = None
-        self._engines: dict[_Engine, asyncio.Task[None]] = {}
-        self._owners: dict[DpRank, _Engine] = {}
+        self._connections: dict[_EngineConnection, asyncio.Task[None]] = {}
+        self._owners: dict[DpRank, _EngineConnection] = {}
         self._log_throttle = LogThrottle()
 
     @property
     def address(self) -> str:
-        """Where engines connect: with the port that was found, once started."""
-        return str(self._place)
+        """The address where engines connect; after :meth:`start` with the actual port."""
+        return str(self._listen_address)
 
     @property
     def dp_ranks(self) -> frozenset[DpRank]:
-        """The ranks that an engine reports now."""
+        """The ranks that a connection reports now."""
         return frozenset(self._owners)
 
     async def start(self) -> None:
-        """Start to listen. Raises ConfigError when the address cannot be had."""
-        sock = self._place.listen()
-        self._place = self._place.bound_to(sock)
-        start = asyncio.start_server if self._place.path is None else asyncio.start_unix_server
+        """Start to listen. Raises ConfigError when the address is not available."""
+        sock = self._listen_address.listen()
+        self._listen_address = self._listen_address.bound_to(sock)
+        start = asyncio.start_server if self._listen_address.path is None else asyncio.start_unix_server
         self._server = await start(self._on_connection, sock=sock)
 
     async def stop(self) -> None:
-        """Close the listener; what the engines held is cleared. Idempotent."""
+        """Close the listener and all connections; their ranks are cleared. Idempotent."""
         if self._server is None:
             return
         self._server.close()
-        tasks = tuple(self._engines.values())
+        tasks = tuple(self._connections.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.wait_closed()
         self._server = None
-        self._place.forget()
+        self._listen_address.forget()
 
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        engine = _Engine(reader, writer)
-        if len(self._engines) >= self._connections_max:
-            engine.leave(_Ended(f"{self._connections_max} connections are open already"))
+        engine = _EngineConnection(reader, writer)
+        if len(self._connections) >= self._connections_max:
+            engine.close(_ConnectionEnded(f"{self._connections_max} connections are open already"))
             self._log_end(engine)
             return
         task = asyncio.get_running_loop().create_task(self._serve(engine))
-        self._engines[engine] = task
+        self._connections[engine] = task
         task.add_done_callback(self._report)
 
-    async def _serve(self, engine: _Engine) -> None:
-        ended = _Ended("the worker's door is closed")
+    async def _serve(self, engine: _EngineConnection) -> None:
+        ended = _ConnectionEnded("the worker's door is closed")
         try:
-            await self._greet(engine)
+            await self._handshake(engine)
             while engine.ended is None:
                 await self._take(engine)
-        except _Ended as why:
+        except _ConnectionEnded as why:
             ended = why
         except ProtocolError as error:
-            ended = _Ended(error.message)
+            ended = _ConnectionEnded(error.message)
         finally:
-            del self._engines[engine]
+            del self._connections[engine]
             self._release(engine)
-            engine.leave(ended)
+            engine.close(ended)
             self._log_end(engine)
 
-    async def _greet(self, engine: _Engine) -> None:
+    async def _handshake(self, engine: _EngineConnection) -> None:
         shown = await engine.frame(bytes_max=TOKEN_BYTES_MAX, limit_s=self._greeting_s)
         if not hmac.compare_digest(shown, self._token):
-            raise _Ended("its token is not the worker's")
+            raise _ConnectionEnded("its token is not the worker's")
         hello = decode_frame(
             await engine.frame(bytes_max=self._frame_bytes_max, limit_s=self._greeting_s),
         )
         if not isinstance(hello, EngineHello):
-            raise _Ended("it does not begin with a hello")
+            raise _ConnectionEnded("it does not begin with a hello")
         if hello.version != VERSION:
-            raise _Ended(f"it speaks version {hello.version}, the worker {VERSION}")
+            raise _ConnectionEnded(f"it speaks version {hello.version}, the worker {VERSION}")
         if hello.block_size != self._block_size:
-            raise _Ended(f"its block_size is {hello.block_size} tokens, the worker's {self._block_size}")
-        await engine.say(Welcome(VERSION), limit_s=self._greeting_s)
-        engine.is_greeted = True
+            raise _ConnectionEnded(
+                f"its block_size is {hello.block_size} tokens, the worker's {self._block_size}"
+            )
+        await engine.reply(Welcome(VERSION), limit_s=self._greeting_s)
+        engine.is_accepted = True
         log_event(_log, Event.ENGINE_JOINED, worker=str(self._publisher.worker_id))
 
-    async def _take(self, engine: _Engine) -> None:
+    async def _take(self, engine: _EngineConnection) -> None:
         frame = decode_frame(
             await engine.frame(bytes_max=self._frame_bytes_max, limit_s=self._silence_s),
         )
         if isinstance(frame, Sync):
             self._publisher.flush()
-            await engine.say(Synced(frame.goal), limit_s=self._silence_s)
+            await engine.reply(Synced(frame.goal), limit_s=self._silence_s)
         elif isinstance(frame, EngineHello):
-            raise _Ended("it says hello twice")
+            raise _ConnectionEnded("it says hello twice")
         else:
             self._apply(engine, frame)
 
-    def _apply(self, engine: _Engine, frame: EngineFrame) -> None:
+    def _apply(self, engine: _EngineConnection, frame: EngineFrame) -> None:
         match frame:
             case Replace():
                 self._claim(engine, DpRank(frame.dp_rank))
@@ -431,7 +434,7 @@ class EngineDoor:
                 try:
                     event = frame.event()
                 except ValueError as error:
-                    raise _Ended(str(error)) from None
+                    raise _ConnectionEnded(str(error)) from None
                 self._publisher.publish(dp_rank, (event,))
             case LoadFrame():
                 self._publisher.publish_load(
@@ -443,35 +446,35 @@ class EngineDoor:
                     waiting_requests=frame.waiting_requests,
                 )
 
-    def _claim(self, engine: _Engine, dp_rank: DpRank) -> None:
+    def _claim(self, engine: _EngineConnection, dp_rank: DpRank) -> None:
         if dp_rank not in self._dp_ranks:
-            raise _Ended(f"the worker has no dp_rank {dp_rank}")
+            raise _ConnectionEnded(f"the worker has no dp_rank {dp_rank}")
         owner = self._owners.get(dp_rank)
         if owner is not None and owner is not engine:
             self._release(owner)
-            owner.leave(_Ended(f"a newer connection tells of dp_rank {dp_rank}"))
+            owner.close(_ConnectionEnded(f"a newer connection tells of dp_rank {dp_rank}"))
         self._owners[dp_rank] = engine
         engine.ranks.add(dp_rank)
         self._publisher.publish_cleared(dp_rank=dp_rank)
 
-    def _owned(self, engine: _Engine, dp_rank: int) -> DpRank:
+    def _owned(self, engine: _EngineConnection, dp_rank: int) -> DpRank:
         if dp_rank not in engine.ranks:
-            raise _Ended(f"it tells of dp_rank {dp_rank}, which it did not claim")
+            raise _ConnectionEnded(f"it tells of dp_rank {dp_rank}, which it did not claim")
         return DpRank(dp_rank)
 
-    def _release(self, engine: _Engine) -> None:
+    def _release(self, engine: _EngineConnection) -> None:
         for dp_rank in engine.ranks:
             del self._owners[dp_rank]
             self._publisher.publish_cleared(dp_rank=dp_rank)
             self._publisher.drop_load(dp_rank=dp_rank)
         engine.ranks.clear()
 
-    def _log_end(self, engine: _Engine) -> None:
-        """A refused engine connects again for ever: that is logged once in a while, whatever its numbers."""
+    def _log_end(self, engine: _EngineConnection) -> None:
+        """Log the end. A refused engine reconnects for ever, so equal reasons are throttled."""
         reason = "" if engine.ended is None else engine.ended.reason
-        if not engine.is_greeted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
+        if not engine.is_accepted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
             return
-        event = Event.ENGINE_LEFT if engine.is_greeted else Event.ENGINE_REFUSED
+        event = Event.ENGINE_LEFT if engine.is_accepted else Event.ENGINE_REFUSED
         log_event(_log, event, worker=str(self._publisher.worker_id), reason=reason)
 
     def _report(self, task: asyncio.Task[None]) -> None:

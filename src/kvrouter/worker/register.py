@@ -1,4 +1,4 @@
-"""A worker's card, from the arguments of ``register_llm``."""
+"""Worker registration: makes a worker's card from the arguments of ``register_llm`` and publishes it."""
 
 import secrets
 
@@ -19,12 +19,12 @@ from kvrouter.transports.records.port import Discovery
 
 
 def new_incarnation() -> Epoch:
-    """Return a random epoch: a restart is never taken for a continuation."""
+    """Return a random epoch, so that a restart is never taken for the same start."""
     return Epoch(secrets.randbits(63))
 
 
 def role_of(model_type: ModelType, *, disaggregated: bool) -> Role:
-    """Return the role that a registration means. Raises ConfigError for a type that mixes legs, or none."""
+    """Return the role of a registration. Raises ConfigError for a type that mixes roles or has none."""
     if model_type is ModelType.Prefill:
         return Role.PREFILL
     if not model_type & (ModelType.Chat | ModelType.Completions) or model_type & ModelType.Prefill:
@@ -60,12 +60,12 @@ async def register_llm(
 ) -> WorkerCard:
     """Publish a worker of ``model`` and return its card.
 
-    ``address`` is where the request plane reaches it; ``block_size`` and ``context_length`` are in tokens.
-    Prefill workers register ``ModelType.Prefill``, all others ``ModelType.Chat | ModelType.Completions``;
-    ``disaggregated`` ones of these take decode legs only. KV routing needs ``ModelInput.Tokens``.
-    ``event_source`` is where the worker's events are heard, as its end of the event plane says (without one:
-    in this process); ``tokenizer`` the model's folder, for frontends that were given none of their own;
-    ``engine`` what serves behind it, such as ``vllm 0.32.0``, for the fleet's operators.
+    ``address`` is where routers reach the worker; ``block_size`` and ``context_length`` are in tokens.
+    Prefill workers register ``ModelType.Prefill``, all others ``ModelType.Chat | ModelType.Completions``; of
+    these, ``disaggregated`` ones take decode legs only. KV routing needs ``ModelInput.Tokens``.
+    ``event_source`` is where the worker publishes its events, None for this process; ``tokenizer`` the
+    model's folder, for frontends without a tokenizer of their own; ``engine`` the engine and its version,
+    such as ``vllm 0.32.0``.
 
     Raises ConfigError, whose ``param`` names the argument, for a card that cannot be routed to.
     """

@@ -1,7 +1,7 @@
-"""A worker's topology values: read from topology files, awaited at the start, watched afterwards.
+"""Worker topology: reads a worker's topology files, waits for them at the start, and watches them afterwards.
 
-The folder is usually a Kubernetes volume: visible names are links into a hidden folder, ``..data``, which the
-kubelet exchanges as a whole.
+The folder is usually a Kubernetes volume: its files are links into a hidden folder, ``..data``, which the
+kubelet replaces as a whole.
 """
 
 import asyncio
@@ -31,15 +31,16 @@ from kvrouter.worker.topology_env import (
 _EXCHANGED = "..data"
 _READS_MAX = 3
 _BYTES_MAX = 4 * VALUE_CHARS_MAX + 1024
-"""More than any legal value and the blanks around it."""
+"""More bytes than any legal value and surrounding blanks."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderReading:
-    """What a folder said at one moment. ``domains`` are sorted by name; ``passed_over`` says why, by name.
+    """A folder's content at one moment. ``domains`` are sorted by name; ``passed_over`` has the reason for
+    each skipped entry, by name.
 
-    ``warnings`` are about entries that someone meant to be read; an empty file, a hidden one or a folder is
-    passed over in silence.
+    ``warnings`` are about entries that were meant as values; empty files, hidden files and folders are
+    skipped without one.
     """
 
     domains: Mapping[str, str]
@@ -47,16 +48,16 @@ class FolderReading:
     warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """What was found, in one line."""
+        """The values and skipped entries in one line."""
         parts = [f"{name}={value}" for name, value in self.domains.items()]
         parts += [f"{name} {why}" for name, why in self.passed_over.items()]
         return ", ".join(parts) or "nothing"
 
 
 def read_domains(folder: Path) -> FolderReading:
-    """Read every file of ``folder``. A folder that is not there, or cannot be read, has no domains.
+    """Read every file of ``folder``. A missing or unreadable folder has no domains.
 
-    When the folder is exchanged meanwhile it is read again, so that values of two moments do not mix.
+    A folder that is replaced meanwhile is read again, so that values of two versions do not mix.
     """
     for _ in range(_READS_MAX - 1):
         before = _exchange_mark(folder)
@@ -96,7 +97,7 @@ def _read_once(folder: Path) -> FolderReading:
 
 
 def _read_value(entry: Path) -> tuple[str, str | None, bool]:
-    """The trimmed value, why it is none, and whether that deserves a warning."""
+    """The trimmed value, why it is unusable (None: it is usable), and whether that deserves a warning."""
     try:
         if not entry.is_file():
             return "", "is not a file", False
@@ -126,7 +127,7 @@ OnChange = Callable[[ModelRuntimeConfig, tuple[str, ...]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What ``kvrouter topology check`` says. ``config`` is None when the worker would not start."""
+    """The result of ``kvrouter topology check``. ``config`` is None when the worker would not start."""
 
     text: str
     exit_code: int
@@ -139,8 +140,7 @@ async def wait_for_topology(
 ) -> FolderReading:
     """Return the files' content once the awaited domain has a value; at once when topology is off.
 
-    Raises TopologyUnavailable, naming path, domain and what was found, when it has none after
-    ``env.timeout_s`` seconds.
+    Raises TopologyUnavailable after ``env.timeout_s`` seconds, naming path, domain and the values found.
     """
     if env.awaited_domain is None:
         return FolderReading({}, {})
@@ -160,7 +160,7 @@ async def wait_for_topology(
 def topology_config(
     config: ModelRuntimeConfig, env: TopologyEnv, reading: FolderReading
 ) -> ModelRuntimeConfig:
-    """Return ``config`` with the worker's place and transfer policy; unchanged when topology is off."""
+    """Return ``config`` with the worker's domains and transfer policy; unchanged when topology is off."""
     if not env.enabled:
         return config
     return replace(
@@ -176,10 +176,10 @@ def topology_config(
 async def watch_topology(
     env: TopologyEnv, config: ModelRuntimeConfig, on_change: OnChange, *, sleep: Sleep = asyncio.sleep
 ) -> None:
-    """Read the files every ``env.poll_s`` seconds, and hand each change to ``on_change``; until cancelled.
+    """Read the files every ``env.poll_s`` seconds and pass each change to ``on_change``; until cancelled.
 
-    ``config`` is what was published last. A value that vanished is handed over as vanished, with a warning:
-    where the worker is then counts as unknown, and a required transfer policy fails closed.
+    ``config`` was published last. A removed value is passed on as removed, with a warning: the worker's
+    location then counts as unknown, and a required transfer policy fails closed.
     """
     while env.enabled:
         await sleep(env.poll_s)
@@ -193,23 +193,23 @@ async def watch_topology(
         try:
             await on_change(changed, warnings)
         except OSError:
-            continue  # discovery is out of reach; what is not published yet is tried at the next read
+            continue  # discovery is unreachable: the change is published after the next read
         config = changed
 
 
 def topology_check(environ: Mapping[str, str]) -> CheckReport:
-    """Say what a worker with this environment would publish now, or why it would not start."""
+    """Report what a worker with this environment would publish now, or why it would not start."""
     try:
         env = parse_topology_env(environ)
         if not env.enabled:
             return _report(f"Topology is off ({ENABLED} is not true): nothing is published.", env.warnings)
         reading = read_domains(env.mount_path)
-        seen = env.warnings + reading.warnings + _levels_without_value(env, reading)
+        warnings = env.warnings + reading.warnings + _levels_without_value(env, reading)
         if env.awaited_domain not in reading.domains:
             wait = f"a worker waits {env.timeout_s:g} s for it, then exits with code 1"
-            return _refusal(f"{_missing(env, reading)}; {wait}", seen)
+            return _refusal(f"{_missing(env, reading)}; {wait}", warnings)
         config = topology_config(ModelRuntimeConfig(), env, reading)
-        warnings = seen + tuple(validate_runtime_config(config))
+        warnings += tuple(validate_runtime_config(config))
     except ConfigError as error:
         return _refusal(error.message, ())
     published = msgspec.json.format(msgspec.json.encode(config), indent=2).decode()
@@ -218,7 +218,7 @@ def topology_check(environ: Mapping[str, str]) -> CheckReport:
 
 
 def _levels_without_value(env: TopologyEnv, reading: FolderReading) -> tuple[str, ...]:
-    """A level that is misspelt is ignored where distances are computed, and nobody would notice."""
+    """A warning for each level without a value: a misspelt level is otherwise ignored in distances."""
     found = reading.describe()
     return tuple(
         f"{LEVELS}: {env.mount_path}/{level} has no value for the level '{level}' (found {found})"
@@ -253,10 +253,10 @@ LABEL_PREFIX = "grove.io/topology."
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The levels whose files must have a value, in ``folder``; none when topology is off.
+    """The levels in ``folder`` whose files must have a value; empty when topology is off.
 
-    ``labels`` are the pod labels that the files show, by level, for log messages; a level that is not
-    among them has ``grove.io/topology.<level>``.
+    ``labels`` are the pod labels behind the files, by level, for log messages; the default is
+    ``grove.io/topology.<level>``.
     """
 
     folder: Path
@@ -264,7 +264,7 @@ class Awaited:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def label(self, level: str) -> str:
-        """Return the pod label that the file of ``level`` shows."""
+        """Return the pod label behind the file of ``level``."""
         return self.labels.get(level, f"{LABEL_PREFIX}{level}")
 
 
@@ -275,10 +275,10 @@ def awaited(
     levels: str | None = None,
     labels: tuple[str, ...] = (),
 ) -> Awaited:
-    """Return what to wait for: what is given, else what a worker with this environment would wait for.
+    """Return the levels to wait for: the given ones, else those of a worker with this environment.
 
-    ``levels`` have commas between, ``labels`` are ``level=key``. Raises ConfigError, naming the option or the
-    variable, for what cannot be.
+    ``levels`` are separated by commas, ``labels`` are ``level=key``. Raises ConfigError that names the
+    invalid option or variable.
     """
     by_level = dict(_label(text) for text in labels)
     folder = mount_path or environ.get(MOUNT_PATH, "").strip() or DEFAULT_MOUNT_PATH
@@ -296,7 +296,7 @@ def wait_for_levels(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FolderReading:
-    """Return what the folder says once every wanted level has a value; ``say``, meanwhile, what is awaited.
+    """Return the folder's content once every awaited level has a value; report progress to ``say``.
 
     Raises TopologyUnavailable after ``timeout_s`` seconds: it names the levels, their labels and the causes.
     """
@@ -327,7 +327,7 @@ def _files(wanted: Awaited, missing: list[str]) -> str:
 
 
 def _never_came(wanted: Awaited, missing: list[str], reading: FolderReading, timeout_s: float) -> str:
-    """One line for what is missing, and one for each usual cause, with the command that shows it."""
+    """One line for the missing levels, and one for each usual cause with the command that shows it."""
     labels = [wanted.label(level) for level in missing]
     return "\n".join(
         (

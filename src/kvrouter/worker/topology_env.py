@@ -1,4 +1,4 @@
-"""The environment variables of a worker's topology, read once and strictly."""
+"""Topology environment: the variables of a worker's topology, parsed once and strictly."""
 
 import math
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ VALUE_CHARS_MAX = 253
 
 @dataclass(frozen=True, slots=True)
 class TopologyEnv:
-    """The contract of one worker. ``awaited_domain`` is the one whose file must be there before it starts.
+    """One worker's topology settings. ``awaited_domain`` must have a value before the worker starts.
 
     ``poll_s`` is the time between two reads of the files, ``timeout_s`` how long a start waits for them.
-    ``warnings`` are about settings that have no effect.
+    ``warnings`` are about settings without effect.
     """
 
     enabled: bool
@@ -50,10 +50,10 @@ class TopologyEnv:
 
 
 def parse_topology_env(environ: Mapping[str, str]) -> TopologyEnv:
-    """Return the contract that ``environ`` states; raise ConfigError, naming the variable, for what can't be.
+    """Parse ``environ``; raise ConfigError that names the variable.
 
-    A value that is misspelt is refused rather than ignored: a worker whose place is unknown costs every
-    transfer that then leaves its zone.
+    A misspelt value is refused and not ignored: a worker with an unknown location makes KV transfers leave
+    their zone.
     """
     if not _flag(environ, ENABLED):
         return TopologyEnv(enabled=False, warnings=_unused(environ))
@@ -82,7 +82,7 @@ def parse_topology_env(environ: Mapping[str, str]) -> TopologyEnv:
 
 
 def name_problem(name: str) -> str | None:
-    """Why ``name`` cannot be a domain's name, or None. It is a file's name, and ends at ``=`` in a taint."""
+    """Why ``name`` is no valid domain name, or None. It is a file's name, and ends at ``=`` in a taint."""
     if not name:
         return "is empty"
     if name.startswith("."):
@@ -95,7 +95,7 @@ def name_problem(name: str) -> str | None:
 
 
 def value_problem(value: str) -> str | None:
-    """Why ``value`` (trimmed) cannot be a domain's value, or None."""
+    """Why ``value`` (trimmed) cannot be a domain's value; None when it can."""
     if len(value) > VALUE_CHARS_MAX:
         return f"is longer than {VALUE_CHARS_MAX} characters"
     if not value.isprintable():

@@ -1,4 +1,4 @@
-"""A worker: serves legs, publishes events and loads, registers, and bounds each leg's time."""
+"""Worker: serves legs of requests for one engine, publishes its events and load, and registers it."""
 
 import asyncio
 import logging
@@ -19,15 +19,15 @@ from kvrouter.telemetry.logs import LogThrottle
 from kvrouter.transports.events.port import EventPublisher, RecoveryServer
 from kvrouter.transports.records.port import Discovery
 from kvrouter.transports.requests.port import EngineStream, Registration, RequestAcceptor
-from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.kv_publisher import KvPublisher
 from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import TopologyEnv
 
 GRACE_S = 1.0
-"""How much longer than its request a leg may run: the router ends both, and its word is to come first."""
+"""How much longer than its request a leg may run, so that the router's error comes first."""
 
 TIME_LEFT_MAX_S = 7 * 86_400.0
-"""No leg runs longer, whatever a router allows."""
+"""The longest time of a leg, whatever a router allows."""
 
 REASON = "the time of its request was up"
 
@@ -36,13 +36,13 @@ class TimedStream:
     """The stream of a leg that may run for ``time_left_s`` seconds from now, and ``grace_s`` more.
 
     Then the engine is asked to stop, and the reader gets :class:`DeadlineExceeded`. A leg that ended in time
-    is left alone.
+    is not affected.
     """
 
     __slots__ = ("_inner", "_is_over_time", "_timer")
 
     def __init__(self, inner: EngineStream, time_left_s: float, *, grace_s: float = GRACE_S) -> None:
-        # What is no number, or below 0, is no time left.
+        # NaN and negative values mean that no time is left.
         left_s = min(time_left_s, TIME_LEFT_MAX_S) if time_left_s > 0 else 0.0
         self._inner = inner
         self._is_over_time = False
@@ -64,7 +64,7 @@ class TimedStream:
         return chunk
 
     def cancel(self, reason: str) -> None:
-        """Ask the engine to stop and free what it holds; idempotent, allowed at any time."""
+        """Ask the engine to stop and free its resources; idempotent, allowed at any time."""
         self._timer.cancel()
         self._inner.cancel(reason)
 
@@ -74,18 +74,19 @@ class TimedStream:
 
 
 HEARTBEAT_S = 5.0
-"""How often routers hear how far the event ids have come, and the latest loads again: a lost last batch is
-noticed after this long, and a lost last report is replaced."""
+"""Seconds between heartbeats, which carry the next event ids and the latest loads: a lost last batch is
+noticed, and a lost last report replaced, after at most this time.
+"""
 
 SKIPPED_AGAIN_S = 3600.0
-"""How long the log says nothing more of KV events that are skipped for a reason that it has logged."""
+"""The least time between two log lines about KV events skipped for the same reason."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTransports:
-    """The transports of one worker; ``lost`` is set when another start of its id has its place."""
+    """The transports of one worker; ``lost`` is set when a newer start of its id replaced it."""
 
     discovery: Discovery
     requests: RequestAcceptor
@@ -95,11 +96,11 @@ class WorkerTransports:
 
 
 class Worker:
-    """One engine in the fleet: ``start``, ``drain``, ``stop``; ``die`` is a death without goodbye.
+    """One engine in the fleet: ``start``, ``drain``, ``stop``; ``die`` ends it without deregistering.
 
-    With a ``topology`` contract the worker starts once its place is known, and publishes its card again when
-    its place changes. With ``engine_tells_events`` False somebody else feeds :attr:`publisher`, such as an
-    :class:`EngineDoor`; what the engine publishes of its cache is dropped.
+    With ``topology`` the worker starts once its domains are known, and publishes its card again when they
+    change. With ``engine_tells_events`` False another source feeds :attr:`publisher`, such as an
+    :class:`EngineDoor`; the engine's own KV events are dropped.
     """
 
     def __init__(
@@ -145,13 +146,13 @@ class Worker:
 
     @property
     def running_legs(self) -> int:
-        """How many legs run here."""
+        """How many legs are running."""
         return 0 if self._registration is None else self._registration.running_legs
 
     async def start(self) -> None:
-        """Learn the place, serve, then publish the card: a router that finds it can use it.
+        """Read the topology, serve, then publish the card, so that a router that finds the worker can use it.
 
-        Raises TopologyUnavailable when the place stays unknown, ConfigError for a config that cannot be.
+        Raises TopologyUnavailable when the topology stays unknown, ConfigError for an invalid config.
         """
         if self._topology is not None:
             reading = await wait_for_topology(self._topology)
@@ -177,9 +178,10 @@ class Worker:
             self._run(watch_topology(self._topology, self.card.runtime_config, self._moved))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
-        """Accept a leg. A worker that drains, or whose engine is silent, refuses: the router goes elsewhere.
+        """Accept a leg.
 
-        Raises ShuttingDown, or InvalidRequest for another model or a rank that this worker does not have.
+        Raises ShuttingDown while the worker drains or its engine does not answer, so that the router tries
+        another worker, and InvalidRequest for another model or an unknown rank.
         """
         if self.card.draining:
             raise ShuttingDown(f"worker {self.card.worker_id} is draining")
@@ -197,24 +199,24 @@ class Worker:
         return stream if request.time_left_s is None else TimedStream(stream, request.time_left_s)
 
     async def publish_runtime_config(self, config: ModelRuntimeConfig) -> None:
-        """Publish the card again with another runtime config, as when a topology label changed."""
+        """Publish the card with another runtime config, for example after a topology label changed."""
         self.card = replace(self.card, runtime_config=config)
         await self._discovery.publish(self.card)
 
     async def begin_drain(self) -> None:
-        """Take no new legs; running ones go on."""
+        """Refuse new legs; running ones go on."""
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
 
     async def end_drain(self) -> None:
-        """Take new legs again."""
+        """Accept new legs again."""
         self.card = replace(self.card, draining=False)
         await self._discovery.publish(self.card)
 
     async def drain(self, limit_s: float) -> bool:
-        """Take no new legs, wait up to ``limit_s`` seconds for the running ones, and leave the fleet.
+        """Refuse new legs, wait up to ``limit_s`` seconds for the running ones, and leave the fleet.
 
-        Returns whether every leg had ended; those that had not were cut off.
+        Returns whether every leg had ended; the others were cut off.
         """
         await self.begin_drain()
         is_idle = await self.wait_idle(limit_s)
@@ -222,17 +224,17 @@ class Worker:
         return is_idle
 
     async def wait_idle(self, limit_s: float) -> bool:
-        """Wait until no leg runs here, or ``limit_s`` seconds; return whether none does."""
+        """Wait until no leg runs, for at most ``limit_s`` seconds; return whether none is left."""
         return self._registration is None or await self._registration.wait_idle(limit_s)
 
     async def stop(self) -> None:
-        """Say goodbye, then stop serving. Idempotent."""
+        """Deregister, then stop serving. Idempotent."""
         await self._discovery.withdraw(self.card.worker_id, self.card.incarnation)
         self._leave("the worker was stopped")
         await self.engine.stop()
 
     def die(self, why: str) -> None:
-        """Vanish without a goodbye: the card stays until discovery notices."""
+        """End without deregistering: the card stays until discovery removes it."""
         self._leave(why)
 
     def _leave(self, why: str) -> None:
@@ -253,7 +255,7 @@ class Worker:
             self.publisher.heartbeat(self._dp_ranks if self.card.publishes_kv_events else ())
 
     async def _follow_engine(self) -> None:
-        """Publish what changes of the engine: while it does not answer, nobody is sent here."""
+        """Publish the card when the engine's state changes; routers send no requests to a silent engine."""
         while True:
             await self._engine_changed.wait()
             self._engine_changed.clear()
@@ -318,11 +320,11 @@ class Worker:
             self._log_skipped(report, before)
 
     def _log_skipped(self, report: LoadReport, before: Mapping[str, int]) -> None:
-        """Workers have no metrics page, unlike routers: log it instead, at a limited rate."""
+        """Log skipped events at a limited rate: workers have no metrics page."""
         dp_rank, skipped = report.rank.dp_rank, report.kv_events_skipped
         counted = [reason for reason, n in skipped.items() if n != before.get(reason, 0)]
-        news = [reason for reason in counted if self._skipped_throttle.allows(f"{dp_rank} {reason}")]
-        if news:
+        logged = [reason for reason in counted if self._skipped_throttle.allows(f"{dp_rank} {reason}")]
+        if logged:
             counts = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
             worker = str(self.card.worker_id)
             log_event(_log, Event.KV_EVENTS_SKIPPED, worker=worker, dp_rank=dp_rank, reason=counts)

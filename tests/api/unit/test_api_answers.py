@@ -11,7 +11,7 @@ from kvrouter.api.decisions import Decisions, Explanation, LastDecisions
 from kvrouter.api.fleet import Fleet, Flows
 from kvrouter.api.pages import ModelList
 from kvrouter.cli.doctor.findings import Problem, Severity
-from kvrouter.cli.doctor.places import zones
+from kvrouter.cli.doctor.place_checks import zones
 from kvrouter.cli.doctor.reading import Counts, Reading
 from kvrouter.cli.fleet.show import running_shown
 

@@ -10,8 +10,8 @@ import pytest
 import uvloop
 from nats.aio.client import Client
 
-from kvrouter.app import nats as connection
-from kvrouter.app.nats import NatsUnreachable, nats_connection
+from kvrouter.app import nats_connection as connection
+from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
 from tests.support.logged import event_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.app import nats as connection
-from kvrouter.app.nats import NatsUnreachable, nats_connection
+from kvrouter.app import nats_connection as connection
+from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.transports.events.jetstream.stream import ComponentNames, EventStream, StreamLimits
 from tests.support.nats_jwt import Operator

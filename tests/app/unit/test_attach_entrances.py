@@ -18,9 +18,9 @@ from tests.support.waits import until
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
     # As in production an engine is probed several times before the attach loop asks what it is.
-    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.2)
+    monkeypatch.setattr(attachment, "RETRY_AFTER_S", 0.2)
     monkeypatch.setitem(ServedEngine.__init__.__kwdefaults__ or {}, "look_each_s", 0.02)
 
 

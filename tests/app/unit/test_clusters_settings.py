@@ -7,7 +7,7 @@ import yaml
 from click.testing import CliRunner
 
 from kvrouter.app.frontend_place import read_place
-from kvrouter.app.router_transports import router_wires
+from kvrouter.app.router_transports import open_router_transports
 from kvrouter.app.worker_transports import open_worker_transports
 from kvrouter.cli.commands import kvrouter
 from kvrouter.core.errors import ConfigError
@@ -73,7 +73,7 @@ def rewrite(file: Path, text: str | None) -> None:
 
 async def refused(chosen: Settings, *, static: tuple[WorkerCard, ...] = ()) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        async with router_wires(chosen, Telemetry(), http_port=0, static=static):
+        async with open_router_transports(chosen, Telemetry(), http_port=0, static=static):
             raise AssertionError
     return caught.value
 
@@ -109,14 +109,14 @@ def test_a_name_of_the_own_cluster_alone_is_a_warning() -> None:
 
 async def test_the_own_cluster_alone_is_followed_as_ever(pod: dict[str, str]) -> None:
     for chosen in (settings(pod), settings(pod, KVROUTER_CLUSTER_NAME="east")):
-        async with router_wires(chosen, Telemetry(), http_port=0) as wires:
-            assert isinstance(wires.discovery, KubernetesDiscovery)
+        async with open_router_transports(chosen, Telemetry(), http_port=0) as transports:
+            assert isinstance(transports.discovery, KubernetesDiscovery)
 
 
 async def test_other_clusters_are_followed_with_the_own_one(pod: dict[str, str], file: Path) -> None:
     both = {"KVROUTER_CLUSTER_NAME": "east", VARIABLE: f"west={file},far={file}#two"}
-    async with router_wires(settings(pod, **both), Telemetry(), http_port=0) as wires:
-        assert isinstance(wires.discovery, ClustersDiscovery)
+    async with open_router_transports(settings(pod, **both), Telemetry(), http_port=0) as transports:
+        assert isinstance(transports.discovery, ClustersDiscovery)
 
 
 def test_the_namespace_is_the_contexts_else_the_own_one(file: Path) -> None:

@@ -278,7 +278,7 @@ async def test_an_engine_whose_model_nobody_names_is_refused(kind: str) -> None:
 
 @KINDS
 async def test_an_engine_that_comes_later_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached_module, "ASK_AGAIN_S", 0.005)
+    monkeypatch.setattr(attached_module, "PROBE_EVERY_S", 0.005)
     async with scripted_engine(PAGES[kind]) as scripted:
         pages = dict(scripted.pages)
         for path in scripted.pages:

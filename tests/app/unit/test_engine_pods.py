@@ -12,15 +12,15 @@ from kvrouter.app.attach.pod_fleet import (
     MISTAKEN,
     REFUSED,
     PodPolicy,
+    full_selector,
     policy_of,
-    whole_selector,
     worker_id_of,
 )
-from kvrouter.app.nats import NatsUnreachable
+from kvrouter.app.nats_connection import NatsUnreachable
 from kvrouter.cli.worker.engine_pods import PodsDiscovery
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.fleetfile.fleet import KvTransferSpec
+from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
 from tests.support.engine_pods import ZONE
@@ -33,9 +33,9 @@ IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
     for each in (attachment, pod_fleet):
-        monkeypatch.setattr(each, "TRIED_AGAIN_S", 0.01)
+        monkeypatch.setattr(each, "RETRY_AFTER_S", 0.01)
 
 
 async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
@@ -341,8 +341,8 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
 
 
 def test_the_label_is_asked_for_with_the_owners_selector() -> None:
-    assert whole_selector(EnginePods()) == "kvrouter.dev/engine"
-    assert whole_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
+    assert full_selector(EnginePods()) == "kvrouter.dev/engine"
+    assert full_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
 
 
 async def test_the_end_of_all_waits_for_nobody() -> None:

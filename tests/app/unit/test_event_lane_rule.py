@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrouter.app.worker_transports import lane_of
+from kvrouter.app.worker_transports import event_transport_of
 from kvrouter.core.workers import EventLane
 from kvrouter.settings.planes import PlaneSettings
 
@@ -23,7 +23,7 @@ def test_the_lane_of_a_worker(
     discovery: str, event_plane: str, has_local_indexer: bool, lane: EventLane
 ) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": event_plane})
-    assert lane_of(settings, has_local_indexer=has_local_indexer) is lane
+    assert event_transport_of(settings, has_local_indexer=has_local_indexer) is lane
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_lane_of_a_worker(
 )
 def test_without_kv_events_no_lane_is_a_reason_for_nats(discovery: str, lane: EventLane) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": "jetstream"})
-    assert lane_of(settings, has_local_indexer=False, publishes_kv_events=False) is lane
+    assert event_transport_of(settings, has_local_indexer=False, publishes_kv_events=False) is lane
 
 
 @pytest.mark.parametrize(

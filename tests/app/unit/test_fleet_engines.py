@@ -34,8 +34,8 @@ CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(attachment, "RETRY_AFTER_S", 0.01)
 
 
 @dataclass

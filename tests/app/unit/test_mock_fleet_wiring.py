@@ -8,8 +8,8 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.engines.mock_engine.config import MockConfig
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table, mock_links, numbered_workers, worker_card
 from kvrouter.kernel.topology.links import Link
 from kvrouter.settings.problems import parse_document

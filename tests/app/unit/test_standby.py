@@ -66,18 +66,18 @@ async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_pla
         await discovery.publish(card(worker_id))
 
     @asynccontextmanager
-    async def wires(_: Settings, *, component: str, **__: object) -> AsyncIterator[Any]:
+    async def transports(_: Settings, *, component: str, **__: object) -> AsyncIterator[Any]:
         opened.append(component)
         events = MemoryEventTransport()
         yield WorkerTransports(discovery, MemoryRequestTransport(), events, events)
 
-    monkeypatch.setattr(transport_provider, "open_worker_transports", wires)
-    async with network_transports(Settings()) as wired:
+    monkeypatch.setattr(transport_provider, "open_worker_transports", transports)
+    async with network_transports(Settings()) as provider:
 
         async def stands(worker_id: WorkerId) -> None:
             spec = AttachSpec(kind="vllm", url="http://e", worker_id=worker_id, role=Role.PREFILL)
             attached: Any = SimpleNamespace(publishes_kv_events=True)
-            async with wired.stand(spec, attached):
+            async with provider.open(spec, attached):
                 pass
 
         waiting = {each: asyncio.create_task(stands(each)) for each in (ONE, TWO)}

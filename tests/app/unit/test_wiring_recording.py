@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.app.recording import recording
+from kvrouter.app.traffic_recording import recording
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.recording.files import recording_files
 from kvrouter.router.traffic import NO_ORIGIN, Origin, TrafficRecorder
-from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.telemetry import Telemetry
 from tests.support.waits import until

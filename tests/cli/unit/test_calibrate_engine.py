@@ -28,7 +28,7 @@ from tests.support.timed_engine import PREFILL_S, Fault, TimedEngine, timed_engi
 
 
 def options(path: Path, **others: object) -> CalibrateOptions:
-    given: dict[str, object] = {"n_seen": 12, "request_limit_s": 60.0, **others}
+    given: dict[str, object] = {"n_fitted": 12, "request_limit_s": 60.0, **others}
     return CalibrateOptions(write_timing=path, **given)  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ async def test_a_measurement_that_fails_writes_nothing_and_leaves_what_was_there
 async def test_too_few_requests_are_refused_before_any_is_sent(tmp_path: Path) -> None:
     engine = TimedEngine()
     with pytest.raises(ConfigError, match="9 are too few to measure"):
-        await calibrated(engine, tmp_path / "timing.yaml", n_seen=9)
+        await calibrated(engine, tmp_path / "timing.yaml", n_fitted=9)
     assert engine.calls == []
 
 

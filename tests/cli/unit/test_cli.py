@@ -12,7 +12,7 @@ import pytest
 from kvrouter.cli import main
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError, TopologyUnavailable
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.tree import SETTINGS, Settings
 
 

@@ -13,7 +13,7 @@ from kvrouter.cli import main
 from kvrouter.cli.explain.report import draw_decisions
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import card
 from tests.support.front import open_house, says
 from tests.support.scripted_transport import ScriptedStream

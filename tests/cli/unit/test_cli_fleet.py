@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
 from kvrouter.core.workers import Role
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import default_fleet_path, load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import read_document
 from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import scripted_engine

@@ -10,8 +10,8 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.kernel.placement.placement import Draw
-from kvrouter.sim.replay.fleet import SlotLoads
-from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.carriage import Places
+from kvrouter.sim.replay.sim_fleet import SlotLoads
 from kvrouter.sim.replay.simulation import Result, Simulation
 from kvrouter.sim.replay.summary import Objective, Summary, summarize
 

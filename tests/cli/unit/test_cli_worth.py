@@ -9,8 +9,8 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.kernel.placement.placement import Draw
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.worth import Rows, rows_of

@@ -63,7 +63,7 @@ async def test_an_sglang_without_a_limit_says_what_its_scheduler_made_of_it() ->
         engine.set_json("/server_info", info)
         found = await described(engine)
     assert found.meta.engine_kwargs.max_num_seqs == 4_096
-    assert found.says_flags
+    assert found.states_flags
     assert found.notes == ()
 
 
@@ -71,7 +71,7 @@ async def test_a_frontend_of_several_engines_is_not_measured_as_one() -> None:
     async with scripted_engine(MODELS_ALONE) as engine:
         one = 'kvrouter_worker_up{worker="1",model="tiny"} 1\n'
         engine.set_page("/metrics", one)
-        assert not (await described(engine)).says_flags
+        assert not (await described(engine)).states_flags
         engine.set_page("/metrics", one + one.replace('"1"', '"2"'))
         with pytest.raises(ConfigError, match="is a frontend of kvrouter with 2 workers") as caught:
             await described(engine)

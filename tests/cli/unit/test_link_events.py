@@ -8,8 +8,8 @@ import pytest
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
-from kvrouter.engines.mock_engine.links import LinkChange
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.engines.mock_engine.mock_links import LinkChange
+from kvrouter.fleetfile.fleet_file import FleetFile
 from tests.support.logged import events_of
 from tests.support.mock_fleets import fleet_file, pairs
 from tests.support.waits import until

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.json import UNSCANNED_BYTES, Decoder, Unreadable, parsed
-from kvrouter.engines.openai.events import AnswerEvent
+from kvrouter.engines.openai.answer_events import AnswerEvent
 from kvrouter.transports.records.encoding import CardRecord
 
 VALUES = st.recursive(

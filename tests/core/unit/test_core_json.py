@@ -18,8 +18,14 @@ from kvrouter.core.json import (
     decoded,
     parsed,
 )
-from kvrouter.engines.openai.events import ODD_CHOICES_READ, AnswerEvent, AnswerUsage, UnreadEvent, read_event
-from kvrouter.engines.openai.failures import said
+from kvrouter.engines.openai.answer_events import (
+    ODD_CHOICES_READ,
+    AnswerEvent,
+    AnswerUsage,
+    UnreadEvent,
+    read_event,
+)
+from kvrouter.engines.openai.failures import error_message
 from kvrouter.engines.sglang.calls import GenerateReader
 
 MANY = 2_000_000
@@ -90,7 +96,7 @@ def test_of_many_choices_that_cannot_be_read_few_are_looked_at() -> None:
 def test_sglangs_own_answers_and_errors_are_counted_too() -> None:
     with pytest.raises(ProtocolError, match="more values"):
         GenerateReader()(b'{"output_ids":[' + b"1," * MANY + b"1]}")
-    message, _ = said(b'{"detail":[' + b"{}," * MANY + b"{}]}")
+    message, _ = error_message(b'{"detail":[' + b"{}," * MANY + b"{}]}")
     assert message.startswith('{"detail":[{},{}')
 
 

@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from tests.support.engine_heard import Heard
 from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.kv_events.batches import read_published, read_replayed
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.event_stream import EngineEventStream
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.trtllm.events import NativeEvents, native_batches
 from tests.support.engine_frames import DECODERS, samples
 

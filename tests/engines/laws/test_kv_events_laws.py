@@ -11,9 +11,7 @@ from kvrouter.core.events import Held, Medium, unpack_hashes
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Slot
 from kvrouter.engines.kv_events.batches import REPLAY_END
-from kvrouter.engines.kv_events.event_stream import AskReplay, Command, EngineEventStream, Publish
-from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     CacheGroup,
     EngineCleared,
     EngineEvent,
@@ -21,8 +19,10 @@ from kvrouter.engines.kv_events.records import (
     EngineRemoved,
     EngineTraits,
 )
+from kvrouter.engines.kv_events.event_stream import AskReplay, Command, EngineEventStream, Publish
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from kvrouter.engines.vllm.events import decode
-from kvrouter.worker.publisher import RankMirror
+from kvrouter.worker.kv_publisher import RankMirror
 from tests.oracles.index import NaiveBlockIndex
 from tests.support.engine_frames import stored
 

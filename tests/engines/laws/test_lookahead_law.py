@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import ModelName, Slot
 from kvrouter.core.workers import WorkerCard
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeBlockIndex

@@ -12,8 +12,8 @@ from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, KvTran
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric, FabricOutputs
-from kvrouter.engines.mock_engine.handoff import Party
-from kvrouter.engines.mock_engine.links import Links
+from kvrouter.engines.mock_engine.handoff import LegId
+from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.kernel.topology.links import Link
 from tests.support.mock_links import zone_links
 
@@ -114,13 +114,13 @@ class MockFleetMachine(RuleBasedStateMachine):
         self.caches: dict[WorkerRank, Cache] = {}
         for worker_id in ROLES:
             self.add(worker_id)
-        self.parties: list[Party] = []
+        self.parties: list[LegId] = []
         self.params: list[KvTransferParams] = []
         self.prompts: dict[str, list[int]] = {}
-        self.wanted: dict[Party, int] = {}
-        self.got: dict[Party, int] = {}
-        self.ended: set[Party] = set()
-        self.dead: set[Party] = set()
+        self.wanted: dict[LegId, int] = {}
+        self.got: dict[LegId, int] = {}
+        self.ended: set[LegId] = set()
+        self.dead: set[LegId] = set()
         self.n_submitted = 0
 
     def add(self, worker_id: WorkerId) -> None:
@@ -220,7 +220,7 @@ class MockFleetMachine(RuleBasedStateMachine):
         for party, chunk in outputs.chunks:
             self.read(party, chunk)
 
-    def read(self, party: Party, chunk: EngineChunk) -> None:
+    def read(self, party: LegId, chunk: EngineChunk) -> None:
         assert party not in self.ended, "a chunk after the last"
         self.got[party] = self.got.get(party, 0) + len(chunk.token_ids)
         assert self.got[party] <= self.wanted[party]
@@ -256,7 +256,7 @@ def generate(
     for n in range(others):
         fabric.submit(0.0, BOTH, asked(f"other{n}", Leg.AGGREGATED, [n] * 9, max_tokens=20))
     fabric.submit(0.0, BOTH, asked("x", Leg.AGGREGATED, prompt, max_tokens=max_tokens))
-    chunks: list[tuple[Party, EngineChunk]] = []
+    chunks: list[tuple[LegId, EngineChunk]] = []
     now = 0.0
     while not fabric.idle:
         now += chunks_s

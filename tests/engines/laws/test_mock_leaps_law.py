@@ -15,8 +15,8 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
-from kvrouter.engines.mock_engine.handoff import Party
-from kvrouter.engines.mock_engine.links import Links
+from kvrouter.engines.mock_engine.handoff import LegId
+from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.sequence import LegStamps
 from kvrouter.kernel.topology.links import Link
 from tests.support.mock_links import zone_links
@@ -66,10 +66,10 @@ class Seen:
 
     def __init__(self) -> None:
         self.events: list[tuple[float, WorkerRank, KvEvent]] = []
-        self.tokens: dict[Party, list[int]] = {}
-        self.first_s: dict[Party, float] = {}
-        self.ended: dict[Party, tuple[float, EngineChunk]] = {}
-        self.cached: dict[Party, int] = {}
+        self.tokens: dict[LegId, list[int]] = {}
+        self.first_s: dict[LegId, float] = {}
+        self.ended: dict[LegId, tuple[float, EngineChunk]] = {}
+        self.cached: dict[LegId, int] = {}
         self.loads: dict[WorkerRank, LoadReport] = {}
         self.legs: list[LegStamps] = []
 
@@ -127,7 +127,7 @@ def lived(
         fabric.add(config, worker_id=worker_id, domains={"zone": "b" if worker_id == DECODE else "a"})
     seen = Seen()
     fabric.watch_legs(seen.legs.append)
-    parties: list[Party] = []
+    parties: list[LegId] = []
     now = 0.0
     alive = set(ROLES)
 
@@ -168,7 +168,7 @@ def lived(
 
 
 def done(
-    fabric: Fabric, step: Step, number: int, now: float, parties: list[Party], alive: set[WorkerId]
+    fabric: Fabric, step: Step, number: int, now: float, parties: list[LegId], alive: set[WorkerId]
 ) -> None:
     def submit(
         worker_id: WorkerId, leg: Leg, max_tokens: int, bootstrap: Bootstrap | None, rank: int

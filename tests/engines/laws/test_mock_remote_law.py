@@ -17,8 +17,8 @@ from kvrouter.core.requests import EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
-from kvrouter.engines.mock_engine.handoff import Party, RemoteSink
-from kvrouter.engines.mock_engine.remote import Failed, Peer, PullId, SinkWord, SourceWord, ToSource
+from kvrouter.engines.mock_engine.handoff import LegId, RemoteSink
+from kvrouter.engines.mock_engine.remote import Failed, Peer, PullId, SinkMessage, SourceMessage, ToSource
 from kvrouter.engines.mock_engine.sequence import sequence_key
 from kvrouter.kernel.topology.links import Link
 from tests.support.mock_engine import TIMING
@@ -106,11 +106,11 @@ class World:
         }
         for worker_id in self.configs:
             self.begin(worker_id)
-        self.answers: dict[Party, list[Answer]] = {}
+        self.answers: dict[LegId, list[Answer]] = {}
         self.loads: dict[tuple[float, WorkerId], LoadReport] = {}
         self.params: dict[str, object] = {}
-        self.submitted: set[Party] = set()
-        self.dead: set[Party] = set()
+        self.submitted: set[LegId] = set()
+        self.dead: set[LegId] = set()
 
     def fabric_of(self, worker_id: WorkerId) -> Fabric:
         return self.source if worker_id == PREFILL else self.sink
@@ -132,7 +132,7 @@ class World:
         self.submitted.add(fabric.submit(self.now, worker_id, request, source_at=source_at))
         self.talk()
 
-    def cancel(self, party: Party) -> None:
+    def cancel(self, party: LegId) -> None:
         self.fabric_of(party.worker_id).cancel(self.now, party, "client left")
         self.talk()
 
@@ -164,12 +164,12 @@ class World:
                 if not isinstance(output, ToSource):
                     for pull, way in self.ways.items():
                         if way.sink == output.sink:
-                            self.say(way.to_sink, partial(self.to_sink, pull, output.word))
-                elif output.word is None:
+                            self.say(way.to_sink, partial(self.to_sink, pull, output.message))
+                elif output.message is None:
                     self.cut(output.pull, both=False)
                 else:
                     way = self.ways.setdefault(output.pull, Way(RemoteSink(next(self.numbers))))
-                    self.say(way.to_source, partial(self.to_source, way.sink, output.word))
+                    self.say(way.to_source, partial(self.to_source, way.sink, output.message))
             self.hear()
 
     def say(self, words: deque[Said], hear: Callable[[], None]) -> None:
@@ -178,11 +178,11 @@ class World:
             heard_s = max(heard_s, words[-1].heard_s)
         words.append(Said(heard_s, next(self.numbers), hear))
 
-    def to_source(self, sink: RemoteSink, word: SinkWord) -> None:
-        self.source.hear_sink(self.now, sink, word)
+    def to_source(self, sink: RemoteSink, word: SinkMessage) -> None:
+        self.source.receive_from_sink(self.now, sink, word)
 
-    def to_sink(self, pull: PullId, word: SourceWord) -> None:
-        self.sink.hear_source(self.now, pull, word)
+    def to_sink(self, pull: PullId, word: SourceMessage) -> None:
+        self.sink.receive_from_source(self.now, pull, word)
 
     def hear(self) -> None:
         """Hear what has arrived, word by word."""
@@ -197,9 +197,9 @@ class World:
         """The way is lost; the sink's process knows already when it cut the way itself."""
         way = self.ways.pop(pull, None)
         if way is not None:
-            self.source.hear_sink(self.now, way.sink, None)
+            self.source.receive_from_sink(self.now, way.sink, None)
             if both:
-                self.sink.hear_source(self.now, pull, Failed(KvLoss.BROKEN, "the way is lost"))
+                self.sink.receive_from_source(self.now, pull, Failed(KvLoss.BROKEN, "the way is lost"))
 
     def collect(self) -> None:
         for fabric in {self.source, self.sink}:
@@ -226,7 +226,7 @@ def play(world: World, requests: list[Request], acts: list[Act]) -> None:
         wanted = requests[which]
         room = which if wanted.bootstrap else None
         prefill = leg(f"r{which}", Leg.PREFILL, wanted.prompt, max_tokens=1, room=room)
-        source = Party(PREFILL, sequence_key(prefill))
+        source = LegId(PREFILL, sequence_key(prefill))
         params = world.params.get(str(source.key))
         decode = leg(
             f"r{which}",
@@ -236,7 +236,7 @@ def play(world: World, requests: list[Request], acts: list[Act]) -> None:
             room=room,
             params=params if isinstance(params, dict) else None,
         )
-        sink = Party(wanted.decode_at, sequence_key(decode))
+        sink = LegId(wanted.decode_at, sequence_key(decode))
         may_decode = sink not in world.submitted and (wanted.bootstrap or params is not None)
         if act.what in ("prefill", "both") and source not in world.submitted:
             world.submit(PREFILL, prefill)

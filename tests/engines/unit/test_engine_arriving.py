@@ -29,11 +29,11 @@ IN_TIME_S = 30.0
 async def attached(engine: ScriptedEngine) -> AsyncIterator[ServedEngine]:
     asking, server = EngineServer(engine.url), EngineServer(engine.url)
     await asking.open()
-    facts = await ask_info(asking)
+    info = await ask_info(asking)
     await asking.close()
     await server.open()  # with no connection yet: a call takes its time
     at = ServedEngine(
-        server, VllmClient(WorkerId(7), facts, model="tiny"), ZmqEvents({}, decode, facts.block_size or 0)
+        server, VllmClient(WorkerId(7), info, model="tiny"), ZmqEvents({}, decode, info.block_size or 0)
     )
     try:
         yield at

@@ -18,16 +18,16 @@ from kvrouter.core.engine_answer import (
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.engines.openai.events import Failure
+from kvrouter.engines.openai.answer_events import Failure
 from kvrouter.engines.openai.failures import (
-    SAID_MAX_CHARS,
+    ERROR_CHARS_MAX,
     Blame,
     blame_of,
     failure_inside,
     failure_of,
 )
 from kvrouter.kernel.routing.request import Pick
-from kvrouter.router.legs import lost_leg
+from kvrouter.router.leg_outcomes import lost_leg
 from kvrouter.transports.requests.port import (
     EngineFailed,
     EngineFailedLater,
@@ -77,7 +77,7 @@ def test_every_status_has_a_meaning(
 
 def test_an_engine_that_talks_on_is_cut_short() -> None:
     failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode())
-    assert len(failure.message) == SAID_MAX_CHARS
+    assert len(failure.message) == ERROR_CHARS_MAX
 
 
 CALL, FULL, DECLINED, ENGINE = Blame.CALL, Blame.FULL, Blame.DECLINED, Blame.ENGINE
@@ -145,7 +145,7 @@ def test_a_body_that_is_too_long_is_replaced_by_an_error_that_says_so() -> None:
     assert cut is not None
     assert cut.headers == ((b"content-type", JSON.encode()), (b"retry-after", b"7"))
     words = json.loads(cut.body)["error"]["message"]
-    assert words.startswith("x" * SAID_MAX_CHARS)
+    assert words.startswith("x" * ERROR_CHARS_MAX)
     assert "kvrouter cut it" in words
 
 

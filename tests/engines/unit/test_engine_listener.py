@@ -8,8 +8,8 @@ import pytest
 
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from tests.support.engine_heard import Heard
 from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvrouter.app.mock_fleet import mock_account
+from kvrouter.app.mock_fleet import mock_summary
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId
@@ -254,7 +254,7 @@ async def test_a_clock_that_asks_too_much_slips_and_nothing_else_changes(
     readers = [asyncio.create_task(read_all(await handle.submit(a_leg(max_tokens=500)))) for n in range(50)]
     for reader in readers:
         assert len((await reader)[0]) == 500
-    assert f"the engines' clock stood still for {cluster.slipped_s:.3f} s" in mock_account(cluster)
+    assert f"the engines' clock stood still for {cluster.slipped_s:.3f} s" in mock_summary(cluster)
 
 
 async def test_chunks_that_wait_are_merged_and_a_stream_has_one_reader() -> None:

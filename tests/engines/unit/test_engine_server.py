@@ -6,7 +6,7 @@ from kvrouter.core.engine_answer import BODY_MAX_BYTES
 from kvrouter.core.errors import ContextLengthExceeded, KvrouterError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai import server as server_module
-from kvrouter.engines.openai.failures import SAID_MAX_CHARS
+from kvrouter.engines.openai.failures import ERROR_CHARS_MAX
 from kvrouter.engines.openai.server import EngineServer, PageFailed
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
@@ -103,7 +103,7 @@ async def test_of_an_error_only_the_beginning_is_read() -> None:
     async with Asked() as asked:
         error = b'{"error":{"message":"' + b"x" * (BODY_MAX_BYTES + 1)
         asked.engine.pages["/version"] = Answer((error,), status=500, ends=Ends.HELD)
-        with pytest.raises(WorkerUnreachable, match=f"answered 500: .{{{SAID_MAX_CHARS}}}$"):
+        with pytest.raises(WorkerUnreachable, match=f"answered 500: .{{{ERROR_CHARS_MAX}}}$"):
             await asked.server.look("/version")
 
 

@@ -19,8 +19,8 @@ from kvrouter.core.requests import (
 )
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.engines.openai.answer_events import Unasked
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import Unasked
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.sse import AnswerReading
 from kvrouter.engines.openai.streams import SseStream
@@ -263,8 +263,8 @@ def change(engine: ScriptedEngine, **fields: object) -> None:
 
 
 async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
-    facts = await ask_info(server)
-    assert facts == SglangInfo(
+    info = await ask_info(server)
+    assert info == SglangInfo(
         version="0.5.23",
         model="tiny",
         tokenizer="tiny-model",
@@ -278,9 +278,9 @@ async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
         role=Role.BOTH,
         bootstrap_port=8998,
         events={R0: EventsAt("tcp://127.0.0.1:16401", "tcp://127.0.0.1:16501", "kv-events")},
-        started=facts.started,
+        started=info.started,
     )
-    assert "load_weight" in facts.started
+    assert "load_weight" in info.started
 
 
 async def test_each_rank_has_the_next_port(engine: ScriptedEngine, server: EngineServer) -> None:
@@ -350,9 +350,9 @@ async def test_what_cannot_be_read_is_unknown_and_named(
 ) -> None:
     spoil, says, name = UNKNOWN[what]
     spoil(engine)
-    facts = await ask_info(server)
-    (missing,) = facts.missing
-    assert (says in missing, getattr(facts, name)) == (True, None)
+    info = await ask_info(server)
+    (missing,) = info.missing
+    assert (says in missing, getattr(info, name)) == (True, None)
 
 
 async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: EngineServer) -> None:
@@ -382,9 +382,9 @@ async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: 
 async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
-    facts = await ask_info(server)
-    ways = SglangClient(W, facts)
-    assert [(await ways.look(server)).started for _ in range(2)] == [facts.started] * 2
+    info = await ask_info(server)
+    ways = SglangClient(W, info)
+    assert [(await ways.look(server)).started for _ in range(2)] == [info.started] * 2
     assert engine.asked["/server_info"] == 1
     pages = dict(engine.pages)
     for path in ("/v1/loads", "/v1/models"):

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.engines.openai import streams
-from kvrouter.engines.openai.events import read_event
+from kvrouter.engines.openai.answer_events import read_event
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.sse import BEHIND_MAX_BYTES, AnswerReading
 from kvrouter.engines.openai.streams import PIECE_BYTES, SseStream, WholeStream

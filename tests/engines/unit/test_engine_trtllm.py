@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.engines.openai.answer_events import finish_of, read_event
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import finish_of, read_event
 from kvrouter.engines.openai.failures import failure_of
 from kvrouter.engines.openai.sse import DONE, AnswerReading, EventCutter
 from kvrouter.engines.trtllm.calls import LOST_KV, call_of

@@ -36,8 +36,8 @@ async def server(engine: ScriptedTrtllm) -> AsyncIterator[EngineServer]:
     await server.close()
 
 
-def ways(facts: TrtllmInfo = FACTS, block_size: int = 32) -> TrtllmClient:
-    return TrtllmClient(WorkerId(7), facts, block_size=block_size)
+def ways(info: TrtllmInfo = FACTS, block_size: int = 32) -> TrtllmClient:
+    return TrtllmClient(WorkerId(7), info, block_size=block_size)
 
 
 async def test_an_engine_that_ran_something_tells_everything(server: EngineServer) -> None:
@@ -122,8 +122,8 @@ async def test_what_cannot_be_read_is_unknown(
 ) -> None:
     spoil, unknown = UNKNOWN[what]
     spoil(engine)
-    facts = await ask_info(server)
-    assert replace(facts, missing=()) == replace(FACTS, **unknown)
+    info = await ask_info(server)
+    assert replace(info, missing=()) == replace(FACTS, **unknown)
 
 
 async def test_its_load_is_that_of_its_last_iteration(server: EngineServer) -> None:

@@ -69,8 +69,8 @@ def two_ranks(engine: ScriptedEngine, *, block_size: int = 32, n_blocks: int = 2
 
 
 async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
-    facts = await ask(engine)
-    assert facts == VllmInfo(
+    info = await ask(engine)
+    assert info == VllmInfo(
         version="0.32.0",
         models=("tiny",),
         adapters=(),
@@ -81,7 +81,7 @@ async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
         events={R0: EventsAt("tcp://127.0.0.1:16201", "tcp://127.0.0.1:16301", "kv-events")},
         started_s=1.79528047303e09,
     )
-    assert facts.block_size == 32
+    assert info.block_size == 32
 
 
 async def test_a_nixl_connector_is_reported_by_its_metrics(engine: ScriptedEngine) -> None:
@@ -107,17 +107,17 @@ async def test_adapters_are_reported_from_names_of_the_model(engine: ScriptedEng
     base = models["data"][0]
     models["data"] = [{**base, "id": "lora-a", "parent": "tiny"}, base, {**base, "id": "alias", "root": None}]
     engine.set_json("/v1/models", models)
-    facts = await ask(engine)
-    assert (facts.models, facts.adapters, facts.root) == (("tiny", "alias"), ("lora-a",), "tiny-model")
+    info = await ask(engine)
+    assert (info.models, info.adapters, info.root) == (("tiny", "alias"), ("lora-a",), "tiny-model")
 
 
 async def test_ranks_are_reported_in_order_whatever_the_page_has_first(engine: ScriptedEngine) -> None:
     two_ranks(engine, n_blocks=150)
     source = engine.json("/kv_event_sources")["0"]
     engine.set_json("/kv_event_sources", {"1": {**source, "endpoint": "tcp://*:16202"}, "0": source})
-    facts = await ask(engine)
-    assert list(facts.ranks.items()) == [(R0, RankInfo(32, 200)), (R1, RankInfo(32, 150))]
-    assert facts.events[R1].events == "tcp://127.0.0.1:16202"
+    info = await ask(engine)
+    assert list(info.ranks.items()) == [(R0, RankInfo(32, 200)), (R1, RankInfo(32, 150))]
+    assert info.events[R1].events == "tcp://127.0.0.1:16202"
 
 
 async def test_the_size_that_blocks_are_hashed_in_wins(engine: ScriptedEngine) -> None:
@@ -138,8 +138,8 @@ async def test_a_rank_without_events_has_no_source(engine: ScriptedEngine, chang
 async def test_older_servers_lack_some_pages(engine: ScriptedEngine) -> None:
     del engine.pages["/kv_event_sources"], engine.pages["/version"]
     without(engine, METRICS, "process_start_time")
-    facts = await ask(engine)
-    assert (facts.version, facts.events, facts.started_s) == ("", {}, None)
+    info = await ask(engine)
+    assert (info.version, info.events, info.started_s) == ("", {}, None)
 
 
 async def test_no_models_no_vllm(engine: ScriptedEngine) -> None:
@@ -196,9 +196,9 @@ UNKNOWN: Mapping[str, tuple[Callable[[ScriptedEngine], object], str, str, object
 async def test_what_cannot_be_read_is_unknown_and_named(engine: ScriptedEngine, what: str) -> None:
     change, says, name, value = UNKNOWN[what]
     change(engine)
-    facts = await ask(engine)
-    assert getattr(facts, name) == value
-    assert (len(facts.missing), re.search(says, " ".join(facts.missing)) is not None) == (bool(says), True)
+    info = await ask(engine)
+    assert getattr(info, name) == value
+    assert (len(info.missing), re.search(says, " ".join(info.missing)) is not None) == (bool(says), True)
 
 
 @pytest.mark.parametrize(

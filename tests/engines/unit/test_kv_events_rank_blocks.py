@@ -3,8 +3,7 @@
 from kvrouter.core.events import Cleared, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import EngineHash
-from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     CacheGroup,
     EngineCleared,
     EngineGroup,
@@ -14,6 +13,7 @@ from kvrouter.engines.kv_events.records import (
     EngineTraits,
     Skipped,
 )
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from tests.support.engine_frames import stored
 
 FULL = CacheGroup(0, 2)

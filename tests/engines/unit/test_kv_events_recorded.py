@@ -8,9 +8,9 @@ from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.kv_events.batches import read_published, read_replayed
+from kvrouter.engines.kv_events.engine_events import EngineCleared, EngineRemoved, EngineStored, EngineTraits
 from kvrouter.engines.kv_events.event_stream import EngineEventStream, Publish
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import EngineCleared, EngineRemoved, EngineStored, EngineTraits
 from tests.support.engine_frames import Sample, samples, stored
 
 ARRAY_FIELDS = {

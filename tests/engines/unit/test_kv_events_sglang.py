@@ -5,8 +5,8 @@ import pytest
 
 from kvrouter.core.events import Medium, Stored
 from kvrouter.core.hashing import Prompt, hash_seed
+from kvrouter.engines.kv_events.engine_events import EngineEvent, EngineRemoved, EngineStored, EngineTraits
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import EngineEvent, EngineRemoved, EngineStored, EngineTraits
 from kvrouter.engines.sglang.attach import decode
 
 COMMON = (

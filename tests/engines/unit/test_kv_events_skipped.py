@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.engines.kv_events.engine_events import EngineTraits, Skipped
 from kvrouter.engines.kv_events.event_stream import EngineEventStream
-from kvrouter.engines.kv_events.records import EngineTraits, Skipped
 from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.attach import VllmClient
@@ -55,7 +55,7 @@ def test_counts_are_a_copy() -> None:
 
 
 async def test_an_engines_reports_tell_what_was_skipped() -> None:
-    facts = VllmInfo(
+    info = VllmInfo(
         version="0.32.0",
         models=("tiny",),
         adapters=(),
@@ -73,7 +73,7 @@ async def test_an_engines_reports_tell_what_was_skipped() -> None:
         await server.open()
         engine = ServedEngine(
             server,
-            VllmClient(WorkerId(7), facts, model="tiny"),
+            VllmClient(WorkerId(7), info, model="tiny"),
             ZmqEvents({R0: publisher.at}, decode, 32),
             look_each_s=0.005,
         )

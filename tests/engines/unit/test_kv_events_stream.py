@@ -9,6 +9,7 @@ import pytest
 from kvrouter.core.events import Cleared, KvEvent, Stored
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.kv_events.batches import REPLAY_END
+from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.event_stream import (
     AskReplay,
     Command,
@@ -19,7 +20,6 @@ from kvrouter.engines.kv_events.event_stream import (
     Publish,
     Restarted,
 )
-from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 
 R0 = DpRank(0)

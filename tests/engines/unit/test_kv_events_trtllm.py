@@ -9,9 +9,9 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, hash_seed, multimodal_hash
 from kvrouter.core.ids import DpRank
+from kvrouter.engines.kv_events.engine_events import EngineSkipped, EngineTraits, Skipped
 from kvrouter.engines.kv_events.event_stream import EngineEventStream, Missed, Publish
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import EngineSkipped, EngineTraits, Skipped
 from kvrouter.engines.trtllm.events import NativeEvents, decode, native_batches
 from tests.support.engine_frames import samples
 

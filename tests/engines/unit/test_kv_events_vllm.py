@@ -6,7 +6,7 @@ import pytest
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Medium
 from kvrouter.core.hashing import multimodal_hash
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     CacheGroup,
     EngineCleared,
     EngineEvent,

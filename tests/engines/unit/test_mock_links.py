@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.engines.mock_engine.links import LinkChange, LinkName, Links, Place
+from kvrouter.engines.mock_engine.mock_links import LinkChange, LinkName, Links, Place
 from kvrouter.engines.mock_engine.network import Network
 from kvrouter.kernel.topology.links import ACROSS_LINK, Link, LinkTable
 from tests.support.mock_links import zone, zone_links

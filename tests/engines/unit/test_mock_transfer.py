@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrouter.app.mock_fleet import mock_account
+from kvrouter.app.mock_fleet import mock_summary
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.engines.mock_engine.config import MockConfig
 from tests.support.mock_processes import N_PROMPT, processes, read_all
@@ -63,8 +63,8 @@ async def test_whoever_pulls_counts() -> None:
         served, pulled = pair.prefill_cluster.transfer_counts(), pair.decode_cluster.transfer_counts()
         assert (served.incoming, served.incoming_done, served.outgoing) == (3, 3, 0)
         assert (pulled.outgoing, pulled.outgoing_done, pulled.incoming) == (3, 3, 0)
-        assert mock_account(pair.prefill_cluster) == "3 of 3 pulls by other processes done"
-        assert mock_account(pair.decode_cluster) == (
+        assert mock_summary(pair.prefill_cluster) == "3 of 3 pulls by other processes done"
+        assert mock_summary(pair.decode_cluster) == (
             f"KV from a to b: 3 transfers, {carried.arrived_bytes} bytes; "
             "3 of 3 pulls from other processes done"
         )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.app.mock_fleet import mock_account
+from kvrouter.app.mock_fleet import mock_summary
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg
@@ -20,10 +20,10 @@ from kvrouter.engines.mock.transfer import (
     HELLO_BYTES_MAX,
     Alive,
     encode_hello,
-    encode_word,
+    encode_message,
 )
 from kvrouter.engines.mock_engine.config import MockConfig
-from kvrouter.engines.mock_engine.remote import Done, Failed, GiveUp, Join, Peer, Ready, SinkWord, Want
+from kvrouter.engines.mock_engine.remote import Done, Failed, GiveUp, Join, Peer, Ready, SinkMessage, Want
 from tests.support.mock_links import zone
 from tests.support.mock_processes import (
     IN_TIME_S,
@@ -45,7 +45,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def joins(pair: Pair, room: int = 5) -> bytes:
-    return encode_word(Join(f"{pair.peer.host}:{pair.peer.port}/{room}", 60.0, True))
+    return encode_message(Join(f"{pair.peer.host}:{pair.peer.port}/{room}", 60.0, True))
 
 
 async def answers(pair: Pair, *said: bytes) -> list[object]:
@@ -85,18 +85,18 @@ STRANGERS = {
         PeerRefusal.TOO_LARGE,
     ),
     "the largest length": (hello() + b"\xff" * 4, PeerRefusal.TOO_LARGE),
-    "a word of a source": (hello() + encode_word(Ready(1, 1, zone("a"))), PeerRefusal.MALFORMED),
+    "a word of a source": (hello() + encode_message(Ready(1, 1, zone("a"))), PeerRefusal.MALFORMED),
     "no expiry": (
         hello() + packed(type="Join", meeting="x/y", expiry_s=NAN, may_follow=True),
         PeerRefusal.MALFORMED,
     ),
-    "a negative count": (hello() + encode_word(Want(-1)), PeerRefusal.MALFORMED),
+    "a negative count": (hello() + encode_message(Want(-1)), PeerRefusal.MALFORMED),
     "an unknown field": (hello() + packed(type="Done", more=1), PeerRefusal.MALFORMED),
     "no word": (hello() + packed(type="Give", kv_tokens=1), PeerRefusal.MALFORMED),
     "bad text": (hello() + frame(b"\x82\xa4type\xa6GiveUp\xa6reason\xa2\xff\xff"), PeerRefusal.MALFORMED),
-    "want before join": (hello() + encode_word(Want(1)), PeerRefusal.OUT_OF_ORDER),
-    "done before join": (hello() + encode_word(Done()), PeerRefusal.OUT_OF_ORDER),
-    "give up before join": (hello() + encode_word(GiveUp("x")), PeerRefusal.OUT_OF_ORDER),
+    "want before join": (hello() + encode_message(Want(1)), PeerRefusal.OUT_OF_ORDER),
+    "done before join": (hello() + encode_message(Done()), PeerRefusal.OUT_OF_ORDER),
+    "give up before join": (hello() + encode_message(GiveUp("x")), PeerRefusal.OUT_OF_ORDER),
 }
 
 
@@ -118,9 +118,9 @@ async def handoff(pair: Pair) -> MockStream:
 
 
 @pytest.mark.parametrize("words", [[Join("a/b", 1.0, True)], [Want(1), Want(1)], [Done()], [Want(1), Done()]])
-async def test_words_out_of_order_end_the_handoff_as_if_the_sink_was_lost(words: list[SinkWord]) -> None:
+async def test_words_out_of_order_end_the_handoff_as_if_the_sink_was_lost(words: list[SinkMessage]) -> None:
     async with processes() as pair:
-        said = [encode_word(word) for word in words]
+        said = [encode_message(word) for word in words]
         last = (await answers(pair, hello(), joins(pair), *said))[-1]
         assert isinstance(last, Failed)
         assert "does not belong here" in last.reason
@@ -146,13 +146,13 @@ async def test_a_hello_that_is_not_followed_by_a_handoff_does_not_stay() -> None
         (last,) = await answers(pair, hello())
         assert isinstance(last, Failed)
         assert pair.prefill_cluster.transfer_counts().refused == {PeerRefusal.STRANGER: 1}
-        assert mock_account(pair.prefill_cluster) == "1 connections refused: stranger"
+        assert mock_summary(pair.prefill_cluster) == "1 connections refused: stranger"
 
 
 async def test_a_silent_decode_process_is_lost() -> None:
     async with processes(prefill_settings=IMPATIENT, expiry_s=0.3) as pair:
         await pair.send(Leg.PREFILL, room=5)
-        words = await answers(pair, hello(), joins(pair), encode_word(Want(100)))
+        words = await answers(pair, hello(), joins(pair), encode_message(Want(100)))
         assert isinstance(words[0], Ready)
         assert words[0].src.domains == {"zone": "a"}
         assert isinstance(words[-1], Failed)
@@ -205,8 +205,8 @@ FALSE_SOURCES = {
     "nothing": (b"", PeerRefusal.SILENT),
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", PeerRefusal.TOO_LARGE),
     "garbage": (frame(b"\xc1"), PeerRefusal.MALFORMED),
-    "a word of a sink": (encode_word(Done()), PeerRefusal.MALFORMED),
-    "ready twice": (encode_word(Ready(1, 1_000_000, zone("a"))) * 2, PeerRefusal.OUT_OF_ORDER),
+    "a word of a sink": (encode_message(Done()), PeerRefusal.MALFORMED),
+    "ready twice": (encode_message(Ready(1, 1_000_000, zone("a"))) * 2, PeerRefusal.OUT_OF_ORDER),
 }
 
 

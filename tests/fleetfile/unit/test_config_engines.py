@@ -3,9 +3,9 @@
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import parse_document
 
 GOOD = """\

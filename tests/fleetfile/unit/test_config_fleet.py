@@ -6,8 +6,8 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import parse_document, read_document
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -5,7 +5,7 @@ from pydantic import SecretStr
 
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
 from tests.support.fleets import MODEL, card
 from tests.support.front import error_of, open_house, says

@@ -11,7 +11,7 @@ from kvrouter.core.constraints import PdSelection
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.router.model_router import ATTEMPTS_MAX
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import MODEL, card
 from tests.support.front import SECRET, error_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.scripted_transport import ScriptedStream

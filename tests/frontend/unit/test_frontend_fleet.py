@@ -14,7 +14,7 @@ from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.kernel.placement.link_speeds import Seen
 from kvrouter.kernel.topology.links import Link, SharedLink
 from kvrouter.router import transfer_speed
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import installed_version
 from tests.support.fleets import MODEL, card
 from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
@@ -176,7 +176,7 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
         await house.complete([5] * 40, nvext={"worker_id": 2})
         fleet = (await house.http.get("/v1/fleet")).json()
         metrics = await metrics_of(house)
-        speeds = next(iter(house.bench.service.models())).observed.placement
+        speeds = next(iter(house.bench.service.models())).instrumentation.placement
         speeds.turned(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
     assert before["models"][0]["router_cost"] == "time"
     assert [worker["ranks"][0]["speed"] for worker in before["workers"]] == [None, None]

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, open_house
 from tests.support.scripted_transport import ScriptedStream

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.transports.requests.port import AliveSink
 from tests.support.fleets import MODEL, card

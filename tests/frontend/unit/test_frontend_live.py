@@ -12,7 +12,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
 from kvrouter.kernel.topology.links import Link, LinkTable
 from kvrouter.router import kv_flows, model_router
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import MODEL, card, decode_card, prefill_card
 from tests.support.front import House, error_of, open_house, says, takeover_instructions, zoned_pairs
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, error_of, metrics_of, mock_text, open_house, token_ids
 from tests.support.logged import event_of as logged_event

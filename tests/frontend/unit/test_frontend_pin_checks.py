@@ -9,7 +9,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.kernel.topology.policy import MismatchPolicy
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import MODEL, card
 from tests.support.front import open_house, says
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import pytest
 
-from kvrouter.app.frontend_place import following, read_place
+from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.core.constraints import NearEnforcement, PdSelection
 from kvrouter.core.errors import ConfigError, NoEligibleWorker, Reason, TopologyUnavailable
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.routing import Decision
-from kvrouter.router.router import RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane
 
@@ -116,7 +116,7 @@ async def test_a_frontend_reads_its_place_as_workers_do_and_follows_it(tmp_path:
         def moved(self, domains: Mapping[str, str]) -> None:
             moves.put_nowait(dict(domains))
 
-    async with following(place, cast("RouterService", cast("Any", Service()))):
+    async with following_place(place, cast("RouterService", cast("Any", Service()))):
         (tmp_path / "zone").write_text("b\n")
         assert await asyncio.wait_for(moves.get(), 10.0) == {"zone": "b"}
         (tmp_path / "zone").unlink()

@@ -7,7 +7,7 @@ import pytest
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.kernel.topology.policy import MismatchPolicy
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import card
 from tests.support.front import House, error_of, open_house
 

@@ -20,7 +20,7 @@ from kvrouter.frontend.standalone import RouterApp
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.front import mock_text, token_ids
@@ -74,9 +74,11 @@ async def open_router(
     plane = ScriptedPlane(script)
     bench = Bench(plane, config, prefill_alone=prefill_alone)
     await bench.start(*cards)
-    observed = ServiceInstrumentation(bench.telemetry)
-    bookings = Bookings(bookings_max=bookings_max, lease_ttl_s=lease_ttl_s, on_lapsed=observed.booking_lapsed)
-    legs = PrefillDispatch(plane, bookings, observed, redispatches_max=2, limit_s=60.0)
+    instrumentation = ServiceInstrumentation(bench.telemetry)
+    bookings = Bookings(
+        bookings_max=bookings_max, lease_ttl_s=lease_ttl_s, on_lapsed=instrumentation.booking_lapsed
+    )
+    legs = PrefillDispatch(plane, bookings, instrumentation, redispatches_max=2, limit_s=60.0)
     door = RouterApp(
         bench.service,
         ModelTexts({MODEL: mock_text()} if has_tokenizer else {}),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.engines.mock_engine.links import Links
+from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.links import FleetLinks, links_of
 from kvrouter.kernel.topology.links import Link, LinkState, LinkTable, SharedLink, distance

@@ -22,7 +22,7 @@ from kvrouter.kernel.routing.costs.time import predictor_of, prompt_s
 from kvrouter.kernel.routing.links import links_of
 from kvrouter.kernel.routing.request import CostInput, Speeds
 from kvrouter.kernel.topology.links import Link, LinkState, LinkTable
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 
 BLOCK = 16
 

@@ -16,7 +16,7 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, NoEligib
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library import KvIndexer, KvRouter, Runtime
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.logged import event_of
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike

@@ -10,7 +10,7 @@ from kvrouter.core.ids import RouterId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.library import KvRouter, Runtime
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.events.port import BatchSink, LoadSink
 from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.sync.port import MessageSink

@@ -13,8 +13,8 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.operator.admission.review import WARNING_CHARS_MAX, answer, judged, read_review
 from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.grove import ClusterTopology, Level, read_topology
-from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
-from kvrouter.operator.plan.links import qos_text, read_qos
+from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
+from kvrouter.operator.plan.frontend_links import qos_text, read_qos
 from kvrouter.operator.policy import NamedTopology, RawLabel, read_policy
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import FABRIC, Document, deployment, validated
@@ -104,10 +104,10 @@ NAMES = st.sampled_from(["fabric", "lab", "nowhere"])
 LABELS = st.sampled_from(["topology.kubernetes.io/zone", "example.com/rack"])
 FACTS = st.sampled_from(
     [
-        ClusterFacts(),
-        ClusterFacts(grove=Grove.UNREAD),
-        ClusterFacts(grove=Grove.PRESENT),
-        ClusterFacts(
+        ClusterInfo(),
+        ClusterInfo(grove=Grove.UNREAD),
+        ClusterInfo(grove=Grove.PRESENT),
+        ClusterInfo(
             grove=Grove.PRESENT,
             topologies=by_name([FABRIC, ClusterTopology("lab", (Level("host", "kubernetes.io/hostname"),))]),
         ),
@@ -171,9 +171,11 @@ def _inside(found: JsonValue, part: str | int) -> JsonValue:
     return found[part] if isinstance(found, list) and isinstance(part, int) and part < len(found) else None
 
 
-@given(new=st.one_of(ANY_JSON, broken()), old=st.one_of(ANY_JSON, broken()), facts=FACTS)
-def test_whatever_is_written_there_is_a_verdict(new: JsonValue, old: JsonValue, facts: ClusterFacts) -> None:
-    verdict = validated(new, old, facts)
+@given(new=st.one_of(ANY_JSON, broken()), old=st.one_of(ANY_JSON, broken()), cluster_info=FACTS)
+def test_whatever_is_written_there_is_a_verdict(
+    new: JsonValue, old: JsonValue, cluster_info: ClusterInfo
+) -> None:
+    verdict = validated(new, old, cluster_info)
     response = cast(Document, answer("1", verdict)["response"])
     json.loads(json.dumps(response).encode())
     assert response["allowed"] is (not verdict.problems)
@@ -184,16 +186,16 @@ def test_whatever_is_written_there_is_a_verdict(new: JsonValue, old: JsonValue, 
         assert warning.isprintable()
 
 
-@given(body=ANY_JSON, facts=FACTS, new=broken())
+@given(body=ANY_JSON, cluster_info=FACTS, new=broken())
 def test_whatever_is_asked_there_is_an_answer_or_a_refusal(
-    body: JsonValue, facts: ClusterFacts, new: JsonValue
+    body: JsonValue, cluster_info: ClusterInfo, new: JsonValue
 ) -> None:
     for asked in (body, {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": body}):
         try:
             review = read_review(asked)
         except ProtocolError:
             continue
-        judged(review._replace(new=new, is_ours=True), facts, DEFAULTS)
+        judged(review._replace(new=new, is_ours=True), cluster_info, DEFAULTS)
 
 
 @given(found=st.one_of(ANY_JSON, broken(TOPOLOGY)))
@@ -206,13 +208,13 @@ def test_whatever_somebody_calls_a_topology_can_be_read(found: JsonValue) -> Non
         assert read_qos(qos_text(topology.network_qos)) == topology.network_qos
 
 
-@given(types=TYPES, topology=st.one_of(st.none(), NAMES), facts=FACTS)
+@given(types=TYPES, topology=st.one_of(st.none(), NAMES), cluster_info=FACTS)
 def test_without_a_policy_nothing_is_refused(
-    types: tuple[str, ...], topology: str | None, facts: ClusterFacts
+    types: tuple[str, ...], topology: str | None, cluster_info: ClusterInfo
 ) -> None:
     document = deployment(types=types, topology=topology)
-    assert validated(document, None, facts).is_allowed
-    assert validated(document, deployment(types=types), facts).is_allowed
+    assert validated(document, None, cluster_info).is_allowed
+    assert validated(document, deployment(types=types), cluster_info).is_allowed
 
 
 @given(
@@ -221,7 +223,7 @@ def test_without_a_policy_nothing_is_refused(
     name=NAMES,
     label=st.one_of(st.none(), LABELS),
     types=TYPES,
-    facts=FACTS,
+    cluster_info=FACTS,
 )
 def test_both_spellings_are_one_policy(
     *,
@@ -230,7 +232,7 @@ def test_both_spellings_are_one_policy(
     name: str,
     label: str | None,
     types: tuple[str, ...],
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
 ) -> None:
     frontend: Document = {"level": domain, "mismatchPolicy": "fallback" if falls_back else "fail"}
     graph: Document = {"domain": domain, "enforcement": "fallback" if falls_back else "required"}
@@ -253,7 +255,7 @@ def test_both_spellings_are_one_policy(
     assert policy.domain == domain
     assert policy.enforcement is (Enforcement.FALLBACK if falls_back else Enforcement.REQUIRED)
     assert policy.source == (NamedTopology(name) if label is None else RawLabel(label))
-    verdicts = [validated(document, None, facts).is_allowed for document in spellings]
+    verdicts = [validated(document, None, cluster_info).is_allowed for document in spellings]
     assert len(set(verdicts)) == 1
 
 
@@ -270,12 +272,14 @@ def test_a_weight_stands_with_preferred_alone(
         graph["preferredWeight"] = weight
     is_in_range = weight is not None and not math.isnan(weight) and 0 <= weight <= 1
     is_right = is_in_range if enforcement is Enforcement.PREFERRED else weight is None
-    assert validated(deployment(graph=graph), None, ClusterFacts()).is_allowed is is_right
+    assert validated(deployment(graph=graph), None, ClusterInfo()).is_allowed is is_right
 
 
-@given(old=broken(), new=broken(), facts=FACTS)
-def test_what_stays_as_it_was_is_never_refused(old: JsonValue, new: JsonValue, facts: ClusterFacts) -> None:
+@given(old=broken(), new=broken(), cluster_info=FACTS)
+def test_what_stays_as_it_was_is_never_refused(
+    old: JsonValue, new: JsonValue, cluster_info: ClusterInfo
+) -> None:
     """Whatever else happened in the cluster: a deployment that can be read may be written again."""
     for document in (old, new):
         if read_deployment(document).deployment is not None:
-            assert validated(document, document, facts).is_allowed
+            assert validated(document, document, cluster_info).is_allowed

@@ -7,14 +7,16 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.operator.labels.binding import backfill_labels, binding_patch
-from kvrouter.operator.labels.copies import Copy, Node, Pod, pod_labels
+from kvrouter.operator.labels.level_labels import LevelLabels, Node, Pod, pod_labels
 
 KEYS = ("topology.kubernetes.io/zone", "nvidia.com/rack", "a~b/c", "other")
 values = st.sampled_from(("", "a", "b"))
 labels = st.dictionaries(st.sampled_from((*KEYS, "grove.io/topology.zone", "grove.io/topology.rack")), values)
 copies = st.lists(
     st.builds(
-        lambda domain, key, is_raw: Copy(domain, key, key if is_raw else f"grove.io/topology.{domain}"),
+        lambda domain, key, is_raw: LevelLabels(
+            domain, key, key if is_raw else f"grove.io/topology.{domain}"
+        ),
         st.sampled_from(("zone", "rack")),
         st.sampled_from(KEYS),
         st.booleans(),
@@ -26,7 +28,7 @@ copies = st.lists(
 
 @given(labels, labels, copies)
 def test_late_labels_are_those_of_the_binding_and_are_written_once(
-    of_pod: dict[str, str], of_node: dict[str, str], wanted: list[Copy]
+    of_pod: dict[str, str], of_node: dict[str, str], wanted: list[LevelLabels]
 ) -> None:
     node = Node("n", of_node)
     pod = Pod("p", uid="u", node_name="n", labels=of_pod)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, object_name
 from kvrouter.operator.plan.plan import Plan, plan
 from tests.support.deployments import DEFAULTS, FACTS, TYPES, at, deployment, has
@@ -86,7 +86,7 @@ of_frontends = st.builds(
     ),
     st.sampled_from(({}, {"label": "topology.kubernetes.io/zone"}, {"kvTransferWeight": 5})),
 )
-facts = st.sampled_from((FACTS, ClusterFacts(), ClusterFacts(grove=Grove.UNREAD)))
+cluster_info = st.sampled_from((FACTS, ClusterInfo(), ClusterInfo(grove=Grove.UNREAD)))
 
 
 @given(names, cased_names)
@@ -100,9 +100,9 @@ def test_no_two_deployments_share_a_fleet(pairs: list[tuple[str, str]]) -> None:
     assert len({fleet_name(*pair) for pair in pairs}) == len(pairs)
 
 
-@given(pods, st.none() | policies, facts)
+@given(pods, st.none() | policies, cluster_info)
 def test_what_is_planned_holds_together(
-    of_pods: dict[str, JsonValue], policy: dict[str, JsonValue] | None, known: ClusterFacts
+    of_pods: dict[str, JsonValue], policy: dict[str, JsonValue] | None, known: ClusterInfo
 ) -> None:
     of = deployment(pods=of_pods, policy=policy)
     found = plan(of, known, DEFAULTS)
@@ -118,9 +118,9 @@ def test_what_is_planned_holds_together(
     _check_accounts(found)
 
 
-@given(pods, of_frontends, facts)
+@given(pods, of_frontends, cluster_info)
 def test_what_is_planned_of_a_frontends_policy_holds_together(
-    of_pods: dict[str, JsonValue], policy: dict[str, JsonValue], known: ClusterFacts
+    of_pods: dict[str, JsonValue], policy: dict[str, JsonValue], known: ClusterInfo
 ) -> None:
     found = plan(deployment(pods=of_pods, of_frontend=policy), known, DEFAULTS)
     assert found.problems == ()

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.grove import ClusterTopology, Level
-from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
 from kvrouter.settings.problems import Problem, dotted
 from tests.support.operator_deployments import (
     AGGREGATED,
@@ -24,8 +24,8 @@ Fields = dict[str, JsonValue]
 ZONE = "topology.kubernetes.io/zone"
 ON_FRONTEND: Fields = {"level": "zone"}
 ON_GRAPH: Fields = {"clusterTopologyName": "fabric", "domain": "zone"}
-UNREAD = ClusterFacts(grove=Grove.UNREAD, unread_because="403 from the API server")
-ODD = ClusterFacts(
+UNREAD = ClusterInfo(grove=Grove.UNREAD, unread_because="403 from the API server")
+ODD = ClusterInfo(
     grove=Grove.PRESENT,
     topologies=by_name([ClusterTopology("fabric", (Level("zone", ZONE),), oddities=("level 2 is odd",))]),
 )
@@ -35,20 +35,22 @@ def lines(problems: tuple[Problem, ...]) -> list[str]:
     return [f"{dotted(problem.path)}: {problem.must}" for problem in problems]
 
 
-def refused(document: Document, facts: ClusterFacts = GROVE) -> str:
-    verdict = validated(document, None, facts)
+def refused(document: Document, cluster_info: ClusterInfo = GROVE) -> str:
+    verdict = validated(document, None, cluster_info)
     assert not verdict.is_allowed
     (line,) = lines(verdict.problems)
     return line
 
 
-@pytest.mark.parametrize("facts", [NO_GROVE, GROVE, UNREAD])
+@pytest.mark.parametrize("cluster_info", [NO_GROVE, GROVE, UNREAD])
 @pytest.mark.parametrize("types", [("frontend", "prefill", "decode"), AGGREGATED])
-def test_without_a_policy_a_deployment_is_untouched(facts: ClusterFacts, types: tuple[str, ...]) -> None:
-    assert validated(deployment(types=types), None, facts) == Verdict()
+def test_without_a_policy_a_deployment_is_untouched(
+    cluster_info: ClusterInfo, types: tuple[str, ...]
+) -> None:
+    assert validated(deployment(types=types), None, cluster_info) == Verdict()
 
 
-@pytest.mark.parametrize("facts", [NO_GROVE, GROVE, UNREAD])
+@pytest.mark.parametrize("cluster_info", [NO_GROVE, GROVE, UNREAD])
 @pytest.mark.parametrize(
     "document",
     [
@@ -56,8 +58,8 @@ def test_without_a_policy_a_deployment_is_untouched(facts: ClusterFacts, types: 
         deployment(graph={"labelKey": ZONE, "domain": "zone"}),
     ],
 )
-def test_a_label_needs_nothing_of_grove(facts: ClusterFacts, document: Document) -> None:
-    assert validated(document, None, facts) == Verdict()
+def test_a_label_needs_nothing_of_grove(cluster_info: ClusterInfo, document: Document) -> None:
+    assert validated(document, None, cluster_info) == Verdict()
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,13 @@ def test_a_topology_that_is_not_there() -> None:
         "there, create it, or set kvCacheTransferTopology.label to the key of a node label, which needs no "
         "Grove"
     )
-    line = refused(deployment(graph=ON_GRAPH), ClusterFacts(grove=Grove.PRESENT))
+    line = refused(deployment(graph=ON_GRAPH), ClusterInfo(grove=Grove.PRESENT))
     assert "there is none" in line
 
 
 def test_of_many_topologies_some_are_listed() -> None:
     many = [ClusterTopology(f"t{number:02}", ()) for number in range(40)]
-    line = refused(deployment(graph=ON_GRAPH), ClusterFacts(Grove.PRESENT, by_name(many)))
+    line = refused(deployment(graph=ON_GRAPH), ClusterInfo(Grove.PRESENT, by_name(many)))
     assert "there are t00, t01, t02, t03, t04, t05, t06, t07, t08, t09 and 30 more." in line
 
 
@@ -248,7 +250,7 @@ def test_a_component_cannot_be_packed_without_a_topology() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "facts", "warning"),
+    ("document", "cluster_info", "warning"),
     [
         (
             deployment(graph=ON_GRAPH, types=AGGREGATED),
@@ -280,9 +282,9 @@ def test_a_component_cannot_be_packed_without_a_topology() -> None:
     ],
 )
 def test_what_is_odd_is_admitted_with_a_warning(
-    document: Document, facts: ClusterFacts, warning: str
+    document: Document, cluster_info: ClusterInfo, warning: str
 ) -> None:
-    verdict = validated(document, None, facts)
+    verdict = validated(document, None, cluster_info)
     assert verdict.is_allowed
     (line,) = lines(verdict.warnings)
     assert line.startswith(warning)
@@ -299,7 +301,7 @@ def test_levels_to_pack_by_that_are_not_there_are_warnings() -> None:
         "topologyConstraint": {"clusterTopologyName": "fabric", "packDomain": "zone"},
         "components": [component("worker", topologyConstraint={"packDomain": "host"})],
     }
-    gone = validated(document, None, ClusterFacts(grove=Grove.PRESENT))
+    gone = validated(document, None, ClusterInfo(grove=Grove.PRESENT))
     assert [line.partition(":")[2] for line in lines(gone.warnings)] == [
         " has no effect: topology 'fabric' is not in this cluster: pods are not packed by it"
     ] * 2
@@ -434,13 +436,13 @@ def test_components_may_come_go_and_grow() -> None:
     assert validated(old, new, GROVE) == Verdict()
 
 
-@pytest.mark.parametrize("facts", [NO_GROVE, UNREAD, ClusterFacts(grove=Grove.PRESENT)])
-def test_what_the_cluster_lost_since_does_not_stop_other_changes(facts: ClusterFacts) -> None:
+@pytest.mark.parametrize("cluster_info", [NO_GROVE, UNREAD, ClusterInfo(grove=Grove.PRESENT)])
+def test_what_the_cluster_lost_since_does_not_stop_other_changes(cluster_info: ClusterInfo) -> None:
     """Somebody deleted the topology: the fleet can still be scaled, and is reported."""
     old = deployment(graph=ON_GRAPH)
     new = deepcopy(old)
     new["metadata"] = {"name": "my-llm", "labels": {"team": "a"}}
-    verdict = validated(new, old, facts)
+    verdict = validated(new, old, cluster_info)
     assert verdict.is_allowed
     (line,) = lines(verdict.warnings)
     assert line.startswith("spec.experimental.kvTransferPolicy.clusterTopologyName: ")
@@ -449,7 +451,7 @@ def test_what_the_cluster_lost_since_does_not_stop_other_changes(facts: ClusterF
 def test_a_policy_that_changes_is_judged_afresh() -> None:
     old = deployment(graph=ON_GRAPH)
     new = deployment(graph={**ON_GRAPH, "domain": "rack"})
-    for gone in (NO_GROVE, ClusterFacts(grove=Grove.PRESENT), ODD):
+    for gone in (NO_GROVE, ClusterInfo(grove=Grove.PRESENT), ODD):
         assert not validated(new, old, gone).is_allowed
 
 

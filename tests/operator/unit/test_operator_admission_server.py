@@ -31,13 +31,13 @@ from kvrouter.operator.admission.server import (
     BINDING_BYTES_MAX,
     BODY_BYTES_MAX,
     AdmissionServer,
-    Facts,
     Labels,
+    ReadClusterInfo,
     Tried,
 )
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import UNKNOWN_MAX
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.operator.plan.defaults import PlanDefaults
@@ -105,7 +105,7 @@ class Opened:
             yield session
 
 
-async def known() -> ClusterFacts:
+async def known() -> ClusterInfo:
     return GROVE
 
 
@@ -116,7 +116,7 @@ async def placed(pod: BindingTarget) -> Mapping[str, str] | None:
     )
 
 
-async def taken(_review: Review, _facts: ClusterFacts) -> Verdict:
+async def taken(_review: Review, _cluster_info: ClusterInfo) -> Verdict:
     return Verdict()
 
 
@@ -124,10 +124,10 @@ async def taken(_review: Review, _facts: ClusterFacts) -> Verdict:
 async def opened(
     folder: Path,
     *,
-    facts: Facts = known,
+    read_cluster_info: ReadClusterInfo = known,
     labels: Labels = placed,
     tried: Tried = taken,
-    facts_s: float = SOON_S,
+    info_timeout_s: float = SOON_S,
     labels_s: float = SOON_S,
     body_s: float = SOON_S,
     body_bytes_max: int = 100_000,
@@ -138,14 +138,14 @@ async def opened(
     certificate = ServingCertificate(*write(folder, data))
     found = Opened("", Heard(), data, folder)
     door = AdmissionServer(
-        facts=facts,
+        read_cluster_info=read_cluster_info,
         labels=labels,
         tried=tried,
         defaults=DEFAULTS,
         certificate=certificate,
         listener=found.heard,
         not_ready=lambda: found.not_ready,
-        facts_s=facts_s,
+        info_timeout_s=info_timeout_s,
         body_s=body_s,
         labels_s=labels_s,
         reread_s=0.01,
@@ -274,7 +274,7 @@ async def test_a_question_is_answered(tmp_path: Path) -> None:
 async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    async def refusing(review: Review, _facts: ClusterFacts) -> Verdict:
+    async def refusing(review: Review, _cluster_info: ClusterInfo) -> Verdict:
         asked.append(review.uid)
         return Verdict((Problem(("spec", "components", 1), "no room"),))
 
@@ -318,9 +318,9 @@ async def test_a_large_object_is_read_and_judged_off_the_loop(
     threads: list[int] = []
     judge = judged
 
-    def noted(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
+    def noted(review: Review, cluster_info: ClusterInfo, defaults: PlanDefaults) -> Verdict:
         threads.append(threading.get_ident())
-        return judge(review, facts, defaults)
+        return judge(review, cluster_info, defaults)
 
     monkeypatch.setattr(server_module, "judged", noted)
     document = deployment(graph=POLICY)
@@ -374,18 +374,21 @@ async def test_a_body_that_does_not_end_is_not_waited_for(tmp_path: Path) -> Non
 async def test_a_cluster_that_does_not_answer_counts_as_unread(tmp_path: Path) -> None:
     """What needs no topology is admitted all the same."""
 
-    async def never() -> ClusterFacts:
+    async def never() -> ClusterInfo:
         await asyncio.Event().wait()
         return GROVE
 
-    async def refused() -> ClusterFacts:
+    async def refused() -> ClusterInfo:
         raise ConnectionRefusedError("nobody is there")
 
-    for facts, facts_s, why in (
+    for read_cluster_info, info_timeout_s, why in (
         (never, 0.05, "no answer within 0.05 s"),
         (refused, SOON_S, "nobody is there"),
     ):
-        async with opened(tmp_path, facts=facts, facts_s=facts_s) as door, door.client() as client:
+        async with (
+            opened(tmp_path, read_cluster_info=read_cluster_info, info_timeout_s=info_timeout_s) as door,
+            door.client() as client,
+        ):
             async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
                 response = (await answer.json())["response"]
                 assert f"could not be read just now ({why})" in response["status"]["message"]
@@ -396,12 +399,12 @@ async def test_a_cluster_that_does_not_answer_counts_as_unread(tmp_path: Path) -
 async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
     entered, go = asyncio.Event(), asyncio.Event()
 
-    async def held() -> ClusterFacts:
+    async def held() -> ClusterInfo:
         entered.set()
         await go.wait()
         return GROVE
 
-    async with opened(tmp_path, facts=held, reviews_max=1) as door, door.client() as client:
+    async with opened(tmp_path, read_cluster_info=held, reviews_max=1) as door, door.client() as client:
 
         async def ask() -> int:
             async with client.post("/validate", json=review(deployment())) as answer:
@@ -461,7 +464,7 @@ async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
     async with opened(tmp_path) as door:
         port = int(door.url.rpartition(":")[2])
         other = AdmissionServer(
-            facts=known,
+            read_cluster_info=known,
             labels=placed,
             tried=taken,
             defaults=DEFAULTS,

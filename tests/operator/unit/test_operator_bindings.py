@@ -8,8 +8,8 @@ import pytest
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, metadata_of
 from kvrouter.operator.api.grove import ClusterTopology, Level
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels.copies import Copy, Node
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
+from kvrouter.operator.labels.level_labels import LevelLabels, Node
 from kvrouter.operator.reconcile.bindings import (
     KINDS,
     OPERATOR_LABEL,
@@ -20,10 +20,10 @@ from kvrouter.operator.reconcile.bindings import (
     wanted_by,
 )
 
-ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
+ZONE = LevelLabels("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
 LEASE = Key("kvrouter-system", "kvrouter-operator")
 NODES = (Node("n2", {ZONE.node_label: "b"}), Node("n1", {ZONE.node_label: "a", "example.com/rack": "r1"}))
-RACK = Copy("rack", "example.com/rack", "example.com/rack")
+RACK = LevelLabels("rack", "example.com/rack", "example.com/rack")
 
 
 def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
@@ -73,7 +73,7 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
 
 def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:
     policy = {"labelKey": "example.com/rack", "domain": "rack"}
-    assert wanted_by(graph(policy), ClusterFacts(), ()) == WantedLabels(
+    assert wanted_by(graph(policy), ClusterInfo(), ()) == WantedLabels(
         Key("team", "llm"), ("llm-prefill", "llm-decode"), (RACK,)
     )
 
@@ -82,33 +82,31 @@ def test_frontends_that_prefill_keeps_near_want_the_labels_of_workers() -> None:
     document = graph(None)
     near = {"level": "rack", "label": "example.com/rack", "prefill": {"level": "rack"}}
     document["spec"]["components"][0]["kvCacheTransferTopology"] = near
-    wanted = wanted_by(document, ClusterFacts(), ())
+    wanted = wanted_by(document, ClusterInfo(), ())
     assert wanted is not None
-    assert wanted.copies == (RACK,)
+    assert wanted.level_labels == (RACK,)
     assert wanted.workloads == ("llm-frontend", "llm-prefill", "llm-decode")
 
 
 def test_a_topology_that_is_gone_is_wanted_as_it_was_known_last() -> None:
     policy = {"clusterTopologyName": "fabric", "domain": "rack"}
     levels = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack"))
-    facts = ClusterFacts(grove=Grove.PRESENT, topologies={"fabric": ClusterTopology("fabric", levels)})
-    there = wanted_by(graph(policy), facts, ())
+    cluster_info = ClusterInfo(grove=Grove.PRESENT, topologies={"fabric": ClusterTopology("fabric", levels)})
+    there = wanted_by(graph(policy), cluster_info, ())
     assert there is not None
-    assert [copy.domain for copy in there.copies] == ["zone", "rack"]
-    assert wanted_by(graph(policy), ClusterFacts(grove=Grove.PRESENT), levels) == there
+    assert [copy.domain for copy in there.level_labels] == ["zone", "rack"]
+    assert wanted_by(graph(policy), ClusterInfo(grove=Grove.PRESENT), levels) == there
 
 
 def test_nothing_is_wanted_without_a_policy_or_by_what_cannot_be_read() -> None:
-    assert wanted_by(graph(None), ClusterFacts(), ()) is None
-    assert (
-        wanted_by({"metadata": {"name": "llm"}, "spec": {"components": "none"}}, ClusterFacts(), ()) is None
-    )
+    assert wanted_by(graph(None), ClusterInfo(), ()) is None
+    assert wanted_by({"metadata": {"name": "llm"}, "spec": {"components": "none"}}, ClusterInfo(), ()) is None
 
 
 class OneRefused(KubeClient):
     """Takes every object but the policies for these levels."""
 
-    def __init__(self, copy: Copy) -> None:
+    def __init__(self, copy: LevelLabels) -> None:
         self.refused = f"{copy.domain}={copy.node_label}"
         self.written: list[Manifest] = []
 

@@ -8,7 +8,7 @@ from kvrouter.kube.objects import Manifest
 from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
 from kvrouter.operator.labels.binding import BindingTarget
-from kvrouter.operator.reconcile.places import NodePlaces
+from kvrouter.operator.reconcile.node_places import NodePlaces
 from tests.support.quiet_cluster import QuietCluster
 
 ZONE = "topology.kubernetes.io/zone"

@@ -23,9 +23,9 @@ from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.reconcile.apply import BUDGETS
 from kvrouter.operator.reconcile.controller import Controller
-from kvrouter.operator.reconcile.info_reader import FACTS_S
+from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
-from kvrouter.operator.status.resolved import copy_of
+from kvrouter.operator.status.resolved import policy_level
 from kvrouter.telemetry import Telemetry
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.quiet_cluster import QuietCluster
@@ -65,7 +65,7 @@ class Zoned(QuietCluster):
         policy, resolution = (found := plan(document, FACTS, DEFAULTS)).policy, found.resolution
         assert policy is not None
         assert resolution is not None
-        label, decode = copy_of(policy, resolution).pod_label, document.spec.components[2]
+        label, decode = policy_level(policy, resolution).pod_label, document.spec.components[2]
         had: list[Manifest] = zone_budgets(document, decode, label, {"a": 2}, [], fewer_since, 60)
         (budget,) = zone_budgets(document, decode, label, {"a": 1}, had, fewer_since, 60)
         self.name = key_of(budget)
@@ -116,7 +116,7 @@ async def leads(
     looks: Looks,
     *,
     defaults: PlanDefaults = DEFAULTS,
-    facts_s: float = FACTS_S,
+    info_each_s: float = INFO_EACH_S,
     links_s: float = READ_AGAIN_S,
 ) -> AsyncIterator[None]:
     """A driver that leads until the block ends."""
@@ -127,7 +127,7 @@ async def leads(
         lease=Key("kvrouter-system", "kvrouter-operator"),
         namespace="",
         listener=looks,
-        facts_s=facts_s,
+        info_each_s=info_each_s,
         links_s=links_s,
     )
     task = asyncio.create_task(driver.run())
@@ -143,7 +143,7 @@ async def test_topologies_that_were_read_last_hold_while_the_api_server_has_no_a
     status: int, looks_again: int
 ) -> None:
     cluster, looks = Overloaded(status), Looks()
-    async with leads(cluster, looks, facts_s=0.05):
+    async with leads(cluster, looks, info_each_s=0.05):
         async with asyncio.timeout(30.0):
             assert await looks.done.get() == Key("fleet", "llm")
             for _ in range(5):

@@ -9,7 +9,7 @@ from kvrouter.kube.client import ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of
 from kvrouter.operator.admission.review import Review
 from kvrouter.operator.admission.validate import changed_manifests
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.dry_run import DryRun
 from tests.support.deployments import DEFAULTS
@@ -63,7 +63,7 @@ def with_env(name: str) -> Document:
 
 async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> None:
     server = Server()
-    verdict = await server.dry_runs()(review(deployment()), ClusterFacts())
+    verdict = await server.dry_runs()(review(deployment()), ClusterInfo())
     assert verdict == ((), ())
     assert sorted(server.tried) == [
         "Deployment my-llm-decode",
@@ -82,13 +82,13 @@ async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> No
 
 async def test_of_a_change_only_what_it_changes_is_tried() -> None:
     server = Server()
-    await server.dry_runs()(review(with_env("B"), with_env("A")), ClusterFacts())
+    await server.dry_runs()(review(with_env("B"), with_env("A")), ClusterInfo())
     assert server.tried == [f"Deployment {DECODE}"]
-    await server.dry_runs()(review(with_env("B"), with_env("B")), ClusterFacts())
+    await server.dry_runs()(review(with_env("B"), with_env("B")), ClusterInfo())
     leaving = with_env("C")
     leaving["metadata"] = {**cast(Document, leaving["metadata"]), "deletionTimestamp": "now"}
-    await server.dry_runs()(review(leaving, with_env("B")), ClusterFacts())
-    await server.dry_runs(namespace="elsewhere")(review(with_env("C"), with_env("B")), ClusterFacts())
+    await server.dry_runs()(review(leaving, with_env("B")), ClusterInfo())
+    await server.dry_runs(namespace="elsewhere")(review(with_env("C"), with_env("B")), ClusterInfo())
     assert server.tried == [f"Deployment {DECODE}"]
 
 
@@ -103,7 +103,7 @@ async def test_of_a_change_only_what_it_changes_is_tried() -> None:
     ],
 )
 async def test_what_is_wrong_with_an_object_is_reported_at_its_component(error: RequestRefused) -> None:
-    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterFacts())
+    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)
     assert problem.must == f"the API server would refuse Deployment {DECODE}: {error.detail}"
@@ -121,7 +121,7 @@ async def test_what_is_wrong_with_an_object_is_reported_at_its_component(error: 
     ],
 )
 async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
-    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterFacts())
+    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
     assert verdict.is_allowed
     (warning,) = verdict.warnings
     assert warning.must.startswith(
@@ -132,7 +132,7 @@ async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
 async def test_a_server_that_does_not_answer_holds_nobody_up() -> None:
     server = Server()
     server.hangs = True
-    verdict = await server.dry_runs(within_s=0.05)(review(deployment()), ClusterFacts())
+    verdict = await server.dry_runs(within_s=0.05)(review(deployment()), ClusterInfo())
     assert verdict.is_allowed
     assert "no answer within 0.05 s" in verdict.warnings[0].must
 
@@ -143,19 +143,19 @@ async def test_what_is_anothers_is_never_written_over_so_a_refusal_is_none() -> 
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "other", "controller": True}]}}
     assert metadata_of(server.there)["name"] == DECODE
-    assert (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
+    assert (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "mine", "controller": True}]}}
-    assert not (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
+    assert not (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
 
 
 async def test_what_an_earlier_deployment_left_behind_would_be_adopted_so_its_refusal_counts() -> None:
     server = Server(my_llm_decode=refused("field is immutable"))
     new = deployment()
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
-    planned = changed_manifests(new, None, ClusterFacts(), DEFAULTS)
+    planned = changed_manifests(new, None, ClusterInfo(), DEFAULTS)
     left = next(dict(each) for _, each in planned if key_of(each).name == DECODE)
     written: Document = {"manager": MANAGER, "operation": "Apply"}
     server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": [written]}}
-    assert not (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
+    assert not (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
     server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": []}}
-    assert (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
+    assert (await server.dry_runs()(review(new), ClusterInfo())).is_allowed

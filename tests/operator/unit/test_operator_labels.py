@@ -8,17 +8,17 @@ from pydantic import JsonValue
 
 from kvrouter.kernel.topology.policy import Required
 from kvrouter.operator.api.grove import ClusterTopology, Level
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.labels.binding import backfill_labels, binding_patch, binding_policy
-from kvrouter.operator.labels.copies import (
+from kvrouter.operator.labels.level_labels import (
     NODES_MAX,
-    Copy,
+    LevelLabels,
     Node,
     Pod,
     Source,
-    copies_of,
     gather_s,
     is_pod_of,
+    level_labels_of,
     node_places,
     pod_labels,
     pod_name_stem,
@@ -28,11 +28,11 @@ from kvrouter.operator.labels.copies import (
 )
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 
-ZONE = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
-RACK = Copy("rack", "nvidia.com/rack", "grove.io/topology.rack")
+ZONE = LevelLabels("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
+RACK = LevelLabels("rack", "nvidia.com/rack", "grove.io/topology.rack")
 LEVELS = (Level("zone", ZONE.node_label), Level("rack", RACK.node_label))
 FABRIC = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS)}
-FACTS = ClusterFacts(grove=Grove.PRESENT, topologies=FABRIC)
+FACTS = ClusterInfo(grove=Grove.PRESENT, topologies=FABRIC)
 OF_FABRIC = DeploymentPolicy(Required("zone"), NamedTopology("gpu-fabric"))
 
 
@@ -45,30 +45,30 @@ def test_a_topology_gives_each_level_a_label_of_its_own() -> None:
 
 def test_a_raw_label_keeps_its_key_and_asks_for_no_topology() -> None:
     policy = DeploymentPolicy(Required("zone"), RawLabel("example.com/zone"))
-    raw = Copy("zone", "example.com/zone", "example.com/zone")
-    assert resolve(policy, ClusterFacts()) == ((raw,), Source.LABEL)
+    raw = LevelLabels("zone", "example.com/zone", "example.com/zone")
+    assert resolve(policy, ClusterInfo()) == ((raw,), Source.LABEL)
 
 
 @pytest.mark.parametrize(
-    ("facts", "source"),
+    ("cluster_info", "source"),
     [
-        (ClusterFacts(), Source.GROVE_ABSENT),
-        (ClusterFacts(grove=Grove.UNREAD), Source.TOPOLOGY_UNREAD),
-        (ClusterFacts(grove=Grove.PRESENT), Source.TOPOLOGY_ABSENT),
+        (ClusterInfo(), Source.GROVE_ABSENT),
+        (ClusterInfo(grove=Grove.UNREAD), Source.TOPOLOGY_UNREAD),
+        (ClusterInfo(grove=Grove.PRESENT), Source.TOPOLOGY_ABSENT),
     ],
 )
 def test_a_topology_that_is_gone_is_remembered_or_else_its_domain_stays_unknown(
-    facts: ClusterFacts, source: Source
+    cluster_info: ClusterInfo, source: Source
 ) -> None:
-    assert resolve(OF_FABRIC, facts, LEVELS) == ((ZONE, RACK), source)
-    ((only,), found) = resolve(OF_FABRIC, facts)
+    assert resolve(OF_FABRIC, cluster_info, LEVELS) == ((ZONE, RACK), source)
+    ((only,), found) = resolve(OF_FABRIC, cluster_info)
     assert (only.pod_label, found) == (ZONE.pod_label, source)
     assert pod_labels({ZONE.node_label: "us-east-1a"}, (only,)) == {ZONE.pod_label: ""}
 
 
 def test_a_level_that_left_the_topology_is_none_of_the_others() -> None:
     racks = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS[1:])}
-    found = resolve(OF_FABRIC, ClusterFacts(grove=Grove.PRESENT, topologies=racks), LEVELS)
+    found = resolve(OF_FABRIC, ClusterInfo(grove=Grove.PRESENT, topologies=racks), LEVELS)
     assert found == ((ZONE, RACK), Source.LEVEL_ABSENT)
 
 
@@ -162,7 +162,7 @@ def test_however_many_nodes_come_little_is_written(nodes: int) -> None:
         Node(f"ip-10-0-0-{number:05}.us-east-1.compute.internal", {ZONE.node_label: "us-east-1a"})
         for number in range(nodes)
     ]
-    written = json.dumps(node_places("p", (ZONE, RACK, *copies_of(LEVELS)), there, {})).encode()
+    written = json.dumps(node_places("p", (ZONE, RACK, *level_labels_of(LEVELS)), there, {})).encode()
     assert 300 * len(written) / gather_s(nodes) < 50 * 2**20
     assert gather_s(nodes) <= 5
 
@@ -254,8 +254,8 @@ def test_nothing_is_done_where_labels_are_right_or_the_pod_is_not_there(found: P
 def test_a_level_that_a_node_lacks_shows_on_the_pod_and_is_written_once() -> None:
     empty: dict[str, JsonValue] = {ZONE.pod_label: "", RACK.pod_label: ""}
     patch: JsonValue = {"uid": "uid-1", "labels": empty}
-    assert backfill_labels(pod(), Node("n1"), copies_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
-    assert backfill_labels(pod(zone="", rack=""), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
+    assert backfill_labels(pod(), Node("n1"), level_labels_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
+    assert backfill_labels(pod(zone="", rack=""), Node("n1"), level_labels_of(LEVELS)) == (None, (ZONE, RACK))
 
 
 # As the API server tells of them.

@@ -17,7 +17,7 @@ from kvrouter.operator.reconcile.link_reader import (
     LinkReader,
     read_page,
 )
-from kvrouter.operator.status.links import Door
+from kvrouter.operator.status.link_status import MetricsEndpoint
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
 OTHER = LINK.model_copy(update={"slow": True})
@@ -29,13 +29,13 @@ PAGE = (
 )
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 ONE = Key("team", "one")
-DOOR = Door("127.0.0.1", 1)
+DOOR = MetricsEndpoint("127.0.0.1", 1)
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[Door, list[bytes]]]:
+async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[MetricsEndpoint, list[bytes]]]:
     """A port that answers so, and the heads of the requests that came."""
     heads: list[bytes] = []
 
@@ -54,7 +54,7 @@ async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[Door, list[by
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        yield Door("127.0.0.1", server.sockets[0].getsockname()[1]), heads
+        yield MetricsEndpoint("127.0.0.1", server.sockets[0].getsockname()[1]), heads
 
 
 async def test_a_page_is_read() -> None:
@@ -129,9 +129,7 @@ async def test_what_is_no_whole_page_is_not_read(answer: bytes | Answer) -> None
 
 async def test_nobody_is_asked_whom_a_frontend_names() -> None:
     async with answering(OK + b"\r\n" + PAGE) as (other, others_heads):
-        redirect = (
-            f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other.metrics}\r\nContent-Length: 0\r\n\r\n"
-        )
+        redirect = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n"
         async with answering(redirect.encode()) as (door, heads):
             assert await read_page(door) is None
     assert (len(heads), others_heads) == (1, [])
@@ -170,14 +168,14 @@ class Frontends:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.pages: dict[Door, tuple[LinkStatus, ...] | None] = {}
+        self.pages: dict[MetricsEndpoint, tuple[LinkStatus, ...] | None] = {}
         self.changed: list[Key] = []
         self.reader = LinkReader(self.changed.append, clock=lambda: self.now_s, read_page=self.read_page)
 
-    async def read_page(self, door: Door) -> tuple[LinkStatus, ...] | None:
+    async def read_page(self, door: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
         return self.pages.get(door)
 
-    def shown(self, key: Key = ONE, door: Door | None = DOOR) -> tuple[LinkStatus, ...]:
+    def shown(self, key: Key = ONE, door: MetricsEndpoint | None = DOOR) -> tuple[LinkStatus, ...]:
         return self.reader.follow(key, door, None)
 
 
@@ -197,7 +195,7 @@ async def test_what_is_read_is_shown_and_only_a_change_is_reported() -> None:
 
 
 @pytest.mark.parametrize("door", [DOOR, None])
-async def test_what_cannot_be_read_again_stays_for_a_while(door: Door | None) -> None:
+async def test_what_cannot_be_read_again_stays_for_a_while(door: MetricsEndpoint | None) -> None:
     fleet = Frontends()
     fleet.shown()
     fleet.pages[DOOR] = (LINK,)
@@ -239,7 +237,7 @@ async def test_a_deployment_that_is_gone_is_not_read_and_not_reported() -> None:
     fleet.pages[DOOR] = (LINK,)
     began, may_end = asyncio.Event(), asyncio.Event()
 
-    async def slow(door: Door) -> tuple[LinkStatus, ...] | None:
+    async def slow(door: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
         began.set()
         await may_end.wait()
         return fleet.pages[door]
@@ -258,7 +256,7 @@ async def test_one_that_does_not_answer_holds_up_no_other_and_few_are_read_at_on
     now, most = 0, 0
     free = asyncio.Event()
 
-    async def read(door: Door) -> tuple[LinkStatus, ...] | None:
+    async def read(door: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
         nonlocal now, most
         now += 1
         most = max(most, now)
@@ -273,7 +271,7 @@ async def test_one_that_does_not_answer_holds_up_no_other_and_few_are_read_at_on
     reader = LinkReader(changed.put_nowait, clock=lambda: 0.0, read_page=read)
     keys = [Key("team", str(number)) for number in range(1, 4 * PAGES_MAX)]
     for key in keys:
-        reader.follow(key, Door("127.0.0.1", int(key.name)), None)
+        reader.follow(key, MetricsEndpoint("127.0.0.1", int(key.name)), None)
     reading = asyncio.create_task(reader.read())
     async with asyncio.timeout(30.0):
         assert {await changed.get() for _ in keys[1:]} == set(keys[1:])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.operator.api.status import LINKS_MAX, DeploymentStatus, LinkStatus
-from kvrouter.operator.labels.copies import Pod
-from kvrouter.operator.status.links import Door, door_of, read_links, steadied
+from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.status.link_status import MetricsEndpoint, metrics_endpoint, read_links, steadied
 from kvrouter.operator.status.status import deployment_status
 from kvrouter.telemetry import Telemetry
 from tests.support.deployments import DEFAULTS, FACTS, deployment, planned
@@ -219,20 +219,20 @@ def frontend(name: str, *, address: str | None = "10.0.0.1", ready: bool = True,
     )
 
 
-def door(*pods: Pod, port: str | None = None) -> Door | None:
+def door(*pods: Pod, port: str | None = None) -> MetricsEndpoint | None:
     variables: list[JsonValue] = [] if port is None else [{"name": "DYN_HTTP_PORT", "value": port}]
     template: JsonValue = {"spec": {"containers": [{"name": "main", "env": variables}]}}
-    return door_of(planned(deployment(pods={"frontend": template}), defaults=DEFAULTS), pods)
+    return metrics_endpoint(planned(deployment(pods={"frontend": template}), defaults=DEFAULTS), pods)
 
 
 def test_the_first_ready_frontend_by_name_is_read() -> None:
     first = frontend("b", address="10.0.0.2")
     others = [frontend("c"), frontend("a", ready=False), frontend("aa", over=True)]
-    assert door(others[0], first, *others[1:]) == Door("10.0.0.2", 8000)
+    assert door(others[0], first, *others[1:]) == MetricsEndpoint("10.0.0.2", 8000)
 
 
 def test_its_port_is_that_of_its_service() -> None:
-    assert door(frontend("a"), port="9000") == Door("10.0.0.1", 9000)
+    assert door(frontend("a"), port="9000") == MetricsEndpoint("10.0.0.1", 9000)
 
 
 def test_workers_are_not_read() -> None:
@@ -246,5 +246,5 @@ def test_what_is_no_address_is_not_read(address: str | None) -> None:
 
 
 def test_addresses_of_both_kinds_make_a_url() -> None:
-    assert Door("10.0.0.1", 8000).metrics == "http://10.0.0.1:8000/metrics"
-    assert Door("fd00::1", 8000).metrics == "http://[fd00::1]:8000/metrics"
+    assert MetricsEndpoint("10.0.0.1", 8000).url == "http://10.0.0.1:8000/metrics"
+    assert MetricsEndpoint("fd00::1", 8000).url == "http://[fd00::1]:8000/metrics"

@@ -10,7 +10,7 @@ from kvrouter.cli.worker.flags import topology_wait
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.grove import Level
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
 from kvrouter.operator.plan.manifest import TEMPLATE_HASH, object_name
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, Plan, plan, read_levels
@@ -62,7 +62,7 @@ def test_without_a_policy_nothing_of_topology_is_planned() -> None:
     assert "topology" not in text.lower()
     assert "DYN_ROUTER" not in text
     assert "KV_TRANSFER" not in text
-    assert planned(of, ClusterFacts()) == before
+    assert planned(of, ClusterInfo()) == before
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_a_topology_that_is_gone_rolls_nothing_while_its_levels_are_known() -> N
     assert annotation == "zone=topology.kubernetes.io/zone,rack=nvidia.com/rack"
     levels = read_levels(str(annotation))
     assert levels == LEVELS
-    assert plan(of, ClusterFacts(), DEFAULTS, last_levels=levels).manifests == before.manifests
-    alone = environment(templates(planned(of, ClusterFacts()))["prefill"])
+    assert plan(of, ClusterInfo(), DEFAULTS, last_levels=levels).manifests == before.manifests
+    alone = environment(templates(planned(of, ClusterInfo()))["prefill"])
     assert alone["DYN_TOPOLOGY_LEVELS"] == "zone"
 
 

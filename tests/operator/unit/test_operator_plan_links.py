@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from kvrouter.fleetfile.fleet import LinksSpec
+from kvrouter.fleetfile.fleet_file import LinksSpec
 from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.api.grove import ClusterTopology
 from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX, LevelQoS, LinkQoS, NetworkQoS, PairQoS
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.plan.links import read_qos
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
+from kvrouter.operator.plan.frontend_links import read_qos
 from kvrouter.operator.plan.plan import QOS_ANNOTATION, Plan, plan
 from kvrouter.settings.problems import dotted, parse_document
 from kvrouter.settings.sources import load_settings
@@ -63,10 +63,10 @@ STATED = NetworkQoS(
 )
 
 
-def stating(qos: NetworkQoS | None, levels: tuple[object, ...] = LEVELS) -> ClusterFacts:
+def stating(qos: NetworkQoS | None, levels: tuple[object, ...] = LEVELS) -> ClusterInfo:
     """A cluster whose topology states these links."""
     topology = ClusterTopology("gpu-fabric", LEVELS[: len(levels)], network_qos=qos)
-    return ClusterFacts(grove=Grove.PRESENT, topologies={"gpu-fabric": topology})
+    return ClusterInfo(grove=Grove.PRESENT, topologies={"gpu-fabric": topology})
 
 
 def weighed(qos: Fields | None = None, **fields: JsonValue) -> DynamoGraphDeployment:
@@ -250,25 +250,25 @@ def test_a_users_own_links_and_weight_make_way_for_those_that_are_stated() -> No
 
 def test_links_and_weights_roll_frontends_alone() -> None:
     before = templates(planned(deployment(of_frontend=ON_FRONTEND)))
-    for facts, of in (
+    for cluster_info, of in (
         (stating(STATED), deployment(of_frontend=ON_FRONTEND)),
         (FACTS, weighed({"across": link(0.1)})),
         (FACTS, weighed(kvTransferWeight=3)),
     ):
-        after = templates(planned(of, facts))
+        after = templates(planned(of, cluster_info))
         assert {name for name in before if before[name] != after[name]} == {"frontend"}
 
 
 def test_a_topology_that_is_gone_rolls_no_frontend() -> None:
-    of, facts = weighed({"levels": [link(0.01, level="rack")]}), stating(STATED)
-    before = planned(of, facts)
+    of, cluster_info = weighed({"levels": [link(0.01, level="rack")]}), stating(STATED)
+    before = planned(of, cluster_info)
     annotation = at(of_kind(before, "Deployment")["llm-frontend"], "metadata", "annotations", QOS_ANNOTATION)
     last = read_qos(str(annotation))
     assert last == STATED
-    for gone in (ClusterFacts(), ClusterFacts(grove=Grove.UNREAD), ClusterFacts(grove=Grove.PRESENT)):
+    for gone in (ClusterInfo(), ClusterInfo(grove=Grove.UNREAD), ClusterInfo(grove=Grove.PRESENT)):
         found = plan(of, gone, DEFAULTS, last_levels=LEVELS, last_qos=last)
         assert found.manifests == before.manifests
-    assert table(planned(of, ClusterFacts())) == {"within": {"rack": spec(0.01)}}
+    assert table(planned(of, ClusterInfo())) == {"within": {"rack": spec(0.01)}}
     assert TABLE not in variables(plan(weighed(), stating(None), DEFAULTS, last_qos=last))
 
 

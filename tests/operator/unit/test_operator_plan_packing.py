@@ -6,7 +6,7 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.packing import PACKING_ANNOTATION, PREFERRED, REQUIRED
 from kvrouter.operator.plan.plan import Plan, plan, read_levels
 from kvrouter.settings.problems import dotted
@@ -14,7 +14,7 @@ from tests.support.deployments import DEFAULTS, FACTS, at, has, of_kind, planned
 
 ZONE = "topology.kubernetes.io/zone"
 PACKED = "kvrouter.dev/packed-by"
-UNREAD = ClusterFacts(grove=Grove.UNREAD, unread_because="forbidden")
+UNREAD = ClusterInfo(grove=Grove.UNREAD, unread_because="forbidden")
 
 
 def packed(
@@ -125,12 +125,12 @@ def test_only_components_with_a_level_are_packed_where_the_deployment_has_none()
 
 def test_pods_of_another_level_or_node_label_have_no_say() -> None:
     labels = {
-        packed_by(templates(planned(packed(level), facts))["decode"])
-        for level, facts in [("zone", FACTS), ("rack", FACTS), ("host", ClusterFacts())]
+        packed_by(templates(planned(packed(level), cluster_info))["decode"])
+        for level, cluster_info in [("zone", FACTS), ("rack", FACTS), ("host", ClusterInfo())]
     }
     assert len(labels) == 3
     policy: JsonValue = {"kvTransferPolicy": {"labelKey": "example.com/zone", "domain": "zone"}}
-    found = planned(packed("zone", experimental=policy), ClusterFacts())
+    found = planned(packed("zone", experimental=policy), ClusterInfo())
     assert at(required(templates(found)["decode"]), 0, "topologyKey") == "example.com/zone"
     assert packed_by(templates(found)["decode"]) not in labels
 
@@ -140,28 +140,28 @@ def test_pods_of_another_level_or_node_label_have_no_say() -> None:
     [("region", "topology.kubernetes.io/region"), ("zone", ZONE), ("host", "kubernetes.io/hostname")],
 )
 def test_without_topologies_the_labels_of_kubernetes_are_known(domain: str, key: str) -> None:
-    found = planned(packed(domain), ClusterFacts())
+    found = planned(packed(domain), ClusterInfo())
     assert at(required(templates(found)["decode"]), 0, "topologyKey") == key
     assert found.warnings == ()
 
 
 @pytest.mark.parametrize(
-    ("domain", "facts", "why"),
+    ("domain", "cluster_info", "why"),
     [
         (
             "rack",
-            ClusterFacts(),
+            ClusterInfo(),
             "has no effect: this cluster has no topologies (grove.io) that say which node label 'rack' is",
         ),
         ("zone", UNREAD, "has no effect: topology 'gpu-fabric' could not be read (forbidden)"),
-        ("zone", ClusterFacts(grove=Grove.PRESENT), "topology 'gpu-fabric' is not in this cluster"),
+        ("zone", ClusterInfo(grove=Grove.PRESENT), "topology 'gpu-fabric' is not in this cluster"),
         ("racks", FACTS, "is no level of gpu-fabric, which has zone, rack (did you mean rack?)"),
     ],
 )
 def test_a_level_that_is_not_known_packs_nothing_and_is_reported(
-    domain: str, facts: ClusterFacts, why: str
+    domain: str, cluster_info: ClusterInfo, why: str
 ) -> None:
-    found = planned(packed(domain), facts)
+    found = planned(packed(domain), cluster_info)
     assert not has(at(templates(found)["decode"], "spec"), "affinity")
     (line,) = warned(found)
     assert line.startswith("spec.topologyConstraint.packDomain")
@@ -169,8 +169,8 @@ def test_a_level_that_is_not_known_packs_nothing_and_is_reported(
     assert line.endswith(": pods are not packed by it")
 
 
-@pytest.mark.parametrize("facts", [UNREAD, ClusterFacts(grove=Grove.PRESENT), ClusterFacts()])
-def test_a_topology_that_is_gone_rolls_nothing_while_the_level_is_known(facts: ClusterFacts) -> None:
+@pytest.mark.parametrize("cluster_info", [UNREAD, ClusterInfo(grove=Grove.PRESENT), ClusterInfo()])
+def test_a_topology_that_is_gone_rolls_nothing_while_the_level_is_known(cluster_info: ClusterInfo) -> None:
     of = packed("rack", {"decode": "zone"})
     before = planned(of)
     annotations = [
@@ -179,7 +179,7 @@ def test_a_topology_that_is_gone_rolls_nothing_while_the_level_is_known(facts: C
     ]
     assert annotations == ["rack=nvidia.com/rack", "rack=nvidia.com/rack", f"zone={ZONE}"]
     last = [level for text in annotations for level in read_levels(str(text))]
-    after = plan(of, facts, DEFAULTS, last_pack_levels=last)
+    after = plan(of, cluster_info, DEFAULTS, last_pack_levels=last)
     assert after.manifests == before.manifests
     assert "pods stay packed by nvidia.com/rack, as before" in warned(after)[0]
 

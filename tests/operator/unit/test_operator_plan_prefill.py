@@ -10,7 +10,7 @@ from kvrouter.cli.worker.flags import topology_wait
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.api.grove import ClusterTopology, Level
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.plan import plan
 from kvrouter.settings.problems import dotted
 from kvrouter.settings.sources import load_settings
@@ -28,7 +28,7 @@ from tests.support.deployments import (
 )
 
 Fields = dict[str, JsonValue]
-GONE = ClusterFacts(grove=Grove.PRESENT)
+GONE = ClusterInfo(grove=Grove.PRESENT)
 STRICT: Fields = {"enforcement": "required"}
 LEVEL_AT = "spec.components[0].kvCacheTransferTopology.prefill.level"
 
@@ -44,13 +44,13 @@ def anywhere() -> DynamoGraphDeployment:
     return deployment(of_frontend={"level": "zone"})
 
 
-def of_topology(*levels: Level) -> ClusterFacts:
+def of_topology(*levels: Level) -> ClusterInfo:
     topology = ClusterTopology("gpu-fabric", levels)
-    return ClusterFacts(grove=Grove.PRESENT, topologies={"gpu-fabric": topology})
+    return ClusterInfo(grove=Grove.PRESENT, topologies={"gpu-fabric": topology})
 
 
-def frontend(of: DynamoGraphDeployment, facts: ClusterFacts = FACTS) -> JsonValue:
-    return templates(planned(of, facts))["frontend"]
+def frontend(of: DynamoGraphDeployment, cluster_info: ClusterInfo = FACTS) -> JsonValue:
+    return templates(planned(of, cluster_info))["frontend"]
 
 
 def pods_of_user(**main: JsonValue) -> Fields:

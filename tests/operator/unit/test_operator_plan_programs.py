@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.admission.review import WARNING_CHARS_MAX, line
 from kvrouter.operator.admission.validate import validate
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.settings.problems import Path, dotted
 
@@ -45,7 +45,7 @@ def warned(
             ]
         },
     }
-    verdict = validate(deployment, None, ClusterFacts(), DEFAULTS)
+    verdict = validate(deployment, None, ClusterInfo(), DEFAULTS)
     assert verdict.is_allowed
     assert all(len(line(warning)) <= WARNING_CHARS_MAX for warning in verdict.warnings)
     return {dotted(warning.path): warning.must for warning in verdict.warnings}
@@ -185,4 +185,4 @@ def test_no_container_stops_admission(image: str | None, command: JsonValue, arg
             ]
         },
     }
-    validate(deployment, None, ClusterFacts(), DEFAULTS)
+    validate(deployment, None, ClusterInfo(), DEFAULTS)

@@ -13,10 +13,10 @@ from pydantic import JsonValue
 from kvrouter.kube.objects import FLEET_LABEL, WORKERS, Key, Manifest, ResourceKind, WatchEvent, key_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS
-from kvrouter.operator.plan.cordons import CORDON_ANNOTATION
 from kvrouter.operator.plan.manifest import fleet_name
+from kvrouter.operator.plan.node_cordons import CORDON_ANNOTATION
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS
-from kvrouter.operator.reconcile.info_reader import FACTS_S
+from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.sources import GATHER_S, Sources, node_name_of
 from tests.support.quiet_cluster import QuietCluster
@@ -117,7 +117,7 @@ async def watching(cluster: Cluster) -> AsyncIterator[tuple[Sources, Queued]]:
         namespace="",
         class_name=DEFAULT_CLASS,
         reads_workers=True,
-        facts_s=FACTS_S,
+        info_each_s=INFO_EACH_S,
         links_s=READ_AGAIN_S,
     )
 

@@ -7,8 +7,8 @@ from datetime import timedelta, timezone
 import pytest
 
 from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
+from kvrouter.operator.labels.level_labels import Pod
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
 from kvrouter.operator.status.resolved import RefusedObjects, component_status, refused_pods
@@ -35,18 +35,18 @@ from tests.support.statuses import (
 
 
 @pytest.mark.parametrize(
-    ("facts", "reported"),
+    ("cluster_info", "reported"),
     [
-        (ClusterFacts(), (FALSE, "GroveAbsent")),
-        (ClusterFacts(grove=Grove.PRESENT), (FALSE, "TopologyNotFound")),
-        (ClusterFacts(grove=Grove.UNREAD), (UNKNOWN, "TopologyUnread")),
+        (ClusterInfo(), (FALSE, "GroveAbsent")),
+        (ClusterInfo(grove=Grove.PRESENT), (FALSE, "TopologyNotFound")),
+        (ClusterInfo(grove=Grove.UNREAD), (UNKNOWN, "TopologyUnread")),
         (FACTS, (TRUE, "AllWorkersPlaced")),
     ],
 )
 def test_a_topology_that_is_not_there_is_reported(
-    facts: ClusterFacts, reported: tuple[ConditionStatus, str]
+    cluster_info: ClusterInfo, reported: tuple[ConditionStatus, str]
 ) -> None:
-    assert said(status(pods(a=(1, 1)), facts=facts), "TopologyResolved") == reported
+    assert said(status(pods(a=(1, 1)), cluster_info=cluster_info), "TopologyResolved") == reported
 
 
 def test_a_level_that_is_not_there_is_reported() -> None:
@@ -68,14 +68,17 @@ def test_labels_that_nobody_copied_are_reported_apart_from_nodes_without_them() 
 
 
 def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
-    facts = replace(FACTS, nodes_unread_because="nodes is forbidden")
+    cluster_info = replace(FACTS, nodes_unread_because="nodes is forbidden")
     message = condition(
-        status([worker("decode", None, ready=False)], facts=facts), "TopologyResolved"
+        status([worker("decode", None, ready=False)], cluster_info=cluster_info), "TopologyResolved"
     ).message
     assert "The operator cannot read nodes (nodes is forbidden): let it have the role for nodes" in message
-    assert said(status(pods(a=(1, 1)), facts=facts), "TopologyResolved") == (TRUE, "AllWorkersPlaced")
-    unread = ClusterFacts(grove=Grove.UNREAD, unread_because="grove.io is forbidden")
-    assert "(grove.io is forbidden)" in condition(status([], facts=unread), "TopologyResolved").message
+    assert said(status(pods(a=(1, 1)), cluster_info=cluster_info), "TopologyResolved") == (
+        TRUE,
+        "AllWorkersPlaced",
+    )
+    unread = ClusterInfo(grove=Grove.UNREAD, unread_because="grove.io is forbidden")
+    assert "(grove.io is forbidden)" in condition(status([], cluster_info=unread), "TopologyResolved").message
 
 
 def test_before_a_worker_is_bound_nothing_is_known() -> None:

@@ -1,7 +1,7 @@
 """Whatever happens between an engine and a router, in the end the router's index is the engine's cache.
 
 All that is real: the mock engine's paged cache, the worker's publisher and its ring, the wire's binary form,
-questions and answers in pieces, the feed, the pump and the native index. Only the wire is made up: it loses,
+questions and answers in pieces, the feed, event ingest and the native index. Only the wire is fake: it loses,
 repeats, holds back and reorders what is sent, and answers late, wrongly or never; workers and routers start
 again at any time. The truth is what the engine finds in its own cache, not what anybody published.
 """
@@ -166,8 +166,8 @@ class Router:
     def __init__(self, wire: BadWire, epoch: Epoch) -> None:
         self.epoch = epoch
         self.index = NativeBlockIndex()
-        self.pump = EventIngest(self.index, wire, ModelInstrumentation(Telemetry(), "m"))
-        self._end = wire.subscribe(self.pump.on_batch, lambda _report: None)
+        self.ingest = EventIngest(self.index, wire, ModelInstrumentation(Telemetry(), "m"))
+        self._end = wire.subscribe(self.ingest.on_batch, lambda _report: None)
         self._join()
 
     def discover(self, epoch: Epoch) -> None:
@@ -175,16 +175,16 @@ class Router:
         if epoch != self.epoch:
             self.epoch = epoch
             for slot in range(len(RANKS)):
-                self.pump.freed(Slot(slot))
+                self.ingest.freed(Slot(slot))
             self._join()
 
     def stop(self) -> None:
         self._end()
-        self.pump.close()
+        self.ingest.close()
 
     def _join(self) -> None:
         for slot, rank in enumerate(RANKS):
-            self.pump.joined(rank, Slot(slot), self.epoch)
+            self.ingest.joined(rank, Slot(slot), self.epoch)
 
 
 class Rig:
@@ -252,7 +252,7 @@ async def run(steps: list[str], seed: int, hashing: EngineHashing) -> None:
     for name in steps:
         await rig.step(name)
     await rig.fall_quiet()
-    states = {feed.rank: feed.state for _, feed in rig.router.pump.feeds()}
+    states = {feed.rank: feed.state for _, feed in rig.router.ingest.feeds()}
     assert states == dict.fromkeys(RANKS, FeedState.LIVE)
     for slot, rank in enumerate(RANKS):
         assert blocks(rig.router.index.dump(Slot(slot))) == rig.worker.holds(rank)

@@ -69,11 +69,11 @@ class Rig:
         self.chance = random.Random(seed)
         self.wire = BadWire(self.chance)
         self.index = NativeBlockIndex()
-        self.pump = EventIngest(self.index, self.wire, ModelInstrumentation(Telemetry(), "m"))
-        self.wire.subscribe(self.pump.on_batch, lambda _report: None)
+        self.ingest = EventIngest(self.index, self.wire, ModelInstrumentation(Telemetry(), "m"))
+        self.wire.subscribe(self.ingest.on_batch, lambda _report: None)
         self.epochs: Iterator[int] = iter(self.chance.sample(range(1000), 50))
         self.start_worker()
-        self.pump.joined(RANK, SLOT, self.publisher.epoch)
+        self.ingest.joined(RANK, SLOT, self.publisher.epoch)
         self.discovered = self.publisher.epoch
 
     def start_worker(self) -> None:
@@ -105,8 +105,8 @@ class Rig:
     def discover(self) -> None:
         """Discovery tells of the worker's present start; it may be late, and the wire faster."""
         if self.discovered != self.publisher.epoch:
-            self.pump.freed(SLOT)
-            self.pump.joined(RANK, SLOT, self.publisher.epoch)
+            self.ingest.freed(SLOT)
+            self.ingest.joined(RANK, SLOT, self.publisher.epoch)
             self.discovered = self.publisher.epoch
 
     def store(self, tokens: list[int]) -> None:
@@ -134,14 +134,14 @@ async def run(steps: list[str], seed: int) -> None:
     for name in steps:
         await rig.step(name)
     await rig.fall_quiet()
-    [(_, feed)] = list(rig.pump.feeds())
+    [(_, feed)] = list(rig.ingest.feeds())
     truth = rig.publisher.recover_snapshot(RANK)
     assert truth is not None
     assert feed.state is FeedState.LIVE
     assert (feed.epoch, feed.next_event_id) == (truth.epoch, truth.next_event_id)
     assert blocks(list(rig.index.dump(SLOT))) == blocks(truth.events)
     assert +Counter(rig.held) == Counter(engine_hash for engine_hash, _ in blocks(truth.events).elements())
-    rig.pump.close()
+    rig.ingest.close()
 
 
 @settings(max_examples=max(150, settings().max_examples))

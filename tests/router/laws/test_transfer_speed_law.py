@@ -16,7 +16,7 @@ from kvrouter.router.transfer_speed import (
     WINDOW_S,
     WINDOW_TRANSFERS,
     WINDOWS,
-    Noted,
+    NotedTransfers,
     SpeedVerdict,
     TransferSpeeds,
 )
@@ -44,13 +44,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.tell()
 
-    def tell(self) -> Noted | None:
+    def tell(self) -> NotedTransfers | None:
         noted = self.speeds.note(SLOT, self.reported, now_s=self.now_s)
         if noted is not None and noted.verdict is not None:
             self.verdicts.append(noted.verdict)
         return noted
 
-    def carry(self, sizes_bytes: list[int], *, after_s: float = 1.0) -> Noted | None:
+    def carry(self, sizes_bytes: list[int], *, after_s: float = 1.0) -> NotedTransfers | None:
         self.now_s += after_s
         before = self.reported
         self.reported = KvTransfers(
@@ -77,7 +77,7 @@ def test_whatever_is_reported_what_was_carried_is_never_negative_and_verdicts_ta
 ) -> None:
     speeds, slow = TransferSpeeds(), [False]
     for number, each in enumerate(reported_now):
-        noted = speeds.note(SLOT, each, now_s=number * step_s) or Noted(NOTHING, None)
+        noted = speeds.note(SLOT, each, now_s=number * step_s) or NotedTransfers(NOTHING, None)
         carried = noted.carried
         assert min(carried.transfers, carried.bytes, carried.seconds, carried.failed) >= 0
         if noted.verdict is not None:
@@ -164,7 +164,7 @@ def test_an_engine_that_begins_again_on_a_slower_link_is_reported() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.reported = KvTransfers(0, 0, 0.0)
-    assert engine.tell() == Noted(NOTHING, None)
+    assert engine.tell() == NotedTransfers(NOTHING, None)
     engine.bytes_per_s /= 20
     engine.carry_windows(WINDOWS)
     assert engine.slow == [True]
@@ -244,7 +244,7 @@ def test_sums_of_an_engine_that_had_none_at_first_are_counted_from_the_first() -
     for _ in range(2):
         assert speeds.note(SLOT, None, now_s=0.0) is None
         assert speeds.reading(SLOT, now_s=0.0) is None
-    assert speeds.note(SLOT, reported_now, now_s=0.0) == Noted(reported_now, None)
+    assert speeds.note(SLOT, reported_now, now_s=0.0) == NotedTransfers(reported_now, None)
     assert speeds.note(SLOT, reported_now, now_s=0.0) is None
     assert speeds.note(SLOT, None, now_s=0.0) is None
     reading = speeds.reading(SLOT, now_s=0.0)
@@ -257,4 +257,4 @@ def test_a_rank_that_is_gone_is_forgotten() -> None:
     engine.carry_windows(WINDOWS)
     engine.speeds.freed(SLOT)
     assert engine.speeds.reading(SLOT, now_s=engine.now_s) is None
-    assert engine.tell() == Noted(NOTHING, None)
+    assert engine.tell() == NotedTransfers(NOTHING, None)

@@ -11,7 +11,7 @@ from kvrouter.core.ids import RequestId
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane
 from tests.support.virtual_time import run_in_virtual_time

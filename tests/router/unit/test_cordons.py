@@ -20,7 +20,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.kernel.topology.policy import topology_domains
-from kvrouter.router.cordons import CordonChange, CordonedElsewhere, NobodyLeft
+from kvrouter.router.fleet_cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
 from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.port import CordonStore
 from tests.support.fleets import Bench, card, decode_card, prefill_card, read_all
@@ -249,14 +249,14 @@ async def test_a_last_resort_undoes_no_cordon() -> None:
 async def test_a_cordon_of_all_that_could_answer_asks_for_force() -> None:
     async with running(prefill_card(1), decode_card(2), decode_card(3)) as bench:
         cordons = bench.service.cordons
-        with pytest.raises(NobodyLeft) as refused:
+        with pytest.raises(NoWorkersLeft) as refused:
             await put(bench, "zone", "a")
         assert refused.value.param == "force"
         assert "none of its 1 prefill workers" in refused.value.message
         assert "none of its 2 decode workers" in refused.value.message
         assert not cordons.rules
         await put(bench, "worker", "2")
-        with pytest.raises(NobodyLeft):
+        with pytest.raises(NoWorkersLeft):
             await put(bench, "worker", "3")
         change = await put(bench, "worker", "3", force=True)
         assert change.warnings == ("model mock: none of its 2 decode workers takes new requests",)

@@ -58,13 +58,13 @@ class Bench:
         self.subscriber = AskedSubscriber()
         self.index = NativeBlockIndex()
         self.telemetry = Telemetry()
-        self.pump = EventIngest(
+        self.ingest = EventIngest(
             self.index,
             self.subscriber,
             ModelInstrumentation(self.telemetry, "mock"),
             rank_blocks_max=rank_blocks_max,
         )
-        self.view = EventCacheView(self.index, self.pump, NativeApproximateIndex())
+        self.view = EventCacheView(self.index, self.ingest, NativeApproximateIndex())
 
     def overlap(self) -> list[int]:
         overlap = self.view.overlap(PROMPT, 2, now_s=0.0)
@@ -72,12 +72,12 @@ class Bench:
         return [int(blocks) for blocks in overlap]
 
     def state(self, slot: Slot = SLOT) -> FeedState:
-        return dict(self.pump.feed_readings())[slot].state
+        return dict(self.ingest.feed_readings())[slot].state
 
     async def join(self, rank: WorkerRank = RANK, slot: Slot = SLOT, held: tuple[Held, ...] = ()) -> None:
         """Discover a rank, and answer for it."""
         asked = len(self.subscriber.snapshots)
-        self.pump.joined(rank, slot, EPOCH)
+        self.ingest.joined(rank, slot, EPOCH)
         await until(lambda: len(self.subscriber.snapshots) > asked)
         self.subscriber.snapshots[-1][1].set_result(KvSnapshot(rank, EPOCH, EventId(0), held))
         await until(lambda: self.state(slot) is FeedState.LIVE)
@@ -104,15 +104,15 @@ def batch(first_id: int, *events: KvEvent, rank: WorkerRank = RANK, epoch: Epoch
 
 async def test_a_rank_scores_once_it_has_reported_what_it_holds() -> None:
     bench = Bench()
-    bench.pump.joined(RANK, SLOT, EPOCH)
-    assert not bench.pump.all_score
+    bench.ingest.joined(RANK, SLOT, EPOCH)
+    assert not bench.ingest.all_score
     assert bench.state() is FeedState.RECOVERING
     await until(lambda: len(bench.subscriber.snapshots) == 1)
     held = Held(pack_hashes([100, 101]), PROMPT.sequence_hashes[:16])
     bench.subscriber.snapshots[0][1].set_result(KvSnapshot(RANK, EPOCH, EventId(3), (held,)))
-    await until(lambda: bench.pump.all_score)
+    await until(lambda: bench.ingest.all_score)
     assert bench.overlap() == [2, 0]
-    bench.pump.on_batch(batch(3, stored(2, 1, parent=101)))
+    bench.ingest.on_batch(batch(3, stored(2, 1, parent=101)))
     assert bench.overlap() == [3, 0], "events go on where the snapshot ended"
     assert bench.telemetry.feed_events.value("mock", "blocks_stored") == 3
 
@@ -120,13 +120,13 @@ async def test_a_rank_scores_once_it_has_reported_what_it_holds() -> None:
 async def test_batches_are_applied_in_order_and_once() -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(batch(0, stored(0, 2), stored(2, 1, parent=101)))
-    bench.pump.on_batch(batch(0, stored(0, 2)))
+    bench.ingest.on_batch(batch(0, stored(0, 2), stored(2, 1, parent=101)))
+    bench.ingest.on_batch(batch(0, stored(0, 2)))
     assert bench.overlap() == [3, 0]
     assert bench.telemetry.feed_events.value("mock", "repeated_events") == 1
-    bench.pump.on_batch(batch(2, Removed(pack_hashes([101]))))
+    bench.ingest.on_batch(batch(2, Removed(pack_hashes([101]))))
     assert bench.overlap() == [1, 0], "a prefix must be contiguous"
-    bench.pump.on_batch(batch(3, Cleared()))
+    bench.ingest.on_batch(batch(3, Cleared()))
     assert bench.overlap() == [0, 0]
 
 
@@ -134,15 +134,15 @@ async def test_a_rank_with_a_gap_scores_nothing_until_the_gap_is_filled() -> Non
     bench = Bench()
     await bench.join()
     await bench.join(OTHER, OTHER_SLOT)
-    bench.pump.on_batch(batch(0, stored(0, 2)))
-    bench.pump.on_batch(batch(0, stored(0, 4), rank=OTHER))
-    bench.pump.on_batch(batch(2, stored(3, 1, parent=102)))
+    bench.ingest.on_batch(batch(0, stored(0, 2)))
+    bench.ingest.on_batch(batch(0, stored(0, 4), rank=OTHER))
+    bench.ingest.on_batch(batch(2, stored(3, 1, parent=102)))
     assert bench.state() is FeedState.RECOVERING
     assert bench.overlap() == [0, 4], "only the rank with the gap is silent"
     first, last, answer = await bench.asked_range()
     assert (first, last) == (1, 1)
     answer.set_result(batch(1, stored(2, 1, parent=101)))
-    await until(lambda: bench.pump.all_score)
+    await until(lambda: bench.ingest.all_score)
     assert bench.overlap() == [4, 4], "and what came meanwhile is not lost"
     assert bench.telemetry.feed_events.value("mock", "gaps") == 1
 
@@ -150,29 +150,29 @@ async def test_a_rank_with_a_gap_scores_nothing_until_the_gap_is_filled() -> Non
 async def test_a_range_that_is_gone_is_replaced_by_a_snapshot() -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(batch(0, stored(0, 3)))
-    bench.pump.on_batch(batch(5, Removed(pack_hashes([100]))))
+    bench.ingest.on_batch(batch(0, stored(0, 3)))
+    bench.ingest.on_batch(batch(5, Removed(pack_hashes([100]))))
     _, _, answer = await bench.asked_range()
     answer.set_result(None)
     held = Held(pack_hashes([100]), PROMPT.sequence_hashes[:8])
     await until(lambda: len(bench.subscriber.snapshots) == 2)
     (await bench.asked_snapshot()).set_result(KvSnapshot(RANK, EPOCH, EventId(6), (held,)))
-    await until(lambda: bench.pump.all_score)
+    await until(lambda: bench.ingest.all_score)
     assert bench.overlap() == [1, 0], "what the snapshot does not name is forgotten"
 
 
 async def test_history_that_is_lost_for_good_empties_the_rank() -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(batch(0, stored(0, 3)))
-    bench.pump.on_batch(batch(5, stored(0, 1)))
+    bench.ingest.on_batch(batch(0, stored(0, 3)))
+    bench.ingest.on_batch(batch(5, stored(0, 1)))
     (await bench.asked_range())[2].set_result(None)
     await until(lambda: len(bench.subscriber.snapshots) == 2)
     (await bench.asked_snapshot()).set_result(None)
     await until(lambda: bench.state() is FeedState.PARTIAL)
-    assert bench.pump.all_score, "a lower bound scores"
+    assert bench.ingest.all_score, "a lower bound scores"
     assert bench.overlap() == [1, 0], "of what may be gone nothing is kept"
-    assert dict(bench.pump.feed_readings())[SLOT].stale_s > 0
+    assert dict(bench.ingest.feed_readings())[SLOT].stale_s > 0
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("not a batch")])
@@ -181,38 +181,38 @@ async def test_a_question_that_fails_is_answered_by_none(
 ) -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(batch(3, stored(0, 1)))
+    bench.ingest.on_batch(batch(3, stored(0, 1)))
     (await bench.asked_range())[2].set_exception(error)
     await until(lambda: "recovery_failed" in caplog.text)
     await until(lambda: len(bench.subscriber.snapshots) == 2)
     (await bench.asked_snapshot()).set_exception(error)
     await until(lambda: bench.state() is FeedState.PARTIAL)
-    ((_, feed),) = bench.pump.feeds()
+    ((_, feed),) = bench.ingest.feeds()
     assert feed.next_timeout_s is not None, "it asks again later"
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_store_without_its_parent_is_not_placed_by_guess() -> None:
     """A snapshot came just now, so asking again waits: what is known is a lower bound, and it scores."""
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(batch(0, stored(0, 1), stored(2, 1, parent=101)))
+    bench.ingest.on_batch(batch(0, stored(0, 1), stored(2, 1, parent=101)))
     assert bench.state() is FeedState.PARTIAL
     assert bench.overlap() == [1, 0]
     assert bench.telemetry.feed_events.value("mock", "blocks_orphaned") == 1
-    ((_, feed),) = bench.pump.feeds()
+    ((_, feed),) = bench.ingest.feeds()
     assert feed.next_timeout_s is not None, "it asks again later"
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_freed_slot_is_empty_for_whoever_comes_next() -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(batch(0, stored(0, 3)))
-    bench.pump.freed(SLOT)
-    assert bench.pump.all_score
-    assert list(bench.pump.feeds()) == []
-    bench.pump.on_batch(batch(1, stored(3, 1, parent=102)))
+    bench.ingest.on_batch(batch(0, stored(0, 3)))
+    bench.ingest.freed(SLOT)
+    assert bench.ingest.all_score
+    assert list(bench.ingest.feeds()) == []
+    bench.ingest.on_batch(batch(1, stored(3, 1, parent=102)))
     assert bench.index.stats().blocks[0] == 0, "a late batch of the old worker is let go"
     await bench.join(OTHER, SLOT)
     assert bench.overlap() == [0, 0]
@@ -220,22 +220,22 @@ async def test_a_freed_slot_is_empty_for_whoever_comes_next() -> None:
 
 async def test_a_slot_that_is_freed_while_it_recovers_leaves_nothing_running() -> None:
     bench = Bench()
-    bench.pump.joined(RANK, SLOT, EPOCH)
+    bench.ingest.joined(RANK, SLOT, EPOCH)
     await until(lambda: len(bench.subscriber.snapshots) == 1)
-    bench.pump.freed(SLOT)
+    bench.ingest.freed(SLOT)
     _, asked = bench.subscriber.snapshots[0]
     await until(asked.cancelled)
-    assert bench.pump.all_score
-    bench.pump.freed(SLOT)
-    assert bench.pump.all_score, "freeing it again changes nothing"
+    assert bench.ingest.all_score
+    bench.ingest.freed(SLOT)
+    assert bench.ingest.all_score, "freeing it again changes nothing"
 
 
 async def test_slots_are_as_many_as_there_are() -> None:
     bench = Bench()
     far = Slot(300)
     await bench.join(RANK, far)
-    assert bool(bench.pump.scores(301)[far])
-    assert not bench.pump.scores(301)[: int(far)].any()
+    assert bool(bench.ingest.scores(301)[far])
+    assert not bench.ingest.scores(301)[: int(far)].any()
 
 
 async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_heard(
@@ -248,16 +248,16 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     bench = Bench()
     await bench.join()
     await until(lambda: missed() == 1)
-    reading = dict(bench.pump.feed_readings())[SLOT]
+    reading = dict(bench.ingest.feed_readings())[SLOT]
     assert (reading.is_missing, reading.state) == (True, FeedState.LIVE)
     assert reading.silent_s > 0.02
     await asyncio.sleep(0.05)
     assert missed() == 1, "said once"
     monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 1000.0)
-    bench.pump.on_batch(batch(0))
-    reading = dict(bench.pump.feed_readings())[SLOT]
+    bench.ingest.on_batch(batch(0))
+    reading = dict(bench.ingest.feed_readings())[SLOT]
     assert (reading.is_missing, reading.silent_s < 1000.0) == (False, True), "a heartbeat is enough"
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_misses_anybody(
@@ -269,9 +269,9 @@ async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_mis
     time.sleep(0.5)  # noqa: ASYNC251 - the event loop is blocked, longer than a rank may be silent
     for _ in range(3):
         await asyncio.sleep(0)  # the timer that is due
-    bench.pump.on_batch(batch(0))
+    bench.ingest.on_batch(batch(0))
     assert "kv_events_missing" not in caplog.text
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_asked_for_all_of_them(
@@ -279,19 +279,19 @@ async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_aske
 ) -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored(0, 3),)))
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=3))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored(0, 3),)))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=3))
     assert bench.state() is FeedState.LIVE
     now_s = asyncio.get_running_loop().time() + 60.0  # its last snapshot is a while ago
     for module in (event_ingest, feed_commands):
         monkeypatch.setattr(module, "loop_time_s", lambda: now_s)
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (), held_blocks=0))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (), held_blocks=0))
     assert bench.state() is FeedState.LIVE, "a count is compared with that of the same id"
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=4))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=4))
     assert bench.state() is FeedState.RECOVERING
     assert bench.overlap()[SLOT] == 0
     held = Held(pack_hashes([1]), pack_hashes([2]))
     (await bench.asked_snapshot()).set_result(KvSnapshot(RANK, EPOCH, EventId(1), (held,)))
     await until(lambda: bench.state() is FeedState.LIVE)
     assert bench.index.held(SLOT) == 1
-    bench.pump.close()
+    bench.ingest.close()

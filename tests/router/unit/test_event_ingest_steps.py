@@ -38,7 +38,7 @@ def many(seed: int = 1, n_blocks: int = N_BLOCKS) -> Held:
 async def big(bench: Bench, held: Held, rank: WorkerRank = RANK, slot: Slot = SLOT) -> None:
     """A rank joins and tells of more than one step can place."""
     asked = len(bench.subscriber.snapshots)
-    bench.pump.joined(rank, slot, EPOCH)
+    bench.ingest.joined(rank, slot, EPOCH)
     await until(lambda: len(bench.subscriber.snapshots) > asked)
     bench.subscriber.snapshots[-1][1].set_result(KvSnapshot(rank, EPOCH, EventId(5), (held,)))
     await until(lambda: bench.index.held(slot) > 0)
@@ -67,7 +67,7 @@ class Turns:
 async def test_others_are_routed_to_between_two_steps_of_a_big_load() -> None:
     bench = Bench()
     await bench.join(OTHER, OTHER_SLOT)
-    bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
+    bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
     held = many()
     await big(
         bench, Held(held.engine_hashes + pack_hashes([7]), held.sequence_hashes + PROMPT.sequence_hashes[:8])
@@ -75,7 +75,7 @@ async def test_others_are_routed_to_between_two_steps_of_a_big_load() -> None:
     n_others = 0
     while bench.state() is not FeedState.LIVE:
         assert bench.overlap() == [0, 3]
-        bench.pump.on_batch(batch(1 + n_others, Cleared(), stored(0, 3), rank=OTHER))
+        bench.ingest.on_batch(batch(1 + n_others, Cleared(), stored(0, 3), rank=OTHER))
         n_others += 2
         before = bench.index.held(SLOT)
         await asyncio.sleep(0)
@@ -89,8 +89,8 @@ async def test_others_are_routed_to_between_two_steps_of_a_big_load() -> None:
 async def test_what_comes_while_a_state_is_loaded_follows_it() -> None:
     bench = Bench()
     await big(bench, many())
-    bench.pump.on_batch(batch(5, stored(0, 2)))
-    bench.pump.on_batch(batch(6, stored(2, 1, parent=101)))
+    bench.ingest.on_batch(batch(5, stored(0, 2)))
+    bench.ingest.on_batch(batch(6, stored(2, 1, parent=101)))
     assert bench.overlap() == [0, 0]
     await until(lambda: bench.state() is FeedState.LIVE)
     assert bench.overlap() == [3, 0]
@@ -101,9 +101,9 @@ async def test_a_big_rank_that_is_cleared_scores_nothing_until_it_is_empty() -> 
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
-    bench.pump.on_batch(batch(5, stored(0, 4)))
+    bench.ingest.on_batch(batch(5, stored(0, 4)))
     assert bench.overlap() == [4, 0]
-    bench.pump.on_batch(batch(6, Cleared(), stored(0, 1)))
+    bench.ingest.on_batch(batch(6, Cleared(), stored(0, 1)))
     assert bench.state() is FeedState.RECOVERING
     turns = Turns(bench)
     await turns.until_live()
@@ -116,7 +116,7 @@ async def test_a_big_state_replaces_another_step_by_step() -> None:
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
-    bench.pump.on_batch(batch(7, stored(0, 1)))
+    bench.ingest.on_batch(batch(7, stored(0, 1)))
     (await bench.asked_range())[2].set_result(None)
     await until(lambda: len(bench.subscriber.snapshots) == 2)
     held = many(seed=2)
@@ -155,24 +155,24 @@ async def test_a_slot_is_free_for_the_next_rank_while_the_last_one_is_forgotten(
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
-    bench.pump.freed(SLOT)
+    bench.ingest.freed(SLOT)
     assert 0 < bench.index.held(SLOT) < N_BLOCKS
-    assert bench.pump.all_score
-    bench.pump.joined(OTHER, SLOT, EPOCH)
-    bench.pump.on_batch(batch(0, stored(0, 2), rank=OTHER))  # its stream from the beginning
+    assert bench.ingest.all_score
+    bench.ingest.joined(OTHER, SLOT, EPOCH)
+    bench.ingest.on_batch(batch(0, stored(0, 2), rank=OTHER))  # its stream from the beginning
     turns = Turns(bench)
     await turns.until_live()
     assert bench.index.held(SLOT) == 2
     assert bench.overlap() == [2, 0]
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_rank_that_goes_while_it_is_loaded_leaves_nothing() -> None:
     bench = Bench()
     await big(bench, many())
-    bench.pump.freed(SLOT)
+    bench.ingest.freed(SLOT)
     await until(lambda: bench.index.stats().blocks[0] == 0)
-    assert bench.pump.all_score
+    assert bench.ingest.all_score
     await bench.join(OTHER, OTHER_SLOT)
     assert bench.index.stats().blocks[0] == 0
 
@@ -180,17 +180,17 @@ async def test_a_rank_that_goes_while_it_is_loaded_leaves_nothing() -> None:
 async def test_a_worker_that_starts_again_while_it_is_loaded_begins_empty() -> None:
     bench = Bench()
     await big(bench, many())
-    bench.pump.freed(SLOT)
-    bench.pump.joined(RANK, SLOT, Epoch(8))
-    bench.pump.on_batch(batch(5, stored(0, 3)))  # of the start that is over
-    bench.pump.on_batch(batch(0, stored(0, 1), epoch=Epoch(8)))
+    bench.ingest.freed(SLOT)
+    bench.ingest.joined(RANK, SLOT, Epoch(8))
+    bench.ingest.on_batch(batch(5, stored(0, 3)))  # of the start that is over
+    bench.ingest.on_batch(batch(0, stored(0, 1), epoch=Epoch(8)))
     held = Held(pack_hashes([100]), PROMPT.sequence_hashes[:8])
     for n_asked in (2, 3):  # once more, because a batch of another start came after the question
         await until(lambda: len(bench.subscriber.snapshots) == n_asked)  # noqa: B023 - at once
         (await bench.asked_snapshot()).set_result(KvSnapshot(RANK, Epoch(8), EventId(1), (held,)))
     await until(lambda: bench.state() is FeedState.LIVE)
     assert bench.overlap() == [1, 0]
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
@@ -201,10 +201,10 @@ async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
     await big(bench, many())
     events: list[KvEvent] = [stored(0, 1), stored(1, 1, parent=100), Cleared(), stored(0, 2)]
     for number, event in enumerate(events):
-        bench.pump.on_batch(batch(5 + number, event))
+        bench.ingest.on_batch(batch(5 + number, event))
     assert bench.telemetry.feed_events.value("mock", "inbox_full") == 1
     await until(lambda: bench.state() is FeedState.LIVE)
-    bench.pump.on_batch(batch(9))
+    bench.ingest.on_batch(batch(9))
     assert bench.state() is FeedState.RECOVERING
     first, last, answer = await bench.asked_range()
     assert (first, last) == (8, 8)
@@ -218,12 +218,12 @@ async def test_a_snapshot_is_of_one_moment_though_it_is_read_step_by_step() -> N
     held = many()
     await big(bench, held)
     await until(lambda: bench.state() is FeedState.LIVE)
-    taking = asyncio.create_task(bench.pump.snapshot(SLOT))
+    taking = asyncio.create_task(bench.ingest.snapshot(SLOT))
     await asyncio.sleep(0)
-    bench.pump.on_batch(batch(5, stored(0, 2)))
+    bench.ingest.on_batch(batch(5, stored(0, 2)))
     assert bench.state() is FeedState.LIVE, "it scores what it is known to hold"
     assert bench.overlap() == [0, 0]
-    assert await bench.pump.snapshot(SLOT) is None, "one at a time"
+    assert await bench.ingest.snapshot(SLOT) is None, "one at a time"
     taken = await taking
     assert taken is not None
     assert (taken.rank, taken.epoch, taken.next_event_id) == (RANK, EPOCH, 5)
@@ -236,11 +236,11 @@ async def test_a_snapshot_is_of_one_moment_though_it_is_read_step_by_step() -> N
 async def test_a_rank_that_goes_while_it_is_read_has_no_snapshot() -> None:
     bench = Bench()
     await big(bench, many())
-    assert await bench.pump.snapshot(SLOT) is None, "not while it is loaded"
+    assert await bench.ingest.snapshot(SLOT) is None, "not while it is loaded"
     await until(lambda: bench.state() is FeedState.LIVE)
-    taking = asyncio.create_task(bench.pump.snapshot(SLOT))
+    taking = asyncio.create_task(bench.ingest.snapshot(SLOT))
     await asyncio.sleep(0)
-    bench.pump.freed(SLOT)
+    bench.ingest.freed(SLOT)
     assert await taking is None
 
 
@@ -248,10 +248,10 @@ async def test_a_doubt_about_a_rank_that_is_read_leaves_the_reading_alone() -> N
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
-    taking = asyncio.create_task(bench.pump.snapshot(SLOT))
+    taking = asyncio.create_task(bench.ingest.snapshot(SLOT))
     await asyncio.sleep(0)
-    bench.pump.doubt(SLOT)
-    bench.pump.on_batch(batch(5, stored(0, 2)))
+    bench.ingest.doubt(SLOT)
+    bench.ingest.on_batch(batch(5, stored(0, 2)))
     async with asyncio.timeout(5.0):
         taken = await taking
     assert taken is not None
@@ -272,7 +272,7 @@ async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.Mo
         raise mistake
 
     monkeypatch.setattr(event_ingest, "listed", listed)
-    assert await bench.pump.snapshot(SLOT) is None
+    assert await bench.ingest.snapshot(SLOT) is None
     assert shown == [mistake]
 
 
@@ -281,11 +281,11 @@ async def test_only_so_many_whole_states_are_asked_for_at_once(monkeypatch: pyte
     bench = Bench()
     ranks = [WorkerRank(WorkerId(10 + number), DpRank(0)) for number in range(5)]
     for slot, rank in enumerate(ranks):
-        bench.pump.joined(rank, Slot(slot), EPOCH)
+        bench.ingest.joined(rank, Slot(slot), EPOCH)
     await until(lambda: len(bench.subscriber.snapshots) == 2)
     await asyncio.sleep(0.01)
     assert len(bench.subscriber.snapshots) == 2
-    feeds = dict(bench.pump.feeds())
+    feeds = dict(bench.ingest.feeds())
     assert [feeds[Slot(slot)].next_timeout_s is None for slot in range(5)] == [False, False, True, True, True]
     for n_answered, rank in enumerate(ranks, start=1):
         asked, answer = bench.subscriber.snapshots[n_answered - 1]
@@ -293,15 +293,17 @@ async def test_only_so_many_whole_states_are_asked_for_at_once(monkeypatch: pyte
         answer.set_result(KvSnapshot(rank, EPOCH, EventId(1), (many(seed=n_answered),)))
         await until(lambda: bench.state(Slot(n_answered - 1)) is FeedState.LIVE)  # noqa: B023 - at once
         await until(lambda: len(bench.subscriber.snapshots) == min(5, 2 + n_answered))  # noqa: B023
-    assert bench.pump.all_score
+    assert bench.ingest.all_score
 
 
 async def test_a_question_that_nobody_waits_for_is_taken_back() -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (Stored(None, pack_hashes([1]), pack_hashes([1])),)))
+    bench.ingest.on_batch(
+        KvBatch(RANK, EPOCH, EventId(1), (Stored(None, pack_hashes([1]), pack_hashes([1])),))
+    )
     _, _, answer = await bench.asked_range()
-    bench.pump.on_batch(batch(0, stored(0, 1)))  # it was only late
+    bench.ingest.on_batch(batch(0, stored(0, 1)))  # it was only late
     assert bench.state() is FeedState.LIVE
     await until(answer.cancelled)
 
@@ -315,14 +317,14 @@ def stored_run(first: int, n_blocks: int, *, parent: int | None = None) -> Store
 async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_a_whole() -> None:
     bench, whole = Bench(), NativeBlockIndex()
     await bench.join(OTHER, OTHER_SLOT)
-    bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
+    bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
     await bench.join()
     events = (
         stored_run(1, N_BLOCKS),
         stored_run(1 + N_BLOCKS, 3 * STEP_BLOCKS + 5, parent=N_BLOCKS),
         Removed(np.arange(5, 5 + 2 * STEP_BLOCKS, dtype=np.uint64).tobytes()),
     )
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), events))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), events))
     turns = Turns(bench)
     while bench.state() is not FeedState.LIVE:
         assert bench.overlap()[OTHER_SLOT] == 3
@@ -332,29 +334,29 @@ async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_
     assert 0 < turns.largest_step <= STEP_BLOCKS
     whole.apply(SLOT, events)
     assert bench.index.dump(SLOT) == whole.dump(SLOT)
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_live_batch_of_many_events_is_applied_in_steps_however_few_blocks_it_has() -> None:
     bench = Bench()
     await bench.join()
     blocks = [stored_run(seed, 1) for seed in range(3 * STEP_EVENTS)]
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), tuple(blocks)))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), tuple(blocks)))
     assert bench.index.held(SLOT) == STEP_EVENTS
     await until(lambda: bench.state() is FeedState.LIVE)
     assert bench.index.held(SLOT) == 3 * STEP_EVENTS
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_rank_whose_steps_are_many_does_not_hold_up_that_of_another() -> None:
     bench = Bench()
     await bench.join()
     await bench.join(OTHER, OTHER_SLOT)
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, N_BLOCKS),)))
-    bench.pump.on_batch(KvBatch(OTHER, EPOCH, EventId(0), (stored_run(1, 3 * STEP_BLOCKS),)))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, N_BLOCKS),)))
+    bench.ingest.on_batch(KvBatch(OTHER, EPOCH, EventId(0), (stored_run(1, 3 * STEP_BLOCKS),)))
     await until(lambda: bench.state(OTHER_SLOT) is FeedState.LIVE)
     assert bench.state() is FeedState.RECOVERING
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_again_after_a_rest(
@@ -362,11 +364,11 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
 ) -> None:
     bench = Bench()
     await bench.join(OTHER, OTHER_SLOT)
-    bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
+    bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
     await bench.join()
-    bench.pump.set_total_blocks(SLOT, 2 * STEP_BLOCKS)
-    bench.pump.on_batch(batch(0, stored(0, 3)))
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (stored_run(1, N_BLOCKS),)))
+    bench.ingest.set_total_blocks(SLOT, 2 * STEP_BLOCKS)
+    bench.ingest.on_batch(batch(0, stored(0, 3)))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(1), (stored_run(1, N_BLOCKS),)))
     most = 0
     while bench.state() is not FeedState.OVER_LIMIT:
         most = max(most, bench.index.held(SLOT))
@@ -374,36 +376,36 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     assert most <= (2 * 2 + 2) * STEP_BLOCKS, "not much beyond twice what its card says"
     assert bench.overlap() == [0, 3]
     assert bench.index.held(SLOT) == 0
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(2), (stored_run(1, 5),)))
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(2), (stored_run(1, 5),)))
     assert (bench.index.held(SLOT), bench.state()) == (0, FeedState.OVER_LIMIT)
     asked = len(bench.subscriber.snapshots)
     now_s = asyncio.get_running_loop().time() + 61.0
     for module in (event_ingest, feed_commands):
         monkeypatch.setattr(module, "loop_time_s", lambda: now_s)
-    (entrance_there,) = (each for each in bench.pump._rank_ingests.values() if each.slot == SLOT)
-    bench.pump._timed_out(entrance_there)
+    (entrance_there,) = (each for each in bench.ingest._rank_ingests.values() if each.slot == SLOT)
+    bench.ingest._timed_out(entrance_there)
     await until(lambda: len(bench.subscriber.snapshots) > asked)
     snapshot = KvSnapshot(RANK, EPOCH, EventId(3), ())
     bench.subscriber.snapshots[-1][1].set_result(snapshot)
     await until(lambda: bench.state() is FeedState.LIVE)
-    bench.pump.close()
+    bench.ingest.close()
 
 
 @pytest.mark.parametrize("reported", [None, 0])
 async def test_a_card_that_does_not_tell_what_its_worker_holds_limits_nothing(reported: int | None) -> None:
     bench = Bench()
     await bench.join()
-    bench.pump.set_total_blocks(SLOT, reported)
-    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 4 * STEP_BLOCKS),)))
+    bench.ingest.set_total_blocks(SLOT, reported)
+    bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 4 * STEP_BLOCKS),)))
     await until(lambda: bench.state() in (FeedState.LIVE, FeedState.OVER_LIMIT))
     assert bench.index.held(SLOT) == 4 * STEP_BLOCKS
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is_over_its_limit() -> None:
     bench = Bench()
-    bench.pump.joined(RANK, SLOT, EPOCH)
-    bench.pump.set_total_blocks(SLOT, 16_384)
+    bench.ingest.joined(RANK, SLOT, EPOCH)
+    bench.ingest.set_total_blocks(SLOT, 16_384)
     await until(lambda: len(bench.subscriber.snapshots) == 1)
     assert bench.subscriber.blocks_max == (2 + 3 * 64) * 16_384
     bench.subscriber.snapshots[0][1].set_exception(
@@ -411,8 +413,8 @@ async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is
     )
     await until(lambda: bench.state() is FeedState.OVER_LIMIT)
     assert bench.telemetry.feed_events.value("mock", "over_limit") == 1
-    assert not bench.pump.all_score
-    bench.pump.close()
+    assert not bench.ingest.all_score
+    bench.ingest.close()
 
 
 async def test_what_waits_for_the_index_is_bounded_in_blocks_too() -> None:
@@ -427,8 +429,8 @@ async def test_the_ranks_of_a_worker_have_equal_shares_of_what_is_believed_of_it
     n_ranks: int, share: int
 ) -> None:
     bench = Bench(rank_blocks_max=1_000_000)
-    bench.pump.joined(RANK, SLOT, EPOCH)
-    bench.pump.set_total_blocks(SLOT, None, n_ranks=n_ranks)
+    bench.ingest.joined(RANK, SLOT, EPOCH)
+    bench.ingest.set_total_blocks(SLOT, None, n_ranks=n_ranks)
     await until(lambda: len(bench.subscriber.snapshots) == 1)
     assert bench.subscriber.blocks_max == 4 * share
-    bench.pump.close()
+    bench.ingest.close()

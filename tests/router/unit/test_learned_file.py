@@ -7,15 +7,15 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from kvrouter.app.learned_file import keeping
+from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import LinkName, LinkNews, LinkSeen
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.placement.link_speeds import FORGET_S
 from kvrouter.kernel.topology.links import LinkTable
-from kvrouter.router.router import RECALLED_S, RouterService
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.router.router_service import RECALLED_S, RouterService
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.logged import events_of
@@ -55,14 +55,14 @@ async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_t
     path = tmp_path / "learned.json"
     now_s = [1e9]
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, clock=lambda: now_s[0]):
+    async with keeping_learned_links(config, bench.service, clock=lambda: now_s[0]):
         bench.discovery.put(card(1))
         bench.model.placer.transfers.on_news(news(), now_s=bench.model.clock(), aged_s=0.0)
         assert slowness(bench.service)[0] > 9.0
     bench.service.stop()
     for away_s, least, most in ((1.0, 9.0, 10.0), (FORGET_S, 2.9, 3.2), (20 * FORGET_S, 1.0, 1.01)):
         later, config = await a_bench(path)
-        async with keeping(config, later.service, clock=lambda away_s=away_s: 1e9 + away_s):  # type: ignore[misc]
+        async with keeping_learned_links(config, later.service, clock=lambda away_s=away_s: 1e9 + away_s):  # type: ignore[misc]
             later.discovery.put(card(1))
             assert least <= slowness(later.service)[0] <= most
             later.service.stop()
@@ -74,7 +74,7 @@ async def test_models_that_did_not_come_meanwhile_are_kept_too_and_grow_older(tm
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, clock=lambda: 150.0):
+    async with keeping_learned_links(config, bench.service, clock=lambda: 150.0):
         pass
     bench.service.stop()
     kept = msgspec.json.decode(path.read_bytes())
@@ -91,7 +91,7 @@ async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_f
     for _ in range(3):
         bench, config = await a_bench(path)
         bench.discovery.put(card(1))
-        async with keeping(config, bench.service, clock=lambda: 101.0):
+        async with keeping_learned_links(config, bench.service, clock=lambda: 101.0):
             assert slowness(bench.service)[0] > 9.0
         bench.service.stop()
         links = msgspec.json.decode(path.read_bytes())["links"]
@@ -102,7 +102,7 @@ async def test_a_card_that_is_refused_uses_up_nothing(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, clock=lambda: 101.0):
+    async with keeping_learned_links(config, bench.service, clock=lambda: 101.0):
         wrong = structs.replace(card(1), runtime_config=ModelRuntimeConfig(kv_transfer_domain="zone "))
         bench.discovery.put(structs.replace(wrong, dp_size=0))
         bench.discovery.put(card(1))
@@ -114,7 +114,7 @@ async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tm
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, clock=lambda: 101.0 + RECALLED_S):
+    async with keeping_learned_links(config, bench.service, clock=lambda: 101.0 + RECALLED_S):
         pass
     bench.service.stop()
     assert msgspec.json.decode(path.read_bytes())["links"] == []
@@ -123,7 +123,7 @@ async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tm
 async def test_it_is_written_while_the_router_runs(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, save_s=0.01):
+    async with keeping_learned_links(config, bench.service, save_s=0.01):
         await until(path.exists)
     bench.service.stop()
 
@@ -139,7 +139,7 @@ async def test_a_file_that_is_none_is_said_and_the_router_begins_without(
     path = tmp_path / "learned.json"
     path.write_bytes(content)
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service):
+    async with keeping_learned_links(config, bench.service):
         bench.discovery.put(card(1))
         assert slowness(bench.service) == []
     bench.service.stop()
@@ -152,7 +152,7 @@ async def test_what_was_measured_by_other_figures_is_left_out(tmp_path: Path) ->
     other = structs.replace(news(), table="another")
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (other,)}))
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, clock=lambda: 101.0):
+    async with keeping_learned_links(config, bench.service, clock=lambda: 101.0):
         bench.discovery.put(card(1))
         assert slowness(bench.service) == []
     bench.service.stop()
@@ -161,7 +161,7 @@ async def test_what_was_measured_by_other_figures_is_left_out(tmp_path: Path) ->
 async def test_a_place_that_takes_no_file_is_refused_at_the_start(tmp_path: Path) -> None:
     bench, config = await a_bench(tmp_path / "nowhere" / "learned.json")
     with pytest.raises(ConfigError, match="router_learned_file") as refused:
-        async with keeping(config, bench.service):
+        async with keeping_learned_links(config, bench.service):
             raise AssertionError("it began")
     assert refused.value.param == "router_learned_file"
     bench.service.stop()
@@ -179,9 +179,9 @@ async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
         tries[0] += 1
         raise ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
 
-    monkeypatch.setattr("kvrouter.app.learned_file.write_whole", full)
+    monkeypatch.setattr("kvrouter.app.learned_file.write_atomic", full)
     bench, config = await a_bench(path)
-    async with keeping(config, bench.service, save_s=0.005):
+    async with keeping_learned_links(config, bench.service, save_s=0.005):
         await until(lambda: tries[0] >= 3)
         assert events_of(caplog.records).count(Event.LEARNED_NOT_KEPT) == 1
     bench.service.stop()

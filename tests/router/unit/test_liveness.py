@@ -29,7 +29,7 @@ async def test_a_worker_of_another_request_plane_is_reported_of_and_not_alive() 
     liveness = Liveness(
         _Elsewhere(),
         MemoryEventTransport(),
-        hears_events=True,
+        follows_events=True,
         on_alive=lambda worker, is_alive: reported.append((worker, is_alive)),
         on_lapsed_and_dead=lambda _: None,
     )

@@ -25,7 +25,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, RequestInUse
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
@@ -212,16 +212,16 @@ async def test_a_prefill_has_its_time(bootstrap: bool) -> None:
 async def test_kv_that_nobody_will_fetch_is_let_go() -> None:
     async with place(prefill_card(1), script=ends) as here:
         await here.prefill()
-        here.prefills.let_go(R1)
+        here.prefills.discard(R1)
         assert here.plane.opened[0].cancelled_for == "nobody will fetch its KV"
         with pytest.raises(UnknownPrefill):
-            here.prefills.let_go(R1)
+            here.prefills.discard(R1)
 
 
 async def test_a_leg_that_runs_on_is_let_go_in_its_middle(caplog: pytest.LogCaptureFixture) -> None:
     async with place(prefill_card(1, bootstrap=True)) as here:
         await here.prefill()
-        here.prefills.let_go(R1)
+        here.prefills.discard(R1)
         await until(lambda: here.is_clean)
         assert here.plane.opened[0].cancelled_for == "nobody will fetch its KV"
         assert "request_failed" not in caplog.text
@@ -245,8 +245,8 @@ async def test_only_so_many_run_and_so_many_are_remembered() -> None:
         ends(here.plane.opened[2])
         await until(lambda: here.is_clean)
         with pytest.raises(UnknownPrefill):
-            here.prefills.let_go(R1)
-        here.prefills.let_go(RequestId("r3"))
+            here.prefills.discard(R1)
+        here.prefills.discard(RequestId("r3"))
 
 
 async def test_closing_cancels_what_runs_on() -> None:

@@ -10,7 +10,14 @@ from kvrouter.core.ids import DpRank, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import CallRoute
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.router.engine_reports import WINDOW_ANSWERS, EngineInstrumentation, EngineReports, IndexCheck
-from kvrouter.router.prompt_shapes import ANSWERS_MIN, OTHER_SHAPES, SHAPES_MAX, SPAN_S, Noted, PromptShapes
+from kvrouter.router.prompt_shapes import (
+    ANSWERS_MIN,
+    OTHER_SHAPES,
+    SHAPES_MAX,
+    SPAN_S,
+    NotedShape,
+    PromptShapes,
+)
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.prompts.fields import PromptFields
 from kvrouter.text.prompts.shape import shape_of
@@ -27,7 +34,7 @@ def noted(
     cached: int = 10,
     shape: str = "s",
     other: bool = False,
-) -> Noted | None:
+) -> NotedShape | None:
     """What is said of an answer; ``predicted`` and ``cached`` in blocks."""
     return shapes.note(
         shape,

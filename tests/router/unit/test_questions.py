@@ -35,7 +35,7 @@ def room(config: KvRouterConfig, *, workers: int = 2, seed: int = 7) -> ModelRou
         config=config,
         settings=routing_settings(config, None),
         decisions=DecisionLog(requests_max=1),
-        observed=ModelInstrumentation(Telemetry(), MODEL),
+        instrumentation=ModelInstrumentation(Telemetry(), MODEL),
         seed=seed,
     )
 

@@ -12,7 +12,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.decision import routing_settings
 from kvrouter.fleetfile.link_table import link_warnings, read_links
 from kvrouter.kernel.topology.links import Link, LinkTable
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
 from tests.support.fleets import Bench, card
 from tests.support.logged import event_of

@@ -75,17 +75,17 @@ class Bench:
     def __init__(self) -> None:
         self.store = Store()
         self.index = NativeBlockIndex()
-        self.pump = EventIngest(self.index, Answers(), ModelInstrumentation(Telemetry(), "m"))
+        self.ingest = EventIngest(self.index, Answers(), ModelInstrumentation(Telemetry(), "m"))
         self.snapshots = IndexSnapshots(
             self.store,
-            lambda: [EventCacheView(self.index, self.pump, NativeApproximateIndex())],
+            lambda: [EventCacheView(self.index, self.ingest, NativeApproximateIndex())],
             messages_max=9,
         )
 
     async def live(self) -> "Bench":
         for slot, rank in enumerate(RANKS):
-            self.pump.joined(rank, Slot(slot), Epoch(5))
-        await until(lambda: all(feed.state is FeedState.LIVE for _, feed in self.pump.feeds()))
+            self.ingest.joined(rank, Slot(slot), Epoch(5))
+        await until(lambda: all(feed.state is FeedState.LIVE for _, feed in self.ingest.feeds()))
         return self
 
     def batch(self, rank: WorkerRank, first: int) -> KvBatch:
@@ -94,7 +94,7 @@ class Bench:
 
 async def test_every_live_rank_is_stored_as_it_is() -> None:
     bench = await Bench().live()
-    bench.pump.on_batch(bench.batch(RANKS[1], 2))
+    bench.ingest.on_batch(bench.batch(RANKS[1], 2))
     assert await bench.snapshots.check() == 1
     (taking,) = bench.store.taken
     assert (taking.end, bench.store.asked) == ("committed", [9])
@@ -108,12 +108,12 @@ async def test_every_live_rank_is_stored_as_it_is() -> None:
 
 async def test_ranks_that_are_not_known_for_sure_are_left_out() -> None:
     bench = await Bench().live()
-    bench.pump.on_batch(bench.batch(RANKS[0], 7))  # a gap
+    bench.ingest.on_batch(bench.batch(RANKS[0], 7))  # a gap
     bench.store.uncovered.add(RANKS[2])
     assert await bench.snapshots.check() == 1
     (taking,) = bench.store.taken
     assert [snapshot.rank for snapshot in taking.added] == [RANKS[1]]
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_a_rank_that_goes_or_changes_while_others_are_stored_is_stored_as_it_is_then() -> None:
@@ -121,8 +121,8 @@ async def test_a_rank_that_goes_or_changes_while_others_are_stored_is_stored_as_
 
     def meanwhile() -> None:
         bench.store.meanwhile.clear()
-        bench.pump.on_batch(KvBatch(RANKS[1], Epoch(5), EventId(2), (Cleared(),)))
-        bench.pump.freed(Slot(2))
+        bench.ingest.on_batch(KvBatch(RANKS[1], Epoch(5), EventId(2), (Cleared(),)))
+        bench.ingest.freed(Slot(2))
 
     bench.store.meanwhile.append(meanwhile)
     assert await bench.snapshots.check() == 1
@@ -139,14 +139,14 @@ async def test_a_slot_that_another_rank_has_meanwhile_is_not_stored_under_the_ol
 
     def meanwhile() -> None:
         bench.store.meanwhile.clear()
-        bench.pump.freed(Slot(2))
-        bench.pump.joined(other, Slot(2), Epoch(5))
+        bench.ingest.freed(Slot(2))
+        bench.ingest.joined(other, Slot(2), Epoch(5))
 
     bench.store.meanwhile.append(meanwhile)
     assert await bench.snapshots.check() == 1
     (taking,) = bench.store.taken
     assert RANKS[2] not in [snapshot.rank for snapshot in taking.added]
-    bench.pump.close()
+    bench.ingest.close()
 
 
 async def test_an_empty_index_stores_nothing_and_frees_the_place() -> None:

@@ -14,12 +14,12 @@ async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:
     reported: list[TooLong] = []
     watch = StallWatch(PATIENCE, lambda kind, _: reported.append(kind))
     watch.enter(Phase.STREAMING)
-    watch.resume(heard=True)
+    watch.resume(progressed=True)
     time.sleep(0.5)  # noqa: ASYNC251
     for _ in range(4):  # what came meanwhile is read a few turns later
         await asyncio.sleep(0)
     assert reported == []
-    watch.heard_s = time.monotonic()
+    watch.progress_s = time.monotonic()
     await asyncio.sleep(0.05)
     assert reported == []
     await until(lambda: reported == [TooLong.SILENCE])
@@ -33,11 +33,11 @@ async def test_behind_a_comment_the_clients_time_is_no_workers_silence() -> None
         replace(PATIENCE, between_tokens_s=limit_s), lambda _, silent_s: reported.append(silent_s)
     )
     watch.enter(Phase.STREAMING)
-    watch.resume(heard=True)
+    watch.resume(progressed=True)
     for _ in range(3):  # a comment comes at once, and its client takes its time
         watch.pause()
         await asyncio.sleep(0.6)
-        watch.resume(heard=False)
+        watch.resume(progressed=False)
         await asyncio.sleep(0.1)
     assert reported == []
     await until(lambda: bool(reported))

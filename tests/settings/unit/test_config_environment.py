@@ -3,7 +3,7 @@
 from pydantic import SecretStr
 
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.sources import environment_of, load_settings
 from kvrouter.settings.tree import FrontendSettings, Settings
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.problems import parse_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting_spec import SettingKind, parse_switch
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import SETTINGS, Settings

@@ -33,7 +33,7 @@ def test_a_run_of_a_mock_engine_gives_its_timing_back(tmp_path: Path, truth: dic
     expected = expected_timing(tmp_path)
     timing = replace(expected, **{name: getattr(expected, name) * factor for name, factor in truth.items()})
     run = written_run(tmp_path / "run", timing)
-    calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_seen=30)
+    calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=30)
     fitted = calibrated.fitted.timing
     assert calibrated.expected.timing == expected
     # Figures that are small against others cannot be separated; what steps take can be found.
@@ -66,12 +66,12 @@ def test_the_later_requests_are_not_read_but_for_their_arrivals_and_lengths(tmp_
         ),
     )
     shape, _ = model_shape(MODEL, tmp_path)
-    assert calibrate(moved, shape, n_seen=8) == calibrate(run, shape, n_seen=8)
+    assert calibrate(moved, shape, n_fitted=8) == calibrate(run, shape, n_fitted=8)
 
 
 def test_with_no_request_seen_the_expected_timing_is_the_prediction(tmp_path: Path) -> None:
     run = written_run(tmp_path, Timing(), n_requests=10)
-    calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_seen=0)
+    calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=0)
     assert calibrated.fitted == calibrated.expected
     rows = compare(run, calibrated)
     assert {row.quantity for row in rows} == {"queue", "service TTFT", "time per output token", "end to end"}
@@ -172,11 +172,11 @@ def test_a_model_that_fits_into_no_memory_is_refused(tmp_path: Path) -> None:
     assert caught.value.param == "mem_size"
 
 
-@pytest.mark.parametrize(("n_seen", "why"), [(3, "too few to fit"), (9, "leave none to predict")])
-def test_too_few_requests_are_refused(tmp_path: Path, n_seen: int, why: str) -> None:
+@pytest.mark.parametrize(("n_fitted", "why"), [(3, "too few to fit"), (9, "leave none to predict")])
+def test_too_few_requests_are_refused(tmp_path: Path, n_fitted: int, why: str) -> None:
     run = written_run(tmp_path, Timing(), n_requests=9)
     with pytest.raises(ConfigError, match=why) as caught:
-        calibrate(run, model_shape(MODEL, tmp_path)[0], n_seen=n_seen)
+        calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=n_fitted)
     assert caught.value.param == "requests"
 
 
@@ -301,9 +301,9 @@ def test_drafted_tokens_may_come_in_one_step(tmp_path: Path) -> None:
         read_run(tmp_path)
     drafts = {"engine_kwargs": {"max_num_seqs": 12, "speculative_config": '{"method": "ngram"}'}}
     (tmp_path / "meta.json").write_text(json.dumps({**META, **drafts}))
-    calibrated = calibrate(read_run(tmp_path), model_shape(MODEL, tmp_path)[0], n_seen=10)
+    calibrated = calibrate(read_run(tmp_path), model_shape(MODEL, tmp_path)[0], n_fitted=10)
     assert calibrated.fitted.timing.decode_base == pytest.approx(
-        calibrate(run, model_shape(MODEL, tmp_path)[0], n_seen=10).fitted.timing.decode_base, rel=0.3
+        calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=10).fitted.timing.decode_base, rel=0.3
     )
 
 
@@ -335,7 +335,7 @@ def test_a_queue_shorter_than_a_step_has_no_relative_error(tmp_path: Path) -> No
     # A scheduler takes some microseconds to look at a request.
     run = replace(run, stamps=replace(run.stamps, scheduled=run.stamps.scheduled + 1e-5))
     shape, _ = model_shape(MODEL, tmp_path)
-    rows = {(row.quantity, row.percentile): row for row in compare(run, calibrate(run, shape, n_seen=0))}
+    rows = {(row.quantity, row.percentile): row for row in compare(run, calibrate(run, shape, n_fitted=0))}
     queue = rows["queue", 50]
     assert 0.0 < queue.measured_s < queue.step_s == rows["time per output token", 50].measured_s
     assert queue.error is None
@@ -348,7 +348,7 @@ def test_a_wrong_start_leads_to_the_same_timing(tmp_path: Path) -> None:
     factors = {"prefill_linear": 0.5, "prefill_attention": 0.5, "decode_base": 1.6, "decode_kv_token": 1.6}
     truth = replace(expected, **{name: factor * getattr(expected, name) for name, factor in factors.items()})
     run = written_run(tmp_path / "run", truth)
-    fitted = calibrate(run, model_shape(MODEL, tmp_path)[0], n_seen=30).fitted.timing
+    fitted = calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=30).fitted.timing
     # From the expectation alone the fit ends 23 % away.
     assert fitted.prefill_ms(1024, 1024 * 512) == pytest.approx(truth.prefill_ms(1024, 1024 * 512), rel=0.07)
     assert fitted.decode_ms(0.0, 12, 12_000) == pytest.approx(truth.decode_ms(0.0, 12, 12_000), rel=0.03)

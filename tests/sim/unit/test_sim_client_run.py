@@ -53,7 +53,7 @@ def measured(timing: Timing, *, way_s: float, with_times: bool) -> MeasuredRun:
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
 def test_what_a_client_sees_of_a_mock_engine_gives_its_timing_back(truth: Timing, with_times: bool) -> None:
     run = measured(truth, way_s=0.003, with_times=with_times)
-    calibrated = calibrate_from(run, lone_timing(run, 30), n_seen=30, spreads=LONE_SPREADS)
+    calibrated = calibrate_from(run, lone_timing(run, 30), n_fitted=30, spreads=LONE_SPREADS)
     fitted = calibrated.fitted.timing
     for n_tokens in (1_024, 8_192):
         attended = n_tokens * n_tokens / 2.0
@@ -156,7 +156,7 @@ def test_a_few_answers_that_came_at_once_say_nothing_of_decoding_and_many_are_re
         [*requests[:20], requests[20]._replace(first_s=requests[20].last_s), *requests[21:]],
         round_trip_s=0.0,
     )
-    fitted = calibrate_from(seen, lone_timing(seen, 30), n_seen=30, spreads=LONE_SPREADS).fitted.timing
+    fitted = calibrate_from(seen, lone_timing(seen, 30), n_fitted=30, spreads=LONE_SPREADS).fitted.timing
     assert fitted.decode_ms(0.0, 12, 6_000) == pytest.approx(truth.decode_ms(0.0, 12, 6_000), rel=0.1)
     more = n_may + 1
     with pytest.raises(ConfigError, match=f"the tokens of {more} of {len(requests)} answers came at once"):

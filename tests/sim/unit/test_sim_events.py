@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
-from kvrouter.fleetfile.fleet import FleetFile
-from kvrouter.sim.replay.fleet import SimFleet
+from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.sim.replay.sim_fleet import SimFleet
 from kvrouter.sim.replay.simulation import Result, check_room
 from kvrouter.sim.replay.timetable import (
     AddEvent,
@@ -23,7 +23,7 @@ from kvrouter.sim.replay.timetable import (
     read_timetable,
 )
 from kvrouter.sim.replay.timetable_plan import plan_timetable
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 TIMING = Timing()

@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.sim.calibrate.gpus import KNOWN_GPUS, known_gpu
 
-DOCS = Path(__file__).parents[3] / "docs" / "calibrate.md"
+DOCS = Path(__file__).parents[3] / "docs" / "mock-engine.md"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from random import Random
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.sim.replay.dispatch import ByTimeStamp
 from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.replay.timetable import LinkEvent, PolicyEvent, TimetableEvent
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.placements import KeptEvents
 from tests.support.replays import PIECE_TOKENS, by_number, fleet, replayed, row
 

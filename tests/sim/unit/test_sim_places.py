@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.topology.links import Link
+from kvrouter.sim.replay.carriage import Moved, Places
 from kvrouter.sim.replay.outcome import Move, Outcome
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.places import Moved, Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import Carriage, Objective, Summary, summarize
 from kvrouter.sim.replay.timetable import read_timetable
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.replays import TWO_ZONES, fleet, replayed, row
 
 GB = 10**9

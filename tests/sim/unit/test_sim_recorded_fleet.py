@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvrouter.cli.replay.recorded_inputs import RECORDED, RecordedChanges, recorded_changes
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.recording.schema import FleetChange, FleetRecord, Worker
 from kvrouter.settings.problems import parse_document
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetNote, Span, fleet_history
@@ -249,7 +249,7 @@ def test_of_several_recordings_the_one_that_began_last_says_who_is_there() -> No
         block_size=64,
     )
     assert sorted(seen.initial) == ["1", "2"]
-    assert [(move.at_s, move.move.value, move.seen.worker.worker) for move in seen.moves] == [
+    assert [(move.at_s, move.move.value, move.recorded.worker.worker) for move in seen.moves] == [
         (pytest.approx(4.1), "left", "2"),
         (20.0, "joined", "3"),
     ]

@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
-from kvrouter.sim.traces.request import Wait
+from kvrouter.sim.traces.trace_request import Wait
 
 NAME = "recording-20260101T000000Z-0000000{}-00000{}.jsonl.gz"
 

@@ -14,11 +14,11 @@ from kvrouter.kernel.routing.request import PickInput
 from kvrouter.sim.policies.balancers import RoundRobin
 from kvrouter.sim.policies.registry import RULES, parse_rule
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
-from kvrouter.sim.replay.fleet import SimFleet
+from kvrouter.sim.replay.sim_fleet import SimFleet
 from kvrouter.sim.replay.simulation import check_room, longest_request
 from kvrouter.sim.replay.summary import Objective, interval, summarize
 from kvrouter.sim.replay.timetable import AddEvent, DieEvent, JoinEvent
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
 from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 TIMING = Timing()

@@ -6,11 +6,11 @@ import pytest
 
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.ids import Slot
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.sim.replay.dispatch import ByTimeStamp
 from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.replay.timetable import PolicyEvent
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.replays import PIECE_TOKENS, TWO_ZONES, by_number, fleet, replayed, row
 
 TIME = "router: {router_cost: time}\n"

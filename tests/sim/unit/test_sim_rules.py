@@ -16,7 +16,7 @@ from kvrouter.kernel.routing.costs.leg import leg_costs
 from kvrouter.kernel.routing.request import PickInput, RouteRequest, RoutingSettings, View
 from kvrouter.sim.policies.registry import GRID_MAX, RULES, parse_rule
 from kvrouter.sim.policies.rule import PublishedRule
-from kvrouter.sim.replay.fleet import SlotLoads
+from kvrouter.sim.replay.sim_fleet import SlotLoads
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 

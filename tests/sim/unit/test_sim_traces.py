@@ -17,7 +17,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.azure import PrefixModel, read_azure
 from kvrouter.sim.traces.generated import Generator, Lengths, generate
 from kvrouter.sim.traces.read import open_trace
-from kvrouter.sim.traces.request import Wait
+from kvrouter.sim.traces.trace_request import Wait
 from tests.support.traces import (
     AZURE,
     AZURE_HEADER,

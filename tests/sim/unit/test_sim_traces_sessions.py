@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrouter.cli import main
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
-from kvrouter.sim.traces.request import Wait
+from kvrouter.sim.traces.trace_request import Wait
 from tests.support.traces import SESSIONS, by_other_names, dialogue, lines, mooncake
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.traces import (
     AZURE,
     DYNAMO,

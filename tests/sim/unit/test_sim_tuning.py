@@ -10,9 +10,9 @@ from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
 from kvrouter.sim.policies.registry import GRID_MAX, RULES
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcome import Outcome
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import Objective, summarize
 from kvrouter.sim.replay.timetable import DieEvent

@@ -10,7 +10,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import Document, parse_document
-from kvrouter.sim.replay.places import Places
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.advice import Alternative, Verdict, advise
 from kvrouter.sim.worth.transfer_choices import TransferChoice, choice_of, other_choices, variant_of

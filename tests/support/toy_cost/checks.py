@@ -9,7 +9,7 @@ from kvrouter.cli.commands import kvrouter
 from kvrouter.core.workers import Role
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.routing import RoutingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import settings_of
 from tests.kernel.unit.test_placer import place, placer_of
 from tests.support.fleets import generate_request

@@ -15,8 +15,8 @@ from tests.support.waits import until
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(attachment, "RETRY_AFTER_S", 0.01)
 
 
 def block_size_of(card: CardNow) -> int | None:

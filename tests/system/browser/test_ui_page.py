@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 
 from kvrouter.core.constraints import PdSelection, RouterMode
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from tests.support.mock_fleets import fleet_file, pairs
 from tests.support.processes import fleet, free_ports

@@ -14,7 +14,7 @@ from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.lease import Leader, LeaseTimes
 from kvrouter.kube.objects import LEASES, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of, uid_of
 from kvrouter.operator.cluster_info import Grove
-from kvrouter.operator.reconcile.info_reader import read_facts
+from kvrouter.operator.reconcile.info_reader import read_cluster_info
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.api_server
@@ -70,10 +70,10 @@ async def test_a_server_that_is_not_there_is_lost() -> None:
 
 
 async def test_the_facts_of_a_cluster_without_grove(cluster: KubeClient) -> None:
-    facts = await read_facts(cluster)
-    assert facts.grove is Grove.ABSENT
-    assert facts.has_mutating_policies
-    assert facts.copies_binding_labels
+    cluster_info = await read_cluster_info(cluster)
+    assert cluster_info.grove is Grove.ABSENT
+    assert cluster_info.has_mutating_policies
+    assert cluster_info.copies_binding_labels
 
 
 async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: KubeClient, namespace: str) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 from kubernetes.aio.client import ApiClient
 
 from kvrouter.operator.labels.binding import binding_policy
-from kvrouter.operator.labels.copies import Copy, Node, node_places
+from kvrouter.operator.labels.level_labels import LevelLabels, Node, node_places
 from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONES
 from tests.system.cluster.operators import install_crds
 from tests.system.cluster.pods import bound, pod, worker_name
 
-ZONE_COPY = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
-RACK_COPY = Copy("rack", RACK, "grove.io/topology.rack")
-NOWHERE = Copy("block", "example.com/block", "grove.io/topology.block")
+ZONE_COPY = LevelLabels("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
+RACK_COPY = LevelLabels("rack", RACK, "grove.io/topology.rack")
+NOWHERE = LevelLabels("block", "example.com/block", "grove.io/topology.block")
 COPIES = (ZONE_COPY, RACK_COPY, NOWHERE)
 KINDS = "mutatingadmissionpolicybinding,mutatingadmissionpolicy,kvrouternodeplaces"
 STRANGERS = (

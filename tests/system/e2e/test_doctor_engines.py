@@ -14,7 +14,7 @@ from kvrouter.cli.doctor.findings import Severity
 from kvrouter.cli.doctor.flags import DoctorOptions
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine

@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import scripted_engine
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding
@@ -86,7 +86,7 @@ async def test_ranks_whose_events_do_not_arrive(monkeypatch: pytest.MonkeyPatch)
         (model,) = here.system.service.models()
         cache = model.cache
         assert isinstance(cache, EventCacheView)
-        await until(lambda: all(each.is_missing for _, each in cache.pump.feed_readings()))
+        await until(lambda: all(each.is_missing for _, each in cache.ingest.feed_readings()))
         report = await examined(here)
     missing = found(report, "feeds", Severity.WARNING)
     assert len(missing) == 2
@@ -108,7 +108,7 @@ async def test_a_rank_whose_blocks_cannot_be_had_again(monkeypatch: pytest.Monke
         (model,) = here.system.service.models()
         cache = model.cache
         assert isinstance(cache, EventCacheView)
-        (ingest,) = (each for each in cache.pump._rank_ingests.values() if each.feed.rank == RANK)
+        (ingest,) = (each for each in cache.ingest._rank_ingests.values() if each.feed.rank == RANK)
         assert ingest.stale_since_s is not None
         ingest.stale_since_s -= 60.0
         report = await examined(here)

@@ -9,7 +9,7 @@ from kvrouter.kernel.placement.link_speeds import Seen
 from kvrouter.kernel.placement.speeds import LearnedSpeeds, SpeedReading
 from kvrouter.kernel.topology.links import Link, SharedLink
 from kvrouter.router import transfer_speed
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.examined import examined, found, names_of, not_made, the_finding
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import House, open_house

@@ -8,7 +8,7 @@ from kvrouter.cli.doctor.findings import Severity
 from kvrouter.cli.doctor.flags import DoctorOptions
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.examined import (
     chats,
     examined,

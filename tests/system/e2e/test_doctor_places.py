@@ -5,7 +5,7 @@ import pytest
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.core.constraints import NearEnforcement
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.examined import chats, examined, found, names_of, the_finding
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import open_house

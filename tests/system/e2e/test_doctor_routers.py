@@ -9,8 +9,8 @@ import pytest
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError
-from kvrouter.settings.recording import RecordingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.recording_settings import RecordingSettings
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding, url_of
 from tests.support.fleets import card
 from tests.support.front import open_house

@@ -7,7 +7,7 @@ from kvrouter.cli.doctor.findings import Severity
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import ModelInput, Role
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, the_finding
 from tests.support.fleets import card, decode_card, prefill_card

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.core.ids import ModelName, WorkerId
-from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.recording_settings import RecordingSettings
 from tests.support.mock_fleets import pairs, revive
 from tests.support.served import MODEL, Served, served, word_ids
 from tests.support.waits import until

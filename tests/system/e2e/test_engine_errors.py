@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from kvrouter.core.constraints import RouterMode
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.engine_server import JSON, Answer, ScriptedEngine, event_of, scripted_engine
 from tests.support.served import Served
 from tests.system.e2e.test_passed_routes import before

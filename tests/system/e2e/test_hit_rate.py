@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
 from kvrouter.core.constraints import RouterMode
-from kvrouter.fleetfile.fleet import FleetFile
-from kvrouter.settings.recording import RecordingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.settings.recording_settings import RecordingSettings
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.mock_fleets import BLOCK, alike, fleet_file
 from tests.support.served import MODEL, served, word_ids
 

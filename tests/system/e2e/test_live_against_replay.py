@@ -21,10 +21,10 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import Leg
 from kvrouter.engines.mock import MockEngineHandle
 from kvrouter.engines.mock_engine.sequence import LegStamps
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.router.event_ingest import EventCacheView
-from kvrouter.settings.router import KvRouterConfig
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.settings.router_settings import KvRouterConfig
+from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.support.mock_fleets import alike, pairs
 from tests.support.replays import row
 from tests.support.served import MODEL, Served, served

@@ -15,7 +15,7 @@ from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from tests.oracles.sync import MemorySyncTransport
 from tests.support.engine_server import scripted_engine
@@ -397,8 +397,8 @@ async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.M
     async with served(alike(replicas=2)) as here:
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)
-        pump = model.cache.pump
-        await until(lambda: all(reading.is_missing for _, reading in pump.feed_readings()))
+        ingest = model.cache.ingest
+        await until(lambda: all(reading.is_missing for _, reading in ingest.feed_readings()))
         silent = await here.metrics()
         assert [silent.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 1]
         page = (await here.http.get("/v1/fleet")).json()

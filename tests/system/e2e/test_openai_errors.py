@@ -7,7 +7,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import SecretStr
 
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from tests.support.mock_fleets import alike, pairs
 from tests.support.served import MODEL, Served, served, user, words

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, event_of, scripted_engine
 from tests.support.mock_fleets import alike, fleet_file

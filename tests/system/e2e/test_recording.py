@@ -12,7 +12,7 @@ from typing import Any
 from kvrouter.cli import main
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.recording.files import recording_files
-from kvrouter.settings.recording import RecordingSettings
+from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.sim.traces.read import open_trace
 from tests.support.mock_fleets import BLOCK, alike, pairs

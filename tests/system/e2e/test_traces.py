@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kvrouter.app import tracing
+from kvrouter.app import trace_export
 from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.metrics import Telemetry
 from kvrouter.text.source import MOCK_FOLDER
@@ -28,7 +28,12 @@ SENT = {"traceparent": PARENT, "tracestate": "rojo=1", "baggage": "team=a"}
 
 @pytest.fixture
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (tracing.EXPORTER, *tracing.ENDPOINTS, *tracing.PROTOCOLS, "OTEL_SDK_DISABLED"):
+    for name in (
+        trace_export.EXPORTER,
+        *trace_export.ENDPOINTS,
+        *trace_export.PROTOCOLS,
+        "OTEL_SDK_DISABLED",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -259,7 +264,7 @@ async def test_a_collector_that_is_gone_costs_no_request(
     async with collector() as gone:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", gone.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    monkeypatch.setattr(tracing, "FLUSH_LIMIT_S", 2.0)
+    monkeypatch.setattr(trace_export, "FLUSH_LIMIT_S", 2.0)
     async with served(pairs()) as here:
         for _ in range(3):
             await ask(here)
@@ -290,7 +295,7 @@ async def test_without_the_extra_it_is_said_and_nothing_is_sent(
     ],
 )
 def test_what_asks_for_traces(variables: dict[str, str], asked: bool) -> None:
-    assert tracing.asks_for_traces(variables) is asked
+    assert trace_export.asks_for_traces(variables) is asked
 
 
 async def test_gen_ai_names_behind_their_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +335,9 @@ async def test_a_shutdown_that_hangs_is_not_waited_for() -> None:
     def hang() -> None:
         hangs.wait()
 
-    assert not await tracing._ended(hang, 0.01)
+    assert not await trace_export._ended(hang, 0.01)
     hangs.set()
-    assert await tracing._ended(hang, 30.0)
+    assert await trace_export._ended(hang, 30.0)
 
 
 async def test_a_wrong_variable_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:

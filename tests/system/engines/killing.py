@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tests.support.processes import Fleet, Frontend
 from tests.system.engines.calls import Recorded, attached, chat_body, lines_of
-from tests.system.engines.real_engine import RealEngine
+from tests.system.engines.real_engine import MODEL, RealEngine
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -50,3 +50,15 @@ async def killing(engines: Mapping[int, RealEngine], kvrouter: Fleet) -> Killing
 def long_chat(**body: object) -> dict[str, object]:
     """The body of a chat with a long answer."""
     return chat_body(QUESTION, max_tokens=ANSWER_TOKENS, ignore_eos=True, **body)
+
+
+def long_completion(**body: object) -> dict[str, object]:
+    """The body of a completion with a long answer."""
+    return {
+        "model": MODEL,
+        "prompt": QUESTION,
+        "temperature": 0,
+        "max_tokens": ANSWER_TOKENS,
+        "ignore_eos": True,
+        **body,
+    }

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from kvrouter.app.recording import recording
+from kvrouter.app.traffic_recording import recording
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
@@ -22,8 +22,8 @@ from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.servers import serve_probes
 from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
-from kvrouter.settings.recording import RecordingSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.recording_settings import RecordingSettings
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import MetricsFormat
 from tests.support.deployments import DEFAULTS, deployment

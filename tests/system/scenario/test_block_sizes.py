@@ -9,9 +9,9 @@ from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
-from kvrouter.router import router
+from kvrouter.router import router_service
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, address_of
@@ -152,8 +152,8 @@ async def test_the_index_of_the_old_block_size_is_closed(
 ) -> None:
     closed: list[EventIngest] = []
 
-    def close(pump: EventIngest) -> None:
-        closed.append(pump)
+    def close(ingest: EventIngest) -> None:
+        closed.append(ingest)
 
     monkeypatch.setattr(EventIngest, "close", close)
     bench = bench_of_streams()
@@ -164,7 +164,7 @@ async def test_the_index_of_the_old_block_size_is_closed(
         bench.discovery.drop(1)
     bench.discovery.put(odd(2), odd(3))
     assert bench.model.fleet.block_size == OTHER
-    assert closed == [old.pump]
+    assert closed == [old.ingest]
 
 
 async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kept(
@@ -176,7 +176,7 @@ async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kep
     def known(bench: Bench) -> list[str]:
         return [model.fleet.model for model in bench.service.models()]
 
-    monkeypatch.setattr(router, "MODELS_MAX", 2)
+    monkeypatch.setattr(router_service, "MODELS_MAX", 2)
     bench = bench_of_streams()
     await bench.start(of("set", 1), of("plain", 2))
     other = bench.service.model(ModelName("set"))

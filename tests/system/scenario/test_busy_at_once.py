@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
 from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt

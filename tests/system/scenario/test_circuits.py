@@ -15,7 +15,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
 from kvrouter.frontend.fleet_state import Gauges, fleet_state
 from kvrouter.kernel.fleet.circuit import CircuitState
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
 from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all
 from tests.support.logged import event_of, events_of

@@ -10,7 +10,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.fleet.circuit import CircuitState
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, StreamBroken, WorkerUnreachable
 from tests.support.fleets import Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of

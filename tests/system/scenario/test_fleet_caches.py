@@ -11,12 +11,12 @@ from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.router import engine_reports
 from kvrouter.router.event_ingest import EventCacheView
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench
 from tests.support.fleets import card as worker_card
 from tests.support.logged import events_of
@@ -140,7 +140,7 @@ async def test_a_dead_workers_blocks_go_and_its_next_start_begins_empty() -> Non
         await bench.until_index_is_true()
         assert not bench.believed(rank)
         slot = bench.model.fleet.slot_of(rank)
-        feeds = dict(bench.cache_of().pump.feed_readings())
+        feeds = dict(bench.cache_of().ingest.feed_readings())
         assert slot is not None
         assert feeds[slot].state is FeedState.LIVE
         await bench.read(bench.request(worker_id=1))
@@ -274,7 +274,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     await bench.start(known)
     view, rank = bench.model.cache, WorkerRank(WorkerId(1), DpRank(0))
     assert isinstance(view, EventCacheView)
-    ((_, feed),) = view.pump.feeds()
+    ((_, feed),) = view.ingest.feeds()
     await until(lambda: feed.state is FeedState.LIVE)
     bench.load(LoadReport(rank, active_blocks=0, total_blocks=reported))
     if is_card_published_again:
@@ -282,7 +282,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     blocks = pack_hashes(range(1, 10_001))
     bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (Stored(None, blocks, blocks),)))
     settled = (FeedState.LIVE, FeedState.OVER_LIMIT)
-    await until(lambda: dict(view.pump.feed_readings())[Slot(0)].state in settled)
+    await until(lambda: dict(view.ingest.feed_readings())[Slot(0)].state in settled)
     assert feed.state is state
     bench.service.stop()
 
@@ -295,6 +295,6 @@ async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
     await bench.start(known)
     view = bench.model.cache
     assert isinstance(view, EventCacheView)
-    capacities = [view.pump._by_slot[Slot(at)].capacity for at in range(16)]
+    capacities = [view.ingest._by_slot[Slot(at)].capacity for at in range(16)]
     assert sum(each.gpu for each in capacities) == sum(each.other for each in capacities) == 4 * 2**24
     bench.service.stop()

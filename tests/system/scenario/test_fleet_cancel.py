@@ -7,7 +7,7 @@ import pytest
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Role
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.mock_fleets import (
     LONG_TOKENS,
     MOCK,

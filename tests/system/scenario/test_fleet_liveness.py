@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.api.fleet import Discovery
-from kvrouter.app.router_transports import LaneSubscriber
+from kvrouter.app.router_transports import CombinedSubscriber
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.events import KvBatch
@@ -13,7 +13,7 @@ from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_state import fleet_state
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.events.port import DropReason, EventSubscriber
 from kvrouter.transports.records.port import Gone
 from tests.support.fleets import Bench, HandEvents, card, read_all
@@ -127,7 +127,7 @@ class Lanes:
             EventLane.JETSTREAM: self.stream,
         }
         self.foreign: list[tuple[EventLane, DropReason]] = []
-        self.both = LaneSubscriber(
+        self.both = CombinedSubscriber(
             lanes, on_foreign=lambda lane, error: self.foreign.append((lane, error.reason))
         )
 

@@ -9,8 +9,8 @@ import pytest
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, WorkerFailed
 from kvrouter.core.requests import Leg, Sampling
 from kvrouter.core.workers import Role
-from kvrouter.fleetfile.fleet import FleetFile
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.mock_fleets import (
     BLOCK,
     LONG_TOKENS,

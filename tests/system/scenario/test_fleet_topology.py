@@ -12,7 +12,7 @@ from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.topology.policy import MismatchPolicy
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.mock_fleets import (
     PATIENT_S,
     MockBench,

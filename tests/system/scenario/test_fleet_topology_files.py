@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from kvrouter.app.mock_fleet import MockFleet
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.core.errors import NoEligibleWorker, TopologyUnavailable
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
-from kvrouter.router.router import RouterService
+from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.problems import parse_document
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import generate_request
 
 FLEET = """

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import WorkerFull
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request, read_all
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of

@@ -23,7 +23,7 @@ from kvrouter.router import model_router, prompt_shapes
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import up
@@ -241,7 +241,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
         for _ in range(10):
             model.placer.transfers.engine_sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
         for _ in range(prompt_shapes.ANSWERS_MIN):
-            model.accounts.shapes.note(
+            model.engine_reports.shapes.note(
                 "chat user",
                 predicted_tokens=16,
                 cached_tokens=320,

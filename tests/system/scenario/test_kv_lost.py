@@ -11,7 +11,7 @@ from kvrouter.core.errors import Reason, WorkerFailed
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.fleets import Bench, card, generate_request, read_all
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 

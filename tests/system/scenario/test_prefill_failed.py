@@ -8,7 +8,7 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, NoEligibleWorker
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.kernel.fleet.circuit import CircuitState
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 from tests.support.fleets import Bench, bench_of, decode_card, generate_request, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of

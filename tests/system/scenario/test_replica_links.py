@@ -5,7 +5,7 @@ from msgspec import structs
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.topology.links import LinkLoad, SharedLink
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import card
 from tests.support.replicas import ReplicaRouter

@@ -12,7 +12,7 @@ from nats.aio.client import Client
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.sync.nats import NatsSyncTransport
 from kvrouter.transports.sync.port import MessageSink, SyncTransport
 from tests.oracles.sync import MemorySyncTransport

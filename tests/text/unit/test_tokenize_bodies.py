@@ -1,6 +1,9 @@
 """What engines are asked at ``/tokenize`` is the same prompt as the call's own."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -9,7 +12,7 @@ import pytest
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute
 from kvrouter.text.prompts import prompt_maker
-from kvrouter.text.prompts.fields import PLAIN_TEMPLATE, PromptFields, TemplateTraits
+from kvrouter.text.prompts.fields import PLAIN_TEMPLATE, Prompt, PromptFields, TemplateTraits
 from kvrouter.text.prompts.tokenize import tokenize_chat
 from tests.support.prompt_shapes import SHAPES, Shape
 
@@ -24,19 +27,25 @@ def asked(fields: PromptFields, kind: str) -> PromptFields | None:
     return None if body is None else PromptFields(**json.loads(body))
 
 
-@pytest.mark.parametrize("traits", TRAITS)
-@pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])
-@pytest.mark.parametrize("shape", SHAPES, ids=[shape.name for shape in SHAPES])
-def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits: str) -> None:
-    fields = msgspec.convert({"route": shape.route, **shape.body}, PromptFields)
-    again = asked(fields, kind)
-    make = prompt_maker(kind)
-    try:
-        wanted = make(fields, TRAITS[traits])
-    except InvalidRequest:
-        return
+def fields_of(shape: Shape) -> PromptFields:
+    return msgspec.convert({"route": shape.route, **shape.body}, PromptFields)
+
+
+def whole_calls() -> Iterator[tuple[Shape, str, str, Prompt]]:
+    """The calls that engines take, each with the prompt that is made of it."""
+    for shape, kind, traits in product(SHAPES, ("vllm", "sglang", "trtllm"), TRAITS):
+        with suppress(InvalidRequest):
+            yield shape, kind, traits, prompt_maker(kind)(fields_of(shape), TRAITS[traits])
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "traits", "wanted"),
+    [pytest.param(*case, id=f"{case[0].name}-{case[1]}-{case[2]}") for case in whole_calls()],
+)
+def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits: str, wanted: Prompt) -> None:
+    again = asked(fields_of(shape), kind)
     assert (again is not None) is wanted.is_whole
-    assert again is None or make(again, TRAITS[traits]) == wanted
+    assert again is None or prompt_maker(kind)(again, TRAITS[traits]) == wanted
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -1,7 +1,7 @@
 """The law of the seal: what was not sealed for here, whole, with this token, does not open."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
@@ -46,16 +46,15 @@ def test_a_message_that_was_cut_or_grew_is_refused(subject: str, body: bytes, da
 
 @given(st.text(), st.text(), BODIES)
 def test_another_subject_is_refused(subject: str, other: str, body: bytes) -> None:
-    message = SEAL.seal(subject, body)
-    if other != subject:
-        assert refused(SEAL, other, message)
+    assume(other != subject)
+    assert refused(SEAL, other, SEAL.seal(subject, body))
 
 
 @given(TOKENS, TOKENS, BODIES)
 def test_another_token_or_purpose_is_refused(one: str, other: str, body: bytes) -> None:
-    if one != other:
-        assert refused(MessageAuth(other, "p"), "s", MessageAuth(one, "p").seal("s", body))
-        assert refused(MessageAuth("t0p", other), "s", MessageAuth("t0p", one).seal("s", body))
+    assume(one != other)
+    assert refused(MessageAuth(other, "p"), "s", MessageAuth(one, "p").seal("s", body))
+    assert refused(MessageAuth("t0p", other), "s", MessageAuth("t0p", one).seal("s", body))
 
 
 @given(BODIES)

@@ -11,7 +11,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.topology.links import Link, LinkTable
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in
 from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink

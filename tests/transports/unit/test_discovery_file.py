@@ -4,8 +4,6 @@ import asyncio
 import errno
 import os
 import re
-import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -370,40 +368,3 @@ async def test_what_a_sink_raises_ends_no_watch(store: FileStore) -> None:
     await end.publish(card(2))
     await ear.until_heard(card(1), card(2))
     assert {type(each) for each in raised} == {ArithmeticError}
-
-
-# A process that is killed
-
-WORKER = """
-import asyncio, sys
-from pathlib import Path
-from kvrouter.transports.records.file import FileDiscovery
-from tests.support.discovery_stores import LEASE_S, card, nobody
-
-async def live():
-    end = FileDiscovery(
-        Path(sys.argv[1]),
-        namespace="space",
-        on_trouble=nobody,
-        on_refused=nobody,
-        lease_s=LEASE_S,
-        poll_s=0.02,
-    )
-    await end.publish(card())
-    await asyncio.Event().wait()
-
-asyncio.run(live())
-"""
-
-
-async def test_a_worker_that_is_killed_expires(store: FileStore) -> None:
-    ear = await listen(store.end())
-    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, str(store.directory))
-    try:
-        await ear.until_heard(card())
-        worker.send_signal(signal.SIGKILL)
-        await ear.until_heard(card(), (1, 9, Gone.EXPIRED))
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-        await worker.wait()

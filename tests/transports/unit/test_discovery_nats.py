@@ -1,8 +1,6 @@
 """The bucket of NATS: lost, frozen, emptied, deleted, filled with what does not belong there."""
 
 import asyncio
-import signal
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -329,39 +327,6 @@ async def test_withdrawing_while_nats_is_away_is_reported(mortal: NatsStore) -> 
     await mortal.bring_back(is_empty=False)
     await until(lambda: all(mortal.client().is_connected for _ in range(3)))
     await ear.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
-
-
-WORKER = """
-import asyncio, sys
-import nats
-from kvrouter.transports.records.nats import NatsDiscovery
-from tests.support.discovery_stores import LEASE_S, TOKEN, card, nobody
-
-async def live():
-    client = await nats.connect(sys.argv[1])
-    end = NatsDiscovery(
-        client, namespace=sys.argv[2], token=TOKEN, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
-    )
-    await end.publish(card())
-    await asyncio.Event().wait()
-
-asyncio.run(live())
-"""
-
-
-async def test_a_worker_that_is_killed_expires(store: NatsStore) -> None:
-    ear = await listen(store.end())
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER, store.server.url, store.namespace
-    )
-    try:
-        await ear.until_heard(card())
-        worker.send_signal(signal.SIGKILL)
-        await ear.until_heard(card(), (1, 9, Gone.EXPIRED))
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-        await worker.wait()
 
 
 async def test_a_connection_that_is_closed_is_a_lost_store(store: NatsStore) -> None:

@@ -107,11 +107,11 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
     """Stores and removals are lost with the connection; the next heartbeat reveals it."""
     async with two_ends(own_nats) as ends:
         index, slot = NativeBlockIndex(), Slot(0)
-        pump = EventIngest(index, ends.subscriber, ModelInstrumentation(Telemetry(), "m"))
-        ends.subscriber.subscribe(pump.on_batch, lambda _report: None)
+        ingest = EventIngest(index, ends.subscriber, ModelInstrumentation(Telemetry(), "m"))
+        ends.subscriber.subscribe(ingest.on_batch, lambda _report: None)
         worker = KvPublisher(ends.publisher, worker_id=RANK.worker_id, epoch=EPOCH, block_size=1)
         ends.serve_recovery(RANK.worker_id, worker)
-        pump.joined(RANK, slot, EPOCH)
+        ingest.joined(RANK, slot, EPOCH)
         worker.publish_stored([1, 2, 3], [11, 12, 13])
         await until(lambda: index.held(slot) == 3)
         own_nats.kill()
@@ -126,8 +126,8 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
         await until_heard(ends.publisher, ends.subscriber, WorkerId(99))
         worker.heartbeat([RANK.dp_rank])
         await until(lambda: index.held(slot) == 5)
-        assert [feed.state for _, feed in pump.feeds()] == [FeedState.LIVE]
-        pump.close()
+        assert [feed.state for _, feed in ingest.feeds()] == [FeedState.LIVE]
+        ingest.close()
 
 
 async def test_what_cannot_be_read_is_counted_and_let_go(shared_nats: NatsServer) -> None:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trustme
-import uvloop
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, WorkerId
@@ -326,46 +325,3 @@ async def test_an_answer_that_is_none_is_an_unreachable_worker(answer: bytes) ->
         with pytest.raises(WorkerUnreachable):
             await transport.open(address, leg())
         await transport.close()
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-def server_context(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost").configure_cert(context)
-    return context
-
-
-def client_context(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
-
-
-async def round_trip(server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> list[int]:
-    async with both_ends(server=server, client=client) as ends:
-        stream = await ends.transport.open(ends.address, leg())
-        await ends.worker.streams[0].put(LAST)
-        return (await read_all(stream))[0]
-
-
-async def test_requests_go_over_tls(authority: trustme.CA) -> None:
-    assert await round_trip(server_context(authority), client_context(authority)) == [4, 5]
-
-
-async def test_a_certificate_of_somebody_else_is_not_trusted(authority: trustme.CA) -> None:
-    with pytest.raises(WorkerUnreachable, match="certificate"):
-        await round_trip(server_context(authority), client_context(trustme.CA()))
-
-
-async def test_nothing_is_said_in_clear_where_tls_is_wanted(authority: trustme.CA) -> None:
-    with pytest.raises(WorkerUnreachable, match="not encrypted"):
-        await round_trip(None, client_context(authority))
-
-
-def test_the_loop_that_servers_run_carries_it_too(authority: trustme.CA) -> None:
-    assert uvloop.run(round_trip(None, None)) == [4, 5]
-    assert uvloop.run(round_trip(server_context(authority), client_context(authority))) == [4, 5]

@@ -1,4 +1,4 @@
-"""Connections of the tcp request plane: how many, how long, over TLS, and on the loop that servers run."""
+"""Connections of the tcp request plane: how many, how long, and what refuses them."""
 
 import asyncio
 import ssl
@@ -7,7 +7,6 @@ from typing import cast
 
 import pytest
 import trustme
-import uvloop
 
 from kvrouter.core.backoff import Backoff
 from kvrouter.core.errors import ConfigError
@@ -235,71 +234,11 @@ def test_an_address_that_nobody_can_connect_to_is_not_advertised() -> None:
     assert acceptor.address_of(WorkerId(1), Epoch(2)) == "tcp://node-7.example:7001/1/2"
 
 
-async def round_trip(*, server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> list[int]:
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=server, advertise_host="localhost")
-    await acceptor.start()
-    address = acceptor.address_of(WorkerId(1), Epoch(1))
-    worker = ScriptedWorker()
-    acceptor.serve(address, worker)
-    refusals: list[str] = []
-    patience_s = 0.2 if server is not None and client is None else IN_TIME_S
-    transport = TcpRequestTransport(
-        token=TOKEN, ssl=client, connect_timeout_s=patience_s, on_refused=refusals.append
-    )
-    try:
-        return await answers(transport, worker, address)
-    except WorkerUnreachable:
-        assert worker.requests == []
-        assert client is None or "certificate" in refusals[0]
-        raise
-    finally:
-        await transport.close()
-        await acceptor.close()
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-def server_context(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost").configure_cert(context)
-    return context
-
-
-def client_context(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
-
-
 async def test_a_port_that_somebody_has_is_a_mistake_in_the_settings(acceptor: TcpRequestAcceptor) -> None:
     other = TcpRequestAcceptor("127.0.0.1", acceptor.port, token=TOKEN)
     with pytest.raises(ConfigError, match="cannot listen on"):
         await other.start()
     await other.close()
-
-
-async def test_requests_go_over_tls(authority: trustme.CA) -> None:
-    tokens = await round_trip(server=server_context(authority), client=client_context(authority))
-    assert tokens == [4, 5]
-
-
-async def test_a_certificate_of_somebody_else_is_not_trusted(authority: trustme.CA) -> None:
-    with pytest.raises(WorkerUnreachable, match="certificate"):
-        await round_trip(server=server_context(authority), client=client_context(trustme.CA()))
-
-
-async def test_nothing_is_said_in_clear_where_tls_is_wanted(authority: trustme.CA) -> None:
-    with pytest.raises(WorkerUnreachable):
-        await round_trip(server=server_context(authority), client=None)
-
-
-def test_the_loop_that_servers_run_carries_it_too(authority: trustme.CA) -> None:
-    assert uvloop.run(round_trip(server=None, client=None)) == [4, 5]
-    tls = round_trip(server=server_context(authority), client=client_context(authority))
-    assert uvloop.run(tls) == [4, 5]
 
 
 async def test_a_worker_that_waits_for_tls_is_reported_of() -> None:

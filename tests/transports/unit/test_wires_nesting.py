@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.engines.mock.transfer import ConnectionRefused, decode_sink_word, decode_source_word
+from kvrouter.engines.mock.transfer import ConnectionRefused, decode_sink_message, decode_source_message
 from kvrouter.transports.events import encoding as events
 from kvrouter.transports.message_auth import MessageAuth
 from kvrouter.transports.records.encoding import decode_record
@@ -29,8 +29,8 @@ READERS: list[Callable[[bytes], object]] = [
     requests.decode_refusal,
     decode_message,
     decode_frame,
-    decode_sink_word,
-    decode_source_word,
+    decode_sink_message,
+    decode_source_message,
     lambda message: from_router(SEAL, "s", SEAL.seal("s", message)),
     lambda message: from_worker(SEAL, "s", SEAL.seal("s", message)),
 ]

@@ -21,7 +21,7 @@ from kvrouter.worker.engine_door import (
     FRAME_BYTES_MAX,
     TOKEN_BYTES_MAX,
     VERSION,
-    DoorAddress,
+    ListenAddress,
 )
 from tests.support.behind_door import BLOCK_SIZE, TOKEN, Behind, behind_door
 from tests.support.logged import event_of, events_of
@@ -62,7 +62,7 @@ class Caller:
 
 @asynccontextmanager
 async def caller(behind: Behind) -> AsyncIterator[Caller]:
-    place = DoorAddress.parse(behind.door.address)
+    place = ListenAddress.parse(behind.door.address)
     if place.path is None:
         ends = await asyncio.open_connection(place.host, place.port)
     else:
@@ -212,7 +212,7 @@ async def test_the_newest_connection_tells_of_a_rank(behind: Behind) -> None:
 
 
 async def test_a_full_door_says_so_and_opens_again(behind: Behind) -> None:
-    place = DoorAddress.parse(behind.door.address)
+    place = ListenAddress.parse(behind.door.address)
     assert place.path is not None
     ends = [await asyncio.open_unix_connection(place.path) for _ in range(CONNECTIONS_MAX)]
     async with caller(behind) as late:

@@ -20,7 +20,7 @@ from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hash
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import EventLane, EventSource, KvTransfers, LoadReport
-from kvrouter.worker.publisher import KvPublisher, RankMirror
+from kvrouter.worker.kv_publisher import KvPublisher, RankMirror
 
 WORKER = WorkerId(3)
 RANK = WorkerRank(WORKER, DpRank(0))

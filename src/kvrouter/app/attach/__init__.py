@@ -1,1 +1,1 @@
-"""Attaching engines that run already: a process, a line of the fleet file, a labelled pod."""
+"""Attached engines: runs a worker for each engine that already runs (flags, fleet file, labelled pods)."""

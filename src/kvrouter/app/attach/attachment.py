@@ -1,4 +1,4 @@
-"""The attach loop: probes an engine, runs a worker for it, and attaches again when it changed."""
+"""The attach loop: probes an engine, runs a worker for it, and attaches again after the engine changed."""
 
 import asyncio
 import logging
@@ -28,37 +28,37 @@ from kvrouter.worker import TopologyEnv, Worker, new_incarnation
 logger = logging.getLogger("kvrouter.worker")
 
 UP_LOG = logging.getLogger("kvrouter.up")
-"""What becomes of engines whose workers share a process is logged here."""
+"""The log for engines whose workers share a process."""
 
-ASK_AGAIN_S = 2.0
-"""How long after an engine did not answer it is asked again."""
+PROBE_EVERY_S = 2.0
+"""Seconds between two probes of an engine that does not answer."""
 
-SAID_EACH_S = 30.0
-"""How often a log line says that the engine is still waited for."""
+AWAITED_LOG_EVERY_S = 30.0
+"""Seconds between two log lines about an engine that does not answer."""
 
 
 AwaitedSink = Callable[[str], None]
-"""Hears, each time that an engine did not answer, why."""
+"""Called with the reason after each probe without an answer."""
 
 
-def _nobody(*_: object) -> None:
-    """The default of a callback: nobody else listens."""
+def _ignore(*_: object) -> None:
+    """The default of a callback: does nothing."""
 
 
 class NotAnswered(ConfigError):
-    """No engine answered in time."""
+    """The engine did not answer in time."""
 
 
-async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Attached:
-    """Ask the engine until it answers, and attach it.
+async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _ignore) -> Attached:
+    """Probe the engine until it answers, then attach it.
 
-    Raises ConfigError whose ``param`` is the field that contradicts what the engine says, and NotAnswered for
-    an engine that does not answer within ``spec.wait_s``.
+    Raises ConfigError whose ``param`` is the field that contradicts the engine's answer, and NotAnswered
+    after ``spec.wait_s`` seconds without an answer.
     """
     attach_engine = cast("AttachEngine", import_module(f"{ENGINES[spec.kind]}.attach").attach)
     loop = asyncio.get_running_loop()
     until_s = loop.time() + spec.wait_s
-    said_s = loop.time() - SAID_EACH_S
+    logged_s = loop.time() - AWAITED_LOG_EVERY_S
     while True:
         try:
             return await attach_engine(spec)
@@ -70,10 +70,10 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _nobody) -> Atta
                     f"no engine answered within {spec.wait_s:g} s: {error.message}", param="url"
                 ) from error
             on_awaited(error.message)
-            if loop.time() - said_s >= SAID_EACH_S:
-                said_s = loop.time()
+            if loop.time() - logged_s >= AWAITED_LOG_EVERY_S:
+                logged_s = loop.time()
                 log_event(logger, Event.ENGINE_AWAITED, worker=str(spec.worker_id), reason=error.message)
-        await asyncio.sleep(ASK_AGAIN_S)
+        await asyncio.sleep(PROBE_EVERY_S)
 
 
 def _about_key(spec: AttachSpec) -> str:
@@ -82,7 +82,7 @@ def _about_key(spec: AttachSpec) -> str:
 
 
 def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Attached) -> None:
-    """Log which engine the worker is attached to, what it said of itself, and the warnings."""
+    """Log the engine that the worker is attached to, its own figures, and the warnings."""
     worker = str(spec.worker_id)
     log_event(
         worker_logger,
@@ -101,28 +101,28 @@ def log_attached(worker_logger: logging.Logger, spec: AttachSpec, attached: Atta
         log_event(worker_logger, Event.CONFIG_WARNING, worker=worker, detail=warning)
 
 
-TRIED_AGAIN_S = 10.0
-"""How long after an engine was refused it is asked again: it may have been restarted as it should be."""
+RETRY_AFTER_S = 10.0
+"""Seconds until a refused engine is probed again: it may have been restarted with correct settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedWorker:
-    """A worker that serves; ``lost`` is set when another has its place.
+    """A serving worker; ``lost`` is set when another process replaced it.
 
-    ``spec`` is what was asked for; closing ``wires`` stops it first.
+    ``spec`` is the requested engine; closing ``stack`` stops the worker and then closes its transports.
     """
 
     worker: Worker
     spec: AttachSpec
     attached: Attached
     lost: asyncio.Event
-    wires: AsyncExitStack
+    stack: AsyncExitStack
 
 
 class EngineWorkers:
-    """The workers of this process: their transports, and what their engines said of themselves.
+    """Starts and stops the workers of this process, and checks their engines against each other.
 
-    What happens is logged to ``log``.
+    Events are logged to ``log``.
     """
 
     def __init__(
@@ -142,19 +142,20 @@ class EngineWorkers:
         spec: AttachSpec,
         attached: Attached,
         *,
-        contract: TopologyEnv | None,
-        rests: Callable[[], bool],
+        topology: TopologyEnv | None,
+        draining: Callable[[], bool],
     ) -> AttachedWorker:
-        """Start the worker of an engine that answered. ``contract`` is the worker's own topology contract.
+        """Start the worker of an engine that answered. ``topology`` is the worker's own topology environment;
+        ``draining`` returns whether it starts without new requests.
 
-        Raises ConfigError where the engine contradicts what was said of it, or others of its model.
+        Raises ConfigError where the engine contradicts its spec, or other engines of its model.
         """
         self._check(spec, attached)
         self._engines[spec.worker_id] = attached, spec
-        wires = AsyncExitStack()
+        stack = AsyncExitStack()
         try:
             log_attached(self.log, spec, attached)
-            transports = await wires.enter_async_context(self._transports.stand(spec, attached))
+            transports = await stack.enter_async_context(self._transports.open(spec, attached))
             incarnation = new_incarnation()
             card = engine_card(
                 spec,
@@ -167,29 +168,29 @@ class EngineWorkers:
             )
             worker = Worker(
                 attached.engine,
-                msgspec.structs.replace(card, draining=rests()),
+                msgspec.structs.replace(card, draining=draining()),
                 discovery=transports.discovery,
                 events=transports.events,
                 requests=transports.requests,
                 recovery=transports.recovery,
-                topology=contract,
+                topology=topology,
             )
             await worker.start()
-            wires.push_async_callback(worker.stop)
+            stack.push_async_callback(worker.stop)
         except BaseException:
-            await wires.aclose()
+            await stack.aclose()
             del self._engines[spec.worker_id]
             raise
-        return AttachedWorker(worker, spec, attached, transports.lost, wires)
+        return AttachedWorker(worker, spec, attached, transports.lost, stack)
 
-    async def end(self, spec: AttachSpec, standing: AttachedWorker, *, drain_limit_s: float) -> None:
-        """Let running requests finish for so long, and be gone."""
+    async def end(self, spec: AttachSpec, attached_worker: AttachedWorker, *, drain_limit_s: float) -> None:
+        """Stop the worker, after running requests have had ``drain_limit_s`` seconds to finish."""
         try:
             if drain_limit_s:
-                await standing.worker.drain(drain_limit_s)
+                await attached_worker.worker.drain(drain_limit_s)
         finally:
             self._engines.pop(spec.worker_id, None)
-            await standing.wires.aclose()
+            await attached_worker.stack.aclose()
 
     def _check(self, spec: AttachSpec, attached: Attached) -> None:
         if spec.dp_size not in (None, attached.dp_size):
@@ -221,27 +222,27 @@ class EngineWorkers:
 
 
 def _differ(one: int | None, other: int | None) -> bool:
-    """Whether two figures of engines contradict each other: what is not known contradicts nothing."""
+    """Whether two figures contradict each other; an unknown figure contradicts none."""
     return one is not None and other is not None and one != other
 
 
-Heard = Callable[[], None]
-"""Is called when the engine answered for the first time, or did not."""
+AttemptEnded = Callable[[], None]
+"""Called after each attempt to attach the engine, whether it succeeded or not."""
 
 Refused = Callable[[KvrouterError], None]
-"""Hears why the engine has no worker, once for each reason until it has one. What is no ConfigError is of the
-transports, or a mistake of ours.
+"""Called with the reason why the engine has no worker, once for each reason until it has one. An error that
+is no ConfigError comes from the transports, or is an internal error.
 """
 
 Joined = Callable[[Worker], None]
-"""Hears of each worker that the engine gets."""
+"""Called with each worker that the engine gets."""
 
 
 class EngineAttachment:
-    """One engine, from its first answer on: :meth:`run`, then :meth:`leave`.
+    """Keeps one engine attached, from its first answer on: :meth:`run`, then :meth:`leave`.
 
-    ``contract`` is the worker's own topology contract. ``drain_limit_s`` is for how long running requests may
-    go on once another process has the worker's place.
+    ``topology`` is the worker's own topology environment. ``drain_limit_s`` is how long running requests may
+    go on after another process replaced the worker.
     """
 
     def __init__(
@@ -250,68 +251,67 @@ class EngineAttachment:
         workers: EngineWorkers,
         *,
         on_refused: Refused,
-        contract: TopologyEnv | None = None,
-        on_heard: Heard = _nobody,
-        on_joined: Joined = _nobody,
+        topology: TopologyEnv | None = None,
+        on_attempt_ended: AttemptEnded = _ignore,
+        on_joined: Joined = _ignore,
         drain_limit_s: float = 0.0,
     ) -> None:
         self.spec = spec
         self.awaited = "does not answer"
-        """Why it has no worker yet."""
+        """Why the engine has no worker, in words."""
 
         self._workers = workers
-        self._contract = contract
+        self._topology = topology
         self._wait_s = spec.wait_s
         self._on_refused = on_refused
-        self._on_heard = on_heard
+        self._on_attempt_ended = on_attempt_ended
         self._on_joined = on_joined
         self._drain_limit_s = drain_limit_s
-        self._rests = False
+        self._draining = False
         self._refusal = ""
-        """What was reported last; a worker that joins ends it."""
-        self._standing: AttachedWorker | None = None
+        """The last reported reason; cleared when a worker joins."""
+        self._attached_worker: AttachedWorker | None = None
 
     @property
     def worker(self) -> Worker | None:
-        """Its worker, once it has one."""
-        return None if self._standing is None else self._standing.worker
+        """The engine's worker; None while it has none."""
+        return None if self._attached_worker is None else self._attached_worker.worker
 
     async def run(self) -> None:
-        """Let the engine's worker join as soon as the engine answers as was asked for, and join again when
-        the engine was started as another one, with another model, block size, context or other ranks; until
-        cancelled.
+        """Run the engine's worker once the engine answers as its spec asks, and again whenever the engine was
+        restarted with another model, block size, context length or ranks; until cancelled.
         """
         while True:
             try:
-                standing = self._standing = await self._joined()
-                await self._catch_up(standing)
+                attached_worker = self._attached_worker = await self._joined()
+                await self._catch_up(attached_worker)
                 self._wait_s, self._refusal = math.inf, ""
-                self._on_joined(standing.worker)
-                self._on_heard()
-                self.awaited = await self._until_another(standing)
-                is_lost = standing.lost.is_set()
+                self._on_joined(attached_worker.worker)
+                self._on_attempt_ended()
+                self.awaited = await self._until_another(attached_worker)
+                is_lost = attached_worker.lost.is_set()
                 await self.leave(drain_limit_s=self._drain_limit_s if is_lost else 0.0)
                 continue
             except KvrouterError as error:
                 self._refused(error)
-            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
+            except Exception as error:  # noqa: BLE001 - an internal error is logged, and stops no other engine
                 self._mistaken(error)
                 self._refused(InternalError(f"{self.spec.url}: a mistake of ours; the log has the traceback"))
-            self._on_heard()
+            self._on_attempt_ended()
             try:
                 await self.leave()
             except Exception as error:  # noqa: BLE001 - the same
                 self._mistaken(error)
-            await asyncio.sleep(TRIED_AGAIN_S)
+            await asyncio.sleep(RETRY_AFTER_S)
 
-    async def rest(self, rests: bool) -> None:
-        """Take no new requests while the engine ``rests``; running ones go on."""
-        self._rests = rests
-        if self.worker is not None and self.worker.card.draining != rests:
-            await (self.worker.begin_drain() if rests else self.worker.end_drain())
+    async def set_draining(self, draining: bool) -> None:
+        """Set whether the worker refuses new requests; running ones go on."""
+        self._draining = draining
+        if self.worker is not None and self.worker.card.draining != draining:
+            await (self.worker.begin_drain() if draining else self.worker.end_drain())
 
     async def move(self, spec: AttachSpec) -> None:
-        """The engine is in other domains than was asked for, and else the same one."""
+        """Update the engine's topology domains; the rest of ``spec`` is unchanged."""
         self.spec = spec
         if self.worker is not None:
             config, place = self.worker.card.runtime_config, spec.runtime_config
@@ -322,15 +322,15 @@ class EngineAttachment:
             )
 
     async def leave(self, *, drain_limit_s: float = 0.0) -> None:
-        """Let running requests finish for so long, and be gone; idempotent."""
-        standing, self._standing = self._standing, None
-        if standing is not None:
-            await self._workers.end(self.spec, standing, drain_limit_s=drain_limit_s)
+        """Stop the worker, after running requests had ``drain_limit_s`` seconds to finish; idempotent."""
+        attached_worker, self._attached_worker = self._attached_worker, None
+        if attached_worker is not None:
+            await self._workers.end(self.spec, attached_worker, drain_limit_s=drain_limit_s)
 
-    async def _catch_up(self, standing: AttachedWorker) -> None:
-        """Do what was asked for while the worker joined: it began as it was wanted before."""
-        await self.rest(self._rests)
-        if self.spec is not standing.spec:
+    async def _catch_up(self, attached_worker: AttachedWorker) -> None:
+        """Apply changes that were requested while the worker was joining."""
+        await self.set_draining(self._draining)
+        if self.spec is not attached_worker.spec:
             await self.move(self.spec)
 
     async def _joined(self) -> AttachedWorker:
@@ -338,7 +338,7 @@ class EngineAttachment:
         self.awaited = "is served by another process"
         try:
             return await self._workers.start(
-                self.spec, attached, contract=self._contract, rests=lambda: self._rests
+                self.spec, attached, topology=self._topology, draining=lambda: self._draining
             )
         except BaseException:
             await attached.engine.stop()
@@ -347,31 +347,31 @@ class EngineAttachment:
     async def _attached(self) -> Attached:
         spec = replace(self.spec, wait_s=self._wait_s)
         try:
-            return await attach(spec, on_awaited=lambda _: self._on_heard())
+            return await attach(spec, on_awaited=lambda _: self._on_attempt_ended())
         except KvrouterError as error:
             raise self.spec.mistake(error.message, param=error.param) from error
 
-    async def _until_another(self, standing: AttachedWorker) -> str:
-        """Wait until an engine that was set aside answers as another one than its worker's card describes, or
-        until another process has the worker's place; return which, in words. Raises ConfigError for another
-        engine that contradicts what is asked for. One whose pages cannot be read keeps its worker.
+    async def _until_another(self, attached_worker: AttachedWorker) -> str:
+        """Wait until a silent engine answers with figures other than its card's, or another process replaced
+        the worker; return which, in words. Raises ConfigError for a new engine that contradicts the spec. An
+        engine whose pages cannot be read keeps its worker.
         """
         while True:
             try:
-                async with asyncio.timeout(TRIED_AGAIN_S):
-                    await standing.lost.wait()
+                async with asyncio.timeout(RETRY_AFTER_S):
+                    await attached_worker.lost.wait()
                 return "is served by another process"
             except TimeoutError:
                 pass
-            if standing.worker.card.engine_silent:
+            if attached_worker.worker.card.engine_silent:
                 try:
                     attached = await attach(replace(self.spec, wait_s=0.0))
                 except KvrouterError as error:
                     if self.spec.is_contradicted_by(error):
                         raise self.spec.mistake(error.message, param=error.param) from error
-                    continue  # it may be the same one still, with legs that run: the worker logs why
+                    continue  # it may be the same engine with running legs: the worker logs the reason
                 await attached.engine.stop()
-                if not attached.is_same_as(standing.attached):
+                if not attached.is_same_as(attached_worker.attached):
                     return "restarted"
 
     def _refused(self, error: KvrouterError) -> None:

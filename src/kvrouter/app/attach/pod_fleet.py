@@ -1,4 +1,4 @@
-"""Attaches the engines of labelled pods: a worker for each, as long as its pod is there."""
+"""Attaches the engines of labelled pods: runs a worker for each while its pod exists."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from msgspec import structs
 
-from kvrouter.app.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWorkers
+from kvrouter.app.attach.attachment import RETRY_AFTER_S, EngineAttachment, EngineWorkers
 from kvrouter.app.attach.spec import attach_spec, with_key
 from kvrouter.app.telemetry_hooks import troubles_on
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -19,7 +19,7 @@ from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.fleetfile.engine_pods import KIND_LABEL, PLACES, engine_of
-from kvrouter.fleetfile.fleet import KvTransferSpec
+from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.kube.account import Account, account_of_pod
 from kvrouter.kube.client import ClusterError
@@ -34,12 +34,13 @@ from kvrouter.worker.topology_env import ENABLED, ROUTER_LEVEL, parse_topology_e
 _log = logging.getLogger("kvrouter.up")
 
 JOINED, MISTAKEN, REFUSED = "EngineJoined", "EngineMistaken", "EngineRefused"
-"""The reasons of events about a pod: it is served; its labels or annotations are wrong; its engine
-contradicts them, or other engines."""
+"""Reasons of events about a pod: its engine is served; its labels or annotations are invalid; its engine
+contradicts them, or other engines.
+"""
 
 
 class PodEventWriter(Protocol):
-    """Writes an event about a pod, some time."""
+    """Writes an event about a pod in the background."""
 
     def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         """``reason`` is a stable word in CamelCase."""
@@ -47,22 +48,22 @@ class PodEventWriter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPolicy:
-    """What holds for all pods: the policy of KV transfers, the order of the domains, the engines' keys."""
+    """Settings for all pods: the KV transfer policy, the order of topology domains, the engines' keys."""
 
     transfer: KvTransferSpec | None = None
     levels: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The variables that hold keys of engines, by name: no pod can name another one."""
+    """Keys of engines by environment variable; a pod can name only these."""
 
 
 def worker_id_of(uid: str) -> WorkerId:
-    """The id of a pod's worker: the same for every process that serves it, at each of its starts."""
+    """The worker id of a pod: equal in every process that serves the pod, at each start."""
     digest = hashlib.sha256(uid.encode()).digest()
     return WorkerId(int.from_bytes(digest[:8], "big") % DRAWN_WORKER_IDS)
 
 
 def is_same_worker(one: AttachSpec, other: AttachSpec) -> bool:
-    """Whether the worker of one may go on as the other's, whichever domains that is in."""
+    """Whether the specs differ in topology domains at most, so that the worker can go on."""
     domains = other.runtime_config.topology_domains
     levels = other.runtime_config.topology_levels
     moved = structs.replace(one.runtime_config, topology_domains=domains, topology_levels=levels)
@@ -70,7 +71,7 @@ def is_same_worker(one: AttachSpec, other: AttachSpec) -> bool:
 
 
 class PodAttachment:
-    """One pod's engine: what is wanted of it, and the task that makes it so."""
+    """One pod's engine: the wanted spec, and the task that follows it."""
 
     def __init__(
         self,
@@ -87,21 +88,21 @@ class PodAttachment:
         self._workers = workers
         self._write_event = write_event
         self._drain_limit_s = drain_limit_s
-        self._rests = False
+        self._draining = False
         self._changed = asyncio.Event()
 
     def want(self, spec: AttachSpec | None) -> None:
-        """What is asked for from now on; None when the pod is gone."""
-        self.spec, self._rests = spec, False
+        """Set the wanted spec; None when the pod is gone. Ends draining."""
+        self.spec, self._draining = spec, False
         self._changed.set()
 
-    def rest(self) -> None:
-        """The worker takes no new requests until :meth:`want`."""
-        self._rests = True
+    def drain(self) -> None:
+        """Refuse new requests until :meth:`want`."""
+        self._draining = True
         self._changed.set()
 
     async def run(self) -> None:
-        """Make it so until the pod is gone."""
+        """Run workers for the wanted specs until the pod is gone."""
         while (spec := self.spec) is not None:
             self._changed.clear()
             attachment = self.attachment = EngineAttachment(
@@ -111,12 +112,12 @@ class PodAttachment:
                 on_joined=self._joined,
                 drain_limit_s=self._drain_limit_s,
             )
-            await attachment.rest(self._rests)
+            await attachment.set_draining(self._draining)
             life = asyncio.create_task(attachment.run())
             drain_limit_s = 0.0
             try:
                 await self._until_another(attachment, spec)
-                # A restarted engine has nobody's answers any more.
+                # A restarted engine has lost all running answers.
                 is_restarted = self.spec is not None and self.spec.start != spec.start
                 drain_limit_s = 0.0 if is_restarted else self._drain_limit_s
             finally:
@@ -125,9 +126,9 @@ class PodAttachment:
                 await attachment.leave(drain_limit_s=drain_limit_s)
 
     async def _until_another(self, attachment: EngineAttachment, spec: AttachSpec) -> None:
-        """Let the worker rest and move as its pod does, until another worker is wanted, or none."""
+        """Let the worker drain and move as its pod does, until another worker or no worker is wanted."""
         while (now := self.spec) is not None and is_same_worker(spec, now):
-            await attachment.rest(self._rests)
+            await attachment.set_draining(self._draining)
             if now != attachment.spec:
                 await attachment.move(now)
             await self._changed.wait()
@@ -148,11 +149,11 @@ class PodAttachment:
 
 
 class PodFleet:
-    """The workers of all pods that it hears of. Use it as an async context manager: its end ends them.
+    """The workers of all reported pods. Use it as an async context manager: leaving it ends them.
 
-    ``on_pod`` and ``on_gone`` are callbacks of a watch of pods. A pod that is Ready gets a worker; while it
-    is not, that takes no new requests, and when the pod is gone it lets those that run finish, and leaves.
-    Nothing here waits for an engine that does not answer.
+    ``on_pod`` and ``on_gone`` are callbacks of a pod watch. A Ready pod gets a worker; while the pod is not
+    Ready the worker refuses new requests, and when the pod is gone it finishes running requests and leaves.
+    An engine that does not answer delays no other.
     """
 
     def __init__(
@@ -166,16 +167,16 @@ class PodFleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_draining = False
         self._without: dict[str, tuple[EnginePod, str, str]] = {}
-        """Pods that get no worker now: why, in short, and in full where it is a mistake."""
+        """Pods without a worker: the reason in short, and in full where their description is invalid."""
 
     @property
     def workers(self) -> dict[str, Worker]:
-        """Those that have joined, by the names of their pods."""
+        """The workers that have joined, by pod name."""
         entries = [(entry.pod.name, entry.attachment) for entry in self._entries.values()]
         return {name: each.worker for name, each in entries if each is not None and each.worker is not None}
 
     def awaited(self) -> list[str]:
-        """The pods whose engines have no worker: a line for each, as clients may see it."""
+        """A line for each pod without a worker; clients may read it."""
         lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
         for entry in self._entries.values():
             if entry.spec is not None and (entry.attachment is None or entry.attachment.worker is None):
@@ -193,14 +194,14 @@ class PodFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self) -> None:
-        """Let every worker finish what runs, and leave; nobody joins any more."""
+        """Let every worker finish its running requests and leave; no further worker joins."""
         self._is_draining = True
         for entry in self._entries.values():
             entry.want(None)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def on_pod(self, pod: EnginePod) -> None:
-        """A pod is there, or changed."""
+        """Handle a new or changed pod."""
         entry = self._entries.get(pod.uid)
         if self._is_draining:
             return
@@ -209,10 +210,10 @@ class PodFleet:
         elif entry is None or entry.spec is None:
             self._without[pod.uid] = pod, "is not ready", ""
         else:
-            entry.rest()
+            entry.drain()
 
     def on_gone(self, uid: str) -> None:
-        """A pod is gone, has ended, or is no engine any more."""
+        """Handle a pod that is gone, has ended, or lost its engine label."""
         self._without.pop(uid, None)
         entry = self._entries.get(uid)
         if entry is not None and entry.spec is not None:
@@ -249,9 +250,9 @@ class PodFleet:
             while entry.spec is not None:
                 try:
                     await entry.run()
-                except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
+                except Exception as error:  # noqa: BLE001 - an internal error is logged, and affects this pod alone
                     log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
-                    await asyncio.sleep(TRIED_AGAIN_S)
+                    await asyncio.sleep(RETRY_AFTER_S)
         finally:
             del self._entries[uid], self._tasks[uid]
 
@@ -279,19 +280,19 @@ class PodFleet:
 
 
 ANSWER_S = 5.0
-"""How long the API server may take for an answer."""
+"""Seconds that the API server may take for an answer."""
 
 EVENTS_AT_ONCE = 256
-"""How many events about pods may wait to be written; those beyond are in the log alone."""
+"""The most events about pods that wait to be written; further ones are only logged."""
 
 
-def whole_selector(pods: EnginePods) -> str:
-    """What the API server is asked for."""
+def full_selector(pods: EnginePods) -> str:
+    """The label selector for the API server."""
     return f"{KIND_LABEL},{pods.selector}" if pods.selector else KIND_LABEL
 
 
 class PodEvents:
-    """Writes events about pods in background tasks; what cannot be written is logged and dropped."""
+    """Writes events about pods in background tasks; an event that cannot be written is logged and dropped."""
 
     def __init__(self, api: PodsApi) -> None:
         self._api = api
@@ -299,7 +300,7 @@ class PodEvents:
         self._writing: set[asyncio.Task[None]] = set()
 
     def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
-        """Write an event some time."""
+        """Write an event in the background."""
         if len(self._writing) >= EVENTS_AT_ONCE:
             self._on_trouble("events", f"more than {EVENTS_AT_ONCE} wait to be written: the log has them all")
             return
@@ -308,7 +309,7 @@ class PodEvents:
         task.add_done_callback(self._writing.discard)
 
     async def close(self) -> None:
-        """Write nothing any more."""
+        """Cancel the pending writes."""
         writing = tuple(self._writing)
         for task in writing:
             task.cancel()
@@ -323,12 +324,12 @@ class PodEvents:
 
 
 def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
-    """Return the policy of KV transfers that ``environ`` states, in the words of a worker's contract, and
-    warnings. Pods have no files: their labels are read. Raises ConfigError that names the variable.
+    """Return the KV transfer policy from the variables of a worker's topology environment, and warnings. Pods
+    have no topology files: their labels are read. Raises ConfigError that names the variable.
     """
-    # A level of the router's own is asked for where a worker has no policy; no worker waits for it here.
-    contract = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
-    env = parse_topology_env(contract)
+    # Without a policy the parser requires a router level; no worker waits for it here.
+    variables = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
+    env = parse_topology_env(variables)
     transfer = None
     if env.transfer_domain is not None:
         transfer = KvTransferSpec(
@@ -341,7 +342,7 @@ def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
 
 
 def account_of(settings: Settings, wanted_by: str) -> Account:
-    """The account with which ``wanted_by`` watches pods. Raises ConfigError outside of one."""
+    """The service account with which ``wanted_by`` watches pods. Raises ConfigError outside a pod."""
     planes = settings.planes
     return account_of_pod(
         Path(planes.kubernetes_account),
@@ -362,11 +363,11 @@ async def pods_followed(
     drain_limit_s: float,
     on_store: StoreSink,
 ) -> AsyncIterator[PodFleet]:
-    """The workers of the pods that the API server shows, from its first list on or from when it answers."""
+    """Follow the pods that the API server lists, and run their workers."""
     api = PodsApi(
         account,
         namespace=pods.namespace or account.namespace,
-        selector=whole_selector(pods),
+        selector=full_selector(pods),
         answer_s=ANSWER_S,
     )
     events = PodEvents(api)

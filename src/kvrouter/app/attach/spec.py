@@ -1,4 +1,4 @@
-"""The attach specs of a fleet file's engines, and the card that an engine's worker publishes."""
+"""Attach specs: what a fleet file asks of each engine, and the card that the engine's worker publishes."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from msgspec.structs import replace
 
-from kvrouter.app.fleet_build import said_context_length
+from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.app.tls import LOOPBACK
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
@@ -18,9 +18,9 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.secret import secret_file, secret_variable
 from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers, placed_config
 from kvrouter.settings.problems import dotted
 from kvrouter.settings.setting import installed_version
@@ -39,7 +39,7 @@ def engine_card(
     event_source: EventSource,
     here: str,
 ) -> WorkerCard:
-    """What the worker publishes. ``here`` is the host under which others reach this one."""
+    """The card of an attached worker. ``here`` is the host name under which other hosts reach this one."""
     return WorkerCard(
         worker_id=spec.worker_id,
         incarnation=incarnation,
@@ -78,14 +78,14 @@ def engine_card(
 
 
 def without_credentials(url: str) -> str:
-    """Return an engine's URL without what others must not read: its user, its password and its query."""
+    """Return an engine's URL without user, password and query, for publication."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def tokenizer_of(spec: AttachSpec, attached: Attached) -> str | None:
-    """What the model is tokenized with: what was said, else the engine's own. It is a folder of this host, or
-    a Hugging Face repository; the engine's own may be a folder of its host alone. None where none is named.
+    """The model's tokenizer: the configured one, else the engine's own; None where neither is named. It is a
+    folder of this host or a Hugging Face repository; the engine's own may be a folder of its host only.
     """
     source = spec.tokenizer or attached.tokenizer
     if not source:
@@ -95,18 +95,18 @@ def tokenizer_of(spec: AttachSpec, attached: Attached) -> str | None:
 
 
 def _reached_at(engine_host: str, here: str) -> str:
-    """Where others reach an engine's host: its worker may know it by a name that holds on this host alone."""
+    """The host under which others reach an engine whose worker may know it by a loopback name."""
     return here if engine_host in LOOPBACK else engine_host
 
 
 class FileEngine(NamedTuple):
-    """One engine of a fleet file, without its key, and the group that it is in."""
+    """One engine of a fleet file, without its key, and its group."""
 
     group: WorkerGroup
     spec: AttachSpec
 
     def with_key(self, environ: Mapping[str, str]) -> AttachSpec:
-        """Return its spec with the key that it asks for. Raises ConfigError for one that cannot be read."""
+        """Return the spec with the engine's key. Raises ConfigError for a key that cannot be read."""
         engine = self.group.engine
         if not isinstance(engine, AttachedEngineSpec):
             raise TypeError("a mock engine asks for no key")
@@ -114,9 +114,9 @@ class FileEngine(NamedTuple):
 
 
 def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str, str]) -> AttachSpec:
-    """Return ``spec`` with the engine's key: its own where it has one, else that of all engines, if any.
+    """Return ``spec`` with the engine's own key where one is configured, else the key of all engines, if any.
 
-    Raises ConfigError that names the field, or the variable.
+    Raises ConfigError that names the field or the variable.
     """
     if engine.api_key_file is not None:
         key = secret_file(Path(engine.api_key_file), spec.fields_at["api_key_file"])
@@ -130,13 +130,13 @@ def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str,
 
 
 def file_engines(fleet: FleetFile, *, wait_s: float = math.inf) -> Iterator[FileEngine]:
-    """Every engine of the file that runs already; each may take ``wait_s`` seconds to answer at first."""
-    seen = Counter[str]()
+    """Yield every engine of the file that already runs; each may take ``wait_s`` seconds to answer first."""
+    counts = Counter[str]()
     for worker_id, group in numbered_workers(fleet):
         if not isinstance(group.engine, AttachedEngineSpec):
             continue
-        number = seen[group.name]
-        seen[group.name] += 1
+        number = counts[group.name]
+        counts[group.name] += 1
         position = fleet.workers.index(group)
         model = f"models[{fleet.models.index(fleet.model_of(group))}]"
         line = f"workers[{position}]"
@@ -174,7 +174,7 @@ def attach_spec(
     written_at: str,
     fields_at: Mapping[str, str],
 ) -> AttachSpec:
-    """Return what is asked for of one engine of a group."""
+    """Return the attach spec of one engine of a group."""
     model = fleet.model_of(group)
     return AttachSpec(
         kind=engine.kind,
@@ -182,9 +182,9 @@ def attach_spec(
         worker_id=worker_id,
         role=group.role,
         model=model.name,
-        tokenizer=fleet.said_tokenizer(model),
+        tokenizer=fleet.stated_tokenizer(model),
         block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
-        context_length=said_context_length(fleet, model),
+        context_length=stated_context_length(fleet, model),
         dp_size=group.dp_size,
         kv_events=engine.kv_events_endpoint,
         kv_events_replay=engine.kv_events_replay_endpoint,
@@ -215,7 +215,7 @@ def pick_engine(engines: Iterable[FileEngine], kind: str, *, group: str | None, 
 
 
 def worker_environ(group: WorkerGroup, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment of a worker process: its own topology contract, else that of its group."""
+    """The environment of a worker process, with the topology variables of its group unless it has its own."""
     own = parse_topology_env(environ)
-    contract = {str(name): value for name, value in group.topology_env.items()}
-    return environ if own.enabled else {**environ, **contract}
+    variables = {str(name): value for name, value in group.topology_env.items()}
+    return environ if own.enabled else {**environ, **variables}

@@ -1,4 +1,4 @@
-"""Gives an attached worker its transports: those of this process, or network ones."""
+"""Transport providers: give an attached worker its transports, in memory or over the network."""
 
 import asyncio
 import logging
@@ -27,32 +27,32 @@ _log = logging.getLogger("kvrouter.worker")
 class TransportProvider(Protocol):
     """Provides the transports of all workers of a process."""
 
-    def stand(self, spec: AttachSpec, attached: Attached) -> AbstractAsyncContextManager[WorkerTransports]:
-        """The transports of this engine's worker. Raises KvrouterError where it cannot be had."""
+    def open(self, spec: AttachSpec, attached: Attached) -> AbstractAsyncContextManager[WorkerTransports]:
+        """Open the transports of this engine's worker. Raises KvrouterError where they are not available."""
 
 
 class MemoryTransports:
-    """The frontend is in this process."""
+    """In-memory transports: the frontend is in this process."""
 
     def __init__(self, planes: MemoryPlanes) -> None:
         self._planes = planes
 
     @asynccontextmanager
-    async def stand(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
-        """Nothing has to be made, and nobody else can have its place."""
+    async def open(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
+        """Return the shared transports; no other process can replace the worker."""
         yield self._planes.of_worker()
 
 
 class NetworkTransports:
-    """Frontends are elsewhere: each worker has a port and announces itself, once nobody else has its id."""
+    """Network transports: each worker has its own port and registers once its id is free."""
 
     def __init__(self, settings: Settings, known: Holders) -> None:
         self._settings = settings
         self._known = known
 
     @asynccontextmanager
-    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
-        """Wait until the place is free, and connect what the settings ask for."""
+    async def open(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+        """Wait until the worker's id is free, and connect what the settings require."""
         lost = asyncio.Event()
 
         def on_lost(worker_id: WorkerId, _: Epoch, how: Gone) -> None:
@@ -60,14 +60,14 @@ class NetworkTransports:
             lost.set()
 
         await self._known.until_free(spec.worker_id)
-        async with open_engine_transports(self._settings, spec, attached, on_lost) as wires:
-            yield replace(wires, lost=lost)
+        async with open_engine_transports(self._settings, spec, attached, on_lost) as transports:
+            yield replace(transports, lost=lost)
 
 
 def open_engine_transports(
     settings: Settings, spec: AttachSpec, attached: Attached, on_lost: GoneSink | None
 ) -> AbstractAsyncContextManager[WorkerTransports]:
-    """Connect what the settings ask for a worker of this engine."""
+    """Connect what the settings require for a worker of this engine."""
     return open_worker_transports(
         settings,
         component="prefill" if spec.role is Role.PREFILL else "backend",
@@ -79,21 +79,20 @@ def open_engine_transports(
 
 @asynccontextmanager
 async def network_transports(settings: Settings) -> AsyncIterator[NetworkTransports]:
-    """The transports of workers whose frontends are elsewhere: one watch reports to all of them who has
-    their places.
+    """Provide network transports for workers; one watch of discovery shows all of them whose ids are taken.
 
-    Everything that the settings ask for is connected once, so that a mistake in them is reported for no
-    engine: raises NatsUnreachable, or ConfigError that names the setting.
+    Everything that the settings require is connected once, so that a wrong setting is raised here and not
+    reported for an engine: raises NatsUnreachable, or ConfigError that names the setting.
     """
     if settings.planes.listen_port:
         raise ConfigError(
             "--listen-port: must be 0: every engine's worker has a port of its own", param="listen_port"
         )
-    settings = settled(settings, kv_events=True)  # one place for all of them, whatever their engines publish
+    settings = settled(settings, kv_events=True)  # one discovery for every engine
     async with (
         open_worker_transports(
             settings, component="backend", has_local_indexer=False, publishes_kv_events=True
-        ) as wires,
-        holders(wires.discovery) as known,
+        ) as transports,
+        holders(transports.discovery) as known,
     ):
         yield NetworkTransports(settings, known)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from kvrouter.app.whole_file import check_folder
+from kvrouter.app.atomic_file import check_folder
 from kvrouter.cli.calibrate.engine_description import EngineDescription, describe_engine
 from kvrouter.cli.calibrate.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
 from kvrouter.cli.calibrate.flags import CalibrateOptions
@@ -68,7 +68,7 @@ def calibrate_engine(
         except ConfigError as error:
             raise MeasurementFailed(f"{url}: {error.message}") from error
         calibrated = fit_engine(
-            run, shape, options.n_seen, lambda number: status.update(f"fitting, round {number + 1}")
+            run, shape, options.n_fitted, lambda number: status.update(f"fitting, round {number + 1}")
         )
         status.update("predicting")
         rows = compare(run, calibrated)
@@ -79,16 +79,16 @@ def calibrate_engine(
 def fit_engine(
     run: MeasuredRun,
     shape: ModelShape | None,
-    n_seen: int,
+    n_fitted: int,
     on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibrated:
-    """Fit a timing to a live engine's first ``n_seen`` requests. The fit begins where the model's shape and
+    """Fit a timing to a live engine's first ``n_fitted`` requests. The fit begins where the model's shape and
     the GPUs lead one to expect it; without a shape, at what the requests that ran alone took.
     """
     if shape is not None:
-        return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
-    prior = lone_timing(run, n_seen)
-    return calibrate_from(run, prior, n_seen=n_seen, spreads=LONE_SPREADS, on_round=on_round)
+        return calibrate_from(run, roofline(run, shape), n_fitted=n_fitted, on_round=on_round)
+    prior = lone_timing(run, n_fitted)
+    return calibrate_from(run, prior, n_fitted=n_fitted, spreads=LONE_SPREADS, on_round=on_round)
 
 
 async def _measured(
@@ -107,7 +107,7 @@ async def _measured(
             shape, _ = model_shape(engine.meta.model, options.folder, options.model_config)
             check_weights(engine.meta, engine.hardware, shape)
         load = engine_load(
-            options.n_seen,
+            options.n_fitted,
             context_tokens=engine.context_tokens,
             kv_tokens=engine.kv_tokens,
             max_num_seqs=engine.meta.engine_kwargs.max_num_seqs,
@@ -156,7 +156,7 @@ def _notes(engine: EngineDescription, measured: Measurement, run: MeasuredRun) -
     ]
     if means:
         lines.append(f"the engine's own means over all requests: {', '.join(means)}")
-    if not engine.says_flags and _queues(times):
+    if not engine.states_flags and _queues(times):
         lines.append(
             "requests queued for longer than they prefilled, though all that are sent should run at once: "
             "max_num_seqs or max_num_batched_tokens is smaller than what is assumed, and the timing is wrong"

@@ -64,7 +64,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 class EngineDescription(NamedTuple):
     """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that says its shape.
 
-    ``says_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just assumed.
+    ``states_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just assumed.
     ``notes`` are lines for the user on what neither the engine nor a file says.
     """
 
@@ -72,7 +72,7 @@ class EngineDescription(NamedTuple):
     context_tokens: int
     meta: RunMeta
     hardware: RunHardware | None
-    says_flags: bool
+    states_flags: bool
     notes: tuple[str, ...]
 
     @property
@@ -100,7 +100,7 @@ async def describe_engine(
     if metrics is not None:
         _check_one(server.url, metrics)
     version = await server.look("/version")
-    meta, said_flags = _meta(folder, served)
+    meta, states_flags = _meta(folder, served)
     flags, notes = meta.engine_kwargs, []
     cache = None if metrics is None else read_cache_size(metrics)
     # A vLLM that has this page of SGLang's may take half a minute for it: it asks pip and compilers.
@@ -109,14 +109,14 @@ async def describe_engine(
         flags = _with_cache(flags, cache)
     elif about is not None:
         flags = _with_info(flags, about)
-        said_flags = said_flags or about.max_num_seqs is not None
+        states_flags = states_flags or about.max_num_seqs is not None
     if served.max_model_len is None:
         notes.append(f"max_model_len {CONTEXT_TOKENS}: the engine does not say")
     # Only vLLM says its version at this path.
     if version is not None and not meta.vllm_version:
         meta = replace(meta, vllm_version=_decoded(server, "/version", version, _Version).version)
     meta = replace(meta, engine_kwargs=flags)
-    if not said_flags:
+    if not states_flags:
         notes.append(
             f"max_num_seqs {flags.max_num_seqs}, max_num_batched_tokens {flags.max_num_batched_tokens} and "
             f"async_scheduling {str(meta.plans_ahead).lower()}: the engine does not say; put them into "
@@ -127,7 +127,7 @@ async def describe_engine(
         context_tokens=served.max_model_len or CONTEXT_TOKENS,
         meta=meta,
         hardware=_hardware(folder, notes),
-        says_flags=said_flags,
+        states_flags=states_flags,
         notes=tuple(notes),
     )
 

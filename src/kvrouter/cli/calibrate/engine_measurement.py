@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
+from kvrouter.engines.openai.answer_events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
     RUNNING,

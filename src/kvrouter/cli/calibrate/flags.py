@@ -16,7 +16,7 @@ from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """How a timing is fitted: to the first ``n_seen`` requests of a run, or of those sent to ``url``.
+    """How a timing is fitted: to the first ``n_fitted`` requests of a run, or of those sent to ``url``.
 
     ``folder`` has files of a run that say what a live engine does not.
     """
@@ -24,7 +24,7 @@ class CalibrateOptions:
     url: str | None = option(
         "Measure the live engine at http://HOST:PORT instead of reading RUN.", metavar="URL"
     )
-    n_seen: int = option(
+    n_fitted: int = option(
         "Fit to the first N requests and predict the others; 0 fits nothing. With --url: send N, 10 to "
         "1000, and a third as many to predict.",
         default=30,

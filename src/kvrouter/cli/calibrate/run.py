@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.calibrate.flags import CalibrateOptions
 from kvrouter.cli.console import error_console
 from kvrouter.cli.output import json_text
@@ -41,7 +41,7 @@ def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None
         def show(number: int) -> None:
             status.update(f"fitting, round {number + 1}")
 
-        calibrated = fit(run, shape, n_seen=options.n_seen, on_round=show)
+        calibrated = fit(run, shape, n_fitted=options.n_fitted, on_round=show)
         status.update("predicting")
         rows = compare(run, calibrated)
     lines = [
@@ -67,7 +67,7 @@ def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None
     """Write the timing where that is asked for, and print predicted against measured."""
     source, model, run, calibrated, rows, lines = fitted
     if options.write_timing is not None:
-        write_whole(options.write_timing, timing_document(source, model, calibrated, lines).encode())
+        write_atomic(options.write_timing, timing_document(source, model, calibrated, lines).encode())
 
     def draw() -> None:
         show_comparison(source, run, calibrated, rows, console)
@@ -121,12 +121,12 @@ def calibration_report(
     source: str, model: str, calibrated: Calibrated, rows: Sequence[Comparison], notes: Sequence[str]
 ) -> CalibrationReport:
     """Return the result as JSON has it."""
-    config, seen = calibrated.fitted, calibrated.n_seen > 0
+    config, is_fitted = calibrated.fitted, calibrated.n_fitted > 0
     return CalibrationReport(
         version=installed_version(),
         source=source,
         model=model,
-        seen_requests=calibrated.n_seen,
+        seen_requests=calibrated.n_fitted,
         timing=config.timing,
         total_kv_blocks=config.total_kv_blocks,
         block_size=config.block_size,
@@ -137,8 +137,8 @@ def calibration_report(
                 quantity=row.quantity,
                 percentile=row.percentile,
                 measured_s=row.measured_s,
-                calibrated_s=row.calibrated_s if seen else None,
-                calibrated_error=row.error if seen else None,
+                calibrated_s=row.calibrated_s if is_fitted else None,
+                calibrated_error=row.error if is_fitted else None,
                 expected_s=row.expected_s,
                 expected_error=row.expected_error,
             )
@@ -154,7 +154,7 @@ def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequ
     """
     config = calibrated.fitted
     figures = {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(config.timing).items()}
-    seen = f"the first {calibrated.n_seen} requests of" if calibrated.n_seen else "no request of"
+    fitted_to = f"the first {calibrated.n_fitted} requests of" if calibrated.n_fitted else "no request of"
     engine = {
         "total_kv_blocks": config.total_kv_blocks,
         "max_num_seqs": config.max_num_seqs,
@@ -162,11 +162,11 @@ def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequ
         "chunked_prefill": config.chunked_prefill,
         "async_scheduling": config.async_scheduling,
     }
-    said = yaml.safe_dump(engine, default_flow_style=True, sort_keys=False, width=1_000).strip()
+    settings = yaml.safe_dump(engine, default_flow_style=True, sort_keys=False, width=1_000).strip()
     comments = "".join(f"# {line}\n" for line in lines)
     return (
-        f"# kvrouter calibrate {installed_version()}: {model} by {seen} {source}\n"
-        f"# The engine in a fleet file: {said}\n"
+        f"# kvrouter calibrate {installed_version()}: {model} by {fitted_to} {source}\n"
+        f"# The engine in a fleet file: {settings}\n"
         f"# and the block_size of its model: {config.block_size}\n"
         f"{comments}"
         f"{yaml.safe_dump(figures, sort_keys=False)}"
@@ -180,8 +180,8 @@ def show_comparison(
 
     What is expected of hardware alone has its columns where ``run`` says on what hardware it was measured.
     """
-    seen = calibrated.n_seen
-    table = Table(title=Text(f"{source}: {run.n_requests - seen} requests, predicted from {seen}"))
+    n_fitted = calibrated.n_fitted
+    table = Table(title=Text(f"{source}: {run.n_requests - n_fitted} requests, predicted from {n_fitted}"))
     table.add_column("quantity")
     expects = run.hardware is not None
     for column in ("", "measured s", "calibrated s", "error %"):
@@ -193,8 +193,8 @@ def show_comparison(
             row.quantity,
             f"p{row.percentile}",
             f"{row.measured_s:.4f}",
-            f"{row.calibrated_s:.4f}" if seen else "–",
-            _shown(row, row.error, row.calibrated_s) if seen else "–",
+            f"{row.calibrated_s:.4f}" if n_fitted else "–",
+            _shown(row, row.error, row.calibrated_s) if n_fitted else "–",
             *((f"{row.expected_s:.4f}", _shown(row, row.expected_error, row.expected_s)) if expects else ()),
             end_section=row is rows[-1] or row.quantity != rows[rows.index(row) + 1].quantity,
         )

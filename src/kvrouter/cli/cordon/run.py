@@ -45,20 +45,20 @@ def wait_empty(
         try:
             running = _running_at(client, cordoned)
         except AskFailed as error:
-            n_empty, said = 0, f"what runs there is not known: {error.message}"
+            n_empty, progress = 0, f"what runs there is not known: {error.message}"
         else:
             if running is None:
                 raise AskFailed(f"{cordoned.place}: somebody uncordoned it")
             n_empty = 0 if running else n_empty + 1
-            said = _progress(running)
+            progress = _progress(running)
         if n_empty >= EMPTY_READINGS and clock() >= settled_s:
             return
-        if said != shown:
-            echo(f"{cordoned.place}: {said}", err=True)
-            shown = said
+        if progress != shown:
+            echo(f"{cordoned.place}: {progress}", err=True)
+            shown = progress
         left_s = None if timeout_s is None else began_s + timeout_s - clock()
         if left_s is not None and left_s <= 0.0:
-            raise AskFailed(f"{cordoned.place}: after {timeout_s:g} s {said}; the cordon stays")
+            raise AskFailed(f"{cordoned.place}: after {timeout_s:g} s {progress}; the cordon stays")
         sleep(READ_AGAIN_S if left_s is None else min(READ_AGAIN_S, left_s))
 
 

@@ -16,7 +16,15 @@ import msgspec
 from kvrouter.api.client import RouterClient
 from kvrouter.api.fleet import Fleet, Worker
 from kvrouter.api.pages import ModelList
-from kvrouter.cli.doctor import engines, kv_events, links, load, places, routers, workers
+from kvrouter.cli.doctor import (
+    engine_checks,
+    kv_event_checks,
+    link_checks,
+    load_checks,
+    place_checks,
+    router_checks,
+    worker_checks,
+)
 from kvrouter.cli.doctor.findings import (
     CacheShares,
     Check,
@@ -50,13 +58,13 @@ from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 CHECKS: Sequence[Check] = (
-    *routers.CHECKS,
-    *workers.CHECKS,
-    *places.CHECKS,
-    *engines.CHECKS,
-    *kv_events.CHECKS,
-    *links.CHECKS,
-    *load.CHECKS,
+    *router_checks.CHECKS,
+    *worker_checks.CHECKS,
+    *place_checks.CHECKS,
+    *engine_checks.CHECKS,
+    *kv_event_checks.CHECKS,
+    *link_checks.CHECKS,
+    *load_checks.CHECKS,
 )
 """Every check, in the order of reports."""
 
@@ -114,7 +122,7 @@ def examine(reading: Reading) -> Report:
             passed.append(Passed(check.name, check.passes))
     order = list(Severity)
     findings.sort(key=lambda finding: order.index(finding.severity))
-    cache: list[CacheShares] = kv_events.shares(reading)
+    cache: list[CacheShares] = kv_event_checks.shares(reading)
     return Report(reading.url, reading.over_s, findings, passed, unmade, cache)
 
 

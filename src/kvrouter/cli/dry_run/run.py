@@ -124,8 +124,8 @@ def show_dry_run(report: DryRunReport, console: Console) -> None:
     for verdict, count in report.counts.items():
         if count or verdict is Verdict.REFUSED:
             share = 100.0 * count / report.requests
-            said = _WHAT[verdict].format(domain=report.domain)
-            table.add_row(f"{count:,}", f"{share:.1f}", Text(said))
+            change = _WHAT[verdict].format(domain=report.domain)
+            table.add_row(f"{count:,}", f"{share:.1f}", Text(change))
     console.print(table)
     if report.waited:
         console.print(
@@ -136,8 +136,8 @@ def show_dry_run(report: DryRunReport, console: Console) -> None:
     for group in report.groups:
         console.print(Text(f"{group.requests:,} refused as {group.code}: {group.message}"), soft_wrap=True)
     for lack in report.lacks:
-        said = f"{lack.requests:,} refused while {report.domain} {lack.value} had no {lack.role} worker"
-        console.print(Text(f"{said} that takes requests"), soft_wrap=True)
+        change = f"{lack.requests:,} refused while {report.domain} {lack.value} had no {lack.role} worker"
+        console.print(Text(f"{change} that takes requests"), soft_wrap=True)
     for value, count in report.by_prefill_domain.items():
         where = f"{report.domain} {value}" if value else f"no known {report.domain}"
         console.print(Text(f"{count:,} refused were prefilled in {where} then"), soft_wrap=True)

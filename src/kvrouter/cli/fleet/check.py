@@ -9,12 +9,12 @@ import msgspec
 
 from kvrouter.app.attach.attachment import NotAnswered, attach
 from kvrouter.app.attach.spec import FileEngine, file_engines
-from kvrouter.app.fleet_build import contract_problems, tokenizer_problems, tokenizer_warnings
+from kvrouter.app.fleet_build import tokenizer_problems, tokenizer_warnings, topology_env_problems
 from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import examine_fleet, load_fleet, settings_in, url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_strict import strict_problems
 from kvrouter.settings.problems import Document, Problem, dotted, read_document, without_password
 from kvrouter.settings.problems import Path as FieldPath
@@ -59,7 +59,7 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str
     cannot be read.
     """
     document = read_document(path)
-    examined = examine_fleet(document, (_setting_problems, contract_problems, tokenizer_problems))
+    examined = examine_fleet(document, (_setting_problems, topology_env_problems, tokenizer_problems))
     mistakes = [_mistake(document, problem) for problem in examined.problems]
     warnings: list[str] = []
     fleet = examined.fleet
@@ -69,12 +69,12 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str
         if strict:
             mistakes += [_mistake(document, problem) for problem in strict_problems(fleet)]
         if connect:
-            heard = asyncio.run(_connected(fleet, environ))
+            answered = asyncio.run(_connected(fleet, environ))
             mistakes += [
-                _mistake(document, problem, is_unreachable=number in heard.unreachable)
-                for number, problem in enumerate(heard.problems)
+                _mistake(document, problem, is_unreachable=number in answered.unreachable)
+                for number, problem in enumerate(answered.problems)
             ]
-            warnings += heard.warnings
+            warnings += answered.warnings
     mistakes.sort(key=lambda mistake: mistake.line)
     is_good = not mistakes and not (strict and warnings)
     summary = summary_of(fleet) if fleet is not None and is_good else None
@@ -99,7 +99,7 @@ def _mistake(document: Document, problem: Problem, *, is_unreachable: bool = Fal
     return Mistake(line, dotted(problem.path), problem.must, is_unreachable)
 
 
-class _Heard(msgspec.Struct):
+class _EngineAnswers(msgspec.Struct):
     """What engines answered: mistakes, which of them are silent engines, and warnings."""
 
     problems: list[Problem] = []
@@ -107,33 +107,33 @@ class _Heard(msgspec.Struct):
     warnings: list[str] = []
 
 
-async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _Heard:
+async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _EngineAnswers:
     """Ask every engine of the file, all at once."""
     engines = list(file_engines(fleet, wait_s=0.0))
     paths = list(_url_paths(fleet))
     answers = await asyncio.gather(*(_asked(engine, environ) for engine in engines), return_exceptions=True)
-    heard = _Heard()
+    answered = _EngineAnswers()
     attached: list[tuple[FieldPath, FileEngine, Attached]] = []
     for path, engine, answer in zip(paths, engines, answers, strict=True):
         if isinstance(answer, Attached):
             attached.append((path, engine, answer))
-            heard.warnings += [f"{dotted(path)}: {warning}" for warning in answer.warnings]
+            answered.warnings += [f"{dotted(path)}: {warning}" for warning in answer.warnings]
         elif isinstance(answer, NotAnswered) and isinstance(answer.__cause__, WorkerUnreachable):
-            heard.unreachable.add(len(heard.problems))
-            heard.problems.append(Problem(path, without_password(answer.__cause__.message)))
+            answered.unreachable.add(len(answered.problems))
+            answered.problems.append(Problem(path, without_password(answer.__cause__.message)))
         elif isinstance(answer, KvrouterError):
             field = engine.spec.fields_at.get(answer.param or "")
             if answer.param in KEY_FIELDS:
-                heard.problems.append(
+                answered.problems.append(
                     Problem((*path[:3], answer.param), answer.message.removeprefix(f"{field}: "))
                 )
                 continue
             must = f"{engine.spec.url}: {answer.message}" if field is None else f"{field}: {answer.message}"
-            heard.problems.append(Problem(path, must))
+            answered.problems.append(Problem(path, must))
         elif isinstance(answer, BaseException):
             raise answer
-    heard.problems += _block_size_problems(fleet, attached)
-    return heard
+    answered.problems += _block_size_problems(fleet, attached)
+    return answered
 
 
 async def _asked(engine: FileEngine, environ: Mapping[str, str]) -> Attached:

@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.api.fleet import Fleet, Worker
-from kvrouter.app.fleet_build import said_context_length
-from kvrouter.fleetfile.fleet import FleetFile, LinkSpec, WorkerGroup
+from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.fleetfile.fleet_checks import settings_in
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, LinkSpec, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.settings.tree import SETTINGS
 from kvrouter.telemetry.joined_workers import ids_text
@@ -86,9 +86,9 @@ def file_shown(source: str, fleet: FleetFile) -> FleetShown:
         models=tuple(
             ModelShown(
                 model=model.name,
-                tokenizer=fleet.said_tokenizer(model),
+                tokenizer=fleet.stated_tokenizer(model),
                 block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
-                context_length=said_context_length(fleet, model),
+                context_length=stated_context_length(fleet, model),
                 workers=sum(group.n_workers for group in fleet.groups_of(model)),
             )
             for model in fleet.models

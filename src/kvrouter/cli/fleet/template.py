@@ -6,13 +6,13 @@ from pathlib import Path
 
 import yaml
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.fleet.flags import FleetTemplate
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Role
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_engines import MOCK, url_mistake
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import parse_document, without_password
 
 _MOCK_WORKERS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 4}
@@ -43,7 +43,7 @@ def write_fleet(path: Path, template: FleetTemplate, *, replace: bool) -> FleetF
         )
     text = fleet_text(template, path.name)
     fleet = load_fleet(parse_document(text, str(path))).fleet
-    write_whole(path, text.encode())
+    write_atomic(path, text.encode())
     return fleet
 
 

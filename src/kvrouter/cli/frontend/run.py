@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import ServingApp, open_door
-from kvrouter.app.frontend_place import following, read_place
-from kvrouter.app.learned_file import keeping
+from kvrouter.app.frontend import ServingApp, open_frontend
+from kvrouter.app.frontend_place import following_place, read_place
+from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import allow_many_files, claimed, stop_on_signals
-from kvrouter.app.recording import recording
-from kvrouter.app.router import build_service
-from kvrouter.app.router_transports import RouterTransports, router_wires
+from kvrouter.app.router_build import build_service
+from kvrouter.app.router_transports import RouterTransports, open_router_transports
 from kvrouter.app.telemetry_hooks import SyncGauges
 from kvrouter.app.text_models import TextModelLoader, encode_pool
-from kvrouter.app.tracing import tracing
+from kvrouter.app.trace_export import tracing
+from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
@@ -30,7 +30,7 @@ from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.kernel.topology.links import LinkTable
 from kvrouter.router.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.router.replica_sync import ReplicaSync
-from kvrouter.router.router import RouterService
+from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import Settings
@@ -73,7 +73,7 @@ async def frontend(
         connected(
             settings, telemetry, sockets, sources, links, static=static, traffic=traffic, place=place.domains
         ) as router,
-        open_door(
+        open_frontend(
             router.service,
             router.texts,
             settings=front,
@@ -81,8 +81,8 @@ async def frontend(
             sockets=sockets,
             tracing=router.spans,
         ) as app,
-        saving(router.wires.snapshots, router.service, settings.router.snapshot_threshold),
-        following(place, router.service),
+        saving(router.transports.snapshots, router.service, settings.router.snapshot_threshold),
+        following_place(place, router.service),
         following_links(settings.router, router.service),
     ):
         yield app
@@ -92,7 +92,7 @@ class Connected(NamedTuple):
     """A router with its transports and tokenizers, before it is started and served."""
 
     service: RouterService
-    wires: RouterTransports
+    transports: RouterTransports
     texts: ModelTexts
     spans: "RequestTracing | None"
 
@@ -121,16 +121,16 @@ async def connected(
     try:
         async with (
             tracing(os.environ, version=installed_version()) as spans,
-            router_wires(settings, telemetry, http_port=port, static=static) as wires,
+            open_router_transports(settings, telemetry, http_port=port, static=static) as transports,
         ):
-            discovery = NarrowedDiscovery(wires.discovery, takes)
-            sync = wires.replica_sync()
+            discovery = NarrowedDiscovery(transports.discovery, takes)
+            sync = transports.replica_sync()
             service = build_service(
                 settings.router,
-                plane=wires.requests,
+                plane=transports.requests,
                 discovery=discovery,
-                subscriber=wires.events,
-                cordons=wires.cordons,
+                subscriber=transports.events,
+                cordons=transports.cordons,
                 telemetry=telemetry,
                 links=links,
                 sync=sync,
@@ -139,8 +139,8 @@ async def connected(
                 place=place,
             )
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
-            async with syncing(sync, telemetry), keeping(settings.router, service):
-                yield Connected(service, wires, loader.of_models, spans)
+            async with syncing(sync, telemetry), keeping_learned_links(settings.router, service):
+                yield Connected(service, transports, loader.of_models, spans)
             stop_texts()
     finally:
         await loader.loaded()

@@ -13,15 +13,15 @@ from kvrouter.cli.output import json_text
 from kvrouter.cli.replay.input_options import name_shown
 from kvrouter.cli.replay.recorded_inputs import open_past
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import read_document
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.past.fleet_history import FleetHistory
-from kvrouter.sim.past.hit_ladder import CAUSES, HitFacts, HitLadder, Rung, RungFigure
+from kvrouter.sim.past.hit_ladder import CAUSES, HitCounts, HitLadder, Rung, RungFigure
 from kvrouter.sim.past.hit_rate import hit_ladder
 from kvrouter.sim.past.recorded_fleet import group_place, match, place_of
 
@@ -133,8 +133,8 @@ def show_hit_rate(report: HitRateReport, console: Console) -> None:
             f"{_percent(larger.share)} %",
             soft_wrap=True,
         )
-    for said in _facts(ladder.facts):
-        console.print(Text(said), soft_wrap=True)
+    for line in _count_lines(ladder.facts):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _percent(share: float) -> str:
@@ -149,42 +149,42 @@ def _note(figure: RungFigure) -> Text:
     )
 
 
-def _facts(facts: HitFacts) -> Iterator[str]:
-    if facts.fleet_blocks is not None:
-        yield f"the fleet has {facts.fleet_blocks:,} KV blocks where prompts are computed"
-    if facts.workers_without_size:
+def _count_lines(counts: HitCounts) -> Iterator[str]:
+    if counts.fleet_blocks is not None:
+        yield f"the fleet has {counts.fleet_blocks:,} KV blocks where prompts are computed"
+    if counts.workers_without_size:
         yield (
-            f"{facts.workers_without_size:,} workers do not say how many KV blocks they have: taken to be "
+            f"{counts.workers_without_size:,} workers do not say how many KV blocks they have: taken to be "
             "endless; --fleet says it"
         )
-    if facts.warm_up_tokens:
+    if counts.warm_up_tokens:
         yield (
-            f"{facts.warm_up_tokens:,} tokens first seen are the beginning of the recording: more than its "
+            f"{counts.warm_up_tokens:,} tokens first seen are the beginning of the recording: more than its "
             "last quarter has"
         )
-    if facts.beyond_tokens:
+    if counts.beyond_tokens:
         yield (
-            f"{facts.beyond_tokens:,} tokens were cached although no recorded request had them: caches were "
+            f"{counts.beyond_tokens:,} tokens were cached although no recorded request had them: caches were "
             "warm at the start, and an answer is the beginning of a next turn"
         )
-    if facts.found_unexpected_tokens:
+    if counts.found_unexpected_tokens:
         yield (
-            f"{facts.found_unexpected_tokens:,} tokens were found by engines and not expected by the router; "
-            "the engines' count may stand above the router's for them"
+            f"{counts.found_unexpected_tokens:,} tokens were found by engines and not expected by the router"
+            "; the engines' count may stand above the router's for them"
         )
-    if facts.unreported:
+    if counts.unreported:
         yield (
-            f"{facts.unreported:,} requests ({facts.unreported_tokens:,} tokens) have no count of their "
+            f"{counts.unreported:,} requests ({counts.unreported_tokens:,} tokens) have no count of their "
             "engine; the last rung has what was expected"
         )
-    if facts.left_out:
-        yield f"{facts.left_out:,} requests reached no worker, and are left out"
-    if facts.media:
-        yield f"{facts.media:,} requests have prompts that are not all text"
-    if facts.adapters:
-        yield f"{facts.adapters:,} requests named an adapter: their blocks are those of no other one"
-    if facts.workers_left:
+    if counts.left_out:
+        yield f"{counts.left_out:,} requests reached no worker, and are left out"
+    if counts.media:
+        yield f"{counts.media:,} requests have prompts that are not all text"
+    if counts.adapters:
+        yield f"{counts.adapters:,} requests named an adapter: their blocks are those of no other one"
+    if counts.workers_left:
         yield (
-            f"{facts.workers_left:,} times a worker left or started again; {facts.blocks_left:,} cached "
+            f"{counts.workers_left:,} times a worker left or started again; {counts.blocks_left:,} cached "
             "blocks went with it"
         )

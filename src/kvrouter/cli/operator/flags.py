@@ -322,7 +322,7 @@ def _defaults(options: RunOptions) -> "PlanDefaults":
         network_policies=options.network_policies,
         api_server_ports=options.api_server_ports,
     )
-    for plane in found.planes_of_nats if options.nats_server is None else ():
+    for plane in found.transports_of_nats if options.nats_server is None else ():
         raise click.UsageError(f"--{plane} is NATS: say with --nats-server where that is")
     return found
 

@@ -26,7 +26,7 @@ from kvrouter.sim.replay.timetable import TimetableEvent, read_timetable
 from kvrouter.sim.replay.timetable_plan import plan_timetable
 from kvrouter.sim.replay.variant import Variant
 from kvrouter.sim.traces.read import Trace, open_trace
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

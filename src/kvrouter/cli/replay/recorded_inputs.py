@@ -7,10 +7,10 @@ from typing import NamedTuple
 import yaml
 from rich.text import Text
 
-from kvrouter.app.whole_file import write_whole
+from kvrouter.app.atomic_file import write_atomic
 from kvrouter.cli.console import error_console
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import Document, parse_document, read_document
 from kvrouter.sim.past.fleet_history import FleetHistory
 from kvrouter.sim.past.recorded_events import RecordedEvents, recorded_events
@@ -18,7 +18,7 @@ from kvrouter.sim.past.recorded_fleet import Numbering, RecordedFleet, initial_p
 from kvrouter.sim.replay.timetable import TimetableEvent
 from kvrouter.sim.replay.variant import DEFAULT_FLEET
 from kvrouter.sim.traces.read import Trace
-from kvrouter.sim.traces.recording import Past, Recording
+from kvrouter.sim.traces.recorded_trace import Past, Recording
 
 RECORDED = Path("recorded")
 """In the place of an events file: the recorded changes, or an error where they cannot be applied."""
@@ -128,7 +128,7 @@ def write_recorded(
             raise ConfigError(f"write-events: there is nothing to write{why}", param="write-events")
         files.append((events_to, changes.text))
     for path, text in files:
-        write_whole(path, text.encode())
+        write_atomic(path, text.encode())
 
 
 def _numbering(

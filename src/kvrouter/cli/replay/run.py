@@ -7,22 +7,22 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.app.whole_file import check_folder, write_whole
+from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.output import json_text
 from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyOptions
 from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progress
 from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.settings.setting import installed_version
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import reasons_over, shown_columns
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.replay.timetable import entry_of
 from kvrouter.sim.replay.tuning import candidates, first_half, merit, second_half
 from kvrouter.sim.replay.variant import Variant, parse_sweep, split_policies, variants
 from kvrouter.sim.report.document import render_page
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
 
@@ -81,7 +81,7 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, conso
     )
     given.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:
-        write_whole(files.report, render_page(report))
+        write_atomic(files.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED
 
 

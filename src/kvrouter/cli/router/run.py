@@ -77,7 +77,7 @@ async def standalone(
             on_lapsed=observed.booking_lapsed,
         )
         prefills = PrefillDispatch(
-            found.wires.requests,
+            found.transports.requests,
             bookings,
             observed,
             redispatches_max=router.retries_max,
@@ -97,7 +97,7 @@ async def standalone(
         )
         async with (
             serving(found.service, app, settings=front, sockets=sockets) as server,
-            saving(found.wires.snapshots, found.service, router.snapshot_threshold),
+            saving(found.transports.snapshots, found.service, router.snapshot_threshold),
             following_links(router, found.service),
         ):
             try:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
-from kvrouter.engines.mock_engine.links import LinkChange
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.engines.mock_engine.mock_links import LinkChange
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.sim.replay.timetable import LINK, entry_of, read_timetable
 from kvrouter.sim.replay.timetable_plan import plan_timetable
 from kvrouter.telemetry import Event, log_event

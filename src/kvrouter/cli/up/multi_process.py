@@ -20,11 +20,11 @@ import uvloop
 
 from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.lifetime import claimed, explained, stop_on_signals
-from kvrouter.app.nats import nameable
+from kvrouter.app.nats_connection import nameable
 from kvrouter.app.supervisor import Supervisor
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.settings.planes import DiscoveryBackend
 from kvrouter.settings.setting import installed_version
@@ -58,10 +58,10 @@ class WorkerCommand(NamedTuple):
 
 def worker_commands(fleet: FleetFile, file: Path) -> list[WorkerCommand]:
     """The workers of a fleet file as processes."""
-    seen = Counter[str]()
+    n_of_group = Counter[str]()
     found = []
     for _, group in numbered_workers(fleet):
-        index, seen[group.name] = seen[group.name], seen[group.name] + 1
+        index, n_of_group[group.name] = n_of_group[group.name], n_of_group[group.name] + 1
         of_file = ["--fleet", str(file), "--group", group.name, "--index", str(index)]
         if isinstance(group.engine, AttachedEngineSpec):
             of_file += ["--engine-wait-s", str(ENGINE_WAIT_S)]

@@ -17,18 +17,18 @@ import uvloop
 
 from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import ServingApp, open_door
-from kvrouter.app.frontend_place import following, read_place
-from kvrouter.app.learned_file import keeping
+from kvrouter.app.frontend import ServingApp, open_frontend
+from kvrouter.app.frontend_place import following_place, read_place
+from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on_signals, unless_stopping
 from kvrouter.app.mock_fleet import MemoryPlanes, MockFleet
-from kvrouter.app.recording import recording
-from kvrouter.app.router import build_service
-from kvrouter.app.text_models import SAID_AFTER_S, TextModelLoader
-from kvrouter.app.tracing import tracing
+from kvrouter.app.router_build import build_service
+from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
+from kvrouter.app.trace_export import tracing
+from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.frontend.pages import nobody_awaited
 from kvrouter.settings.setting import installed_version
@@ -37,7 +37,7 @@ from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
 
 if TYPE_CHECKING:
-    from kvrouter.app.attach.fleet_engines import AttachedFleet
+    from kvrouter.app.attach.attached_fleet import AttachedFleet
 
 logger = logging.getLogger("kvrouter.up")
 
@@ -88,10 +88,10 @@ async def embedded(
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
             async with _attached(settings, fleet, mock.planes, environ) as attached:
-                await loader.loaded(limit_s=SAID_AFTER_S)
+                await loader.loaded(limit_s=LOG_AFTER_S)
                 async with (
-                    keeping(settings.router, service),
-                    open_door(
+                    keeping_learned_links(settings.router, service),
+                    open_frontend(
                         service,
                         loader.of_models,
                         settings=front,
@@ -100,7 +100,7 @@ async def embedded(
                         awaited=nobody_awaited if attached is None else attached.awaited,
                         tracing=spans,
                     ) as app,
-                    following(place, service),
+                    following_place(place, service),
                     following_links(settings.router, service),
                 ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
@@ -117,7 +117,7 @@ async def _attached(
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
         yield None
         return
-    from kvrouter.app.attach.fleet_engines import AttachedFleet  # noqa: PLC0415
+    from kvrouter.app.attach.attached_fleet import AttachedFleet  # noqa: PLC0415
 
     async with AttachedFleet(fleet, settings, planes, environ=environ) as attached:
         yield attached

@@ -11,9 +11,9 @@ from kvrouter.app.attach.attachment import EngineWorkers
 from kvrouter.app.attach.pod_fleet import PodPolicy, account_of, pods_followed, policy_of
 from kvrouter.app.attach.transport_provider import MemoryTransports, network_transports
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import ServingApp, open_door
-from kvrouter.app.frontend_place import following, read_place
-from kvrouter.app.learned_file import keeping
+from kvrouter.app.frontend import ServingApp, open_frontend
+from kvrouter.app.frontend_place import following_place, read_place
+from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import (
     StopRequested,
     allow_many_files,
@@ -23,10 +23,10 @@ from kvrouter.app.lifetime import (
     unless_stopping,
 )
 from kvrouter.app.mock_fleet import MemoryPlanes
-from kvrouter.app.recording import recording
-from kvrouter.app.router import build_service
+from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import TextModelLoader, encode_pool
-from kvrouter.app.tls import doubts
+from kvrouter.app.tls import address_warnings
+from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_pages
 from kvrouter.core.ids import ModelName
@@ -110,9 +110,9 @@ async def pods_served(
             traffic=traffic,
             place=place.domains,
         )
-        await stack.enter_async_context(following(place, service))
+        await stack.enter_async_context(following_place(place, service))
         await stack.enter_async_context(following_links(settings.router, service))
-        await stack.enter_async_context(keeping(settings.router, service))
+        await stack.enter_async_context(keeping_learned_links(settings.router, service))
         loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))
@@ -128,7 +128,7 @@ async def pods_served(
             )
         )
         yield await stack.enter_async_context(
-            open_door(
+            open_frontend(
                 service,
                 loader.of_models,
                 settings=front,
@@ -179,7 +179,7 @@ def serve_pod_workers(
     """
     policy, warnings = policy_of(environ)
     account = account_of(settings, "kvrouter worker pods")
-    for warning in (*warnings, *doubts(settings)):
+    for warning in (*warnings, *address_warnings(settings)):
         log_event(_worker_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
     return uvloop.run(_announce(settings, account, pods, policy, drain_limit_s=drain_limit_s))

@@ -30,12 +30,12 @@ class ProcessTransports:
         self._on_lost = on_lost
 
     @asynccontextmanager
-    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def open(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Connect what the settings ask for; a standby waits until the worker's place is free."""
-        async with open_engine_transports(self._settings, spec, attached, self._on_lost) as wires:
+        async with open_engine_transports(self._settings, spec, attached, self._on_lost) as transports:
             if spec.is_standby:
-                await until_free(wires.discovery, spec.worker_id)
-            yield wires
+                await until_free(transports.discovery, spec.worker_id)
+            yield transports
 
 
 class RunningEngineWorker:
@@ -72,7 +72,7 @@ async def engine_worker(
     Raises what hinders its first start: TopologyUnavailable, ConfigError, or NatsUnreachable. An engine that
     is started as another one later, and contradicts ``spec``, is logged, and asked again.
     """
-    contract = parse_topology_env(environ)
+    topology = parse_topology_env(environ)
     if not spec.pod and settings.planes.pod_name:  # a container next to its engine's, in one pod
         spec = replace(spec, pod=settings.planes.pod_name)
     spec = replace(spec, node=spec.node or settings.planes.node)
@@ -94,7 +94,7 @@ async def engine_worker(
     attachment = EngineAttachment(
         spec,
         workers,
-        contract=contract if contract.enabled else None,
+        topology=topology if topology.enabled else None,
         on_refused=on_refused,
         on_joined=on_joined,
     )

@@ -64,7 +64,7 @@ def worker_mock(
     from kvrouter.fleetfile.fleet_checks import load_fleet  # noqa: PLC0415
     from kvrouter.fleetfile.one_worker import flag_of, fleet_of_one  # noqa: PLC0415
 
-    said = {**given_of(model), **given_of(place), **given_of(engine)}
+    given = {**given_of(model), **given_of(place), **given_of(engine)}
     document, loaded = begun(flags, which.fleet)
     if run.is_static and (run.engine_events is not None or run.enable_local_indexer):
         raise click.UsageError("--static: such a worker publishes no KV events")
@@ -73,12 +73,12 @@ def worker_mock(
     if document is None:
         if which.group is not None or which.index:
             raise click.UsageError("--group and --index are about the workers of --fleet")
-        of_fleet = fleet_of_one(said)
+        of_fleet = fleet_of_one(given)
         which = replace(which, group=of_fleet.workers[0].name)
     else:
-        if said:
-            given = ", ".join(flag_of(name) for name in said)
-            raise click.UsageError(f"{given}: the fleet file says so already")
+        if given:
+            names = ", ".join(flag_of(name) for name in given)
+            raise click.UsageError(f"{names}: the fleet file says so already")
         of_fleet = load_fleet(document).fleet
     from kvrouter.cli.worker.mock_worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
 
@@ -155,9 +155,9 @@ def _serve(
             raise click.UsageError("--group and --index are about the engines of --fleet")
         spec = _spec_of_flags(kind, engine, place)
     else:
-        said = [name for name in (*given_of(engine), *given_of(place)) if name not in _WHICH]
-        if said:
-            given = ", ".join(map(flag_of, said))
+        given_names = [name for name in (*given_of(engine), *given_of(place)) if name not in _WHICH]
+        if given_names:
+            given = ", ".join(map(flag_of, given_names))
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_file = load_fleet(document).fleet
         engines = file_engines(of_file)

@@ -8,9 +8,9 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from kvrouter.app.fleet_build import contract_of, load_texts, text_mock_config
-from kvrouter.app.mock_fleet import tell_mock_account
-from kvrouter.app.nats import revealed
+from kvrouter.app.fleet_build import load_texts, text_mock_config, topology_env_of
+from kvrouter.app.mock_fleet import log_mock_summary
+from kvrouter.app.nats_connection import revealed
 from kvrouter.app.router_transports import settled
 from kvrouter.app.standby import until_free
 from kvrouter.app.tls import advertised, tls_of
@@ -21,8 +21,8 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, WorkerCard
 from kvrouter.engines.mock import MockCluster, TransferSettings
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import (
     bootstraps,
     mock_engine,
@@ -142,33 +142,33 @@ async def mock_worker(
             publishes_kv_events=mock_engine(group).kv_events,
             is_static=spec.run.is_static,
             on_lost=on_lost,
-        ) as wires:
+        ) as transports:
             if spec.run.is_standby:
-                await until_free(wires.discovery, spec.worker_id)
+                await until_free(transports.discovery, spec.worker_id)
             worker = Worker(
                 engine,
-                _card_of(settings, spec, wires, bootstrap),
-                discovery=wires.discovery,
-                events=wires.events,
-                requests=wires.requests,
-                recovery=wires.recovery,
+                _card_of(settings, spec, transports, bootstrap),
+                discovery=transports.discovery,
+                events=transports.events,
+                requests=transports.requests,
+                recovery=transports.recovery,
                 topology=topology,
                 engine_tells_events=spec.run.engine_events is None,
             )
             await worker.start()
             try:
-                async with _engine_door(settings, spec, worker):
+                async with _engine_server(settings, spec, worker):
                     yield RunningWorker(worker, cluster)
             finally:
                 await worker.stop()
     finally:
         await cluster.close()
-        tell_mock_account(cluster)
+        log_mock_summary(cluster)
         pool.close()
 
 
 def _card_of(
-    settings: Settings, spec: MockWorkerSpec, wires: WorkerTransports, bootstrap: Peer | None
+    settings: Settings, spec: MockWorkerSpec, transports: WorkerTransports, bootstrap: Peer | None
 ) -> WorkerCard:
     """Return the card that the worker publishes."""
     fleet, group, run, planes = spec.fleet, spec.group, spec.run, settings.planes
@@ -178,7 +178,7 @@ def _card_of(
         group,
         spec.worker_id,
         incarnation=incarnation,
-        address=wires.requests.address_of(spec.worker_id, incarnation),
+        address=transports.requests.address_of(spec.worker_id, incarnation),
         bootstrap=bootstrap,
     )
     return replace(
@@ -186,7 +186,7 @@ def _card_of(
         namespace=planes.namespace,
         pod=planes.pod_name or "",
         node=planes.node,
-        event_source=wires.events.source,
+        event_source=transports.events.source,
         publishes_kv_events=card.publishes_kv_events and not run.is_static,
         tokenizer=settled_source(fleet.model_of(group).mock_tokenizer),
         runtime_config=replace(card.runtime_config, enable_local_indexer=run.enable_local_indexer),
@@ -194,24 +194,24 @@ def _card_of(
 
 
 @asynccontextmanager
-async def _engine_door(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
+async def _engine_server(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
     """Let a custom engine publish its KV events, where that is asked for. Raises ConfigError."""
     if spec.run.engine_events is None:
         yield
         return
-    door = EngineDoor(
+    engine_door = EngineDoor(
         worker.publisher,
         address=spec.run.engine_events,
         block_size=worker.card.block_size or BLOCK_SIZE_UNKNOWN,
         token=revealed(settings.planes.plane_token) or "",
         dp_ranks=[rank.dp_rank for rank in worker.card.ranks()],
     )
-    await door.start()
-    log_event(logger, Event.READY, worker=str(spec.worker_id), address=door.address)
+    await engine_door.start()
+    log_event(logger, Event.READY, worker=str(spec.worker_id), address=engine_door.address)
     try:
         yield
     finally:
-        await door.stop()
+        await engine_door.stop()
 
 
 def serve_mock_worker(
@@ -228,7 +228,7 @@ def serve_mock_worker(
 def _topology(group: WorkerGroup, environ: Mapping[str, str]) -> TopologyEnv | None:
     """The contract of the worker's own environment, else that of its group; None when neither has one."""
     own = parse_topology_env(environ)
-    return own if own.enabled else contract_of(group)
+    return own if own.enabled else topology_env_of(group)
 
 
 def _cluster(settings: Settings, fleet: FleetFile) -> MockCluster:

@@ -18,7 +18,7 @@ from kvrouter.app.lifetime import (
     unless_stopping,
 )
 from kvrouter.app.telemetry_hooks import refusals_on
-from kvrouter.app.tls import doubts
+from kvrouter.app.tls import address_warnings
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
@@ -140,8 +140,8 @@ class WorkerProcess:
     async def _serve(self, run: Run) -> int:
         worker_id = str(self._worker_id)
         log_event(logger, Event.START, version=installed_version(), worker=worker_id, role=self._role)
-        for doubt in doubts(self._settings):
-            log_event(logger, Event.CONFIG_WARNING, worker=worker_id, detail=doubt)
+        for warning in address_warnings(self._settings):
+            log_event(logger, Event.CONFIG_WARNING, worker=worker_id, detail=warning)
         code = 0
         async with AsyncExitStack() as stack:
             stopping = stack.enter_context(stop_on_signals())

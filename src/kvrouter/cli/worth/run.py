@@ -16,8 +16,8 @@ from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import read_document
 from kvrouter.settings.setting import installed_version
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import NOTHING
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Beat
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.replay.timetable import TimetableEntry, entry_of

@@ -1,6 +1,6 @@
 """A batch in msgpack: ``[ts, events, dp_rank]``, each event an array with its type first, or a map with one.
 
-Which fields an event has is each engine's own: it hands in a struct for maps and one for arrays.
+The fields of an event differ by engine: each passes in a struct for maps and one for arrays.
 
 Engines publish ``topic, seq, payload``; seq is 8 bytes, big-endian. A replay is asked for with ``b"", seq``
 and comes as one message a batch: ``b"", seq, payload`` (vLLM to 0.25) or ``b"", topic, seq, payload``; the
@@ -18,7 +18,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, EngineHash
 from kvrouter.core.json import Decoder, Unreadable, parsed_frame
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     EVENTS_MAX,
     HASHES_MAX,
     PAYLOAD_BYTES_MAX,
@@ -39,32 +39,36 @@ from kvrouter.engines.kv_events.records import (
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
-WireT = TypeVar("WireT", bound=msgspec.Struct)
+FieldsT = TypeVar("FieldsT", bound=msgspec.Struct)
 _T = TypeVar("_T")
 
 _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 _FIRST_INDEX = re.compile(r"^\[(\d+)\]")
 
 
-class EventShape(Generic[WireT]):
-    """One type of event: its struct as a map and as an array, and how it becomes a word.
+class EventShape(Generic[FieldsT]):
+    """One type of event: its struct as a map and as an array, and its conversion to an engine event.
 
-    ``word`` gets the struct and where it stands in the batch, for the errors that it raises.
+    ``convert`` gets the struct, and the struct's place in the batch for its errors.
     """
 
     def __init__(
-        self, *, as_map: type[WireT], as_array: type[WireT], word: Callable[[WireT, str], EngineEvent]
+        self,
+        *,
+        as_map: type[FieldsT],
+        as_array: type[FieldsT],
+        convert: Callable[[FieldsT, str], EngineEvent],
     ) -> None:
         self._map = msgspec.msgpack.Decoder(as_map)
         self._array = msgspec.msgpack.Decoder(as_array)
         self._array_fields = ("type", *(field.name for field in msgspec.structs.fields(as_array)))
-        self._word = word
+        self._convert = convert
 
     def read(self, raw: msgspec.Raw, where: str, *, is_array: bool) -> EngineEvent:
-        """Decode one event of this type, which stands at ``where`` in its batch. Raises ProtocolError."""
+        """Decode one event of this type; ``where`` is its place in the batch. Raises ProtocolError."""
         if is_array:
-            return self._word(decoded(self._array, raw, where, self._array_fields), where)
-        return self._word(decoded(self._map, raw, where), where)
+            return self._convert(decoded(self._array, raw, where, self._array_fields), where)
+        return self._convert(decoded(self._map, raw, where), where)
 
 
 EventShapes: TypeAlias = Mapping[str, EventShape[Any]]
@@ -129,7 +133,7 @@ def _read_event(raw: msgspec.Raw, where: str, shapes: EventShapes) -> EngineEven
 def decoded(
     decoder: Decoder[_T], data: bytes | msgspec.Raw, where: str, array_fields: Sequence[str] = ()
 ) -> _T:
-    """Decode ``data``, which stands at ``where``; an array's fields are named by ``array_fields``.
+    """Decode ``data``; errors name its place ``where``, and an array's fields by ``array_fields``.
 
     Raises ProtocolError, which names the field.
     """
@@ -141,7 +145,7 @@ def decoded(
 
 
 def _field(message: str, where: str, array_fields: Sequence[str]) -> str:
-    """The name of the field that a message of msgspec is about; the payload when it says none."""
+    """Return the field that a message of msgspec names; the payload without one."""
     found = _PATH.search(message)
     path = found[1] if found else ""
     index = _FIRST_INDEX.match(path)
@@ -151,7 +155,7 @@ def _field(message: str, where: str, array_fields: Sequence[str]) -> str:
 
 
 def array_length(value: memoryview) -> int | None:
-    """How many items a msgpack array has, by its head alone; None for what is no array."""
+    """Return the length of a msgpack array from its header; None if it is no array."""
     first = value[0]
     if 0x90 <= first <= 0x9F:
         return first & 0x0F
@@ -169,7 +173,7 @@ def _is_array(first_byte: int) -> bool:
 WireHash = int | bytes
 WireHashes = Annotated[list[WireHash], msgspec.Meta(max_length=HASHES_MAX)]
 WireTokens = Annotated[list[int | tuple[int, int]], msgspec.Meta(max_length=TOKENS_MAX)]
-"""Token ids; pairs where an engine keys its blocks by each token and the one after it."""
+"""Token ids; pairs if an engine keys its blocks by each token and the next one."""
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -214,16 +218,16 @@ class _ClearedMap(_Cleared, tag_field="type", tag="AllBlocksCleared"):
     pass
 
 
-def _cleared(_wire: _Cleared, _where: str) -> EngineEvent:
+def _cleared(_event: _Cleared, _where: str) -> EngineEvent:
     return EngineCleared()
 
 
-CLEARED: EventShape[Any] = EventShape(as_map=_ClearedMap, as_array=_ClearedArray, word=_cleared)
+CLEARED: EventShape[Any] = EventShape(as_map=_ClearedMap, as_array=_ClearedArray, convert=_cleared)
 """``AllBlocksCleared``, which has no fields in any engine."""
 
 
-def stored_word(
-    wire: StoredFields,
+def stored_event(
+    fields: StoredFields,
     where: str,
     *,
     lora_name: str | None,
@@ -232,31 +236,31 @@ def stored_word(
     group: CacheGroup | None = None,
     lookahead_tokens: int = 0,
 ) -> EngineEvent:
-    """The word for a store. Raises ProtocolError, which names the field."""
-    names = names_of(wire.block_hashes, f"{where}.block_hashes")
-    parent = wire.parent_block_hash
-    medium = medium_of(wire.medium)
+    """Return the engine event for a store. Raises ProtocolError, which names the field."""
+    names = names_of(fields.block_hashes, f"{where}.block_hashes")
+    parent = fields.parent_block_hash
+    medium = medium_of(fields.medium)
     if medium is None:
         return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
     return EngineStored(
         names=names,
         parent=None if parent is None else _name_of(parent, f"{where}.parent_block_hash"),
-        token_ids=tokens_of(wire.token_ids, f"{where}.token_ids"),
-        block_size=wire.block_size,
+        token_ids=tokens_of(fields.token_ids, f"{where}.token_ids"),
+        block_size=fields.block_size,
         medium=medium,
         group=group,
         lora_name=lora_name or None,
-        lora_id=wire.lora_id,
+        lora_id=fields.lora_id,
         cache_salt=cache_salt or None,
         mm_hashes=mm_hashes,
         lookahead_tokens=lookahead_tokens,
     )
 
 
-def removed_word(wire: RemovedFields, where: str, *, group_key: int | None = None) -> EngineEvent:
-    """The word for a removal. Raises ProtocolError, which names the field."""
-    names = names_of(wire.block_hashes, f"{where}.block_hashes")
-    medium = medium_of(wire.medium)
+def removed_event(fields: RemovedFields, where: str, *, group_key: int | None = None) -> EngineEvent:
+    """Return the engine event for a removal. Raises ProtocolError, which names the field."""
+    names = names_of(fields.block_hashes, f"{where}.block_hashes")
+    medium = medium_of(fields.medium)
     if medium is None:
         return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
     return EngineRemoved(names, medium, group_key)
@@ -295,8 +299,8 @@ def tokens_of(token_ids: Sequence[int | tuple[int, int]], field: str) -> TokenBu
         raise ProtocolError(f"{at}: a token id is within 0..2**32-1, not {singles[i]}", param=at) from error
 
 
-REMOVED: EventShape[Any] = EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=removed_word)
-"""``BlockRemoved`` of an engine whose caches are one group."""
+REMOVED: EventShape[Any] = EventShape(as_map=_RemovedMap, as_array=_RemovedArray, convert=removed_event)
+"""``BlockRemoved`` of an engine with a single cache group."""
 
 
 SEQ_BYTES = 8

@@ -6,13 +6,13 @@
                    ▲                                              │
                    └──────── gap, restart, reconnected ───────────┘
 
-An engine numbers its batches from 0 at every start and keeps the last of them for replay. While one is
-awaited live batches wait too. A gap that no replay fills may hide removals: every rank of the socket is
+An engine numbers its batches from 0 at every start and keeps the last of them for replay. During a
+replay live batches wait. A gap that no replay fills may hide removals: every rank of the socket is
 emptied, and is *partial* from there on. A rank is partial as well when its worker attaches after the engine
-dropped its first batches: blocks whose parents it saw count, and others do not.
+dropped its first batches: blocks with known parents count, and others do not.
 
-A replay after a gap begins with the last batch taken, which has to come back as it was: if it does not, the
-engine restarted in between, whatever its numbers are.
+A replay after a gap begins with the last batch taken, which has to come back unchanged: if it does not, the
+engine restarted in between, whatever its numbers.
 """
 
 from collections import Counter, deque
@@ -24,17 +24,17 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.kv_events.batches import Published, ReplayEnd, read_published, read_replayed
+from kvrouter.engines.kv_events.engine_events import Decode, EngineTraits, Skipped
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from kvrouter.engines.kv_events.records import Decode, EngineTraits, Skipped
 
 
 @dataclass(frozen=True, slots=True)
 class EventStreamLimits:
     """The limits of one socket.
 
-    ``waiting_batches_max``: live batches kept during a replay; when full they are dropped, and the gap is
-    asked for afterwards. ``remembered_batches_max``: how far back a batch that comes again is known as such.
-    ``ranks_max``: of how many ranks it may speak; what it says of more is refused.
+    ``waiting_batches_max``: live batches kept during a replay; further ones are dropped, and the gap is asked
+    for afterwards. ``remembered_batches_max``: how many past batches are recognised when they come again.
+    ``ranks_max``: how many ranks it may report; events of further ranks are refused.
     """
 
     waiting_batches_max: int = 8192
@@ -52,7 +52,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class AskReplay:
-    """Ask the engine for its batches from ``start_seq`` on; hand in every answer, or say that none comes."""
+    """Ask the engine for its batches from ``start_seq`` on; pass in each answer, or that there is none."""
 
     start_seq: int
 
@@ -61,7 +61,7 @@ class AskReplay:
 class Missed:
     """Batches ``first_seq`` to ``last_seq`` (inclusive) are lost for good; every rank begins empty again.
 
-    ``last_seq`` None: it is unknown whether there were any.
+    ``last_seq`` is None if it is unknown whether there were any.
     """
 
     first_seq: int
@@ -75,7 +75,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class MalformedBatch:
-    """What the engine sent is not what its wire allows."""
+    """The engine sent a message that its encoding does not allow."""
 
     error: ProtocolError
 
@@ -93,14 +93,14 @@ class EngineEventStream:
     def __init__(
         self,
         decode: Decode,
-        facts: EngineTraits,
+        traits: EngineTraits,
         *,
         can_replay: bool,
         limits: EventStreamLimits | None = None,
     ) -> None:
         self.ledgers: dict[DpRank, RankBlocks] = {}
         self._decode = decode
-        self._facts = facts
+        self._traits = traits
         self._can_replay = can_replay
         self._limits = limits or EventStreamLimits()
         self._next_seq: int | None = None
@@ -130,12 +130,12 @@ class EngineEventStream:
         return self._waiting is not None
 
     def skipped(self, dp_rank: DpRank) -> Counter[Skipped]:
-        """What was not passed on of a rank since its engine began; with the socket's own rank, what was of no
-        rank, since the beginning.
+        """Return the counts of skipped events of a rank since its engine began. Those without a rank count
+        with the socket's own rank, since the beginning.
         """
         ledger = self.ledgers.get(dp_rank)
         counts = Counter[Skipped]() if ledger is None else ledger.skipped.copy()
-        if dp_rank == self._facts.dp_rank:
+        if dp_rank == self._traits.dp_rank:
             counts.update(self._skipped)
         return counts
 
@@ -154,7 +154,7 @@ class EngineEventStream:
         return self.on_batch(published)
 
     def on_batch(self, published: Published) -> list[Command]:
-        """A batch came, by whatever way keeps the engine's order."""
+        """Take a batch, in the engine's order."""
         if self._waiting is None:
             if not self._follow(published):
                 self._wait((published,))
@@ -179,7 +179,7 @@ class EngineEventStream:
         return self._commands()
 
     def on_replay_failed(self) -> list[Command]:
-        """The engine did not answer, or not to the end: what was known before cannot be vouched for."""
+        """The engine did not answer, or not to the end: the blocks held so far are unknown."""
         if self._waiting is not None:
             if self._next_seq:
                 self._lose_place(self._next_seq)
@@ -198,7 +198,7 @@ class EngineEventStream:
         return self._commands()
 
     def on_deaf(self) -> list[Command]:
-        """Nothing more will be heard: what is still held is unknown."""
+        """No further events come: the blocks held are unknown."""
         self._lose_place(self._next_seq or 0)
         return self._commands()
 
@@ -249,7 +249,7 @@ class EngineEventStream:
                 return
 
     def _follow(self, batch: Published) -> bool:
-        """Take a batch, or ask for what is missing before it; return whether it was taken."""
+        """Take a batch, or ask for the missing ones before it; return whether it was taken."""
         next_seq = self._next_seq
         if next_seq is not None and batch.seq < next_seq:
             if not self._is_other(batch):
@@ -269,7 +269,7 @@ class EngineEventStream:
         return True
 
     def _is_other(self, batch: Published) -> bool:
-        """Whether a number that was taken before stands for something else now, or is long forgotten."""
+        """Whether a known number now has another batch, or is older than the remembered ones."""
         return self._remembered.get(batch.seq) != hash(batch.payload)
 
     def _apply(self, batch: Published) -> None:
@@ -285,23 +285,23 @@ class EngineEventStream:
             self._miss(batch.seq, batch.seq)
             return
         for each in engine_batches:
-            dp_rank = self._facts.dp_rank if each.dp_rank is None else each.dp_rank
+            dp_rank = self._traits.dp_rank if each.dp_rank is None else each.dp_rank
             ledger = self._ledger_of(dp_rank)
             if ledger is not None:
                 self._publish(dp_rank, ledger.take(each.events))
 
     def _ledger_of(self, dp_rank: DpRank) -> RankBlocks | None:
-        """The ledger of a rank, a new one where there is room for it."""
+        """Return the ledger of a rank, a new one if the limit allows it."""
         ledger = self.ledgers.get(dp_rank)
         if ledger is None and len(self.ledgers) >= self._limits.ranks_max:
             why = f"data_parallel_rank: {dp_rank} is one more than the {len(self.ledgers)} ranks allowed"
             self._out.append(self._refused(ProtocolError(why, param="data_parallel_rank")))
         elif ledger is None:
-            ledger = self.ledgers[dp_rank] = RankBlocks(self._facts, is_partial=self._is_partial)
+            ledger = self.ledgers[dp_rank] = RankBlocks(self._traits, is_partial=self._is_partial)
         return ledger
 
     def _lose_place(self, next_seq: int) -> None:
-        """What followed is unknown: begin with whatever comes."""
+        """Forget the position in the stream: begin with the next batch."""
         self._miss(next_seq, None)
         self._remembered.clear()
         self._next_seq = self._fruitless_at = None

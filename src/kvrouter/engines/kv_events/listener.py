@@ -11,6 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.kv_events.batches import replay_question
+from kvrouter.engines.kv_events.engine_events import Decode, EngineTraits, Skipped
 from kvrouter.engines.kv_events.event_stream import (
     AskReplay,
     Command,
@@ -20,12 +21,11 @@ from kvrouter.engines.kv_events.event_stream import (
     Publish,
     Restarted,
 )
-from kvrouter.engines.kv_events.records import Decode, EngineTraits, Skipped
 from kvrouter.engines.port import EventsSink
 from kvrouter.transports.background import spawn
 
 QUEUE_BATCHES_MAX = 100_000
-"""How many batches wait in the socket; what is lost beyond is asked for again."""
+"""How many batches wait in the socket; dropped ones beyond it are asked for again."""
 
 REPLAY_LIMIT_S = 5.0
 """How long the next message of a replay may take."""
@@ -33,7 +33,7 @@ REPLAY_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EventsAt:
-    """Where one rank publishes its KV events; ``replay`` None: what was missed cannot be asked for."""
+    """Where one rank publishes its KV events; ``replay`` is None if missed events cannot be asked for."""
 
     events: str
     replay: str | None = None
@@ -43,23 +43,23 @@ class EventsAt:
 class EngineListener:
     """Follows one publisher from :meth:`start` to :meth:`stop`.
 
-    ``on_events`` gets what its ranks publish, ``on_change`` a text on what was lost, refused or restarted.
-    After a mistake of ours nothing is heard any more: that is shown by the loop's exception handler, and the
-    ranks are emptied, since blocks may go unheard.
+    ``on_events`` gets the events of its ranks, ``on_change`` a text on losses, refusals and restarts. After
+    an internal error it stops: the loop's exception handler shows the error, and the ranks are emptied, since
+    later events are not received.
     """
 
     def __init__(
         self,
         at: EventsAt,
         decode: Decode,
-        facts: EngineTraits,
+        traits: EngineTraits,
         *,
         on_events: EventsSink,
         on_change: Callable[[str], None],
         replay_limit_s: float = REPLAY_LIMIT_S,
     ) -> None:
         self._at = at
-        self._follower = EngineEventStream(decode, facts, can_replay=at.replay is not None)
+        self._follower = EngineEventStream(decode, traits, can_replay=at.replay is not None)
         self._on_events = on_events
         self._on_change = on_change
         self._replay_limit_s = replay_limit_s
@@ -81,11 +81,11 @@ class EngineListener:
         return self._follower.lookahead_tokens
 
     def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
-        """Counts of what was not passed on of a rank; what was of no rank counts with the publisher's own."""
+        """Return the counts of skipped events of a rank; the publisher's own has those without a rank."""
         return self._follower.skipped(dp_rank)
 
     def start(self) -> None:
-        """Connect, and ask for what the publisher still has."""
+        """Connect, and ask for the batches that the publisher still has."""
         context = self._context = zmq.asyncio.Context()
         live = context.socket(zmq.SUB)
         live.setsockopt(zmq.LINGER, 0)
@@ -192,7 +192,7 @@ def _describe_missed(missed: Missed) -> str:
 
 
 OnChange = Callable[[str], None]
-"""Gets a text on what was lost, refused or restarted."""
+"""Called with a text on a loss, a refusal or a restart."""
 
 
 class EventListener(Protocol):
@@ -207,10 +207,10 @@ class EventListener(Protocol):
         """How many tokens behind a block a prompt must have, too, to find it."""
 
     def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
-        """Counts of what was not passed on of a rank, since its engine began."""
+        """Return the counts of skipped events of a rank since its engine began."""
 
     def start(self) -> None:
-        """Begin; what was published before is requested, where the engine still has it."""
+        """Begin; earlier events are asked for if the engine still has them."""
 
     def stop(self) -> None:
         """Listen no more. Idempotent."""
@@ -220,4 +220,4 @@ class EngineEventSource(Protocol):
     """One engine's source of KV events."""
 
     def listeners(self, on_events: EventsSink, on_change: OnChange) -> Sequence[EventListener]:
-        """Return its listeners, not started yet; none where it publishes nothing."""
+        """Return its listeners, not started yet; an empty sequence if it publishes no events."""

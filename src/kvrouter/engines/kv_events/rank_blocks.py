@@ -1,11 +1,12 @@
-"""The blocks of one rank by the engine's own hashes, to convert its next event.
+"""The blocks of one rank by the engine's own hashes, which its next events refer to.
 
 Stores are counted per medium, as the routers' index counts them: an engine may store a block three times and
-remove it three times. vLLM's ``kv_cache_report_mode: full`` stores once more what is merely found again, and
-no removal follows: such blocks stay counted until the next clear, so that mode must not reach an engine.
+remove it three times. vLLM's ``kv_cache_report_mode: full`` stores a block again that is merely found,
+without a removal for it: such blocks stay counted until the next clear, so that mode must not reach an
+engine.
 
-A block whose parent is not known is dropped: its position in the sequence is unknown. The rank is then
-*partial*: what is held here is held there, and more may be. A clear makes it whole, however late it comes.
+A block with an unknown parent is dropped: its position in the sequence is unknown. The rank is then
+*partial*: the engine holds the blocks held here, and may hold more. A clear ends this at any time.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from kvrouter.core.events import (
 )
 from kvrouter.core.hashing import block_hashes, hash_seed, sequence_hashes
 from kvrouter.core.ids import EngineHash
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     CacheGroup,
     EngineCleared,
     EngineEvent,
@@ -54,17 +55,17 @@ class _Held:
 
 
 class RankBlocks:
-    """Turns what an engine says of one rank into the events that its routers get.
+    """Converts the engine events of one rank to the events for its routers.
 
-    ``skipped`` counts what is not passed on. ``is_partial``: events were missed, so more may be held.
-    ``lookahead_tokens``: how many tokens behind a block a prompt must have, too, to find it; the most so far.
+    ``skipped`` counts events that are not passed on. ``is_partial``: events were missed, so the engine may
+    hold more. ``lookahead_tokens``: the most tokens behind a block that a prompt needs, too, to find it.
     """
 
-    def __init__(self, facts: EngineTraits, *, is_partial: bool = False) -> None:
+    def __init__(self, traits: EngineTraits, *, is_partial: bool = False) -> None:
         self.skipped: Counter[Skipped] = Counter()
         self.is_partial = is_partial
         self.lookahead_tokens = 0
-        self._facts = facts
+        self._traits = traits
         self._media: dict[Medium, dict[EngineHash, _Held]] = {medium: {} for medium in Medium}
         self._deciding: CacheGroup | None = None
 
@@ -73,7 +74,7 @@ class RankBlocks:
         return len(self._media[medium])
 
     def take(self, events: Iterable[EngineEvent]) -> tuple[KvEvent, ...]:
-        """Follow ``events``, in order; return what they mean to routers."""
+        """Apply ``events`` in order; return the events for routers."""
         out: list[KvEvent] = []
         for event in events:
             match event:
@@ -93,7 +94,7 @@ class RankBlocks:
         return tuple(out)
 
     def lose(self) -> tuple[KvEvent, ...]:
-        """Events were lost for good: any block may be gone, so none is held until it is stored again."""
+        """Events were lost for good: all blocks are dropped until they are stored again."""
         out: list[KvEvent] = []
         self._clear(out)
         self.is_partial = True
@@ -110,22 +111,22 @@ class RankBlocks:
             self._store_new(event, out)
 
     def _is_copy(self, event: EngineStored) -> bool:
-        """Whether known blocks were copied below the GPU: such events omit what the first store event had."""
+        """Whether known blocks were copied below the GPU: these events omit fields of the first store."""
         return event.medium is not Medium.GPU and all(
             self._find(name, event.medium) is not None for name in event.names
         )
 
     def _store_new(self, event: EngineStored, out: list[KvEvent]) -> None:
-        facts, n_blocks = self._facts, len(event.names)
+        traits, n_blocks = self._traits, len(event.names)
         self.lookahead_tokens = max(self.lookahead_tokens, event.lookahead_tokens)
         lora_name = event.lora_name
         if lora_name is None and event.lora_id is not None:
-            lora_name = facts.lora_names.get(event.lora_id)
+            lora_name = traits.lora_names.get(event.lora_id)
         parent = None if event.parent is None else self._find(event.parent, event.medium)
         refusal = None
-        if event.block_size != facts.block_size:
+        if event.block_size != traits.block_size:
             refusal = Skipped.OTHER_BLOCK_SIZE
-        elif len(event.token_ids) != n_blocks * facts.block_size or (
+        elif len(event.token_ids) != n_blocks * traits.block_size or (
             event.mm_hashes is not None and len(event.mm_hashes) != n_blocks
         ):
             refusal = Skipped.TOKENS_MISMATCH
@@ -142,7 +143,7 @@ class RankBlocks:
             salt = parent.cache_salt
         hashes = block_hashes(
             event.token_ids,
-            block_size=facts.block_size,
+            block_size=traits.block_size,
             seed=hash_seed(lora_name=lora_name, cache_namespace=salt),
             mm_hashes=event.mm_hashes,
         )
@@ -174,7 +175,7 @@ class RankBlocks:
         out: list[KvEvent],
     ) -> None:
         rank = self._media[medium]
-        room = max(0, self._facts.blocks_max - sum(map(len, self._media.values())))
+        room = max(0, self._traits.blocks_max - sum(map(len, self._media.values())))
         if room < len(names):
             # What is known already needs no room, but to find that out would cost as much as to place it.
             self.skipped[Skipped.OVER_LIMIT] += len(names) - room
@@ -228,7 +229,7 @@ class RankBlocks:
         out.append(Cleared())
 
     def _decides(self, group: CacheGroup, out: list[KvEvent]) -> bool:
-        """Whether ``group`` decides what is reused; one that stands higher takes over, with nothing held."""
+        """Whether ``group`` decides reuse; a higher one takes over, and all blocks are dropped."""
         deciding = self._deciding
         if deciding is not None and (group.key == deciding.key or group.standing <= deciding.standing):
             if group.key == deciding.key and group.standing > deciding.standing:

@@ -25,8 +25,8 @@ from kvrouter.engines.mock.transfer import TransferCounts, Transfers, TransferSe
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.engine import EngineFull, MockEngine
 from kvrouter.engines.mock_engine.fabric import Fabric
-from kvrouter.engines.mock_engine.handoff import Party
-from kvrouter.engines.mock_engine.links import DomainPair, LinkChange, Links
+from kvrouter.engines.mock_engine.handoff import LegId
+from kvrouter.engines.mock_engine.mock_links import DomainPair, LinkChange, Links
 from kvrouter.engines.mock_engine.network import Carried
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.engines.mock_engine.sequence import LegSink, sequence_key
@@ -99,7 +99,7 @@ class MockStream:
         self._wake()
 
     def break_off(self, why: str) -> None:
-        """The engine is gone; what it generated before is still read."""
+        """The engine is gone; output from before is still read."""
         if not self._ended and self._broken is None:
             self._broken = why
             self._wake()
@@ -116,7 +116,7 @@ MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK = 16
 class MockEngineHandle:
     """One mock engine of a cluster, as an :class:`~kvrouter.engines.port.Engine`.
 
-    Every start begins a new life: an empty cache, and none of the requests from before.
+    Every start begins with an empty cache and without earlier requests.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class MockEngineHandle:
         return self._engine.snapshot(dp_rank)
 
     def held_blocks(self, dp_rank: DpRank) -> int | None:
-        """Return how many blocks the rank holds now; the events that led here have reached ``on_events``."""
+        """Return how many blocks the rank holds now; all events up to it have reached ``on_events``."""
         if self._engine is None:
             return None
         self._cluster.deliver()
@@ -183,8 +183,8 @@ class MockEngineHandle:
 class MockCluster:
     """Mock engines of one process that share links and a clock. Use it from one event loop.
 
-    With ``transfers``, decode legs come for KV that other processes keep, and after :meth:`listen` other
-    processes come for the KV that is kept here; without, all legs of a request meet here.
+    With ``transfers``, decode legs fetch KV from other processes, and after :meth:`listen` other processes
+    fetch KV from here; without, all legs of a request run here.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class MockCluster:
         self._fabric = Fabric(links or Links(), clock_rate=speedup, life=f"{token_hex(4)}-")
         self._transfers = None if transfers is None else Transfers(transfers, self._fabric, self._at_now)
         self._sinks: dict[WorkerId, tuple[EventsSink, LoadSink]] = {}
-        self._streams: dict[Party, MockStream] = {}
+        self._streams: dict[LegId, MockStream] = {}
         self._origin_s = monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._turn_at_s = 0.0
@@ -273,12 +273,12 @@ class MockCluster:
         self._fabric.watch_legs(on_leg_ended)
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with anyone's books; see :meth:`Fabric.check_integrity`."""
+        """Return the inconsistencies of all engines; see :meth:`Fabric.check_integrity`."""
         return self._fabric.check_integrity()
 
     @property
     def idle(self) -> bool:
-        """True when nothing runs, waits or is pulled at any engine."""
+        """True when no engine runs, queues or pulls anything."""
         return self._fabric.idle
 
     def join(self, handle: MockEngineHandle, on_events: EventsSink, on_load: LoadSink) -> MockEngine:
@@ -301,24 +301,24 @@ class MockCluster:
         now = self._catch_up()
         del self._sinks[worker_id]
         self._fabric.remove(now, worker_id)
-        for party in [party for party in self._streams if party.worker_id == worker_id]:
-            self._streams.pop(party).break_off(f"worker {worker_id}: {why}")
+        for leg_id in [leg_id for leg_id in self._streams if leg_id.worker_id == worker_id]:
+            self._streams.pop(leg_id).break_off(f"worker {worker_id}: {why}")
         self._notify_peers()
         self._turn_soon()
 
     def submit(self, worker_id: WorkerId, request: EngineRequest) -> MockStream:
-        """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused."""
+        """Submit a leg to an engine; raises as :meth:`MockEngine.submit` does."""
         now = self._catch_up()
-        if Party(worker_id, sequence_key(request)) in self._streams:
+        if LegId(worker_id, sequence_key(request)) in self._streams:
             self.deliver()  # an earlier leg of this name may have ended, and its reader has not heard yet
         source_at = None if self._transfers is None else self._fabric.source_elsewhere(request)
-        party = self._fabric.submit(
+        leg_id = self._fabric.submit(
             now, worker_id, request, credit_tokens=self._stream_tokens_max, source_at=source_at
         )
-        stream = self._streams[party] = MockStream(
+        stream = self._streams[leg_id] = MockStream(
             tokens_max=self._stream_tokens_max,
-            on_credit=partial(self._give_credit, party),
-            on_cancel=partial(self._cancel, party),
+            on_credit=partial(self._give_credit, leg_id),
+            on_cancel=partial(self._cancel, leg_id),
         )
         self._notify_peers()
         self._turn_soon()
@@ -331,15 +331,15 @@ class MockCluster:
             self._sinks[rank.worker_id][0](rank.dp_rank, tuple(events))
         for report in outputs.loads:
             self._sinks[report.rank.worker_id][1](report)
-        for party, chunk in outputs.chunks:
-            stream = self._streams[party] if chunk.finish is None else self._streams.pop(party)
+        for leg_id, chunk in outputs.chunks:
+            stream = self._streams[leg_id] if chunk.finish is None else self._streams.pop(leg_id)
             stream.push(chunk)
 
-    def _cancel(self, party: Party, reason: str) -> None:
-        self._at_now(lambda now: self._fabric.cancel(now, party, reason))
+    def _cancel(self, leg_id: LegId, reason: str) -> None:
+        self._at_now(lambda now: self._fabric.cancel(now, leg_id, reason))
 
-    def _give_credit(self, party: Party, tokens: int) -> None:
-        self._at_now(lambda now: self._fabric.give_credit(now, party, tokens))
+    def _give_credit(self, leg_id: LegId, tokens: int) -> None:
+        self._at_now(lambda now: self._fabric.give_credit(now, leg_id, tokens))
 
     def _at_now(self, act: Callable[[float], None]) -> None:
         """Have something happen at this moment, and others learn what follows."""
@@ -352,7 +352,7 @@ class MockCluster:
             self._transfers.tell(self._fabric.pulls.take_outputs())
 
     def _turn(self) -> None:
-        """Simulate up to now, report what happened, and arm the timer for what comes next."""
+        """Simulate up to now, report the outputs, and arm the timer for the next event."""
         self._timer = None
         began_s = monotonic()
         try:

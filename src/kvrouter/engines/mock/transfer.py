@@ -1,16 +1,15 @@
 """KV handoffs between processes of mock engines: one connection for each pull, from the sink to the source.
 
-The connection is the pull: it opens when a decode leg was accepted whose KV is elsewhere, and when it is
+The connection is the pull: it opens for an accepted decode leg with KV in another process, and when it is
 lost, both sides end the handoff as if the other's engine had died. No bytes of KV cross it, only the few
-words of :mod:`kvrouter.engines.mock_engine.remote`: the sink's process simulates the time that bytes take.
+messages of :mod:`kvrouter.engines.mock_engine.remote`: the sink's process simulates the transfer.
 
-Who hears a last word closes; who says one waits for that, for ``linger_s`` at most. Every side gives a sign
-of life each ``keep_alive_s``, and one that was silent for ``silence_max_s`` is lost.
+The receiver of a last message closes the connection; its sender waits for that, for ``linger_s`` at most.
+Each side sends a keep-alive every ``keep_alive_s``, and is lost after ``silence_max_s`` without a frame.
 
 A frame is its length (4 bytes, big-endian) and that many bytes. The first frame of the side that connects is
 the hello: a fixed beginning, the version and the shared token, in plain bytes, so that a stranger is refused
-before anything of it is parsed. Every other frame is a word of
-:mod:`kvrouter.engines.mock_engine.remote` or a sign of life, in msgpack.
+before its frame is parsed. Every other frame is a message or a keep-alive, in msgpack.
 """
 
 import asyncio
@@ -39,8 +38,8 @@ from kvrouter.engines.mock_engine.remote import (
     PullId,
     Ready,
     RemoteOutput,
-    SinkWord,
-    SourceWord,
+    SinkMessage,
+    SourceMessage,
     ToSource,
     Want,
 )
@@ -56,7 +55,7 @@ class PeerRefusal(StrEnum):
     """Why this process closed a connection."""
 
     STRANGER = "stranger"
-    """Its first frame is no hello of ours, or none came in time."""
+    """Its first frame is no hello of kvrouter's, or none came in time."""
     VERSION = "version"
     TOKEN = "token"  # noqa: S105 - the name of a reason
     TOO_LARGE = "too_large"
@@ -64,12 +63,12 @@ class PeerRefusal(StrEnum):
     OUT_OF_ORDER = "out_of_order"
     SILENT = "silent"
     SLOW = "slow"
-    """It does not read what it is sent."""
+    """It does not read the frames that it is sent."""
     FULL = "full"
 
 
 class ConnectionRefused(KvrouterError):
-    """What the other side sent cannot be gone on with."""
+    """The other side sent an invalid frame."""
 
     code = "mock_transfer_refused"
 
@@ -83,10 +82,12 @@ class Alive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_sink_words: msgspec.msgpack.Decoder[SinkWord | Alive] = msgspec.msgpack.Decoder(
+_sink_decoder: msgspec.msgpack.Decoder[SinkMessage | Alive] = msgspec.msgpack.Decoder(
     Join | Want | Done | GiveUp | Alive
 )
-_source_words: msgspec.msgpack.Decoder[SourceWord | Alive] = msgspec.msgpack.Decoder(Ready | Failed | Alive)
+_source_decoder: msgspec.msgpack.Decoder[SourceMessage | Alive] = msgspec.msgpack.Decoder(
+    Ready | Failed | Alive
+)
 
 
 def encode_hello(token: str) -> bytes:
@@ -95,7 +96,7 @@ def encode_hello(token: str) -> bytes:
 
 
 def check_hello(payload: bytes, token: str) -> None:
-    """Raise ConnectionRefused unless ``payload`` is a hello of our version with our token."""
+    """Raise ConnectionRefused unless ``payload`` is a hello of this version with this token."""
     if not payload.startswith(HELLO):
         raise ConnectionRefused(PeerRefusal.STRANGER, "the first frame is no hello")
     version, _, given = payload[len(HELLO) :].partition(b" ")
@@ -105,19 +106,19 @@ def check_hello(payload: bytes, token: str) -> None:
         raise ConnectionRefused(PeerRefusal.TOKEN, "the token is not ours")
 
 
-def encode_word(word: SinkWord | SourceWord | Alive) -> bytes:
-    """Return the frame of one word."""
-    return _frame(_encoder.encode(word))
+def encode_message(message: SinkMessage | SourceMessage | Alive) -> bytes:
+    """Return the frame of one message."""
+    return _frame(_encoder.encode(message))
 
 
-def decode_sink_word(payload: bytes) -> SinkWord | Alive:
-    """Return what a sink said. ConnectionRefused when it is no such word."""
-    return unpacked(_sink_words, payload, "not a word of a sink", error=_malformed)
+def decode_sink_message(payload: bytes) -> SinkMessage | Alive:
+    """Return a sink's message. Raises ConnectionRefused for an invalid one."""
+    return unpacked(_sink_decoder, payload, "not a word of a sink", error=_malformed)
 
 
-def decode_source_word(payload: bytes) -> SourceWord | Alive:
-    """Return what a source said. ConnectionRefused when it is no such word."""
-    return unpacked(_source_words, payload, "not a word of a source", error=_malformed)
+def decode_source_message(payload: bytes) -> SourceMessage | Alive:
+    """Return a source's message. Raises ConnectionRefused for an invalid one."""
+    return unpacked(_source_decoder, payload, "not a word of a source", error=_malformed)
 
 
 def _malformed(message: str, *, param: str | None) -> ConnectionRefused:
@@ -160,7 +161,7 @@ TOKEN_BYTES_MAX = HELLO_BYTES_MAX - len(HELLO) - 16
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How processes reach each other's KV. All processes of a fleet have the same ``token``.
 
-    ``server_ssl`` is for who listens, ``client_ssl`` for who connects; both or neither, over the whole fleet.
+    The listening side uses ``server_ssl``, the connecting one ``client_ssl``; both or neither in a fleet.
     """
 
     token: str = ""
@@ -204,14 +205,14 @@ class PeerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unsent: list[bytes] = []
-        self._heard_at_s = 0.0
+        self._received_at_s = 0.0
         self._deaf = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The way is open: what was said before goes out now."""
+        """The connection is open: send the frames that waited for it."""
         stream = cast("asyncio.Transport", transport)  # uvloop's transports are of no class of asyncio's
         self._transport = stream
-        self._heard_at_s = monotonic()
+        self._received_at_s = monotonic()
         stream.writelines(self._unsent)
         self._unsent.clear()
         if not self._transfers.opened(self):
@@ -223,7 +224,7 @@ class PeerConnection(asyncio.Protocol):
         """Some bytes came: a part of a frame, or several frames."""
         if self._deaf:
             return
-        self._heard_at_s = monotonic()
+        self._received_at_s = monotonic()
         try:
             for payload in self._frames.feed(data):
                 self._take(payload)
@@ -248,11 +249,11 @@ class PeerConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def end(self, loss: KvLoss, why: str) -> None:
-        """The connection serves no more; if its last word was not said yet, the handoff ends. Idempotent."""
+        """Close the connection; end the handoff unless its last message was sent. Idempotent."""
         raise NotImplementedError
 
     def say(self, frame: bytes) -> None:
-        """Send a frame, when the connection is there."""
+        """Send a frame, once the connection is open."""
         if self._transport is None:
             self._unsent.append(frame)
         else:
@@ -265,14 +266,14 @@ class PeerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Close when all that was said is sent."""
+        """Close after all frames are sent."""
         self._deaf = True
         if self._transport is not None:
             self._transport.close()
             self._after(self._settings.linger_s, self._transport.abort)
 
     def wait_for_the_other(self) -> None:
-        """A last word was said: the other side closes."""
+        """The last message was sent: the other side closes."""
         self._deaf = True
         if self._transport is not None:
             self._after(self._settings.linger_s, self._transport.abort)
@@ -280,7 +281,7 @@ class PeerConnection(asyncio.Protocol):
     def _refuse(self, refused: ConnectionRefused) -> None:
         self._transfers.counts.refused[refused.refusal] += 1
         loss = KvLoss.TIMEOUT if refused.refusal is PeerRefusal.SILENT else KvLoss.BROKEN
-        self.say(encode_word(Failed(loss, refused.message[:REASON_CHARS_MAX])))
+        self.say(encode_message(Failed(loss, refused.message[:REASON_CHARS_MAX])))
         self.close()
         self.end(loss, refused.message)
 
@@ -288,12 +289,12 @@ class PeerConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        if monotonic() - self._heard_at_s > self._settings.silence_max_s:
+        if monotonic() - self._received_at_s > self._settings.silence_max_s:
             self._refuse(ConnectionRefused(PeerRefusal.SILENT, "nothing was heard for too long"))
         elif transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self._refuse(ConnectionRefused(PeerRefusal.SLOW, "what was sent is not read"))
         else:
-            transport.write(encode_word(Alive()))
+            transport.write(encode_message(Alive()))
             self._after(self._settings.keep_alive_s, self._beat)
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
@@ -354,18 +355,18 @@ class Transfers:
             await self._server.wait_closed()
 
     def tell(self, outputs: list[RemoteOutput]) -> None:
-        """Send each word its way; what is for a connection that is lost has no receiver any more."""
+        """Send each message on its connection; messages for a lost connection are dropped."""
         for output in outputs:
             if not isinstance(output, ToSource):
                 incoming = self._incoming.get(output.sink)
                 if incoming is not None:
-                    incoming.tell(output.word)
-            elif isinstance(output.word, Join):
-                self._connect(output.pull, output.peer, output.word)
+                    incoming.tell(output.message)
+            elif isinstance(output.message, Join):
+                self._connect(output.pull, output.peer, output.message)
             else:
                 outgoing = self._outgoing.get(output.pull)
                 if outgoing is not None:
-                    outgoing.tell(output.word)
+                    outgoing.tell(output.message)
 
     def opened(self, connection: "PeerConnection") -> bool:
         """Count an open connection; False when there are too many."""
@@ -391,7 +392,7 @@ class Transfers:
         self.counts.outgoing += 1
         outgoing = self._outgoing[pull] = _Outgoing(self, pull, peer)
         outgoing.say(encode_hello(self.settings.token))
-        outgoing.say(encode_word(join))
+        outgoing.say(encode_message(join))
         task = asyncio.get_running_loop().create_task(self._open_connection(outgoing, peer))
         outgoing.connecting = task
         self._connecting.add(task)
@@ -434,55 +435,55 @@ class _Incoming(PeerConnection):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Someone connected, and has so long to join a handoff."""
+        """A peer connected, and must join a handoff within the hello timeout."""
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(self._settings.hello_timeout_s, self._check_joined)
         super().connection_made(transport)
 
     def on_frame(self, payload: bytes) -> None:
-        """A hello, and from then on the words of the sink."""
+        """Take the hello, and then the messages of the sink."""
         if self._stage is _Stage.STRANGER:
             check_hello(payload, self._settings.token)
             self._frames.bytes_max = FRAME_BYTES_MAX
             self._stage = _Stage.GREETED
             return
-        word = decode_sink_word(payload)
-        if isinstance(word, Alive):
+        message = decode_sink_message(payload)
+        if isinstance(message, Alive):
             return
-        self._stage = self._follows(word)
-        if isinstance(word, Join):
+        self._stage = self._follows(message)
+        if isinstance(message, Join):
             self._transfers.counts.incoming += 1
-        elif isinstance(word, Done):
+        elif isinstance(message, Done):
             self._transfers.counts.incoming_done += 1
-        self._hear(word)
+        self._receive(message)
         if self._stage is _Stage.ENDED:
             self.close()
 
-    def tell(self, word: SourceWord) -> None:
-        """The source has something to say."""
+    def tell(self, message: SourceMessage) -> None:
+        """Send a message of the source."""
         if self._stage is _Stage.ENDED:
             return
-        self.say(encode_word(word))
-        if isinstance(word, Failed):
+        self.say(encode_message(message))
+        if isinstance(message, Failed):
             self._stage = _Stage.ENDED
             self.wait_for_the_other()
         else:
             self._stage = _Stage.PULLING
 
     def end(self, loss: KvLoss, why: str) -> None:  # noqa: ARG002 - the source does not ask why a sink is lost
-        """The sink is lost, unless it has said its last word."""
+        """The sink is lost, unless it has sent its last message."""
         if self._deadline is not None:
             self._deadline.cancel()
         stage, self._stage = self._stage, _Stage.ENDED
         if stage in IN_A_MEETING:
-            self._hear(None)
+            self._receive(None)
 
-    def _hear(self, word: SinkWord | None) -> None:
-        self._transfers.at_now(lambda now: self._transfers.fabric.hear_sink(now, self.sink, word))
+    def _receive(self, message: SinkMessage | None) -> None:
+        self._transfers.at_now(lambda now: self._transfers.fabric.receive_from_sink(now, self.sink, message))
 
-    def _follows(self, word: SinkWord) -> _Stage:
-        """Return the stage after ``word``; ConnectionRefused when it does not belong here."""
-        match self._stage, word:
+    def _follows(self, message: SinkMessage) -> _Stage:
+        """Return the stage after ``message``; ConnectionRefused when it does not belong here."""
+        match self._stage, message:
             case _Stage.GREETED, Join():
                 return _Stage.JOINED
             case _Stage.JOINED, Want():
@@ -491,7 +492,7 @@ class _Incoming(PeerConnection):
                 return _Stage.ENDED
             case ((_Stage.JOINED | _Stage.WANTING | _Stage.PULLING), GiveUp()):
                 return _Stage.ENDED
-        raise ConnectionRefused(PeerRefusal.OUT_OF_ORDER, f"{type(word).__name__} does not belong here")
+        raise ConnectionRefused(PeerRefusal.OUT_OF_ORDER, f"{type(message).__name__} does not belong here")
 
     def _check_joined(self) -> None:
         if self._stage in (_Stage.STRANGER, _Stage.GREETED):
@@ -511,42 +512,44 @@ class _Outgoing(PeerConnection):
         self._ended = False
 
     def on_frame(self, payload: bytes) -> None:
-        """A word of the source."""
-        word = decode_source_word(payload)
-        if isinstance(word, Alive):
+        """Take a message of the source."""
+        message = decode_source_message(payload)
+        if isinstance(message, Alive):
             return
-        if isinstance(word, Ready):
+        if isinstance(message, Ready):
             if not self._wanting:
                 raise ConnectionRefused(PeerRefusal.OUT_OF_ORDER, "Ready does not belong here")
             self._wanting = False
         else:
             self._ended = True
-        self._hear(word)
-        if isinstance(word, Failed):
+        self._receive(message)
+        if isinstance(message, Failed):
             self.close()
 
-    def tell(self, word: SinkWord | None) -> None:
-        """The sink has something to say, or is lost."""
-        if word is None:
+    def tell(self, message: SinkMessage | None) -> None:
+        """Send a message of the sink; None: it is lost."""
+        if message is None:
             self._ended = True
             if self._transport is None and self.connecting is not None:
                 self.connecting.cancel()
                 self._transfers.closed(self)
             self.cut()
             return
-        self._wanting = isinstance(word, Want)
-        self.say(encode_word(word))
+        self._wanting = isinstance(message, Want)
+        self.say(encode_message(message))
         if not self._wanting:
             self._ended = True
-            self._transfers.counts.outgoing_done += isinstance(word, Done)
+            self._transfers.counts.outgoing_done += isinstance(message, Done)
             self.wait_for_the_other()
 
     def end(self, loss: KvLoss, why: str) -> None:
-        """The KV is lost, unless the last word was said."""
+        """The KV is lost, unless the last message was sent."""
         self._transfers.closed(self)
         if not self._ended:
             self._ended = True
-            self._hear(Failed(loss, f"{self._peer.host}:{self._peer.port}: {why}"[:REASON_CHARS_MAX]))
+            self._receive(Failed(loss, f"{self._peer.host}:{self._peer.port}: {why}"[:REASON_CHARS_MAX]))
 
-    def _hear(self, word: SourceWord) -> None:
-        self._transfers.at_now(lambda now: self._transfers.fabric.hear_source(now, self.pull, word))
+    def _receive(self, message: SourceMessage) -> None:
+        self._transfers.at_now(
+            lambda now: self._transfers.fabric.receive_from_source(now, self.pull, message)
+        )

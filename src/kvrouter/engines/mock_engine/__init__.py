@@ -1,1 +1,1 @@
-"""The mock engine: (now, input) → events. It knows nothing of sockets or asyncio."""
+"""The mock engine: (now, input) → events. It uses no sockets and no asyncio."""

@@ -1,4 +1,4 @@
-"""What a mock engine is: its sizes, its timing, and how it fails."""
+"""The configuration of a mock engine: its sizes, its timing, and how it fails."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -19,7 +19,7 @@ class EngineHashing(StrEnum):
 
 
 class KvLoadFailurePolicy(StrEnum):
-    """What a decode leg does when the KV that it waits for will never come."""
+    """The policy for a decode leg whose KV never comes."""
 
     FAIL = "fail"
     RECOMPUTE = "recompute"
@@ -29,9 +29,9 @@ class MockConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One mock engine. Sizes are those of one data-parallel rank.
 
     ``seed`` distinguishes engines. Engines with the same ``model_seed`` and ``allowed_token_ids`` generate
-    the same tokens. ``eos_every`` makes about one token in so many the end of the sequence; without it a
-    sequence ends by its length alone. With ``async_scheduling`` a step is planned when the one before it
-    begins, as vLLM does. ``bootstrap_host`` and ``bootstrap_port`` let it take bootstrap handoffs.
+    the same tokens. About one token in ``eos_every`` ends the sequence; with None a sequence ends by its
+    length alone. With ``async_scheduling`` a step is planned when the one before it begins, as vLLM does.
+    ``bootstrap_host`` and ``bootstrap_port`` let it take bootstrap handoffs.
     """
 
     role: Role = Role.BOTH

@@ -1,8 +1,7 @@
 """A mock engine: requests and the time go in; tokens, KV events, load and handoff notices come out.
 
-It never reads a clock. The caller says what happens at which second, asks :meth:`MockEngine.next_time`
-when the engine wants to be called again, and advances it to that second. What it computes depends on its
-inputs and their times alone.
+It never reads a clock. The caller passes in the time of each input, asks :meth:`MockEngine.next_time` when to
+call the engine again, and advances it to that second. Its outputs depend only on its inputs and their times.
 """
 
 from collections.abc import Iterable, Mapping
@@ -77,8 +76,8 @@ Notice = KvReady | KvWanted | LegEnded
 
 @dataclass(slots=True)
 class Outputs:
-    """What an engine did: events come before the chunks that they explain. ``scheduled`` are the legs that
-    were given a place in a step, and when.
+    """The outputs of an engine: events come before the chunks that they explain. ``scheduled`` are the legs
+    that got a place in a step, and when.
     """
 
     events: list[tuple[DpRank, KvEvents]] = field(default_factory=list)
@@ -90,10 +89,10 @@ class Outputs:
 class MockEngine:
     """One engine with ``config.dp_size`` ranks. ``engine_id`` distinguishes it from its own earlier lives.
 
-    ``kv_address`` (host, port) is where other processes come for the KV of its prefill legs, if they may.
-    With ``leaps`` it asks to be called only when something changes but the number of tokens: its outputs are
-    those of an engine that makes every step, in fewer chunks. Its ranks may be among those of other engines,
-    in ``ranks``: who gives them runs them.
+    ``kv_address`` (host, port) is where other processes fetch the KV of its prefill legs, if they may. With
+    ``leaps`` it asks to be called only when something changes besides the number of tokens: its outputs are
+    those of an engine that makes every step, in fewer chunks. ``ranks`` may also hold ranks of other engines:
+    the caller that passes them in then runs them.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class MockEngine:
         """Its ranks, by their numbers in the native core."""
         self._sequences: dict[SequenceKey, EngineSequence] = {}
         self._by_handle: dict[int, EngineSequence] = {}
-        """Those with a chunk to come."""
+        """The sequences with a further chunk."""
         self._pinned: dict[SequenceKey, SequenceHandle] = {}
         self._transfers: dict[int, KvTransfers] = {}
         self._notices: list[Notice] = []
@@ -143,7 +142,7 @@ class MockEngine:
         content: Content | None = None,
     ) -> SequenceKey:
         """Accept a leg. At most ``credit_tokens`` tokens are generated until :meth:`give_credit`. ``content``
-        is what it says instead of ``request.token_ids``.
+        is the prompt in place of ``request.token_ids``.
 
         Raises InvalidRequest for a leg that this engine can never serve, EngineFull when too many wait.
         """
@@ -181,7 +180,7 @@ class MockEngine:
         return (request.kv_transfer_params or {}).get("remote_engine_id") == self.engine_id
 
     def cancel(self, now: float, key: SequenceKey, reason: str) -> bool:
-        """End a leg and free what it holds; its last chunk says so. False when it is not running here."""
+        """End a leg and free its blocks; its last chunk has the reason. False if it does not run here."""
         sequence = self._sequences.get(key)
         if sequence is None:
             return False
@@ -189,7 +188,7 @@ class MockEngine:
         return True
 
     def give_credit(self, now: float, key: SequenceKey, tokens: int) -> None:
-        """The reader of ``key`` made room for ``tokens`` more; nothing when the leg has ended."""
+        """The reader of ``key`` has room for ``tokens`` more; does nothing if the leg has ended."""
         sequence = self._sequences.get(key)
         if sequence is not None:
             self._core.give_credit(now, sequence.handle, tokens)
@@ -217,13 +216,13 @@ class MockEngine:
             self._end(now, sequence, FinishReason.ERROR, f"KV transfer failed: {reason}")
 
     def release_kv(self, now: float, key: SequenceKey) -> None:
-        """The KV of an ended prefill leg is no longer needed; nothing when it was released before."""
+        """Free the KV of an ended prefill leg; does nothing if it was released before."""
         handle = self._pinned.pop(key, None)
         if handle is not None:
             self._core.release(now, handle)
 
     def catch_up(self, now: float) -> None:
-        """Do what was leapt over and ended before ``now``, so that :meth:`take_outputs` has it."""
+        """Run the skipped steps that ended before ``now``, so that :meth:`take_outputs` has their output."""
         for rank in self.rank_numbers:
             self._core.catch_up(now, rank)
 
@@ -233,7 +232,7 @@ class MockEngine:
             self._core.remove(rank)
 
     def next_time(self) -> float | None:
-        """When to call :meth:`advance`; None when nothing happens until someone calls."""
+        """Return when to call :meth:`advance`; None if no step is due without a new input."""
         return self._core.next_time()
 
     def advance(self, now: float) -> None:
@@ -242,8 +241,8 @@ class MockEngine:
             self.note(*self._core.take_notices())
 
     def note(self, ended: Iterable[EndedRow], wanting: Iterable[WantingRow]) -> None:
-        """Settle what the native core says of legs here: those that generated their last token, and those
-        that have memory for so many tokens' KV from elsewhere.
+        """Apply the native core's reports on legs: those that generated their last token, and those that have
+        memory for the KV of so many tokens from elsewhere.
         """
         for handle, first_s, last_s, output_tokens, cached_tokens in ended:
             sequence = self._by_handle[handle]
@@ -291,13 +290,13 @@ class MockEngine:
         return outputs
 
     def chunk(self, row: ChunkRow) -> tuple[SequenceKey, EngineChunk]:
-        """Return what the native core says that a leg's reader has not been given yet."""
+        """Return a leg's output in the native core that its reader does not have yet."""
         handle, n_tokens, cached_tokens, finish = row
         sequence = self._by_handle.pop(handle) if finish else self._by_handle[handle]
         return sequence.key, sequence.chunk(n_tokens, cached_tokens, FINISHES[finish])
 
     def load_report(self, rank: int, load: LoadRow) -> LoadReport:
-        """Return what the native core says of a rank's load."""
+        """Return a rank's load as reported by the native core."""
         active_blocks, prefill_tokens, running, waiting = load
         return LoadReport(
             rank=self.rank_numbers[rank],
@@ -324,7 +323,7 @@ class MockEngine:
         return not self._sequences and not self._pinned
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with the books: empty lists are good ones. Idle engines hold nothing."""
+        """Return the inconsistencies, an empty list if there are none. Idle engines hold no blocks."""
         problems: list[str] = []
         for dp_rank, rank in self._ranks.items():
             problems += [f"rank {dp_rank}: {problem}" for problem in self._core.check_integrity(rank)]
@@ -334,7 +333,7 @@ class MockEngine:
         return problems
 
     def _check(self, request: EngineRequest, n_tokens: int) -> int:
-        """Refuse what can never be served, with the field that is to blame; return the rank's number."""
+        """Refuse a request that can never be served, naming the field; return the rank's number."""
         config, sampling = self.config, request.sampling
         rank = self._ranks.get(request.dp_rank)
         if rank is None:
@@ -396,7 +395,7 @@ class MockEngine:
         }
 
     def _count_transfer(self, sequence: EngineSequence, arrived: Arrived | None) -> None:
-        """KV was fetched for a sequence here; None: that failed."""
+        """Count KV that was fetched for a sequence here; None: the fetch failed."""
         rank = self._ranks[sequence.request.dp_rank]
         so_far = self._transfers.get(rank) or KvTransfers(transfers=0, bytes=0, seconds=0.0)
         self._transfers[rank] = KvTransfers(

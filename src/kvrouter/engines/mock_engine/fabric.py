@@ -1,9 +1,8 @@
 """Mock engines of one process and the links between them, on one clock that the caller advances.
 
-The fabric is where prefill and decode legs meet. It keeps the order of all that happens at all engines and on
-all links, so that the same inputs at the same seconds give the same outputs, however rarely it is advanced.
-Legs of other processes take part by messages: those from them are delivered here, those to them are taken
-from here and sent.
+The fabric connects prefill and decode legs. It keeps the order of all events at all engines and on all links,
+so that the same inputs at the same seconds give the same outputs, however rarely it is advanced. Legs of
+other processes take part by messages, which the caller delivers here and sends from here.
 """
 
 from collections.abc import Mapping
@@ -20,15 +19,15 @@ from kvrouter.engines.mock_engine.handoff import (
     Deliver,
     HandoffFailed,
     Handoffs,
+    LegId,
     MeetingName,
-    Party,
     Pull,
     Release,
     RemoteSink,
     Sink,
     StopPull,
 )
-from kvrouter.engines.mock_engine.links import LinkChange, Links, Place
+from kvrouter.engines.mock_engine.mock_links import LinkChange, Links, Place
 from kvrouter.engines.mock_engine.network import Arrived, Network
 from kvrouter.engines.mock_engine.ranks import EngineRanks, KvEvents, rank_of
 from kvrouter.engines.mock_engine.remote import (
@@ -42,8 +41,8 @@ from kvrouter.engines.mock_engine.remote import (
     Pulls,
     Ready,
     RemotePull,
-    SinkWord,
-    SourceWord,
+    SinkMessage,
+    SourceMessage,
     Want,
     source_peer,
 )
@@ -52,11 +51,11 @@ from kvrouter.engines.mock_engine.sequence import UNLIMITED_CREDIT, Content, Leg
 
 @dataclass(slots=True)
 class FabricOutputs:
-    """What all engines did; for each engine, events come before the chunks that they explain."""
+    """The outputs of all engines; for each engine, events come before the chunks that they explain."""
 
     events: list[tuple[WorkerRank, KvEvents]] = field(default_factory=list)
     loads: list[LoadReport] = field(default_factory=list)
-    chunks: list[tuple[Party, EngineChunk]] = field(default_factory=list)
+    chunks: list[tuple[LegId, EngineChunk]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -68,9 +67,9 @@ class _Member:
 class Fabric:
     """All engines of one process. ``now`` is seconds on the caller's clock and never goes back.
 
-    ``clock_rate`` is how many of those seconds pass in one second outside: what waits for others, who live
-    outside, waits for its ``kv_wait_expiry_s`` on both clocks. ``life`` distinguishes this process from
-    others. With ``leaps`` its engines leap over steps in which nothing changes but the number of tokens.
+    ``clock_rate`` is how many of those seconds pass in one real second: a wait for another process lasts
+    ``kv_wait_expiry_s`` on both clocks. ``life`` distinguishes this process from others. With ``leaps`` its
+    engines skip steps that change only the number of tokens.
     """
 
     def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "", leaps: bool = False) -> None:
@@ -135,11 +134,11 @@ class Fabric:
         member.engine.leave()
         for rank in member.engine.rank_numbers:
             del self._by_rank[rank]
-        for party in self._handoffs.parties_of(worker_id):
-            self._do(now, self._handoffs.leg_ended(now, party, f"worker {worker_id} is gone", lost=True))
+        for leg_id in self._handoffs.legs_of(worker_id):
+            self._do(now, self._handoffs.leg_ended(now, leg_id, f"worker {worker_id} is gone", lost=True))
         for pull in self.pulls.of_worker(worker_id):
             self._end_pull(now, pull)
-            self.pulls.tell_source(pull, None)
+            self.pulls.send_to_source(pull, None)
 
     def submit(
         self,
@@ -150,41 +149,42 @@ class Fabric:
         credit_tokens: int = UNLIMITED_CREDIT,
         source_at: Peer | None = None,
         content: Content | None = None,
-    ) -> Party:
-        """Hand a leg to an engine; see :meth:`MockEngine.submit` for ``content``, and what is refused.
+    ) -> LegId:
+        """Submit a leg to an engine; ``content`` and errors are those of :meth:`MockEngine.submit`.
 
-        ``source_at`` is the process that a decode leg's KV comes from, when it is not this one.
+        ``source_at`` is the process from which a decode leg fetches KV, if it is not this one.
         """
         self.advance_before(now)
         member = self._members[worker_id]
-        party = Party(worker_id, sequence_key(request))
+        leg_id = LegId(worker_id, sequence_key(request))
         name = _meeting_name(member.engine, request)
         if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
         member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
         if name is not None:
-            self._meet(now, member, party, request, name, source_at)
-        return party
+            self._meet(now, member, leg_id, request, name, source_at)
+        return leg_id
 
     def source_elsewhere(self, request: EngineRequest) -> Peer | None:
-        """Return the process that keeps the KV which a decode leg comes for; None when it is this one, or
-        when the request does not say.
+        """Return the process with the KV for a decode leg; None if it is this one, or the request does not
+        state it.
         """
         peer = source_peer(request)
         here = peer == self.address or any(m.engine.is_source_for(request) for m in self._members.values())
         return None if here else peer
 
-    def hear_sink(self, now: float, sink: RemoteSink, word: SinkWord | None) -> None:
-        """A decode leg of another process said ``word``, or the way to it is lost; nothing when its meeting
-        has ended.
+    def receive_from_sink(self, now: float, sink: RemoteSink, message: SinkMessage | None) -> None:
+        """Handle ``message`` from a decode leg of another process; None when the connection to it is lost.
+
+        Does nothing after the handoff has ended.
         """
         self.advance_before(now)
-        match word:
+        match message:
             case Join(name, expiry_s, may_follow):
                 try:
                     self._handoffs.may_join(MeetingName(name), as_source=False)
                 except InvalidRequest as taken:
-                    self.pulls.tell_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
+                    self.pulls.send_to_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
                 else:
                     self._sink_joins(now, MeetingName(name), sink, expiry_s, may_follow)
             case Want(kv_tokens):
@@ -197,13 +197,13 @@ class Fabric:
             case None:
                 self._do(now, self._handoffs.leg_ended(now, sink, "the way to it is lost", lost=True))
 
-    def hear_source(self, now: float, pull_id: PullId, word: SourceWord) -> None:
-        """The source of a pull said ``word``, or the way to it is lost; nothing when the pull has ended."""
+    def receive_from_source(self, now: float, pull_id: PullId, message: SourceMessage) -> None:
+        """Handle ``message`` from the source of a pull. Does nothing after the pull has ended."""
         self.advance_before(now)
         pull = self.pulls.of_id(pull_id)
         if pull is None:
             return
-        match word:
+        match message:
             case Ready(_, kv_bytes, src):
                 if not pull.moving:
                     pull.moving = True
@@ -214,30 +214,30 @@ class Fabric:
                 self._do(now, [HandoffFailed(pull.sink, loss, reason)])
 
     def catch_up(self, now: float, worker_id: WorkerId) -> None:
-        """Do what an engine leapt over and ended before ``now``."""
+        """Run the skipped steps of an engine that ended before ``now``."""
         self.advance_before(now)
         self._members[worker_id].engine.catch_up(now)
 
-    def cancel(self, now: float, party: Party, reason: str) -> None:
+    def cancel(self, now: float, leg_id: LegId, reason: str) -> None:
         """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
         self.advance_before(now)
-        member = self._members.get(party.worker_id)
+        member = self._members.get(leg_id.worker_id)
         if member is None:
             return
-        if member.engine.cancel(now, party.key, reason):
+        if member.engine.cancel(now, leg_id.key, reason):
             self._settle(now, member)
         else:
-            self._do(now, self._handoffs.give_up(party))
+            self._do(now, self._handoffs.give_up(leg_id))
 
-    def give_credit(self, now: float, party: Party, tokens: int) -> None:
+    def give_credit(self, now: float, leg_id: LegId, tokens: int) -> None:
         """The reader of a leg made room for ``tokens`` more."""
-        member = self._members.get(party.worker_id)
+        member = self._members.get(leg_id.worker_id)
         if member is not None:
             self.advance_before(now)
-            member.engine.give_credit(now, party.key, tokens)
+            member.engine.give_credit(now, leg_id.key, tokens)
 
     def next_time(self) -> float | None:
-        """When :meth:`advance` has something to do; None when nothing happens until someone calls."""
+        """Return when :meth:`advance` has something to do; None if nothing is due without a new input."""
         earliest = self._ranks.next_time()
         for time in (self.network.next_time(), self._handoffs.next_time()):
             if time is not None and (earliest is None or time < earliest):
@@ -245,10 +245,10 @@ class Fabric:
         return earliest
 
     def run(self, until: float) -> float | None:
-        """Do what is due before ``until``, up to the first moment in which something happens that cannot
-        wait: a first or a last token, or KV on its way. Return that moment; None when there is none.
+        """Run what is due before ``until``, up to the first urgent event: a first or a last token, or KV on
+        its way. Return its time; None without one.
 
-        Blocks that fill are no such thing: :meth:`take_outputs` has them.
+        Filled blocks are not urgent: :meth:`take_outputs` has them.
         """
         limit, is_handoff = until, False
         for time in (self.network.next_time(), self._handoffs.next_time()):
@@ -265,9 +265,9 @@ class Fabric:
         return limit
 
     def advance(self, now: float, *, moments_max: int | None = None) -> float:
-        """Do what is due up to ``now``, in order; return the second up to which everything is done.
+        """Run all steps due up to ``now``, in order; return the second up to which everything is done.
 
-        That is before ``now`` only when more than ``moments_max`` moments were due.
+        It is before ``now`` only if more than ``moments_max`` moments were due.
         """
         done = 0
         while (time := self.next_time()) is not None and time <= now:
@@ -278,7 +278,7 @@ class Fabric:
         return now
 
     def advance_before(self, now: float) -> None:
-        """Do what is due before ``now``, so that inputs of one moment meet in one step."""
+        """Run all steps due before ``now``, so that inputs of one moment share one step."""
         while (time := self.next_time()) is not None and time < now:
             self._live(time)
 
@@ -298,7 +298,7 @@ class Fabric:
                 collected.loads.append(engine.load_report(rank, load))
             for row in chunks:
                 key, chunk = engine.chunk(row)
-                collected.chunks.append((Party(engine.worker_id, key), chunk))
+                collected.chunks.append((LegId(engine.worker_id, key), chunk))
         return collected
 
     @property
@@ -307,7 +307,7 @@ class Fabric:
         return not self._handoffs.has_remote_sinks and all(m.engine.idle for m in self._members.values())
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with anyone's books; when all engines are idle nothing may be left over."""
+        """Return the inconsistencies of all engines; idle engines must hold no blocks and no handoffs."""
         problems = [
             f"worker {worker_id}: {problem}"
             for worker_id, member in self._members.items()
@@ -330,14 +330,14 @@ class Fabric:
                 self._do(time, self._handoffs.pulled(MeetingName(arrived.key)), arrived)
             else:
                 self.pulls.close(pull)
-                self.pulls.tell_source(pull, Done())
+                self.pulls.send_to_source(pull, Done())
                 self._do(time, [Deliver(pull.sink)], arrived)
         if expired := self._handoffs.expire(time):
             self._do(time, expired)
         self._run_ranks(time)
 
     def _run_ranks(self, time: float) -> None:
-        """Do what is due at engines at ``time``."""
+        """Run the steps of engines that are due at ``time``."""
         while self._ranks.run(time, through=True) is not None:
             self._settle_ranks(time)
 
@@ -353,26 +353,26 @@ class Fabric:
     def _settle(self, now: float, member: _Member) -> None:
         """Take an engine's notices to the handoffs."""
         for notice in member.engine.take_notices():
-            party = Party(member.engine.worker_id, notice.key)
-            pull = self.pulls.of_sink(party)
+            leg_id = LegId(member.engine.worker_id, notice.key)
+            pull = self.pulls.of_sink(leg_id)
             match notice:
                 case KvReady():
-                    self._do(now, self._handoffs.kv_ready(now, party))
+                    self._do(now, self._handoffs.kv_ready(now, leg_id))
                 case KvWanted(_, kv_tokens) if pull is not None:
-                    self.pulls.tell_source(pull, Want(kv_tokens))
+                    self.pulls.send_to_source(pull, Want(kv_tokens))
                 case KvWanted(_, kv_tokens):
-                    self._do(now, self._handoffs.kv_wanted(now, party, kv_tokens))
+                    self._do(now, self._handoffs.kv_wanted(now, leg_id, kv_tokens))
                 case LegEnded(_, reason) if pull is not None:
                     self._end_pull(now, pull)
-                    self.pulls.tell_source(pull, GiveUp(reason[:REASON_CHARS_MAX]))
+                    self.pulls.send_to_source(pull, GiveUp(reason[:REASON_CHARS_MAX]))
                 case LegEnded(_, reason):
-                    self._do(now, self._handoffs.leg_ended(now, party, reason, lost=False))
+                    self._do(now, self._handoffs.leg_ended(now, leg_id, reason, lost=False))
 
     def _meet(
         self,
         now: float,
         member: _Member,
-        party: Party,
+        leg_id: LegId,
         request: EngineRequest,
         name: MeetingName,
         source_at: Peer | None,
@@ -381,11 +381,11 @@ class Fabric:
         expiry_s = member.engine.config.kv_wait_expiry_s
         may_follow = request.bootstrap is not None
         if request.leg is Leg.PREFILL:
-            self._handoffs.source_joins(name, party, expiry_s=expiry_s * self._expiry_scale)
+            self._handoffs.source_joins(name, leg_id, expiry_s=expiry_s * self._expiry_scale)
         elif source_at is None:
-            self._sink_joins(now, name, party, expiry_s, may_follow)
+            self._sink_joins(now, name, leg_id, expiry_s, may_follow)
         else:
-            self.pulls.open(party, source_at, Join(name, expiry_s, may_follow))
+            self.pulls.open(leg_id, source_at, Join(name, expiry_s, may_follow))
 
     def _sink_joins(
         self, now: float, name: MeetingName, sink: Sink, expiry_s: float, may_follow: bool
@@ -406,30 +406,30 @@ class Fabric:
                     src = self._members[source.worker_id]
                     kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
                     if isinstance(sink, RemoteSink):
-                        self.pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
+                        self.pulls.send_to_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
                     else:
                         dst = self._members[sink.worker_id]
                         self.network.start(now, name, src.place, dst.place, kv_bytes)
                 case StopPull(name):
                     self.network.cancel(now, name)
-                case Release(party):
-                    if (member := self._members.get(party.worker_id)) is not None:
-                        member.engine.release_kv(now, party.key)
+                case Release(leg_id):
+                    if (member := self._members.get(leg_id.worker_id)) is not None:
+                        member.engine.release_kv(now, leg_id.key)
                 case Deliver(RemoteSink()):
                     pass  # its own process said so
                 case HandoffFailed(RemoteSink() as sink, loss, reason):
-                    self.pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
-                case Deliver(Party() as party):
-                    if (member := self._members.get(party.worker_id)) is not None and arrived is not None:
-                        member.engine.kv_arrived(now, party.key, arrived)
-                case HandoffFailed(Party() as party, loss, reason):
-                    if (member := self._members.get(party.worker_id)) is not None:
-                        member.engine.kv_failed(now, party.key, loss, reason)
+                    self.pulls.send_to_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
+                case Deliver(LegId() as leg_id):
+                    if (member := self._members.get(leg_id.worker_id)) is not None and arrived is not None:
+                        member.engine.kv_arrived(now, leg_id.key, arrived)
+                case HandoffFailed(LegId() as leg_id, loss, reason):
+                    if (member := self._members.get(leg_id.worker_id)) is not None:
+                        member.engine.kv_failed(now, leg_id.key, loss, reason)
                         self._settle(now, member)
 
 
 def _meeting_name(engine: MockEngine, request: EngineRequest) -> MeetingName | None:
-    """Under which name the two legs of a request meet; None for an aggregated one."""
+    """Return the name by which the two legs of a request meet; None for an aggregated one."""
     if request.leg is Leg.AGGREGATED:
         return None
     if request.bootstrap is not None:

@@ -1,12 +1,12 @@
 """KV handoffs as a state machine: a prefill leg's KV (the source), a decode leg that pulls it (the sink).
 
-They meet under one name: the bootstrap address and room, or what the prefill answer's ``kv_transfer_params``
-say. Either may come first in a bootstrap handoff. The sink may be in another process. A meeting ends when
-the KV arrived, when one side gave up, or when it waited for too long; in every ending the source's KV is
-released.
+They meet under one name: the bootstrap address and room, or the one in the prefill answer's
+``kv_transfer_params``. Either may come first in a bootstrap handoff. The sink may be in another process. A
+meeting ends when the KV arrived, when one side gave up, or when it waited for too long; in every ending the
+source's KV is released.
 
 ========================  ==========================================================================
-what happens              what follows
+event                     effect
 ========================  ==========================================================================
 source joins              a sink that waits for it no longer expires
 sink joins                no source, and none may follow: Fail
@@ -32,8 +32,8 @@ from kvrouter.engines.mock_engine.sequence import SequenceKey
 MeetingName = NewType("MeetingName", str)
 
 
-class Party(NamedTuple):
-    """One leg at one engine."""
+class LegId(NamedTuple):
+    """The id of one leg: its worker, and the leg's key at the worker's engine."""
 
     worker_id: WorkerId
     key: SequenceKey
@@ -45,14 +45,14 @@ class RemoteSink(NamedTuple):
     number: int
 
 
-Sink = Party | RemoteSink
+Sink = LegId | RemoteSink
 
 
 class Pull(NamedTuple):
     """Move ``kv_tokens`` tokens' KV from the source to the sink."""
 
     meeting: MeetingName
-    source: Party
+    source: LegId
     sink: Sink
     kv_tokens: int
 
@@ -66,7 +66,7 @@ class StopPull(NamedTuple):
 class Release(NamedTuple):
     """The source's KV is no longer needed."""
 
-    source: Party
+    source: LegId
 
 
 class Deliver(NamedTuple):
@@ -89,7 +89,7 @@ Command = Pull | StopPull | Release | Deliver | HandoffFailed
 @dataclass(slots=True)
 class _Meeting:
     name: MeetingName
-    source: Party | None = None
+    source: LegId | None = None
     sink: Sink | None = None
     source_expiry_s: float = 0.0
     sink_expiry_s: float = 0.0
@@ -101,11 +101,11 @@ class _Meeting:
 
 
 class Handoffs:
-    """All meetings. Every method returns what is to be done now, in order."""
+    """All meetings. Every method returns the commands to run now, in order."""
 
     def __init__(self) -> None:
         self._meetings: dict[MeetingName, _Meeting] = {}
-        self._by_party: dict[Sink, _Meeting] = {}
+        self._by_leg: dict[Sink, _Meeting] = {}
         self._deadlines: list[tuple[float, MeetingName]] = []
 
     def __len__(self) -> int:
@@ -118,17 +118,17 @@ class Handoffs:
             side = "prefill" if as_source else "decode"
             raise InvalidRequest(f"handoff {name} has its {side} leg already", param="bootstrap")
 
-    def parties_of(self, worker_id: WorkerId) -> list[Party]:
+    def legs_of(self, worker_id: WorkerId) -> list[LegId]:
         """Return the legs of one worker that are in a meeting."""
-        parties = (party for party in self._by_party if isinstance(party, Party))
-        return [party for party in parties if party.worker_id == worker_id]
+        leg_ids = (leg_id for leg_id in self._by_leg if isinstance(leg_id, LegId))
+        return [leg_id for leg_id in leg_ids if leg_id.worker_id == worker_id]
 
-    def source_joins(self, name: MeetingName, source: Party, *, expiry_s: float) -> None:
+    def source_joins(self, name: MeetingName, source: LegId, *, expiry_s: float) -> None:
         """A prefill leg was accepted; its KV will wait ``expiry_s`` at most for a sink."""
         meeting = self._meetings.setdefault(name, _Meeting(name))
         meeting.source, meeting.source_expiry_s = source, expiry_s
         meeting.deadline_s = None
-        self._by_party[source] = meeting
+        self._by_leg[source] = meeting
 
     def sink_joins(
         self, name: MeetingName, sink: Sink, *, expiry_s: float, source_may_follow: bool
@@ -141,12 +141,12 @@ class Handoffs:
             meeting = self._meetings[name] = _Meeting(name)
         meeting.sink, meeting.sink_expiry_s = sink, expiry_s
         meeting.kv_unwanted = False
-        self._by_party[sink] = meeting
+        self._by_leg[sink] = meeting
         return []
 
-    def kv_ready(self, now: float, source: Party) -> list[Command]:
+    def kv_ready(self, now: float, source: LegId) -> list[Command]:
         """The prefill leg ended well and its KV waits."""
-        meeting = self._by_party[source]
+        meeting = self._by_leg[source]
         if meeting.kv_unwanted:
             return [Release(source), *self._close(meeting)]
         meeting.kv_ready = True
@@ -155,7 +155,7 @@ class Handoffs:
 
     def kv_wanted(self, now: float, sink: Sink, kv_tokens: int) -> list[Command]:
         """The decode leg has memory for the ``kv_tokens`` tokens that it lacks."""
-        meeting = self._by_party[sink]
+        meeting = self._by_leg[sink]
         meeting.wanted_tokens = kv_tokens
         if meeting.source is None:
             self._expire_at(meeting, now + meeting.sink_expiry_s)
@@ -166,18 +166,18 @@ class Handoffs:
         return self._pulled(self._meetings[name])
 
     def remote_pulled(self, sink: RemoteSink) -> list[Command]:
-        """The transfer to another process ended there; nothing when none was under way."""
-        meeting = self._by_party.get(sink)
+        """The transfer to another process ended there; does nothing without a transfer."""
+        meeting = self._by_leg.get(sink)
         return self._pulled(meeting) if meeting is not None and meeting.pulling else []
 
     def is_in(self, sink: RemoteSink) -> bool:
         """True from the moment when a sink joins until its meeting ends, or it does."""
-        return sink in self._by_party
+        return sink in self._by_leg
 
     @property
     def has_remote_sinks(self) -> bool:
         """True when a decode leg of another process takes part in a meeting here."""
-        return any(isinstance(party, RemoteSink) for party in self._by_party)
+        return any(isinstance(leg_id, RemoteSink) for leg_id in self._by_leg)
 
     def _pulled(self, meeting: _Meeting) -> list[Command]:
         meeting.pulling = False
@@ -188,27 +188,27 @@ class Handoffs:
             commands.append(Deliver(meeting.sink))
         return [*commands, *self._close(meeting)]
 
-    def leg_ended(self, now: float, party: Sink, reason: str, *, lost: bool) -> list[Command]:
+    def leg_ended(self, now: float, leg_id: Sink, reason: str, *, lost: bool) -> list[Command]:
         """A leg was cancelled, or ``lost`` with its engine; what memory it held is free already."""
-        meeting = self._by_party.get(party)
+        meeting = self._by_leg.get(leg_id)
         if meeting is None:
             return []
-        if meeting.source == party:
+        if meeting.source == leg_id:
             sink = meeting.sink
             commands = self._close(meeting)
             loss = KvLoss.BROKEN if lost else KvLoss.UNKNOWN
             return commands if sink is None else [*commands, HandoffFailed(sink, loss, reason)]
         return self._sink_ended(now, meeting, lost=lost)
 
-    def give_up(self, source: Party) -> list[Command]:
+    def give_up(self, source: LegId) -> list[Command]:
         """The prefill leg was cancelled after its end: KV that no decode leg has come for is released."""
-        meeting = self._by_party.get(source)
+        meeting = self._by_leg.get(source)
         if meeting is None or not meeting.kv_ready or meeting.sink is not None:
             return []
         return [Release(source), *self._close(meeting)]
 
     def next_time(self) -> float | None:
-        """When the next meeting expires."""
+        """Return when the next meeting expires."""
         while self._deadlines:
             deadline_s, name = self._deadlines[0]
             meeting = self._meetings.get(name)
@@ -218,7 +218,7 @@ class Handoffs:
         return None
 
     def expire(self, now: float) -> list[Command]:
-        """End every meeting whose time is up."""
+        """End every expired meeting."""
         commands: list[Command] = []
         while (deadline_s := self.next_time()) is not None and deadline_s <= now:
             meeting = self._meetings[self._deadlines[0][1]]
@@ -238,7 +238,7 @@ class Handoffs:
             return [*self._close(meeting), Release(meeting.source)]
         commands: list[Command] = [StopPull(meeting.name)] if meeting.pulling else []
         if meeting.sink is not None:
-            del self._by_party[meeting.sink]
+            del self._by_leg[meeting.sink]
         meeting.sink, meeting.wanted_tokens, meeting.pulling = None, None, False
         if meeting.kv_ready:
             self._expire_at(meeting, now + meeting.source_expiry_s)
@@ -259,7 +259,7 @@ class Handoffs:
 
     def _close(self, meeting: _Meeting) -> list[Command]:
         del self._meetings[meeting.name]
-        for party in (meeting.source, meeting.sink):
-            if party is not None:
-                self._by_party.pop(party, None)
+        for leg_id in (meeting.source, meeting.sink):
+            if leg_id is not None:
+                self._by_leg.pop(leg_id, None)
         return [StopPull(meeting.name)] if meeting.pulling else []

@@ -2,7 +2,7 @@
 
 A transfer waits for its link's latency and then moves its bytes. All transfers that move over one link at
 once get equal shares of its bandwidth. A link has one direction, so a to b and b to a do not slow each other
-down; :class:`~kvrouter.engines.mock_engine.links.Links` says who shares one.
+down; :class:`~kvrouter.engines.mock_engine.mock_links.Links` determines which transfers share one.
 """
 
 from heapq import heappop, heappush
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvrouter.engines.mock_engine.links import DomainPair, LinkChange, LinkName, Links, Place
+from kvrouter.engines.mock_engine.mock_links import DomainPair, LinkChange, LinkName, Links, Place
 from kvrouter.kernel.topology.links import Link
 
 
 class Arrived(NamedTuple):
-    """A transfer whose last byte arrived, and how long it took: the link's latency, and the way."""
+    """A transfer that has arrived, and how long it took: the link's latency and the transmission."""
 
     at_s: float
     key: str
@@ -25,7 +25,7 @@ class Arrived(NamedTuple):
 
 
 class Carried(msgspec.Struct):
-    """What went from one domain to another: transfers begun, and bytes that arrived."""
+    """The traffic from one domain to another: transfers begun, and bytes that arrived."""
 
     transfers: int = 0
     arrived_bytes: int = 0
@@ -84,7 +84,7 @@ class Network:
         self._links = links
         self._changes: list[LinkChange] = []
         self._link_states: dict[LinkName, _LinkState] = {}
-        """Of the links that something is in flight over."""
+        """The states of links with transfers in flight."""
         self._carried: dict[DomainPair, Carried] = {}
         self._transfers: dict[str, _Transfer] = {}
         self._latencies: list[tuple[float, int, _Transfer]] = []
@@ -112,8 +112,8 @@ class Network:
         heappush(self._latencies, (now + state.link.latency_s, next(self._order), transfer))
 
     def change(self, now: float, change: LinkChange) -> None:
-        """Change a link: what moves over it goes on at its new bandwidth, and transfers that begin later have
-        its new latency. A change to what the link is already changes nothing, bit for bit.
+        """Change a link: transfers in flight go on at its new bandwidth, and later ones have its new latency.
+        A change to the same values has no effect, bit for bit.
         """
         self._changes.append(change)
         for name, state in self._link_states.items():
@@ -137,7 +137,7 @@ class Network:
         return True
 
     def next_time(self) -> float | None:
-        """When :meth:`advance` has something to do, or None when nothing is in flight."""
+        """Return when :meth:`advance` has something to do; None without transfers in flight."""
         if not self._is_next_known:
             self._next_s = self._find_next()
             self._is_next_known = True
@@ -164,7 +164,7 @@ class Network:
         return arrived
 
     def carried(self) -> dict[DomainPair, Carried]:
-        """What went between each pair of domains so far."""
+        """Return the traffic between each pair of domains so far."""
         return dict(self._carried)
 
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ class Network:
             heappush(state.targets, (state.served_bytes + transfer.kv_bytes, order, transfer))
 
     def _finish_first(self, state: _LinkState, now: float) -> list[Arrived]:
-        """End every transfer whose target is reached at ``now``: served bytes are set to it, not rounded."""
+        """End every transfer that reaches its target at ``now``: served bytes are set to it, not rounded."""
         target = state.targets[0][0]
         state.served_bytes, state.served_at_s = target, now
         arrived: list[Arrived] = []

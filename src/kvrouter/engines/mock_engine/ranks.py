@@ -1,6 +1,6 @@
-"""The ranks of mock engines in the native core: their schedulers, and what these say in numbers.
+"""The ranks of mock engines in the native core: their schedulers, and their results as numbers.
 
-The native core knows a rank and a sequence by number; a sequence's has its rank's in the upper 32 bits.
+The native core numbers ranks and sequences; a sequence's upper 32 bits are its rank's number.
 """
 
 from typing import TypeAlias
@@ -31,7 +31,7 @@ PagedKv = _native.PagedKv
 """The KV memory of one rank, on its own."""
 
 FINISHES = (None, FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED)
-"""How a sequence ended, by the native core's numbers; None: it did not yet."""
+"""How a sequence ended, by the native core's numbers; None while it runs."""
 
 
 class EngineRanks(_native.EngineRanks):

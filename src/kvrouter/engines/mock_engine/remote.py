@@ -1,21 +1,20 @@
 """Handoffs between two processes: their messages, and the pulls in progress.
 
 The process of the source (the prefill leg) holds the meeting and its expiry; the sink (the decode leg) of
-another process takes part in it as a :class:`RemoteSink`. The sink's process
-simulates the transfer, over its own links, and counts it. Nothing here knows how words travel: each pull has
-a way of its own, and words keep their order on it. When it is lost, the source's side takes the sink for
-lost, and the sink's side the KV.
+another process takes part in it as a :class:`RemoteSink`. The sink's process simulates the transfer, over its
+own links, and counts it. The caller carries the messages: each pull has its own connection, which keeps
+their order. When it is lost, the source's side counts the sink as lost, and the sink's side the KV.
 
-========  ======  ========================================================================
-who says  word    when
-========  ======  ========================================================================
-sink      Join    its leg was accepted: always the first word
-sink      Want    it has memory
-source    Ready   prefill has ended, and the sink has memory
-sink      Done    the bytes have arrived, and the source releases its KV: a last word
-sink      GiveUp  its leg was cancelled: a last word
-source    Failed  the leg ended, the KV expired, the place is taken: a last word
-========  ======  ========================================================================
+========  =======  =======================================================================
+sender    message  when
+========  =======  =======================================================================
+sink      Join     its leg was accepted: always the first message
+sink      Want     it has memory
+source    Ready    prefill has ended, and the sink has memory
+sink      Done     the bytes have arrived, and the source releases its KV: a last message
+sink      GiveUp   its leg was cancelled: a last message
+source    Failed   the leg ended, the KV expired, the place is taken: a last message
+========  =======  =======================================================================
 """
 
 from collections.abc import Mapping
@@ -29,8 +28,8 @@ from msgspec import Meta
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest, KvLoss, Leg
-from kvrouter.engines.mock_engine.handoff import Party, RemoteSink
-from kvrouter.engines.mock_engine.links import Place
+from kvrouter.engines.mock_engine.handoff import LegId, RemoteSink
+from kvrouter.engines.mock_engine.mock_links import Place
 
 PullId = NewType("PullId", int)
 """A pull of a sink of this process, from a source of another one."""
@@ -52,10 +51,10 @@ class Peer(NamedTuple):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A decode leg comes for the KV of ``meeting``.
+    """A decode leg joins the handoff ``meeting``.
 
     For a source that ``may_follow`` it waits ``expiry_s`` seconds at most, of the engine's or of real time,
-    whatever is longer.
+    whichever is longer.
     """
 
     meeting: Name
@@ -98,30 +97,30 @@ class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     reason: Reason
 
 
-SinkWord = Join | Want | Done | GiveUp
-SourceWord = Ready | Failed
+SinkMessage = Join | Want | Done | GiveUp
+SourceMessage = Ready | Failed
 
 
 class ToSource(NamedTuple):
-    """Send ``word`` to the process at ``peer``; None: close the connection to it, as the sink is lost."""
+    """Send ``message`` to the process at ``peer``; None: close the connection, as the sink is lost."""
 
     pull: PullId
     peer: Peer
-    word: SinkWord | None
+    message: SinkMessage | None
 
 
 class ToSink(NamedTuple):
-    """Send ``word`` to the process of ``sink``."""
+    """Send ``message`` to the process of ``sink``."""
 
     sink: RemoteSink
-    word: SourceWord
+    message: SourceMessage
 
 
 RemoteOutput = ToSource | ToSink
 
 
 def source_peer(request: EngineRequest) -> Peer | None:
-    """Return where the KV that a decode leg comes for is kept; None when the request names no such place."""
+    """Return the process that keeps the KV for a decode leg; None if the request names no other process."""
     if request.leg is not Leg.DECODE:
         return None
     if request.bootstrap is not None:
@@ -140,21 +139,21 @@ def _is_place(host: str, port: int) -> bool:
 
 @dataclass(slots=True)
 class RemotePull:
-    """One sink of this process and how far it is. ``key`` names its transfer in the network."""
+    """The state of one sink of this process. ``key`` names its transfer in the network."""
 
     id: PullId
-    sink: Party
+    sink: LegId
     peer: Peer
     key: str
     moving: bool = False
 
 
 class Pulls:
-    """The sinks of this process whose source is elsewhere, and the messages for those sources."""
+    """The sinks of this process with a source elsewhere, and the messages for those sources."""
 
     def __init__(self) -> None:
         self._ids = count(1)
-        self._by_sink: dict[Party, RemotePull] = {}
+        self._by_sink: dict[LegId, RemotePull] = {}
         self._by_id: dict[PullId, RemotePull] = {}
         self._by_key: dict[str, RemotePull] = {}
         self._outputs: list[RemoteOutput] = []
@@ -162,15 +161,15 @@ class Pulls:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, sink: Party, peer: Peer, join: Join) -> None:
-        """A decode leg was accepted whose source is at ``peer``."""
+    def open(self, sink: LegId, peer: Peer, join: Join) -> None:
+        """Open the pull of an accepted decode leg with its source at ``peer``."""
         pull_id = PullId(next(self._ids))
         # Every meeting's name has a slash and this key has none: no transfer is taken for another.
         pull = RemotePull(pull_id, sink, peer, f"pull {pull_id}")
         self._by_sink[sink] = self._by_id[pull_id] = self._by_key[pull.key] = pull
-        self.tell_source(pull, join)
+        self.send_to_source(pull, join)
 
-    def of_sink(self, sink: Party) -> RemotePull | None:
+    def of_sink(self, sink: LegId) -> RemotePull | None:
         """Return the pull of a decode leg, if it has one."""
         return self._by_sink.get(sink)
 
@@ -187,16 +186,16 @@ class Pulls:
         return [pull for sink, pull in self._by_sink.items() if sink.worker_id == worker_id]
 
     def close(self, pull: RemotePull) -> None:
-        """The pull ended, in whatever way."""
+        """End a pull."""
         del self._by_sink[pull.sink], self._by_id[pull.id], self._by_key[pull.key]
 
-    def tell_source(self, pull: RemotePull, word: SinkWord | None) -> None:
+    def send_to_source(self, pull: RemotePull, message: SinkMessage | None) -> None:
         """Queue a message for the source's process; see :class:`ToSource`."""
-        self._outputs.append(ToSource(pull.id, pull.peer, word))
+        self._outputs.append(ToSource(pull.id, pull.peer, message))
 
-    def tell_sink(self, sink: RemoteSink, word: SourceWord) -> None:
+    def send_to_sink(self, sink: RemoteSink, message: SourceMessage) -> None:
         """Queue a message for the process of a remote sink."""
-        self._outputs.append(ToSink(sink, word))
+        self._outputs.append(ToSink(sink, message))
 
     def take_outputs(self) -> list[RemoteOutput]:
         """Return the messages to send since the last call, in order."""

@@ -1,4 +1,4 @@
-"""One leg inside an engine: what it says, and how it ends."""
+"""One leg inside an engine: its prompt, its output, and its end."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.tokens import TokenModel
 
 SequenceKey = NewType("SequenceKey", str)
-"""What an engine calls one leg of one attempt."""
+"""An engine's name for one leg of one attempt."""
 
 SequenceHandle = NewType("SequenceHandle", int)
-"""What :class:`kvrouter._native.EngineRanks` calls it."""
+"""The number of a sequence in :class:`kvrouter._native.EngineRanks`."""
 
 UNLIMITED_CREDIT = 1 << 62
 
@@ -45,8 +45,8 @@ LegSink = Callable[[LegStamps], None]
 
 
 class NamedContent:
-    """A leg that is known by its length and the hashes of its prompt's blocks. Its output is nobody else's:
-    the blocks that it fills have names of their own, drawn from ``salt``.
+    """A leg given by its length and the hashes of its prompt's blocks. Its output is unique: the blocks that
+    it fills get their own names, drawn from ``salt``.
     """
 
     __slots__ = ("block_hashes", "prompt_tokens", "salt")
@@ -59,16 +59,16 @@ class NamedContent:
         self.salt = salt
 
     def next_tokens(self, n_tokens: int) -> Sequence[int]:
-        """Generate so many tokens; nobody reads which."""
-        return _NO_WORDS[:n_tokens] if n_tokens <= len(_NO_WORDS) else (0,) * n_tokens
+        """Return this many tokens; their values are not used."""
+        return _ZERO_TOKENS[:n_tokens] if n_tokens <= len(_ZERO_TOKENS) else (0,) * n_tokens
 
 
-_NO_WORDS = (0,) * 1024
+_ZERO_TOKENS = (0,) * 1024
 
 
 class TokenContent:
-    """A leg with tokens, which the mock model goes on with. It draws about a block ahead: tokens depend on
-    nothing but those before them.
+    """A leg with tokens, which the mock model continues. It draws about a block ahead: tokens depend only on
+    those before them.
     """
 
     __slots__ = (
@@ -121,13 +121,13 @@ class TokenContent:
         return self._tokens[n_tokens - 1] in self._stop_token_ids
 
     def next_tokens(self, n_tokens: int) -> Sequence[int]:
-        """Return the next so many tokens of the output."""
+        """Return the next ``n_tokens`` tokens of the output."""
         begin, self._n_read = self._n_read, self._n_read + n_tokens
         self._draw_to(self._n_read)
         return self._tokens[begin : self._n_read]
 
     def _draw_to(self, n_tokens: int) -> None:
-        """Have so many tokens, the prompt's included."""
+        """Draw tokens up to a total of ``n_tokens``, the prompt's included."""
         while len(self._tokens) < n_tokens:
             eos_from = self._eos_from
             drawn, self._chain = self._model.draw(
@@ -140,7 +140,7 @@ class TokenContent:
 
 
 Content = TokenContent | NamedContent
-"""What a leg says: its prompt, and then its output."""
+"""The content of a leg: its prompt, and then its output."""
 
 
 class EngineSequence:
@@ -177,14 +177,14 @@ class EngineSequence:
         self.came_s = came_s
         self.wants_remote_kv = request.leg is Leg.DECODE
         self.kv_bytes: int | None = None
-        """What was fetched for it, until its reader hears of that."""
+        """The bytes fetched for it, until a chunk reports them."""
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.kv_lost: KvLoss | None = None
         self.kv_transfer_params: KvTransferParams | None = None
 
     def chunk(self, n_tokens: int, cached_tokens: int | None, finish: FinishReason | None) -> EngineChunk:
-        """Return what the reader has not been given yet: the next ``n_tokens`` tokens, and the ending."""
+        """Return the next ``n_tokens`` tokens, which the reader does not have yet, and the ending."""
         chunk = EngineChunk(
             token_ids=tuple(self.content.next_tokens(n_tokens)) if n_tokens else (),
             finish=self.finish or finish,

@@ -21,7 +21,7 @@ SPREAD = 0x9E3779B97F4A7C15
 
 
 class TokenModel:
-    """Draws tokens from ``token_ids``; ``state`` is what it knows of a sequence."""
+    """Draws tokens from ``token_ids``; ``state`` summarises a sequence so far."""
 
     def __init__(
         self, *, model_seed: int, token_ids: Sequence[int], eos_token_id: int, eos_every: int | None

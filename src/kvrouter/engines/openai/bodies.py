@@ -1,4 +1,4 @@
-"""Edits of a client's JSON body that keep every other byte as it was."""
+"""Edits of a client's JSON body that keep all other bytes as they were."""
 
 import json
 import re
@@ -22,11 +22,11 @@ _encoder = msgspec.json.Encoder()
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 _LIST_OF_PROMPTS = re.compile(rb"\[\s*+[\[\"]")
-"""A list of token ids is one prompt. Gives nothing back: a body may have megabytes of blanks here."""
+"""A list of token ids is one prompt. It does not backtrack: a body may have megabytes of blanks here."""
 
 
 def body_of(data: bytes) -> Body:
-    """Return the fields of a call, each as it was written; raise InvalidRequest for no JSON object."""
+    """Return the fields of a call, each as it was written; raise InvalidRequest if it is no JSON object."""
     try:
         return parsed(_decoder, data)
     except Unreadable:
@@ -34,7 +34,7 @@ def body_of(data: bytes) -> Body:
 
 
 def _scanned(data: bytes) -> Body:
-    """The same of a body with half a surrogate pair in it, which no decoder takes and engines judge."""
+    """Return the fields of a body with half a surrogate pair, which no decoder takes; engines judge it."""
     try:
         fields, _ = bounds_of(Body).scan(data)
     except JsonRefused as error:
@@ -74,8 +74,8 @@ _USAGE_ASKED = ("include_usage", "continuous_usage_stats")
 
 
 def ask_usage(body: Body) -> bool:
-    """Ask for the usage of a stream whose client asks for none; return whether. What the client may have
-    asked for, and ``stream_options`` that are no object, are left to the engine.
+    """Request the usage of a stream unless its client requests it; return whether that was added. The
+    client's own ``stream_options``, valid or not, are left to the engine.
     """
     if any(flag_inside(body, "stream_options", name) not in (None, False) for name in _USAGE_ASKED):
         return False
@@ -84,8 +84,8 @@ def ask_usage(body: Body) -> bool:
 
 
 def flag_inside(body: Body, name: str, field: str, *, default: bool | None = None) -> bool | Unknown | None:
-    """Return what the object that ``body`` holds under ``name`` says for ``field``, ``default`` where it has
-    no such field; None where it is null or there is none, ``UNKNOWN`` for what is no flag, or no object.
+    """Return the flag ``field`` of the object ``name`` in ``body``, ``default`` if the object has no such
+    field; None if the object is null or missing, ``UNKNOWN`` for another type.
     """
     if not _is_object(body, name):
         return None if is_null(body, name) else UNKNOWN
@@ -99,10 +99,10 @@ def is_null(body: Body, name: str) -> bool:
 
 
 def has_several_answers(body: Body) -> bool:
-    """Whether a call asks for more than one answer: engines then write into each one's last event what would
-    be in the usage's, and no later word could be put back there.
+    """Whether a call requests more than one answer: engines then write the usage's fields into each one's
+    last event, and a later event could not be put back there.
     """
-    return _is_list_of_prompts(body) or says_other_than(body, "n", b"1")
+    return _is_list_of_prompts(body) or has_other_value(body, "n", b"1")
 
 
 def has_several_prompts(body: Body) -> bool:
@@ -113,9 +113,9 @@ def has_several_prompts(body: Body) -> bool:
     )
 
 
-def says_other_than(body: Body, name: str, *values: bytes) -> bool:
-    """Whether a field is there and is neither null nor written as one of ``values``: engines read more than
-    one notation of a value, ``"2"`` for 2 and ``1`` for true.
+def has_other_value(body: Body, name: str, *values: bytes) -> bool:
+    """Whether a field is present, not null and not written as one of ``values``: engines read more than one
+    notation of a value, ``"2"`` for 2 and ``1`` for true.
     """
     return name in body and bytes(memoryview(body[name])[:_SHORT_BYTES]) not in (b"null", *values)
 
@@ -140,7 +140,7 @@ def bytes_of(body: Mapping[str, msgspec.Raw]) -> bytes:
 
 
 def names_model(body: Body) -> bool:
-    """Whether a call names its model: what is no text, or empty, is for its engine to judge."""
+    """Whether a call names its model; a value that is no text, or empty, is judged by the engine."""
     begins = bytes(memoryview(body.get("model", b""))[:2])
     return begins[:1] == b'"' and begins != b'""'
 

@@ -13,6 +13,7 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import LoadReport
+from kvrouter.engines.kv_events.engine_events import Decode, EngineTraits
 from kvrouter.engines.kv_events.listener import (
     EngineEventSource,
     EngineListener,
@@ -20,8 +21,7 @@ from kvrouter.engines.kv_events.listener import (
     EventsAt,
     OnChange,
 )
-from kvrouter.engines.kv_events.records import Decode, EngineTraits
-from kvrouter.engines.openai.events import ReadEvent, read_event
+from kvrouter.engines.openai.answer_events import ReadEvent, read_event
 from kvrouter.engines.openai.fetching import KV_FAILURES, READ_WITHIN_S, FetchingStream
 from kvrouter.engines.openai.server import (
     JSON_TYPE,
@@ -39,16 +39,16 @@ PROBE_EACH_S = 1.0
 """How often an engine is probed: its load, and whether it answers."""
 
 SILENT_AFTER_PROBES = 3
-"""After so many probes without an answer the engine counts as gone."""
+"""After this many probes without an answer the engine counts as gone."""
 
 REFUSED_PROBES = 3
-"""After so many probes in a row whose connection was refused, an answer of which nothing came meanwhile is
-lost: that is after 2 s. vLLM closes its port only when its engine has ended, also where it drains
-(``--shutdown-timeout``), and may then hold calls open that nothing answers any more."""
+"""After this many probes in a row with a refused connection, answers without new bytes meanwhile are lost:
+that is after 2 s. vLLM closes its port only when its engine has ended, also when it drains
+(``--shutdown-timeout``), and may then hold calls open that it never answers."""
 
 REFUSED_PROBES_DRAINING = 31
-"""The same for engines that close their port first and then end their running answers: 30 s, as long as
-Kubernetes lets a pod do so."""
+"""The limit for engines that close their port first and then end their running answers: 30 s, the grace
+period of a Kubernetes pod."""
 
 
 def _read_as_openai() -> ReadEvent:
@@ -57,11 +57,11 @@ def _read_as_openai() -> ReadEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
-    """What is sent to an engine, and how its answer is read; ``reader`` makes what reads one answer.
+    """A call to an engine, and how its answer is read; ``reader`` makes the reader of one answer.
 
-    ``answered`` is the whole answer of a call that needs no engine any more: nothing is sent. ``otherwise``
-    makes the body that is sent to an engine that refuses the first one. ``kv_failures`` is how a decode
-    engine may say that it got no KV.
+    ``answered`` is the whole answer of a call that needs no engine: it is not sent. ``otherwise`` makes the
+    body for an engine that refuses the first one. ``kv_failures`` are the errors by which a decode engine may
+    report that it got no KV.
     """
 
     path: str
@@ -77,7 +77,7 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What an engine says of itself: its loads, and what distinguishes two of its starts, where it does."""
+    """An engine's loads, and a value that distinguishes two of its starts, if it has one."""
 
     loads: tuple[LoadReport, ...]
     started: object = None
@@ -94,7 +94,7 @@ class EngineClient(Protocol):
         """Return how the engine is asked for a leg. Raises InvalidRequest."""
 
     async def look(self, server: EngineServer) -> Probe:
-        """Ask for its load; an error of the core tree for whatever is no answer."""
+        """Ask the engine for its load. Raises an error of the core tree if it does not answer properly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class ServedEngine:
         self._refused_probes = 0
         self._awaiting: WeakSet[SseStream | WholeStream] = WeakSet()
         self._awaited_pieces: dict[SseStream | WholeStream, int] = {}
-        """What was awaited when the connection of a probe was refused first."""
+        """The awaited pieces when the connection of a probe was first refused."""
 
     def watch(self, on_state: StateSink) -> None:
         """Notify ``on_state`` of every change."""
@@ -159,7 +159,7 @@ class ServedEngine:
         self._probing = asyncio.create_task(self._probe_periodically(on_load))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
-        """Send a leg to the engine; what it refuses is raised by the read.
+        """Send a leg to the engine; its refusal is raised by the read.
 
         Raises InvalidRequest for a call that cannot be sent.
         """
@@ -207,18 +207,18 @@ class ServedEngine:
                     probe = await self._client.look(self._server)
             except TimeoutError:
                 self._note_refused(is_refused=False)
-                self._not_heard(f"{self._server.url} does not answer within {PROBE_LIMIT_S:g} s")
+                self._probe_failed(f"{self._server.url} does not answer within {PROBE_LIMIT_S:g} s")
             except KvrouterError as error:
                 self._note_refused(is_refused=isinstance(error, EngineRefuses))
-                self._not_heard(error.message)
+                self._probe_failed(error.message)
             except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and probing goes on
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"{self._server.url}: a look at the engine failed", "exception": error}
                 )
-                self._not_heard(f"{type(error).__name__}: {error}")
+                self._probe_failed(f"{type(error).__name__}: {error}")
             else:
                 self._note_refused(is_refused=False)
-                self._heard(probe)
+                self._probe_answered(probe)
                 for report in probe.loads:
                     on_load(replace(report, kv_events_skipped=self._skipped(report.rank.dp_rank)))
             await asyncio.sleep(self._look_each_s)
@@ -230,7 +230,7 @@ class ServedEngine:
         return dict(skipped)
 
     def _note_refused(self, *, is_refused: bool) -> None:
-        """Break off what brought nothing since the connection of a probe was refused first."""
+        """Break off the answers without new bytes since the connection of a probe was first refused."""
         if not is_refused:
             self._refused_probes = 0
             self._awaited_pieces.clear()
@@ -245,12 +245,12 @@ class ServedEngine:
         if self._refused_probes == 1:
             self._awaited_pieces = {each: piece for each, piece in awaited.items() if piece is not None}
 
-    def _not_heard(self, why: str) -> None:
+    def _probe_failed(self, why: str) -> None:
         self._failed_probes += 1
         if self._failed_probes == SILENT_AFTER_PROBES:
             self._notify(why)
 
-    def _heard(self, probe: Probe) -> None:
+    def _probe_answered(self, probe: Probe) -> None:
         was_silent = self._is_silent
         self._failed_probes = 0
         if probe.started is not None and probe.started != self._started:

@@ -1,8 +1,8 @@
-"""What an engine's error answer means: the table of statuses, and the errors that are made of it.
+"""The meaning of an engine's error answer: the table of statuses, and the errors made from it.
 
-An answer that blames the call passes to the client as it is, and no other engine is asked. One that blames
-the engine has the call sent elsewhere, within the limits of retries; when none of them answers, the last such
-answer passes.
+An answer that blames the call passes to the client as it is, and no other engine is asked. After one that
+blames the engine the call is sent to another, within the limits of retries; when no engine answers, the last
+error passes.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ import msgspec
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.json import Unreadable, parsed
-from kvrouter.engines.openai.events import Failure
+from kvrouter.engines.openai.answer_events import Failure
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, WorkerDeclined, WorkerFull
 
-SAID_MAX_CHARS = 500
-"""What an error quotes of an engine's own words is cut here."""
+ERROR_CHARS_MAX = 500
+"""The limit for an engine's message quoted in an error."""
 
 
 ERROR_LIMIT_S = 10.0
@@ -30,14 +30,14 @@ REDIRECTED = "it redirects, and no redirect is followed: give the URL at which t
 
 
 class Blame(Enum):
-    """What an error answer blames."""
+    """The party that an error answer blames."""
 
     CALL = auto()
-    """Every engine would say so: it passes at once. No circuit counts it."""
+    """Every engine would refuse it: the answer passes at once. No circuit counts it."""
     FULL = auto()
     """The engine takes no more for now: another may. No circuit counts it."""
     DECLINED = auto()
-    """This engine, or what is before it, does not take this call; another may. No circuit counts it: a client
+    """This engine, or a proxy before it, does not take this call; another may. No circuit counts it: a client
     could open circuits with it."""
     ENGINE = auto()
     """The engine failed: another may not. Circuits count it."""
@@ -55,25 +55,25 @@ STATUSES: dict[int, Blame] = {
     503: Blame.FULL,
     505: Blame.CALL,
 }  # fmt: skip
-"""What each status blames; see :func:`blame_of` for those that are not named."""
+"""The blame of each status; :func:`blame_of` has the rule for the others."""
 
 
 def blame_of(status: int) -> Blame:
-    """Return what a status blames: what the table says, else the call where it is 2xx or 4xx. Any redirect
-    blames the engine: its address is wrong, or a login page is before it.
+    """Return the blame of a status: as in the table, else the call for 2xx and 4xx. Any redirect blames the
+    engine: its address is wrong, or a login page is before it.
     """
     is_of_call = 200 <= status < 500 and status not in REDIRECTS
     return STATUSES.get(status, Blame.CALL if is_of_call else Blame.ENGINE)
 
 
 async def read_failure(answer: aiohttp.ClientResponse) -> KvrouterError:
-    """Read an answer that is not 200, as far as it travels; return what it means."""
+    """Read an answer that is not 200, up to the limit of its body; return the error for it."""
     return failure_of(answer.status, await read_error(answer), tuple(answer.raw_headers))
 
 
 async def read_error(answer: aiohttp.ClientResponse) -> bytes:
-    """Read the body of such an answer, and hardly more of it than travels. What breaks off, or does not come
-    in time, ends there: the status is what counts.
+    """Read the body of an error answer, hardly beyond the limit. A body that breaks off, or does not come in
+    time, ends there: the status decides.
     """
     body = b""
     with suppress(TimeoutError, aiohttp.ClientError, OSError):
@@ -86,11 +86,11 @@ async def read_error(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> KvrouterError:
-    """Return what an engine's error answer means. A body that is too long to travel is replaced by an error
-    in OpenAI's form, which quotes its beginning and says so. A redirect is never followed and does not pass:
+    """Return the error for an engine's error answer. A body over the limit is replaced by an error in
+    OpenAI's form, which quotes its beginning and states that. A redirect is never followed and does not pass:
     it names the engine's own addresses.
     """
-    message, param = said(body[:BODY_MAX_BYTES])
+    message, param = error_message(body[:BODY_MAX_BYTES])
     blame = blame_of(status)
     answer = None
     if 200 <= status < 300 or 400 <= status < 600:
@@ -100,31 +100,31 @@ def failure_of(status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...
         answer = EngineAnswer(status, passed, body)
     if blame is Blame.CALL:
         return _refused(status, message, param, answer)
-    words = f"the engine answered {status}: {REDIRECTED if status in REDIRECTS else message}"
+    text = f"the engine answered {status}: {REDIRECTED if status in REDIRECTS else message}"
     if blame is Blame.FULL:
-        return WorkerFull(words, answer=answer)
+        return WorkerFull(text, answer=answer)
     if blame is Blame.DECLINED:
-        return WorkerDeclined(words, answer=answer)
-    return EngineFailed(words, answer=answer)
+        return WorkerDeclined(text, answer=answer)
+    return EngineFailed(text, answer=answer)
 
 
 def failure_inside(error: Failure, answer: EngineAnswer | None = None) -> KvrouterError:
-    """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
+    """Return the error for a failure in place of an answer: the call's fault, or a failed engine."""
     code = error.code
     if isinstance(code, int) and 400 <= code < 600 and blame_of(code) is Blame.CALL:
-        return _refused(code, error.message[:SAID_MAX_CHARS], _short(error.param), answer)
-    return EngineFailedLater(f"the engine failed: {error.message[:SAID_MAX_CHARS]}", answer=answer)
+        return _refused(code, error.message[:ERROR_CHARS_MAX], _short(error.param), answer)
+    return EngineFailedLater(f"the engine failed: {error.message[:ERROR_CHARS_MAX]}", answer=answer)
 
 
-class _Said(msgspec.Struct, frozen=True):
-    """What engines say of a mistake: OpenAI's form, or the older flat one."""
+class _ErrorFields(msgspec.Struct, frozen=True):
+    """The fields of an engine's error: OpenAI's form, or the older flat one."""
 
     message: str = ""
     param: str | None = None
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    error: _Said | str | None = None
+    error: _ErrorFields | str | None = None
     message: str = ""
     detail: object = None
     param: str | None = None
@@ -133,23 +133,23 @@ class _Failure(msgspec.Struct, frozen=True):
 _failure = msgspec.json.Decoder(_Failure)
 
 
-def said(body: bytes) -> tuple[str, str | None]:
+def error_message(body: bytes) -> tuple[str, str | None]:
     """Return the message of an error answer, and the field that it is about where the engine names it."""
     try:
         failure = parsed(_failure, body)
     except Unreadable:
-        return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
-    if isinstance(failure.error, _Said):
-        return failure.error.message[:SAID_MAX_CHARS], _short(failure.error.param)
+        return body.decode("utf-8", "replace").strip()[:ERROR_CHARS_MAX], None
+    if isinstance(failure.error, _ErrorFields):
+        return failure.error.message[:ERROR_CHARS_MAX], _short(failure.error.param)
     message = failure.message or failure.error or ("" if failure.detail is None else str(failure.detail))
-    return message[:SAID_MAX_CHARS], _short(failure.param)
+    return message[:ERROR_CHARS_MAX], _short(failure.param)
 
 
 def _short(param: str | None) -> str | None:
-    return None if param is None else param[:SAID_MAX_CHARS]
+    return None if param is None else param[:ERROR_CHARS_MAX]
 
 
-_CONTEXT_WORDS = (
+_CONTEXT_PHRASES = (
     "maximum context length",
     "max_model_len",
     "max_seq_len",
@@ -161,15 +161,15 @@ _CONTEXT_WORDS = (
 
 
 def _refused(status: int, message: str, param: str | None, answer: EngineAnswer | None) -> InvalidRequest:
-    if any(words in message for words in _CONTEXT_WORDS):
+    if any(phrase in message for phrase in _CONTEXT_PHRASES):
         return ContextLengthExceeded(message, param=param, answer=answer)
     return InvalidRequest(message or f"the engine answered {status}", param=param, answer=answer)
 
 
 def _cut(status: int, message: str) -> bytes:
-    words = f"{message} ... (the engine's answer is over {BODY_MAX_BYTES} bytes: kvrouter cut it)"
+    text = f"{message} ... (the engine's answer is over {BODY_MAX_BYTES} bytes: kvrouter cut it)"
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return msgspec.json.encode({"error": {"message": words, "type": kind, "param": None, "code": status}})
+    return msgspec.json.encode({"error": {"message": text, "type": kind, "param": None, "code": status}})
 
 
 def _as_json(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[tuple[bytes, bytes], ...]:

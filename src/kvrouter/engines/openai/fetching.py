@@ -15,16 +15,16 @@ KV_FAILURES = (EngineFailed, EngineFailedLater)
 
 
 class FetchingStream:
-    """The answer of a decode leg that fetches KV which waits at a prefill engine.
+    """The answer of a decode leg that fetches its KV from a prefill engine.
 
-    An engine that fails such a leg before its first token is taken to have got no KV: it does not say why it
-    failed, and that is why most do. The leg is then prefilled again, and nobody is blamed. ``failures`` are
-    how it may say so.
+    A leg that fails before its first token is taken to have got no KV, the most frequent cause: the engine
+    does not report it. The leg is then prefilled again, without blame. ``failures`` are the errors by which
+    an engine may report it.
 
-    With ``read_within_s`` only the decode engine can notify the prefill engine that nobody comes any more: it
-    does so when it aborts the call, with or without having fetched anything. Of a call that it never read it
-    notifies nobody, and the KV keeps its blocks until its lease ends. So a call that is cancelled is taken
-    back once it was surely read; the reader of its answer gets the end at once.
+    With ``read_within_s`` only the decode engine can notify the prefill engine that the KV is no longer
+    wanted: it does so when it aborts the call, whether it fetched anything or not. For a call that it never
+    read it sends no notification, and the KV keeps its blocks until its lease ends. So a cancelled call is
+    aborted only after it was surely read; the reader of its answer gets the end at once.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class FetchingStream:
         return chunk
 
     def cancel(self, reason: str) -> None:
-        """Ask the engine to stop, once it knows of the call. Idempotent."""
+        """Ask the engine to stop, once it has read the call. Idempotent."""
         if self._left is None:
             self._inner.cancel(reason)
         elif not self._left.done():

@@ -14,7 +14,7 @@ from kvrouter.core.errors import ProtocolError
 
 PAGE_MAX_BYTES = 8 * 1024 * 1024
 PAGE_LINES_MAX = 131_072
-"""What lies behind these is not read: as many lines cost 50 ms."""
+"""How many lines of a page are read: this many cost 50 ms."""
 
 LINE_MAX_BYTES = 4_096
 """A longer line is left out."""
@@ -23,7 +23,7 @@ SAMPLES_MAX = 2_048
 """Lines of wanted metrics that are kept, some twelve for each data-parallel rank of an engine."""
 
 KEPT_BYTES_MAX = 512 * 1024
-"""What these lines may have together: to read as much takes the event loop some 50 ms."""
+"""The limit for the kept lines together: reading as much takes the event loop some 50 ms."""
 
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*+"
 _SAMPLE = re.compile(rf"({_NAME})(?:[ \t]*+\{{(.*)\}})?[ \t]++(\S++)(?:[ \t].*+)?")
@@ -92,8 +92,8 @@ def _lines_of(names: tuple[str, ...]) -> "re.Pattern[bytes]":
 
 
 def read_metrics(page: bytes, names: Iterable[str]) -> Samples:
-    """Return the samples of ``names`` in a page whose size is bounded; raise ProtocolError. A sample that is
-    no finite number is left out.
+    """Return the samples of ``names`` in a page of bounded size; raise ProtocolError. A sample that is no
+    finite number is left out.
     """
     found: dict[str, list[Sample]] = {}
     for line in _lines_of(tuple(names)).findall(page):

@@ -1,6 +1,4 @@
-"""The pages on which an engine says what it is, read as far as they can be: what is missing is unknown, and
-noted.
-"""
+"""The pages on which an engine reports its values; a missing value is unknown, and noted."""
 
 from collections.abc import Mapping
 
@@ -14,19 +12,19 @@ from kvrouter.engines.openai.server import EngineServer, PageFailed
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 COUNT_MAX = 2**53
-"""What is larger is no count, and would not be exact."""
+"""A larger number is no count, and would not be exact."""
 
 MODELS = "/v1/models"
 HEALTH = "/health"
 
 OWNERS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
-"""What engines name as the owner of a model: by that they are known from each other."""
+"""The owners of models that engines report, which identify their kind."""
 
 _object: "msgspec.json.Decoder[dict[str, object]]" = msgspec.json.Decoder(dict[str, object])
 
 
 class ListedModel(msgspec.Struct, frozen=True):
-    """An entry of ``/v1/models``; None for what it does not say."""
+    """An entry of ``/v1/models``; None for missing fields."""
 
     id: str
     root: str | None = None
@@ -55,7 +53,7 @@ def object_of(value: object) -> Mapping[str, object]:
 
 
 class EnginePages:
-    """Reads one engine's pages. :attr:`missing` says what could not be read, and what is lost by it."""
+    """Reads one engine's pages. :attr:`missing` lists what could not be read, and its effect."""
 
     def __init__(self, server: EngineServer) -> None:
         self._server = server
@@ -67,13 +65,11 @@ class EnginePages:
         return tuple(self._missing)
 
     def note(self, what: str, lost: str) -> None:
-        """Say that ``what`` is so, and what is ``lost`` by it."""
+        """Note a missing value, and what is ``lost`` by it."""
         self._missing.append(f"the engine at {self._server.url}: {what}: {lost}")
 
     async def page(self, path: str) -> bytes | str:
-        """Return a page, or in words why it cannot be had. Raises WorkerUnreachable for an engine that is not
-        reached at all.
-        """
+        """Return a page, or why it cannot be read. Raises WorkerUnreachable if the engine is not reached."""
         try:
             page = await self._server.look(path)
         except (PageFailed, KeyRefused) as error:
@@ -81,8 +77,8 @@ class EnginePages:
         return f"it has no {path}" if page is None else page
 
     async def fields(self, path: str, *, lost: str | None = None) -> Mapping[str, object]:
-        """Return the object on a page, an empty one where it cannot be had; that is noted where anything is
-        ``lost`` by it.
+        """Return the object on a page, empty if it cannot be read; that is noted if anything is ``lost`` by
+        it.
         """
         page = await self.page(path)
         why = page if isinstance(page, str) else ""
@@ -96,18 +92,18 @@ class EnginePages:
         return {}
 
     async def metrics(self, path: str, names: tuple[str, ...]) -> Samples | str:
-        """Return the samples on a page of metrics, or in words why they cannot be had."""
+        """Return the samples on a page of metrics, or why they cannot be read."""
         try:
             page = await self._server.metrics(names, path)
             return f"it has no {path}" if page is None else read_metrics(page, names)
         except (PageFailed, KeyRefused, ProtocolError) as error:
             return error.message
 
-    async def models(self, *, owner: str, said: str | None) -> list[ListedModel]:
-        """Return the models that it lists, at least one; that which was ``said`` where none can be read.
+    async def models(self, *, owner: str, model: str | None) -> list[ListedModel]:
+        """Return the models that it lists, at least one; only ``model`` if the list cannot be read.
 
-        Raises WorkerUnreachable while it lists none, ConfigError for a server that is none of ``owner``'s, or
-        whose model nobody names.
+        Raises WorkerUnreachable while it lists no model, ConfigError for a server of another owner, or if the
+        list cannot be read and ``model`` is None.
         """
         page = await self._server.look(MODELS)
         is_whose = f"is it {OWNERS[owner]}'s server?"
@@ -121,32 +117,32 @@ class EnginePages:
         if data == []:
             raise WorkerUnreachable("the engine lists no model yet")
         listed = [found for each in data if (found := _listed(each))] if isinstance(data, list) else []
-        for model in listed:
-            if model.owner in OWNERS and model.owner != owner:
+        for each in listed:
+            if each.owner in OWNERS and each.owner != owner:
                 raise ConfigError(
-                    f"{self._server.url} serves a model that is owned by {model.owner!r}, not {owner!r}: "
+                    f"{self._server.url} serves a model that is owned by {each.owner!r}, not {owner!r}: "
                     f"{is_whose}",
                     param="url",
                 )
         if listed:
             return listed
-        if said is None:
+        if model is None:
             raise ConfigError(f"{self._server.url}: {why}: name the model that it serves", param="model")
         self.note(why, "that it serves what is asked for is believed")
-        return [ListedModel(said)]
+        return [ListedModel(model)]
 
 
 def _listed(entry: object) -> ListedModel | None:
-    said = object_of(entry)
-    name = text_of(said.get("id"))
+    fields = object_of(entry)
+    name = text_of(fields.get("id"))
     if name is None:
         return None
     return ListedModel(
         name,
-        root=text_of(said.get("root")),
-        parent=text_of(said.get("parent")),
-        context_length=count_of(said.get("max_model_len")),
-        owner=text_of(said.get("owned_by")),
+        root=text_of(fields.get("root")),
+        parent=text_of(fields.get("parent")),
+        context_length=count_of(fields.get("max_model_len")),
+        owner=text_of(fields.get("owned_by")),
     )
 
 
@@ -155,7 +151,7 @@ async def check_serves(server: EngineServer, model: str, *, owner: str) -> None:
     another kind of server.
     """
     try:
-        listed = await EnginePages(server).models(owner=owner, said=model)
+        listed = await EnginePages(server).models(owner=owner, model=model)
     except PageFailed:
         if await server.look(HEALTH) is None:
             raise

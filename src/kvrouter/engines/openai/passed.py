@@ -1,15 +1,15 @@
-"""Calls of routes that are not understood here: engines get them as they are, and clients get the answers.
+"""Calls of routes that the router does not interpret: engines and clients get them as they are.
 
-Of an answer only its end is read, where it is streamed, and its count of tokens, where it has one.
+Only the end of a streamed answer is read, and its count of tokens, if it has one.
 """
 
 import msgspec
 
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.core.requests import ClientCall, ClientForm
+from kvrouter.engines.openai.answer_events import AnswerEvent, AnswerUsage, CachedTokens, Choice, ReadEvent
 from kvrouter.engines.openai.bodies import Body, bytes_of
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice, ReadEvent
 from kvrouter.engines.openai.sse import AnswerReading
 
 _ENDS = frozenset(
@@ -66,7 +66,7 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 class _Meta(_Usage, frozen=True):
-    """What SGLang's own routes say of an answer so far; ``finish_reason`` is null until it has ended."""
+    """The ``meta_info`` of SGLang's own routes; ``finish_reason`` is null until the answer has ended."""
 
     finish_reason: object = None
     cached_tokens: int | None = None
@@ -93,8 +93,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether it is a whole answer, or an event of one, that says that its engine aborted it: vLLM then
-        writes a message without a reason to stop, and a response that is cancelled.
+        """Whether the engine aborted it: vLLM then writes a message without a reason to stop, and a response
+        that is cancelled.
         """
         if self.type == "message":
             return bytes(self.stop_reason) == b"null"
@@ -106,7 +106,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
     @property
     def delta_stop_reason(self) -> bytes | None:
-        """Why a message stops, by the event that says so; None where it says nothing of it."""
+        """Why a message stops, from the event that reports it; None in other events."""
         try:
             reason = parsed(_delta, self.delta).stop_reason
         except Unreadable:
@@ -121,7 +121,7 @@ _delta = msgspec.json.Decoder(_Delta)
 
 
 def passed_call(call: ClientCall, body: Body, headers: dict[str, str] | None = None) -> EngineCall:
-    """Return how an engine is sent ``body``, which is that of ``call`` with what the router has to say."""
+    """Return the call that sends ``body``, the body of ``call`` with the router's fields."""
     return EngineCall(
         path=call.route.value,
         body=bytes_of(body),
@@ -161,34 +161,34 @@ def _reads_whole() -> ReadEvent:
 
 
 def _read_event(data: bytes) -> AnswerEvent:
-    said = _said(data)
-    if said.is_aborted:
-        return AnswerEvent(choices=_ABORTED, usage=_usage_of(said))
+    answer = _decoded(data)
+    if answer.is_aborted:
+        return AnswerEvent(choices=_ABORTED, usage=_usage_of(answer))
     is_last = (
-        said.type in _ENDS
-        or not isinstance(said.error, msgspec.UnsetType)
-        or any(piece.finish_reason for piece in said.choices)
-        or (said.meta_info is not None and said.meta_info.finish_reason is not None)
+        answer.type in _ENDS
+        or not isinstance(answer.error, msgspec.UnsetType)
+        or any(piece.finish_reason for piece in answer.choices)
+        or (answer.meta_info is not None and answer.meta_info.finish_reason is not None)
     )
-    return AnswerEvent(choices=_AT_AN_END if is_last else (), usage=_usage_of(said))
+    return AnswerEvent(choices=_AT_AN_END if is_last else (), usage=_usage_of(answer))
 
 
 def _read_whole(data: bytes) -> AnswerEvent:
-    said = _said(data)
-    return AnswerEvent(choices=_ABORTED if said.is_aborted else _AT_AN_END, usage=_usage_of(said))
+    answer = _decoded(data)
+    return AnswerEvent(choices=_ABORTED if answer.is_aborted else _AT_AN_END, usage=_usage_of(answer))
 
 
-def _said(data: bytes) -> _Answer:
-    """What can be read of an answer; nothing is wrong with one that has other names, or another form."""
+def _decoded(data: bytes) -> _Answer:
+    """Return the readable fields of an answer; another form, or other names, are no error."""
     try:
         return parsed(_answer, data)
     except Unreadable:
         return _Answer()
 
 
-def _usage_of(said: _Answer) -> AnswerUsage | None:
-    inner = [each.usage for each in (said.response, said.message) if each is not None]
-    for found in (said.usage, *inner, said.meta_info):
+def _usage_of(answer: _Answer) -> AnswerUsage | None:
+    inner = [each.usage for each in (answer.response, answer.message) if each is not None]
+    for found in (answer.usage, *inner, answer.meta_info):
         if found is not None:
             return found.counted
     return None

@@ -1,5 +1,5 @@
-"""How long an engine's requests took, what its cache holds and what runs, from its metrics page, by each
-engine's names; and what an answer says of its own times.
+"""Times of an engine's requests, sizes of its cache and its running requests, from its metrics page by each
+engine's names; and the times in an answer.
 
 Histograms have a sum and a count: between two pages in which one request ended, the sum grew by its own time.
 """
@@ -35,8 +35,7 @@ TOKEN = (
 """From one token to the next; the second name of each engine is that of its older versions."""
 
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-"""Requests that are in steps, and that wait to be. SGLang has such figures too, which may be of half a minute
-ago."""
+"""Requests in steps, and waiting ones. SGLang's figures of this kind may be half a minute old."""
 
 CACHE = "vllm:cache_config_info"
 
@@ -55,12 +54,12 @@ class TimeSum:
 
     @property
     def mean_s(self) -> float | None:
-        """Seconds that one took; None where there is none."""
+        """The mean in seconds; None without a request."""
         return self.seconds / self.count if self.count else None
 
 
 class RequestTimes(NamedTuple):
-    """Sums since the engine began, or between two pages; None for what the page does not have."""
+    """Sums since the engine began, or between two pages; None if the page does not have one."""
 
     queue: TimeSum | None
     prefill: TimeSum | None
@@ -69,7 +68,7 @@ class RequestTimes(NamedTuple):
 
 
 class CacheSize(NamedTuple):
-    """Tokens in a block, blocks of one data-parallel rank, and how many ranks there are."""
+    """Tokens in a block, blocks of one data-parallel rank, and the number of ranks."""
 
     block_size: int
     blocks: int
@@ -77,7 +76,7 @@ class CacheSize(NamedTuple):
 
 
 class OwnTimes(NamedTuple):
-    """What an answer says of itself: seconds in the queue, and from there to the first token."""
+    """The times in an answer: seconds in the queue, and from there to the first token."""
 
     queue_s: float
     prefill_s: float
@@ -100,7 +99,7 @@ _last_event = msgspec.json.Decoder(_LastEvent)
 
 
 def read_own_times(data: bytes) -> OwnTimes | None:
-    """Return the times in a stream's last event; None where it has none, or not in vLLM's form."""
+    """Return the times in a stream's last event; None without them, or if they are not in vLLM's form."""
     try:
         found = parsed(_last_event, data).metrics
     except Unreadable:
@@ -111,9 +110,9 @@ def read_own_times(data: bytes) -> OwnTimes | None:
 
 
 def read_running(page: bytes) -> int | None:
-    """Return how many requests an engine works on or has waiting; None where its page does not say.
+    """Return how many requests an engine runs or queues; None if its page does not report it.
 
-    Raises ProtocolError for a page that cannot be read.
+    Raises ProtocolError for an unreadable page.
     """
     samples = read_metrics(page, RUNNING)
     if not samples:
@@ -128,12 +127,12 @@ def read_request_times(page: bytes) -> RequestTimes:
 
 
 def times_between(before: RequestTimes, after: RequestTimes) -> RequestTimes:
-    """Return what the sums grew by; None where one of the pages has none."""
+    """Return the increase of the sums; None if one of the pages has no sum."""
     return RequestTimes(*(_grown(*each) for each in zip(before, after, strict=True)))
 
 
 def read_cache_size(page: bytes) -> CacheSize | None:
-    """Return the sizes that a vLLM's metrics page says; None for other engines' pages.
+    """Return the sizes on the metrics page of a vLLM; None for other engines' pages.
 
     Raises ProtocolError for sizes that are no numbers.
     """

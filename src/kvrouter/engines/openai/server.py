@@ -1,6 +1,6 @@
 """An HTTP client for an engine's server.
 
-Clients may read what an error of a call says, so it omits the engine's address; an error of a probe has it.
+Clients may read the error of a call, so it omits the engine's address; the error of a probe has it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import aiohttp
 
 from kvrouter.core.engine_answer import Headers, passed_headers
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
-from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, read_error, read_failure, said
+from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, error_message, read_error, read_failure
 from kvrouter.engines.openai.metrics import MetricLines
 from kvrouter.http_client import Connection, HttpClient, connection_failure
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
@@ -23,11 +23,11 @@ CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
 
 PROBE_LIMIT_S = 10.0
-"""How long a small question, such as for the engine's models or metrics, may take."""
+"""How long a small request, such as for the engine's models or metrics, may take."""
 
 KEEP_IDLE_S = 3.0
-"""How long a connection that nobody uses is kept: engines end theirs after five seconds, and a call that is
-sent just then has to be sent again."""
+"""How long an idle connection is kept: engines close theirs after five seconds, and a call that is sent just
+then has to be sent again."""
 
 END_LIMIT_S = 1.0
 """How long an answer may take to end behind its last event, so that its connection is used again."""
@@ -39,21 +39,21 @@ ANSWER_MAX_BYTES = 64 * 1024 * 1024
 """The longest answer to a call that is not streamed."""
 
 PAGE_MAX_BYTES = 4 * 1024 * 1024
-"""The longest answer to a small question, such as for the engine's models."""
+"""The longest answer to a small request, such as for the engine's models."""
 
 METRICS_PIECE_BYTES = 64 * 1024
 """So much of a metrics page is looked through before others have a turn: 4 ms at most."""
 
 
 class EngineRefuses(WorkerUnreachable):
-    """The engine's server refuses connections: nothing listens at its port."""
+    """The engine's server refuses connections: no process listens at its port."""
 
     code = "engine_refuses"
 
 
 class PageFailed(WorkerUnreachable):
-    """The engine answers, and this page of it cannot be had: ``status`` is what it answered, None where the
-    page did not come in time, or was too long.
+    """The engine answers, but not with this page: ``status`` is its answer, None if the page did not come in
+    time, or was too long.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -78,13 +78,13 @@ class EngineServer:
         self._look_limit_s = look_limit_s
         self._session: HttpClient | None = None
         self._fresh: HttpClient | None = None
-        """A session of which every request has a connection of its own; None until one is needed."""
+        """A session with a new connection for each request; None until it is needed."""
         self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
         self.has_long_metrics = False
         """Whether the metrics page was over a limit when it was read last."""
 
     async def open(self) -> None:
-        """Be ready to ask; nothing is sent yet."""
+        """Create the session; no request is sent yet."""
         self._session = self._new_client(keepalive_timeout=KEEP_IDLE_S)
 
     def _new_client(self, **connections: Any) -> HttpClient:
@@ -116,8 +116,8 @@ class EngineServer:
         return await self._looked(path, _page)
 
     async def metrics(self, names: Iterable[str], path: str = "/metrics") -> bytes | None:
-        """Return the lines of the engine's metrics page that begin with ``names``, of as much of the page as
-        is read; None when it has none. Raises as :meth:`look` does.
+        """Return the lines of the engine's metrics page that begin with ``names``, up to the limit of the
+        page; None without a page. Raises as :meth:`look` does.
         """
 
         async def lines_of(answer: aiohttp.ClientResponse) -> bytes:
@@ -142,7 +142,7 @@ class EngineServer:
                     return None
                 if answer.status == 200:
                     return await read(answer)
-                message = said(await read_error(answer))[0]
+                message = error_message(await read_error(answer))[0]
                 if answer.status in REDIRECTS:
                     message = REDIRECTED
                 if answer.status in (401, 403):
@@ -161,10 +161,10 @@ class EngineServer:
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        """Send a call; return its answer, whose body is not read yet, once the engine accepted it.
+        """Send a call; return its answer, with the body still unread, once the engine accepted it.
 
-        Raises WorkerUnreachable when the engine cannot be reached, StreamBroken when it takes the call and
-        ends the connection, and what :func:`read_failure` makes of any other answer than 200.
+        Raises WorkerUnreachable if the engine cannot be reached, StreamBroken if it takes the call and ends
+        the connection, and the error of :func:`read_failure` for any other answer than 200.
         """
         try:
             all_headers = {"content-type": "application/json", **(headers or {})}
@@ -202,9 +202,9 @@ class EngineServer:
         """Send a request; return the head of its answer.
 
         A kept connection may end just as a request goes out on it: engines close theirs after five idle
-        seconds. One that was lost so, without the head of an answer, is sent once more on a fresh
-        connection. The engine may have begun on it: that costs it work and has no other effect, since the
-        end of a connection has it abort what it runs for it.
+        seconds. A request lost in this way, without the head of an answer, is sent once more on a fresh
+        connection. The engine may have begun on it: that costs it work and has no other effect, since the end
+        of a connection makes it abort the request.
         """
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
@@ -237,8 +237,8 @@ class AnswerHeaders:
 
 
 def let_end(answer: aiohttp.ClientResponse) -> None:
-    """Leave an answer that has nothing more to say: its connection is free for others once the engine ends
-    it, and is closed when it does not within :data:`END_LIMIT_S`.
+    """Leave a finished answer: its connection is free for others once the engine ends it, and is closed if it
+    does not within :data:`END_LIMIT_S`.
     """
     late = asyncio.get_running_loop().call_later(END_LIMIT_S, answer.close)
     answer.content.on_eof(late.cancel)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvrouter.core.requests import FinishReason
-from kvrouter.engines.openai.events import (
+from kvrouter.engines.openai.answer_events import (
     AnswerEvent,
     Unasked,
     UnreadEvent,
@@ -22,10 +22,10 @@ class AnswerReading:
     """How an answer is read.
 
     ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
-    ``added_usage``: asked for the router's sake, so cut out again; ``unasked`` is what the engine writes in
-    place of the tokens when nobody asks, and ``cleaned`` returns a whole answer without what else was.
-    ``shows_aborts``: the last event of an aborted stream tells its client so. Where it does not, the stream
-    ends with an error.
+    ``added_usage`` were requested for the router, and are cut out again; ``unasked`` are the engine's bytes
+    in place of tokens that are not requested, and ``cleaned`` returns a whole answer without the other
+    additions. ``shows_aborts``: the last event of an aborted stream reports that to its client; otherwise the
+    stream ends with an error.
     """
 
     passes_raw: bool
@@ -35,13 +35,13 @@ class AnswerReading:
     cleaned: Callable[[bytes], bytes] = bytes
     shows_aborts: bool = True
 
-    def finish_of(self, said: FinishReason | None) -> FinishReason | None:
-        """Return how an answer that came to its end ended. A client that gets the engine's bytes has them
-        whole, whatever reason stands in them, or none.
+    def finish_of(self, reported: FinishReason | None) -> FinishReason | None:
+        """Return the finish of a complete answer. A client that gets the engine's bytes has all of them, with
+        any reason or without one.
         """
         if not self.passes_raw:
-            return said
-        return said if said is FinishReason.LENGTH else FinishReason.STOP
+            return reported
+        return reported if reported is FinishReason.LENGTH else FinishReason.STOP
 
 
 BEHIND_MAX_BYTES = 4096
@@ -49,11 +49,11 @@ BEHIND_MAX_BYTES = 4096
 
 
 class RawEvents:
-    """Takes out of the events of one stream what was asked for the router's sake.
+    """Cuts the router's additions out of the events of one stream.
 
-    An engine that is asked for the usage writes its fingerprint next to that, and else into the last event of
-    the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back. One
-    that writes a usage into every event does so for everybody: then the last one is the client's too.
+    An engine that is asked for the usage writes its fingerprint next to it, and otherwise into the last event
+    of the answer: that event waits for the usage, which follows it, and gets the fingerprint back. An engine
+    that writes a usage into every event does so for every client: the last one is then the client's too.
     """
 
     def __init__(self, reading: AnswerReading) -> None:
@@ -84,7 +84,7 @@ class RawEvents:
         return self._released(None) + raw
 
     def _is_empty_usage(self, event: AnswerEvent, raw: bytes) -> bool:
-        """Whether it is where the usage was asked for, without one: it has choices, and none in them."""
+        """Whether it is the event of the requested usage without a usage: it has an empty list of choices."""
         is_read = not isinstance(event, UnreadEvent) and b'"choices"' in raw
         return is_read and self.is_waiting and not event.choices and event.error is None
 
@@ -95,7 +95,7 @@ class RawEvents:
         return self._released(None) if self._behind_bytes > BEHIND_MAX_BYTES else b""
 
     def end(self) -> bytes:
-        """Return what still waits: no usage comes any more."""
+        """Return the event that still waits: no usage follows."""
         return self._released(None)
 
     def _released(self, fingerprint: str | None) -> bytes:
@@ -125,8 +125,8 @@ CutEvent = tuple[bytes, bytes | None]
 
 class EventCutter:
     """Cuts a stream of bytes into events, as WHATWG's HTML standard does, section 9.2.6. All bytes come out
-    again, in order; an event is there as soon as its blank line is, so that a ``\\n`` that comes later than
-    the ``\\r`` before it begins the next one.
+    again, in order; an event is complete at its blank line, so that a ``\n`` that comes after its ``\r``
+    begins the next event.
     """
 
     def __init__(self) -> None:
@@ -135,8 +135,8 @@ class EventCutter:
         self._is_long = False
 
     def push(self, piece: bytes) -> Iterator[CutEvent]:
-        """Yield the events that ``piece`` completes; of one that is longer than :data:`EVENT_MAX_BYTES`
-        all that there is of it.
+        """Yield the events that ``piece`` completes; an event over :data:`EVENT_MAX_BYTES` comes in the
+        pieces received so far.
         """
         rest = self._rest
         if rest:

@@ -1,7 +1,7 @@
 """The answer to one leg, read from the engine's HTTP answer: server-sent events or one body.
 
-A client that gets the engine's own bytes gets all of them, whatever they are: an answer is broken where the
-connection broke, or where an error stands in its place.
+A client that gets the engine's own bytes gets all of them unchecked: an answer is broken if the connection
+broke, or if an error is in its place.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_hea
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.json import OFF_LOOP_BYTES
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
-from kvrouter.engines.openai.events import (
+from kvrouter.engines.openai.answer_events import (
     AnswerEvent,
     AnswerUsage,
     Failure,
@@ -36,10 +36,10 @@ from kvrouter.http_client import connection_failure
 from kvrouter.transports.requests.port import StreamBroken
 
 RAW_CHUNK_BYTES = 2048
-"""From so many bytes of events on a chunk is sent: on the request plane it takes one token of credit."""
+"""A chunk is sent once its events have this many bytes: on the request plane it takes one token of credit."""
 
 PIECE_BYTES = 256 * 1024
-"""What is longer, a whole answer or one event, travels in pieces: a message over NATS holds 1 MiB."""
+"""Longer data, a whole answer or one event, travels in pieces: a message over NATS holds 1 MiB."""
 
 
 ABORTED = "the engine aborted the answer"
@@ -47,11 +47,11 @@ ABORTED = "the engine aborted the answer"
 
 
 class SseStream:
-    """A streamed answer as an :class:`EngineStream`: a chunk for the few events that came together.
+    """A streamed answer as an :class:`EngineStream`: one chunk for a few events that came together.
 
     The call is sent from here: engines may send the head of a stream with its first token, after their whole
-    queue, and the router waits less for the word that a leg was accepted. What the engine refuses is raised
-    by the read. What is not read yet waits at the engine, but for the events of one read.
+    queue, and the router waits less for the acceptance of a leg. The engine's refusal is raised by the read.
+    Unread events wait at the engine, except the events of one read.
     """
 
     def __init__(
@@ -101,9 +101,7 @@ class SseStream:
         return chunk
 
     async def _open(self) -> bool:
-        """Wait until the answer begins, and return whether it does: not where the call was taken back. Raises
-        what the engine refuses.
-        """
+        """Wait until the answer begins; return False if it was cancelled. Raises the engine's refusal."""
         if not self._opening.done():
             await asyncio.wait({self._opening})
         if self._opening.cancelled():
@@ -128,7 +126,7 @@ class SseStream:
             self._answer.close()
 
     def cancel(self, reason: str) -> None:
-        """Close the connection: the engine aborts what it runs for it. Idempotent."""
+        """Close the connection: the engine aborts the call. Idempotent."""
         if self._cancelled is None and not self._is_over:
             self._cancelled = reason
             self._close()
@@ -141,7 +139,7 @@ class SseStream:
         return self._pieces if self._is_reading and not self._is_over else None
 
     def break_off(self, why: str) -> None:
-        """The engine brings nothing more: the read raises StreamBroken."""
+        """The engine sends no further bytes: the read raises StreamBroken."""
         self._lost = why
         self._close()
 
@@ -170,7 +168,7 @@ class SseStream:
         return chunk
 
     async def _read_behind_end(self) -> bytes:
-        """Return what comes behind the last event, empty once the engine ends its answer, or does not within
+        """Return the bytes behind the last event; empty once the engine ends its answer, or does not within
         :data:`END_LIMIT_S`.
         """
         try:
@@ -180,7 +178,7 @@ class SseStream:
             return b""
 
     async def _failed(self, error: Failure) -> KvrouterError:
-        """Return what the engine's error event means, with all that the engine sends of it and behind it."""
+        """Return the error for the engine's error event, with all of its bytes and those behind it."""
         is_whole = False
         body = self._events.raw_of_error()
         with suppress(TimeoutError, aiohttp.ClientError, OSError):  # then it ends here
@@ -198,10 +196,10 @@ class SseStream:
 
 
 class WholeStream:
-    """An answer that comes at once, as an :class:`EngineStream`.
+    """An answer in one body, as an :class:`EngineStream`.
 
-    The call is sent from here: an engine answers it not before it is done, and the router waits less for the
-    word that it was accepted. What the engine refuses is raised by the read.
+    The call is sent from here: an engine answers it only when it is done, and the router waits less for its
+    acceptance. The engine's refusal is raised by the read.
     """
 
     def __init__(
@@ -246,7 +244,7 @@ class WholeStream:
         return piece
 
     def cancel(self, reason: str) -> None:
-        """Close the connection: the engine aborts what it runs for it. Idempotent."""
+        """Close the connection: the engine aborts the call. Idempotent."""
         if self._cancelled is None and not self._is_over:
             self._cancelled = reason
             if not self._answering.cancel() and not self._answering.cancelled():
@@ -258,7 +256,7 @@ class WholeStream:
         return None if self._answering.done() else 0
 
     def break_off(self, why: str) -> None:
-        """The engine brings nothing more: the read raises StreamBroken."""
+        """The engine sends no further bytes: the read raises StreamBroken."""
         self._lost = why
         self._answering.cancel()
 
@@ -299,7 +297,7 @@ def _in_pieces(chunk: EngineChunk) -> deque[EngineChunk]:
 
 
 class _Gathered:
-    """What the events of one read come to."""
+    """The combined events of one read."""
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reading = reading
@@ -316,9 +314,9 @@ class _Gathered:
 
     @property
     def is_worth_sending(self) -> bool:
-        """Whether it need not wait for more. Where tokens are reported, what comes before the first of them
-        (the role) waits for it: until then the client has nothing, and another worker may begin again. Tokens
-        wait for bytes that they are in.
+        """Whether it need not wait for more. If tokens are reported, the part before the first of them (the
+        role) waits for it: the client has no bytes until then, and another worker may begin again. Tokens
+        wait for the bytes that contain them.
         """
         if self.is_empty or (self._reading.passes_raw and not self._raw):
             return False
@@ -363,7 +361,7 @@ class _Gathered:
             self._raw_bytes += len(raw)
 
     def add_urgent(self, raw: bytes) -> None:
-        """The same, of bytes that wait for nothing."""
+        """Add bytes that do not wait for anything."""
         if raw:
             self.is_empty = False
             self._is_urgent = True
@@ -393,12 +391,12 @@ class _StreamedEvents:
         self.ready: deque[EngineChunk] = deque()
         self.has_begun = False
         self.is_done = False
-        """Whether the engine wrote that it is done: nothing that comes now is read, nor can it break."""
+        """Whether the engine wrote its end: later bytes are not read, and cannot break the answer."""
         self.failure: KvrouterError | None = None
         """Raised once what came before it is read."""
         self.error: Failure | None = None
         self._error_raw = b""
-        """The event that says that the engine failed, and what came behind it."""
+        """The event of the engine's failure, and the bytes behind it."""
         self._reading = reading
         self._read = read
         self._cutter = EventCutter()
@@ -422,13 +420,13 @@ class _StreamedEvents:
             self.flush()
 
     def flush(self) -> None:
-        """Make a chunk of what was gathered, if anything was."""
+        """Make a chunk of the gathered events, if there are any."""
         if not self._gathered.is_empty:
             self.ready.extend(_in_pieces(self._gathered.chunk(None, None)))
             self._gathered = _Gathered(self._reading)
 
     def end(self) -> None:
-        """The engine ended its answer, with or without its last words. Raises StreamBroken."""
+        """The engine ended its answer, with or without its last event. Raises StreamBroken."""
         raw, data = self._cutter.end()
         if raw.strip() and not self._reading.passes_raw:
             raise StreamBroken("the engine closed the connection in the middle of an event")
@@ -447,7 +445,7 @@ class _StreamedEvents:
         return self._gathered.raw + self._raw.end() + self._error_raw + self._cutter.end()[0]
 
     def _send_comments(self) -> None:
-        """Comments that came alone are no part of an answer: nothing waits for them, nor do they begin it."""
+        """Send comments that came alone: they are no part of an answer and wait for nothing."""
         if self._comments:
             if self._reading.passes_raw:
                 comments = b"".join(self._comments)
@@ -504,4 +502,4 @@ class Awaiting(Protocol):
         """The number of the piece of the answer that is awaited; None while the engine is not waited for."""
 
     def break_off(self, why: str) -> None:
-        """The engine brings nothing more: the read raises StreamBroken."""
+        """The engine sends no further bytes: the read raises StreamBroken."""

@@ -1,7 +1,7 @@
 """Attaches an SGLang server: its HTTP client and its KV events.
 
 Hashes are signed. Every store names its salt, and the adapter by its public name. A model that keys its cache
-by each token and the next one publishes pairs; the ids that stand for images are already in ``token_ids``.
+by each token and the next one publishes pairs; the ids of images are already in ``token_ids``.
 """
 
 from urllib.parse import urlsplit
@@ -27,9 +27,9 @@ from kvrouter.engines.kv_events.batches import (
     Name,
     StoredFields,
     read_batch,
-    stored_word,
+    stored_event,
 )
-from kvrouter.engines.kv_events.records import EngineBatch, EngineEvent
+from kvrouter.engines.kv_events.engine_events import EngineBatch, EngineEvent
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.sglang.calls import call_of
@@ -42,28 +42,28 @@ class SglangClient:
     this is: that page is long.
     """
 
-    def __init__(self, worker_id: WorkerId, facts: SglangInfo) -> None:
+    def __init__(self, worker_id: WorkerId, info: SglangInfo) -> None:
         self._worker_id = worker_id
-        self._facts = facts
-        self._started: str | None = facts.started
+        self._info = info
+        self._started: str | None = info.started
 
     def call_of(self, request: EngineRequest) -> EngineCall:
-        """Return how SGLang is asked for a leg. Raises EngineFailed for one without a meeting place in a mode
-        of disaggregation: SGLang would refuse it as the client's mistake.
+        """Return the call to SGLang for a leg. Raises EngineFailed for a leg without bootstrap values in a
+        mode of disaggregation: SGLang would refuse it as the client's mistake.
         """
-        if self._facts.role is not Role.BOTH and request.bootstrap is None:
-            mode = self._facts.role.value
+        if self._info.role is not Role.BOTH and request.bootstrap is None:
+            mode = self._info.role.value
             raise EngineFailed(f"SGLang in {mode} mode takes no request without the other half of a pair")
-        return call_of(request, n_ranks=self._facts.dp_size, tells_usage=self._facts.tells_usage)
+        return call_of(request, n_ranks=self._info.dp_size, tells_usage=self._info.tells_usage)
 
     async def look(self, server: EngineServer) -> Probe:
         """Ask for its loads."""
         try:
-            facts = self._facts
-            loads = await ask_loads(server, self._worker_id, facts.block_size, model=facts.model)
+            info = self._info
+            loads = await ask_loads(server, self._worker_id, info.block_size, model=info.model)
             if self._started is None:
-                now = await ask_info(server, model=facts.model, role=facts.role, dp_size=facts.dp_size)
-                check_identity(server.url, now.identity, self._facts.identity)
+                now = await ask_info(server, model=info.model, role=info.role, dp_size=info.dp_size)
+                check_identity(server.url, now.identity, self._info.identity)
                 self._started = now.started
         except WorkerUnreachable:
             self._started = None
@@ -90,12 +90,12 @@ def decode(payload: bytes) -> tuple[EngineBatch, ...]:
     return (read_batch(payload, _SHAPES),)
 
 
-def _stored(wire: _Stored, where: str) -> EngineEvent:
-    return stored_word(wire, where, lora_name=wire.lora_name, cache_salt=wire.cache_salt)
+def _stored(fields: _Stored, where: str) -> EngineEvent:
+    return stored_event(fields, where, lora_name=fields.lora_name, cache_salt=fields.cache_salt)
 
 
 _SHAPES: EventShapes = {
-    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
+    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, convert=_stored),
     "BlockRemoved": REMOVED,
     "AllBlocksCleared": CLEARED,
 }
@@ -107,46 +107,46 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_info(server, model=spec.model, role=spec.role, dp_size=spec.dp_size or 1)
-    model = check_model(spec, (facts.model,))
-    block_size = block_size_of(spec, facts.block_size, "--page-size")
-    if spec.role is not facts.role:
+    info = await ask_info(server, model=spec.model, role=spec.role, dp_size=spec.dp_size or 1)
+    model = check_model(spec, (info.model,))
+    block_size = block_size_of(spec, info.block_size, "--page-size")
+    if spec.role is not info.role:
         mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[spec.role]
         raise ConfigError(
-            f"the engine's mode of disaggregation makes it {facts.role}, not {spec.role}: give that "
+            f"the engine's mode of disaggregation makes it {info.role}, not {spec.role}: give that "
             f"role, or start the engine with --disaggregation-mode {mode}",
             param="role",
         )
-    events, warnings = events_of(spec, facts.events, facts.dp_size)
-    warnings = facts.missing + warnings
+    events, warnings = events_of(spec, info.events, info.dp_size)
+    warnings = info.missing + warnings
     if block_size is None:
         events = {}
-    if spec.publishes_kv_events and not facts.prefix_caching:
+    if spec.publishes_kv_events and not info.prefix_caching:
         warnings += (f"the engine at {spec.url} keeps no prefix cache: it has --disable-radix-cache",)
-    if not facts.tells_cached_tokens:
+    if not info.tells_cached_tokens:
         warnings += (
             f"the engine at {spec.url} does not tell cached tokens, so nobody can see whether the index is "
             "right: start it with --enable-cache-report",
         )
-    meets = spec.role is Role.PREFILL and facts.bootstrap_port is not None
+    meets = spec.role is Role.PREFILL and info.bootstrap_port is not None
     return Attached(
         engine=ServedEngine(
             server,
-            SglangClient(spec.worker_id, facts),
+            SglangClient(spec.worker_id, info),
             ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
-            started=facts.started,
+            started=info.started,
         ),
-        version=f"sglang {facts.version}".rstrip(),
+        version=f"sglang {info.version}".rstrip(),
         model=model,
-        tokenizer=facts.tokenizer,
-        context_length=context_length_of(spec, facts.context_length, "--context-length"),
+        tokenizer=info.tokenizer,
+        context_length=context_length_of(spec, info.context_length, "--context-length"),
         block_size=block_size,
-        total_kv_blocks=facts.total_blocks,
-        dp_size=facts.dp_size,
+        total_kv_blocks=info.total_blocks,
+        dp_size=info.dp_size,
         publishes_kv_events=bool(events),
         warnings=warnings,
-        identity=facts.identity,
-        bootstrap=(urlsplit(spec.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
+        identity=info.identity,
+        bootstrap=(urlsplit(spec.url).hostname or "", info.bootstrap_port or 0) if meets else None,
         decode_only=spec.role is Role.DECODE,
         ends_after_transfer=spec.role is Role.PREFILL,
     )

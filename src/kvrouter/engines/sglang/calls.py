@@ -1,7 +1,7 @@
 """A leg as SGLang's server takes it: the client's call unchanged where possible, else token ids.
 
-With disaggregation both legs get the same call and the same meeting place; the decode side waits for the KV
-there.
+With disaggregation both legs get the same call and the same bootstrap values; the decode side waits for the
+KV there.
 """
 
 from uuid import uuid4
@@ -11,9 +11,7 @@ import msgspec
 from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
-from kvrouter.engines.openai.bodies import Body, ask_usage, body_of, bytes_of, drop, put
-from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import (
+from kvrouter.engines.openai.answer_events import (
     AnswerEvent,
     AnswerUsage,
     CachedTokens,
@@ -21,6 +19,8 @@ from kvrouter.engines.openai.events import (
     Failure,
     Unasked,
 )
+from kvrouter.engines.openai.bodies import Body, ask_usage, body_of, bytes_of, drop, put
+from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.sse import AnswerReading
 
@@ -38,7 +38,7 @@ _SAME_NAME = (
     "stop_token_ids",
     "logit_bias",
 )
-"""What a client's call and SGLang's own sampling parameters call the same."""
+"""Sampling parameters with the same name in a client's call and in SGLang's own."""
 
 
 _DECIDED_BY_ROUTER = (
@@ -51,14 +51,13 @@ _DECIDED_BY_ROUTER = (
     "bootstrap_port",
     "bootstrap_room",
 )
-"""What of a call SGLang would do, and the router alone may say: ``extra_key`` is joined to the salt, and with
-the right one a call reads another tenant's KV; a rank that nobody prefilled on leaves its decode waiting.
-"""
+"""Fields of a call that only the router may set: ``extra_key`` is joined to the salt, and with the right one
+a call reads another tenant's KV; a rank without the prefill leaves its decode waiting."""
 
 
 def call_of(request: EngineRequest, *, n_ranks: int = 1, tells_usage: bool = False) -> EngineCall:
-    """Return how SGLang is asked for a leg; one that ``tells_usage`` to everybody is not asked for it. Raises
-    InvalidRequest for an adapter where none can be had.
+    """Return the call to SGLang for a leg; an engine that ``tells_usage`` in every stream is not asked for
+    it. Raises InvalidRequest for an adapter on a route without adapters.
     """
     if request.call is None or request.resumed_tokens:
         return _tokens(request, n_ranks)
@@ -124,12 +123,13 @@ def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
 
 
 _TAKES_RID = frozenset({CallRoute.GENERATE, CallRoute.ENCODE})
-"""Routes that pass whose calls are aborted by their ``rid``."""
+"""Routes that pass and have calls that are aborted by their ``rid``."""
 
 
 def _rid_of(request: EngineRequest) -> str:
-    """What SGLang calls a leg. No two calls have one: it refuses the second, and 2 s after that aborts the
-    first by its rid. Nor is it a client's choice: SGLang aborts all whose rid begins with what it is given.
+    """Return the ``rid`` of a leg, a unique one: SGLang refuses a second call with a rid, and 2 s later
+    aborts the first. Clients cannot choose it: SGLang aborts all calls with a rid that begins with the given
+    one.
     """
     return f"{request.engine_key}#{request.leg}#{uuid4().hex[:8]}"
 
@@ -189,7 +189,7 @@ class _Generated(msgspec.Struct, frozen=True):
 
 
 def _aborted(ended: _Ended | None) -> Failure | None:
-    """What was refused, or failed, is reported as an abort with a status, with a meaningless token."""
+    """A refusal or failure is reported as an abort with a status, with a meaningless token."""
     if ended is None or ended.type != "abort" or ended.status_code is None:
         return None
     return Failure(ended.message, ended.status_code)
@@ -204,23 +204,23 @@ class GenerateReader:
     """
 
     def __init__(self) -> None:
-        self._seen = 0
+        self._n_sent = 0
 
     def __call__(self, data: bytes) -> AnswerEvent:
-        """Return what an event says that is new; raise ProtocolError for what is no answer."""
-        said = decoded(_generated, data, "the engine's answer", param="data")
-        meta = said.meta_info
-        failure = said.error or _aborted(meta.finish_reason)
+        """Return the new part of an event; raise ProtocolError if it is no answer."""
+        answer = decoded(_generated, data, "the engine's answer", param="data")
+        meta = answer.meta_info
+        failure = answer.error or _aborted(meta.finish_reason)
         if failure is not None:
             return AnswerEvent(error=failure)
-        n_new = max(0, meta.completion_tokens - self._seen)
-        if n_new > len(said.output_ids):
+        n_new = max(0, meta.completion_tokens - self._n_sent)
+        if n_new > len(answer.output_ids):
             raise ProtocolError(
-                f"output_ids: {n_new} new tokens are counted, and {len(said.output_ids)} sent",
+                f"output_ids: {n_new} new tokens are counted, and {len(answer.output_ids)} sent",
                 param="output_ids",
             )
-        new = said.output_ids[len(said.output_ids) - n_new :]
-        self._seen = max(self._seen, meta.completion_tokens)
+        new = answer.output_ids[len(answer.output_ids) - n_new :]
+        self._n_sent = max(self._n_sent, meta.completion_tokens)
         return AnswerEvent(
             choices=(
                 Choice(

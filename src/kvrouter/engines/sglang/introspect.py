@@ -1,4 +1,4 @@
-"""What an SGLang server says of itself: model, sizes, load."""
+"""The values that an SGLang server reports: model, sizes, load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,9 @@ from kvrouter.engines.openai.server import EngineServer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangInfo:
-    """One engine. ``role`` is what its mode of disaggregation allows; ``bootstrap_port`` where its prefill
-    handoffs meet. With ``tells_usage`` it writes the usage into streams of clients who ask for none.
-    ``started`` distinguishes two starts. ``missing`` has a sentence for each thing that it does not report;
-    None stands for it.
+    """The values of one engine; None for unreported ones, with a sentence on each in ``missing``. ``role`` is
+    allowed by its mode of disaggregation; ``bootstrap_port`` is that of its prefill handoffs. With
+    ``tells_usage`` it writes the usage into every stream. ``started`` distinguishes two starts.
     """
 
     version: str
@@ -41,7 +40,7 @@ class SglangInfo:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """What its worker's card and calls are made from (``Attached.identity``)."""
+        """The values from which its worker's card and calls are made (``Attached.identity``)."""
         return {
             "models": self.model,
             "page size": self.block_size,
@@ -83,21 +82,21 @@ _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 async def ask_info(
     server: EngineServer, *, model: str | None = None, role: Role = Role.BOTH, dp_size: int = 1
 ) -> SglangInfo:
-    """Ask the engine behind ``server``. ``model``, ``role`` and the number of its ranks are taken for what it
-    does not say.
+    """Ask the engine behind ``server``. ``model``, ``role`` and ``dp_size`` stand in for values that it does
+    not report.
 
-    Raises WorkerUnreachable while it does not answer, and ConfigError for an engine that is none of SGLang's.
+    Raises WorkerUnreachable while it does not answer, and ConfigError if it is no SGLang engine.
     """
     pages = EnginePages(server)
-    listed = await pages.models(owner="sglang", said=model)
-    said = await pages.fields(
+    listed = await pages.models(owner="sglang", model=model)
+    server_info = await pages.fields(
         "/server_info", lost="its version, block size, number of KV blocks, ranks and KV events are unknown"
     )
-    block_size = count_of(said.get("page_size"))
-    if said and block_size is None:
+    block_size = count_of(server_info.get("page_size"))
+    if server_info and block_size is None:
         pages.note("/server_info has no page_size that can be read", _OF_PAGE_SIZE)
-    tokens = count_of(said.get("max_total_num_tokens"), least=0)
-    if said and tokens is None:
+    tokens = count_of(server_info.get("max_total_num_tokens"), least=0)
+    if server_info and tokens is None:
         pages.note(
             "/server_info has no max_total_num_tokens that can be read", "its number of KV blocks is unknown"
         )
@@ -107,22 +106,22 @@ async def ask_info(
             "/v1/models has no max_model_len that can be read",
             "the length of its context is unknown, and no call is kept from it for its length",
         )
-    mode = said.get("disaggregation_mode")
+    mode = server_info.get("disaggregation_mode")
     return SglangInfo(
-        version=text_of(said.get("version")) or "",
-        model=text_of(said.get("served_model_name")) or listed[0].id,
-        tokenizer=text_of(said.get("tokenizer_path")) or listed[0].root or "",
+        version=text_of(server_info.get("version")) or "",
+        model=text_of(server_info.get("served_model_name")) or listed[0].id,
+        tokenizer=text_of(server_info.get("tokenizer_path")) or listed[0].root or "",
         context_length=context_length,
         block_size=block_size,
         total_blocks=None if block_size is None or tokens is None else tokens // block_size,
-        dp_size=count_of(said.get("dp_size")) or dp_size,
-        prefix_caching=said.get("disable_radix_cache") is not True,
-        tells_cached_tokens=said.get("enable_cache_report") is True if said else True,
-        tells_usage=said.get("stream_response_default_include_usage") is True,
+        dp_size=count_of(server_info.get("dp_size")) or dp_size,
+        prefix_caching=server_info.get("disable_radix_cache") is not True,
+        tells_cached_tokens=server_info.get("enable_cache_report") is True if server_info else True,
+        tells_usage=server_info.get("stream_response_default_include_usage") is True,
         role=_ROLES.get(mode, Role.BOTH) if isinstance(mode, str) else role,
-        bootstrap_port=count_of(said.get("disaggregation_bootstrap_port")),
-        events=_events_at(_events_of(said.get("kv_events"), pages), server.url),
-        started=str(said.get("startup_time")),
+        bootstrap_port=count_of(server_info.get("disaggregation_bootstrap_port")),
+        events=_events_at(_events_of(server_info.get("kv_events"), pages), server.url),
+        started=str(server_info.get("startup_time")),
         missing=pages.missing,
     )
 
@@ -130,11 +129,11 @@ async def ask_info(
 _OF_PAGE_SIZE = "its block size is unknown, and its KV events cannot be used unless block_size is said"
 
 
-def _events_of(said: object, pages: EnginePages) -> _Events | None:
-    if said is None:
+def _events_of(value: object, pages: EnginePages) -> _Events | None:
+    if value is None:
         return None
     try:
-        return converted(said, _Events)
+        return converted(value, _Events)
     except Unreadable as error:
         pages.note(f"/server_info: kv_events: {error}", "where it publishes KV events is unknown")
         return None
@@ -143,7 +142,7 @@ def _events_of(said: object, pages: EnginePages) -> _Events | None:
 async def ask_loads(
     server: EngineServer, worker_id: WorkerId, block_size: int | None, *, model: str
 ) -> tuple[LoadReport, ...]:
-    """Ask how busy each rank is; where that cannot be had, whether the engine still serves the model. Raises
+    """Ask how busy each rank is; without an answer, whether the engine still serves the model. Raises
     WorkerUnreachable or ConfigError.
     """
     page = await EnginePages(server).page("/v1/loads")

@@ -33,7 +33,7 @@ from kvrouter.engines.trtllm.polled import Polled
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 IDLE_AFTER_PROBES = 2
-"""After so many probes in which the engine ran nothing it counts as idle: one iteration may take long."""
+"""After this many probes without a running request the engine counts as idle: one iteration may take long."""
 
 
 RANK = DpRank(0)
@@ -41,19 +41,19 @@ RANK = DpRank(0)
 
 
 class TrtllmClient:
-    """``block_size`` is what its worker's card says; with ``fetches_kv`` it is asked what KV it has fetched.
-    Nothing here distinguishes two starts; the engine's events do. After a failed probe it is asked for its
-    model's name again.
+    """``block_size`` is that of its worker's card; with ``fetches_kv`` it is asked for its fetched KV. It
+    cannot distinguish two starts; the engine's events do. After a failed probe it is asked for its model's
+    name again.
     """
 
     def __init__(
-        self, worker_id: WorkerId, facts: TrtllmInfo, *, block_size: int | None, fetches_kv: bool = False
+        self, worker_id: WorkerId, info: TrtllmInfo, *, block_size: int | None, fetches_kv: bool = False
     ) -> None:
         self._rank = WorkerRank(worker_id, RANK)
-        self._facts = facts
+        self._info = info
         self._block_size = block_size
-        self._has_shared_ids = facts.is_from(SHARED_IDS)
-        self._reports_load = facts.is_from(ANSWERS_AT_ONCE)
+        self._has_shared_ids = info.is_from(SHARED_IDS)
+        self._reports_load = info.is_from(ANSWERS_AT_ONCE)
         self._fetches_kv = fetches_kv
         self._fetched: KvTransfers | None = None
         self._last: LoadReport | None = None
@@ -68,7 +68,7 @@ class TrtllmClient:
         """Ask whether it is well, and for its load."""
         try:
             if await server.look(HEALTH) is None or not self._is_known:
-                await check_serves(server, self._facts.model, owner=OWNER)
+                await check_serves(server, self._info.model, owner=OWNER)
                 self._is_known = True
         except WorkerUnreachable:
             self._is_known = False
@@ -101,7 +101,7 @@ class TrtllmClient:
         return (self._last,)
 
     def _loads_without(self) -> tuple[LoadReport, ...]:
-        """An engine that runs nothing reports nothing, and holds nothing for a request."""
+        """Return empty loads: an engine without requests reports none."""
         self._probes_without += 1
         if self._last is None or self._probes_without < IDLE_AFTER_PROBES:
             return ()
@@ -109,19 +109,17 @@ class TrtllmClient:
 
 
 async def attach(spec: AttachSpec) -> Attached:
-    """An :data:`~kvrouter.engines.attach.AttachEngine`; an error may also be about what the engine does not
-    report.
-    """
+    """An :data:`~kvrouter.engines.attach.AttachEngine`; an error may also be about an unreported value."""
     return await attach_server(spec, _attach)
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_info(server, model=spec.model)
-    model = check_model(spec, (facts.model,), "from a folder named {model}")
-    block_size = block_size_of(spec, facts.block_size, "kv_cache_config.tokens_per_block")
-    context_length = context_length_of(spec, facts.context_length, "--max_seq_len")
+    info = await ask_info(server, model=spec.model)
+    model = check_model(spec, (info.model,), "from a folder named {model}")
+    block_size = block_size_of(spec, info.block_size, "kv_cache_config.tokens_per_block")
+    context_length = context_length_of(spec, info.context_length, "--max_seq_len")
     event_source, warnings = _event_source(server, spec, block_size)
-    warnings = facts.missing + warnings
+    warnings = info.missing + warnings
     if block_size is None:
         warnings += (
             f"the engine at {spec.url} does not tell its block size, so its KV events cannot be used: give "
@@ -133,25 +131,25 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             f"the engine at {spec.url} does not tell the length of its context, so no call is kept from it "
             "for its length: give its --max_seq_len as context_length (--context-length)",
         )
-    if not facts.is_from(ANSWERS_AT_ONCE):
+    if not info.is_from(ANSWERS_AT_ONCE):
         warnings += (
-            f"the engine at {spec.url} is TensorRT-LLM {facts.version}: before 1.2 it does not tell its load "
+            f"the engine at {spec.url} is TensorRT-LLM {info.version}: before 1.2 it does not tell its load "
             "while it is busy, so it is not asked, and its KV events come late",
         )
-    elif facts.total_blocks is None:
+    elif info.total_blocks is None:
         warnings += (
             f"the engine at {spec.url} has not reported its load, nor how many KV blocks it has: it does so "
             "only with enable_iter_perf_stats: true",
         )
-    client = TrtllmClient(spec.worker_id, facts, block_size=block_size, fetches_kv=spec.role is Role.DECODE)
+    client = TrtllmClient(spec.worker_id, info, block_size=block_size, fetches_kv=spec.role is Role.DECODE)
     return Attached(
         engine=ServedEngine(server, client, event_source),
-        version=f"tensorrt_llm {facts.version}".rstrip(),
+        version=f"tensorrt_llm {info.version}".rstrip(),
         model=model,
-        tokenizer=facts.model,
+        tokenizer=info.model,
         context_length=context_length,
         block_size=block_size,
-        total_kv_blocks=facts.total_blocks,
+        total_kv_blocks=info.total_blocks,
         dp_size=1,
         publishes_kv_events=spec.publishes_kv_events and block_size is not None,
         warnings=warnings,
@@ -161,7 +159,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
 def _event_source(
     server: EngineServer, spec: AttachSpec, block_size: int | None
 ) -> tuple[EngineEventSource, tuple[str, ...]]:
-    """Its server is asked for the events, or else somebody publishes them where the operator says."""
+    """Return a source that polls its server, or the publisher that the operator names; and warnings."""
     if block_size is None:
         return ZmqEvents({}, decode, BLOCK_SIZE_UNKNOWN), ()
     if spec.publishes_kv_events and spec.kv_events is None:

@@ -1,8 +1,8 @@
 """A leg as TensorRT-LLM's server takes it: the client's call unchanged where possible, else token ids.
 
-A prefill leg is ``context_only``: its answer says where the KV waits, and the first token. The decode leg is
-``generation_only``, gets all of that back, and its answer begins with that very token: what the context
-engine said of it is not sent to the client. The server refuses fields that it does not know.
+A prefill leg is ``context_only``: its answer has the place of the KV, and the first token. The decode leg is
+``generation_only``, gets all of that back, and its answer begins with the same token: the context engine's
+output for it is not sent to the client. The server refuses unknown fields.
 """
 
 from dataclasses import replace
@@ -17,10 +17,10 @@ from kvrouter.engines.openai.bodies import (
     bytes_of,
     drop,
     flag_inside,
+    has_other_value,
     has_several_prompts,
     put,
     put_inside,
-    says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.passed import passed_call, passed_form
@@ -44,16 +44,15 @@ _DRAWN = (
     "logit_bias",
     "priority",
 )
-"""What of a client's call says how a completion of its tokens is drawn."""
+"""Fields of a client's call that determine how a completion of its tokens is drawn."""
 
 _SHARED_ID_BITS = 61
 _FIRST_SHARED_ID = 1 << 62
 """Ids that several engines share are above those that an engine gives itself, and fit 63 bits."""
 
 LOST_KV = (EngineFailed, EngineFailedLater, InvalidRequest)
-"""How a decode engine says that it got no KV. It answers 400 whatever failed, and a call that was at fault
-would have been refused by the prefill engine.
-"""
+"""The errors by which a decode engine reports that it got no KV. It answers 400 for any failure, and an
+invalid call would have been refused by the prefill engine."""
 
 
 def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
@@ -99,7 +98,7 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
 
 def _prefill(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
     body, path = _body_of(request)
-    several = {name: says_other_than(body, name, b"1") for name in ("n", "best_of")}
+    several = {name: has_other_value(body, name, b"1") for name in ("n", "best_of")}
     several["prompt"] = has_several_prompts(body)
     for name, is_several in several.items():
         if is_several:
@@ -158,15 +157,15 @@ def _no_salt() -> InvalidRequest:
 
 
 def _tokens(request: EngineRequest) -> Body:
-    """A completion of token ids, for what comes without a client's call or goes on from another worker.
+    """Return a completion of token ids, for legs without a client's call or resumed from another worker.
 
-    Stop strings stay with the router: only it knows the text before these tokens.
+    Stop strings stay with the router: only it has the text before these tokens.
     """
     body: Body = {}
     sampling = request.sampling
     if request.call is not None:
-        said = body_of(request.call.body)
-        body = {name: said[name] for name in _DRAWN if name in said}
+        client_body = body_of(request.call.body)
+        body = {name: client_body[name] for name in _DRAWN if name in client_body}
     else:
         drawn = {name: getattr(sampling, name, None) for name in _DRAWN}
         put(body, **{name: value for name, value in drawn.items() if value is not None})

@@ -1,13 +1,13 @@
 """TensorRT-LLM's KV events: published in msgpack since 1.3, and its own JSON.
 
 The types are vLLM's, as maps. The publisher leaves out partial blocks and all attention windows but the
-largest; :mod:`kvrouter.engines.trtllm.events` reads the events that these are made from. Which objects a
-block depends on stands in ``mm_keys``, or in ``block_mm_infos`` where others publish. Written from the known
+largest; :mod:`kvrouter.engines.trtllm.events` reads the events that these are made from. The objects that a
+block depends on are in ``mm_keys``, or in ``block_mm_infos`` of other publishers. Written from the known
 format.
 
-The last block of a sequence may be partial: it and its removal are dropped. Each attention window has a cache
-of its own under the same hashes, and the largest decides what is reused. A block that goes to the host and
-comes back is *updated*. Blocks are named by numbers, or by the hexadecimal digits of a digest.
+The last block of a sequence may be partial: it and its removal are dropped. Each attention window has a
+separate cache under the same hashes, and the largest decides what is reused. A block that goes to the host
+and comes back is *updated*. Blocks are named by numbers, or by the hexadecimal digits of a digest.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ from kvrouter.engines.kv_events.batches import (
     WireHashes,
     decoded,
     read_batch,
-    stored_word,
+    stored_event,
     tokens_of,
 )
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     EVENTS_MAX,
     FIRST_RANK,
     HASH_MASK,
@@ -95,41 +95,41 @@ def decode(payload: bytes) -> tuple[EngineBatch, ...]:
     return (read_batch(payload, _SHAPES),)
 
 
-def _stored(wire: _Stored, where: str) -> EngineEvent:
-    """An id that is no number stands for a piece of an object."""
-    has_pieces = str in set(map(type, wire.token_ids))
-    fields = StoredFields(
-        wire.block_hashes,
-        wire.parent_block_hash,
-        [0 if isinstance(token, str) else token for token in wire.token_ids],
-        wire.block_size,
-        wire.lora_id,
-        wire.medium,
+def _stored(fields: _Stored, where: str) -> EngineEvent:
+    """A token id that is no number stands for a piece of an object."""
+    has_pieces = str in set(map(type, fields.token_ids))
+    stored = StoredFields(
+        fields.block_hashes,
+        fields.parent_block_hash,
+        [0 if isinstance(token, str) else token for token in fields.token_ids],
+        fields.block_size,
+        fields.lora_id,
+        fields.medium,
     )
     rows: MmHashes = ()
-    if has_pieces or wire.block_mm_infos or wire.mm_keys:
-        rows = tuple(_objects(wire, i) for i in range(len(wire.block_hashes)))
-    return stored_word(
-        fields,
+    if has_pieces or fields.block_mm_infos or fields.mm_keys:
+        rows = tuple(_objects(fields, i) for i in range(len(fields.block_hashes)))
+    return stored_event(
+        stored,
         where,
-        lora_name=wire.lora_name,
-        cache_salt=wire.cache_salt,
+        lora_name=fields.lora_name,
+        cache_salt=fields.cache_salt,
         mm_hashes=rows if any(rows) else None,
     )
 
 
-def _objects(wire: _Stored, i: int) -> tuple[int, ...]:
-    """What block ``i`` depends on in addition to its tokens."""
-    info = (wire.block_mm_infos or ())[i : i + 1]
+def _objects(fields: _Stored, i: int) -> tuple[int, ...]:
+    """Return the objects that block ``i`` depends on in addition to its tokens."""
+    info = (fields.block_mm_infos or ())[i : i + 1]
     objects = [each.mm_hash & HASH_MASK for entry in info if entry is not None for each in entry.mm_objects]
-    objects += [multimodal_hash(key.hash) for keys in (wire.mm_keys or ())[i : i + 1] for key in keys]
-    tokens = wire.token_ids[i * wire.block_size : (i + 1) * wire.block_size]
+    objects += [multimodal_hash(key.hash) for keys in (fields.mm_keys or ())[i : i + 1] for key in keys]
+    tokens = fields.token_ids[i * fields.block_size : (i + 1) * fields.block_size]
     pieces = {token for token in tokens if isinstance(token, str)}
     return (*objects, *sorted(map(multimodal_hash, pieces)))
 
 
 _SHAPES: EventShapes = {
-    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
+    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, convert=_stored),
     "BlockRemoved": REMOVED,
     "AllBlocksCleared": CLEARED,
 }
@@ -209,9 +209,9 @@ _DATA: msgspec.json.Decoder[_Data] = msgspec.json.Decoder(_Data)
 
 
 def native_batches(payload: bytes) -> tuple[tuple[DpRank, Published], ...]:
-    """What one poll of the engine brought: each event as a batch, numbered by its id, in its rank's stream.
+    """Return the events of one poll, each as a batch with the event's id as number, in its rank's stream.
 
-    Ids count up in each rank; hand each rank's to a ``EngineEventStream`` of its own, without replay. Raises
+    Ids count up in each rank; pass each rank's to a separate ``EngineEventStream``, without replay. Raises
     ProtocolError, which names the field.
     """
     if len(payload) > PAYLOAD_BYTES_MAX:
@@ -235,12 +235,12 @@ class NativeEvents:
         """Decode one event. Raises ProtocolError, which names the field."""
         event = decoded(_EVENT, payload, "")
         if decoded(_TYPE, event.data, "data").type not in _KINDS:
-            words: Sequence[EngineEvent] = (EngineSkipped(Skipped.UNKNOWN_EVENT),)
+            events: Sequence[EngineEvent] = (EngineSkipped(Skipped.UNKNOWN_EVENT),)
         else:
-            words = self._words(event, decoded(_DATA, event.data, "data"))
-        return (EngineBatch(tuple(words), DpRank(event.attention_dp_rank or FIRST_RANK)),)
+            events = self._events_of(event, decoded(_DATA, event.data, "data"))
+        return (EngineBatch(tuple(events), DpRank(event.attention_dp_rank or FIRST_RANK)),)
 
-    def _words(self, event: _Event, data: _Data) -> Sequence[EngineEvent]:
+    def _events_of(self, event: _Event, data: _Data) -> Sequence[EngineEvent]:
         group = _group(event)
         key = None if group is None else group.key
         match data:
@@ -257,15 +257,15 @@ class NativeEvents:
                 return (EngineCleared(),)
 
     def _stored(self, data: _StoredData, group: CacheGroup | None) -> Sequence[EngineEvent]:
-        words: list[EngineEvent] = []
+        events: list[EngineEvent] = []
         parent = None if data.parent_hash is None else _name(data.parent_hash, "data.parent_hash")
         for level, blocks in _runs(self._full(data.blocks)):
             if level >= len(_LEVELS):
-                words.append(EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(blocks)))
+                events.append(EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(blocks)))
             else:
-                words.append(_run(blocks, data, parent=parent, group=group, block_size=self._block_size))
+                events.append(_run(blocks, data, parent=parent, group=group, block_size=self._block_size))
             parent = _name(blocks[-1].block_hash, "data.blocks.block_hash")
-        return words
+        return events
 
     def _full(self, blocks: Sequence[_Block]) -> Sequence[_Block]:
         """The blocks before the first partial one; an engine may leave the tokens out altogether."""
@@ -288,7 +288,7 @@ def _run(
     group: CacheGroup | None,
     block_size: int,
 ) -> EngineStored:
-    """Consecutive blocks in one medium. An id that is no number stands for a piece of an object."""
+    """Return a store of consecutive blocks in one medium. An id that is no number is a piece of an object."""
     ids = [0 if isinstance(token.token_id, str) else token.token_id for b in blocks for token in b.tokens]
     rows = tuple(_extras(block) for block in blocks)
     first = blocks[0]
@@ -307,7 +307,7 @@ def _run(
 
 
 def _extras(block: _Block) -> tuple[int, ...]:
-    """What a block depends on in addition to its tokens: objects, and the extra ids of tokens."""
+    """Return what a block depends on besides its tokens: objects, and the extra ids of tokens."""
     objects = [multimodal_hash(key.hash) for key in block.mm_keys or ()]
     pieces = {token.token_id for token in block.tokens if isinstance(token.token_id, str)}
     ids = {token.token_extra_id & HASH_MASK for token in block.tokens if token.token_extra_id}
@@ -345,7 +345,7 @@ def _name(value: int | str, field: str) -> EngineHash:
 
 
 def _group(event: _Event) -> CacheGroup | None:
-    """The larger window stands higher; of the layer groups in one window, the first one seen decides."""
+    """The larger window has precedence; of the layer groups in one window, the first reported one decides."""
     if event.window_size is None:
         return None
     return CacheGroup(event.window_size * LAYER_GROUPS_MAX + (event.layer_group_id or 0), event.window_size)

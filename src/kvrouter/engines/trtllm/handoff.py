@@ -1,7 +1,7 @@
-"""The handoff of TensorRT-LLM: what a context-only answer carries to the decode leg.
+"""The handoff of TensorRT-LLM: the values that a context-only answer passes to the decode leg.
 
-Usually its KV, by what the engine says of it. Where the first token ended the answer, the answer itself: a
-decode engine would go on behind its end.
+Usually they locate its KV. If the first token ended the answer, they are the answer itself: a decode engine
+would continue behind its end.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json import Unreadable, converted, decoded
 from kvrouter.core.requests import KvTransferParams, TokenBuffer
-from kvrouter.engines.openai.events import AnswerEvent, Choice, ReadEvent, read_event
+from kvrouter.engines.openai.answer_events import AnswerEvent, Choice, ReadEvent, read_event
 from kvrouter.transports.requests.port import EngineFailed
 
 _GOES_ON = frozenset({"length", "not_finished"})
@@ -27,8 +27,8 @@ PromptIds = list[int | list[int]]
 
 
 class ContextHandoff(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``disaggregated_params`` are the engine's own. ``prompt_token_ids`` are set where the prefill engine's
-    are not the router's. ``answer`` is the whole one, in JSON, where nothing is left to do.
+    """``disaggregated_params`` are the engine's own. ``prompt_token_ids`` are set if the prefill engine's
+    differ from the router's. ``answer`` is the whole answer, in JSON, if no decoding is left.
     """
 
     disaggregated_params: dict[str, object] | None = None
@@ -38,7 +38,7 @@ class ContextHandoff(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, params: KvTransferParams) -> "ContextHandoff":
-        """Read what a prefill worker handed over; raise EngineFailed for what is none of TensorRT-LLM's."""
+        """Read the params from a prefill worker; raise EngineFailed if they are not TensorRT-LLM's."""
         try:
             handoff = converted(params, cls)
         except Unreadable as error:
@@ -49,7 +49,7 @@ class ContextHandoff(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def for_decode(self) -> Mapping[str, object]:
-        """The ``disaggregated_params`` of the decode leg: what came, and the usage where there is a field."""
+        """Return the ``disaggregated_params`` of the decode leg, with the usage if it has the field."""
         fetch: dict[str, object] = {**(self.disaggregated_params or {}), "request_type": "generation_only"}
         if "ctx_usage" in fetch and self.usage is not None:
             fetch["ctx_usage"] = self.usage
@@ -75,27 +75,27 @@ _ANSWER = "the engine's answer"
 
 
 class PrefillReader:
-    """Reads the answer to a prefill leg whose prompt the router takes to be ``token_ids``."""
+    """Reads the answer to a prefill leg; ``token_ids`` are the router's tokens of its prompt."""
 
     def __init__(self, token_ids: TokenBuffer) -> None:
         self._token_ids = token_ids
 
     def __call__(self, data: bytes) -> AnswerEvent:
-        """Return what it says; raise ProtocolError for what is no answer."""
+        """Return the event; raise ProtocolError if it is no answer."""
         event = read_event(data)
         if event.error is not None:
             return event
-        said = decoded(_context, data, _ANSWER, param="data")
-        if len(said.choices) != 1:
-            raise ProtocolError(f"choices: one is handed over, not {len(said.choices)}", param="choices")
-        (choice,) = said.choices
+        answer = decoded(_context, data, _ANSWER, param="data")
+        if len(answer.choices) != 1:
+            raise ProtocolError(f"choices: one is handed over, not {len(answer.choices)}", param="choices")
+        (choice,) = answer.choices
         handoff: ContextHandoff | None = None
         finish = choice.finish_reason
         if finish in _GOES_ON:
             finish = "length"
             if choice.disaggregated_params is not None:
                 handoff = ContextHandoff(
-                    choice.disaggregated_params, self._unlike(said.prompt_token_ids), said.usage
+                    choice.disaggregated_params, self._unlike(answer.prompt_token_ids), answer.usage
                 )
         elif finish is not None:
             handoff = ContextHandoff(answer=without_handoff(data).decode())
@@ -112,7 +112,7 @@ class PrefillReader:
 
 
 def answered_as(answer: bytes, *, is_streamed: bool, has_usage: bool) -> tuple[bytes, ReadEvent]:
-    """Return a whole answer as the client asked for it, and what reads that; raise EngineFailed for none."""
+    """Return a whole answer as the client requested it, and its reader; raise EngineFailed if it is none."""
     try:
         event = read_event(answer)
         raw = _as_stream(answer, has_usage=has_usage) if is_streamed else answer
@@ -122,22 +122,22 @@ def answered_as(answer: bytes, *, is_streamed: bool, has_usage: bool) -> tuple[b
 
 
 def _as_stream(answer: bytes, *, has_usage: bool) -> bytes:
-    whole = decoded(_fields, answer, _ANSWER, param="data")
+    answer_fields = decoded(_fields, answer, _ANSWER, param="data")
     names = ("id", "object", "created", "model")
-    shared: dict[str, object] = {name: whole[name] for name in names if name in whole}
-    if bytes(whole.get("object", _null)) == b'"chat.completion"':
+    shared: dict[str, object] = {name: answer_fields[name] for name in names if name in answer_fields}
+    if bytes(answer_fields.get("object", _null)) == b'"chat.completion"':
         shared["object"] = "chat.completion.chunk"
     events: list[Mapping[str, object]] = [
-        {**shared, "choices": [_piece_of(choice) for choice in _choices_of(whole)]}
+        {**shared, "choices": [_piece_of(choice) for choice in _choices_of(answer_fields)]}
     ]
     if has_usage:
-        events.append({**shared, "choices": [], "usage": whole.get("usage", _null)})
+        events.append({**shared, "choices": [], "usage": answer_fields.get("usage", _null)})
     data = (*(msgspec.json.encode(event) for event in events), b"[DONE]")
     return b"".join(b"data: %b\n\n" % each for each in data)
 
 
 def _piece_of(choice: _Fields) -> _Fields:
-    """A choice of a stream: its message is called a delta there, and what is null is left out."""
+    """Return a choice in the form of a stream: its message is called delta, and null fields are left out."""
     names = ("index", "message", "text", "token_ids", "logprobs", "finish_reason", "stop_reason")
     piece = {name: choice[name] for name in names if name in choice and bytes(choice[name]) != b"null"}
     if "message" in piece:
@@ -146,18 +146,18 @@ def _piece_of(choice: _Fields) -> _Fields:
 
 
 def without_handoff(answer: bytes) -> bytes:
-    """Return a whole answer as an engine writes it that was not asked for a handoff: where KV waits, and how
-    engines reach each other, is nothing for clients.
+    """Return a whole answer without the fields of a handoff: clients need not know where KV waits, and how
+    engines reach each other.
     """
-    whole = decoded(_fields, answer, _ANSWER, param="data")
-    choices = _choices_of(whole)
+    answer_fields = decoded(_fields, answer, _ANSWER, param="data")
+    choices = _choices_of(answer_fields)
     for choice in choices:
         choice["disaggregated_params"] = _null
-    whole["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-    if "prompt_token_ids" in whole:
-        whole["prompt_token_ids"] = _null
-    return msgspec.json.encode(whole)
+    answer_fields["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+    if "prompt_token_ids" in answer_fields:
+        answer_fields["prompt_token_ids"] = _null
+    return msgspec.json.encode(answer_fields)
 
 
-def _choices_of(whole: _Fields) -> list[_Fields]:
-    return decoded(_choices, bytes(whole.get("choices", b"[]")), _ANSWER, param="data")
+def _choices_of(answer_fields: _Fields) -> list[_Fields]:
+    return decoded(_choices, bytes(answer_fields.get("choices", b"[]")), _ANSWER, param="data")

@@ -1,4 +1,4 @@
-"""What a TensorRT-LLM server says of itself: version, model, cache, load."""
+"""The values that a TensorRT-LLM server reports: version, model, cache, load."""
 
 import re
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from kvrouter.transports.requests.port import WorkerUnreachable
 T = TypeVar("T")
 
 ITERATIONS = "/metrics"
-"""JSON: the statistics of the iterations that nobody asked for yet."""
+"""JSON: the statistics of the iterations since the last request."""
 
 REQUESTS = "/perf_metrics"
-"""What requests took that ended since somebody asked; nothing without ``perf_metrics_max_requests``."""
+"""The times of requests that ended since the last request; empty without ``perf_metrics_max_requests``."""
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -34,7 +34,7 @@ class CacheStats(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Iteration(msgspec.Struct, frozen=True, rename="camel"):
-    """What the engine says of one of its iterations."""
+    """The engine's report on one of its iterations."""
 
     num_active_requests: int = 0
     num_queued_requests: int = 0
@@ -62,7 +62,7 @@ _requests = msgspec.json.Decoder(tuple[_Request, ...])
 
 
 async def ask_iteration(server: EngineServer) -> Iteration | None:
-    """Ask for the last iteration that reported its cache; None when none did since somebody asked.
+    """Ask for the last iteration that reported its cache; None without one since the last request.
 
     Raises WorkerUnreachable or ProtocolError.
     """
@@ -72,7 +72,7 @@ async def ask_iteration(server: EngineServer) -> Iteration | None:
 
 
 async def ask_fetched(server: EngineServer, before: KvTransfers | None) -> KvTransfers | None:
-    """Ask what KV was fetched; return that and what was fetched ``before``, None while nothing was.
+    """Ask for the fetched KV; return the sum with ``before``, None while no KV was fetched.
 
     Raises WorkerUnreachable or ProtocolError.
     """
@@ -98,7 +98,7 @@ HEALTH = "/health"
 SERVER_INFO = "/server_info"
 
 GENERATE_ONE = "/health_generate"
-"""Makes the engine generate one token: an engine that has run nothing yet reports nothing of its cache."""
+"""Makes the engine generate one token: before its first request an engine does not report its cache."""
 
 METRICS = "/prometheus/metrics"
 """There with ``return_perf_metrics`` alone."""
@@ -114,7 +114,7 @@ SHARED_IDS = (1, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmInfo:
-    """One engine. What it did not report is None; ``missing`` has a sentence for what it should have."""
+    """The values of one engine; None for unreported ones, which ``missing`` explains in sentences."""
 
     version: str
     model: str
@@ -130,14 +130,13 @@ class TrtllmInfo:
 
 
 async def ask_info(server: EngineServer, *, model: str | None = None) -> TrtllmInfo:
-    """Ask the engine behind ``server``; what only an iteration reports is learned by one generated token.
-    ``model`` is taken where it does not say its own.
+    """Ask the engine behind ``server``; one token is generated for the values that only an iteration reports.
+    ``model`` stands in for an unreported name.
 
-    Raises WorkerUnreachable while it does not answer, and ConfigError for an engine that is none of
-    TensorRT-LLM's.
+    Raises WorkerUnreachable while it does not answer, and ConfigError if it is no TensorRT-LLM engine.
     """
     pages = EnginePages(server)
-    listed = await pages.models(owner=OWNER, said=model)
+    listed = await pages.models(owner=OWNER, model=model)
     version = text_of((await pages.fields("/version", lost="its version is unknown")).get("version"))
     block_size = count_of((await pages.fields(SERVER_INFO)).get("tokens_per_block"))
     last = await _iteration_of(server)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank
+from kvrouter.engines.kv_events.engine_events import FIRST_RANK, EngineTraits, Skipped
 from kvrouter.engines.kv_events.event_stream import (
     Command,
     EngineEventStream,
@@ -15,7 +16,6 @@ from kvrouter.engines.kv_events.event_stream import (
     Restarted,
 )
 from kvrouter.engines.kv_events.listener import EventListener, OnChange
-from kvrouter.engines.kv_events.records import FIRST_RANK, EngineTraits, Skipped
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EventsSink
 from kvrouter.engines.trtllm.events import NativeEvents, native_batches
@@ -27,10 +27,10 @@ POLL_EACH_S = 0.1
 """How long after an answer the engine is asked again; some versions hold the answer back for 2 s."""
 
 POLL_LIMIT_S = 120.0
-"""How long an answer may take. What an answer brings that nobody waits for any more is lost."""
+"""How long an answer may take. Events in an answer that is no longer awaited are lost."""
 
 EVENTS_AT_ONCE = 256
-"""After so many events of one answer others have their turn: the first one may bring all that waited."""
+"""After this many events of one answer other tasks run: the first answer may bring all past events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class Polled:
 class PollingListener:
     """Asks from :meth:`start` to :meth:`stop`.
 
-    An engine's first event says that it made its cache: until that one came, others may have been sent to
-    another client. An id that comes again is of another start of the engine; events of an answer that broke
-    off are missing once the next one comes. Events of ranks other than the first are dropped: its server
-    cannot be asked for a rank.
+    An engine's first event reports its new cache: until it comes, earlier events may have gone to another
+    client. A repeated id is of another start of the engine; after a broken answer the next one shows that
+    events are missing. Events of ranks other than the first are dropped: its server cannot be asked for a
+    rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PollingListener:
     ) -> None:
         self._server = server
         self._native = NativeEvents(block_size)
-        self._facts = EngineTraits(block_size=block_size)
+        self._traits = EngineTraits(block_size=block_size)
         self._follower = self._new_follower()
         self._on_events = on_events
         self._on_change = on_change
@@ -94,7 +94,7 @@ class PollingListener:
         return self._is_deaf or self._last_id < 0 or bool(self._follower.partial_ranks)
 
     def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
-        """Counts of what was not passed on of a rank, since its engine began."""
+        """Return the counts of skipped events of a rank since its engine began."""
         return self._follower.skipped(dp_rank)
 
     def start(self) -> None:
@@ -125,8 +125,8 @@ class PollingListener:
             await asyncio.sleep(self._poll_each_s)
 
     async def _hear(self, answer: bytes) -> None:
-        for n_heard, (dp_rank, batch) in enumerate(native_batches(answer), start=1):
-            if n_heard % EVENTS_AT_ONCE == 0:
+        for n_received, (dp_rank, batch) in enumerate(native_batches(answer), start=1):
+            if n_received % EVENTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             if dp_rank != FIRST_RANK:
                 self._tell_of(dp_rank)
@@ -158,13 +158,13 @@ class PollingListener:
             self._on_change(f"its rank {dp_rank} is not looked at: its server cannot be asked for a rank")
 
     def _forget(self) -> None:
-        """What is held now is unknown: begin with whatever comes."""
+        """Forget the held blocks: begin with the next event."""
         self._do(self._follower.on_deaf())
         self._follower = self._new_follower()
         self._last_id = -1
 
     def _new_follower(self) -> EngineEventStream:
-        return EngineEventStream(self._native.decode, self._facts, can_replay=False)
+        return EngineEventStream(self._native.decode, self._traits, can_replay=False)
 
     def _do(self, commands: Iterable[Command]) -> None:
         for command in commands:

@@ -32,15 +32,15 @@ _METRICS = (*LOAD_METRICS, STARTED_METRIC)
 
 
 class VllmClient:
-    """``model`` is the engine's own name for what it serves. An engine that was restarted as another one
-    does not answer, so far as its worker's card goes.
+    """``model`` is the engine's own name for its model. For its worker's card, an engine that restarted as
+    another one does not answer.
     """
 
-    def __init__(self, worker_id: WorkerId, facts: VllmInfo, *, model: str) -> None:
+    def __init__(self, worker_id: WorkerId, info: VllmInfo, *, model: str) -> None:
         self._worker_id = worker_id
-        self._facts = facts
+        self._info = info
         self._model = model
-        self._started_s = facts.started_s
+        self._started_s = info.started_s
         self._tools_left_out = ToolsLeftOut()
 
     def call_of(self, request: EngineRequest) -> EngineCall:
@@ -48,25 +48,25 @@ class VllmClient:
         return call_of(
             request,
             model=self._model,
-            n_ranks=len(self._facts.ranks),
-            tells_where_kv_waits=self._facts.uses_nixl,
-            writes_choices=self._facts.writes_choices,
+            n_ranks=len(self._info.ranks),
+            tells_where_kv_waits=self._info.uses_nixl,
+            writes_choices=self._info.writes_choices,
             tools_left_out=self._tools_left_out,
         )
 
     async def look(self, server: EngineServer) -> Probe:
-        """Read its metrics page; where that cannot be had, ask whether it still serves the model."""
+        """Read its metrics page; if that fails, ask whether it still serves the model."""
         samples = await EnginePages(server).metrics("/metrics", _METRICS)
         if isinstance(samples, str):
             await check_serves(server, self._model, owner="vllm")
             return Probe(())
         started_s = started_of(samples)
         if started_s is not None and self._started_s not in (None, started_s):
-            now = await ask_info(server, model=self._model, dp_size=len(self._facts.ranks))
-            check_identity(server.url, now.identity, self._facts.identity)
-            self._facts, self._tools_left_out = now, ToolsLeftOut()
+            now = await ask_info(server, model=self._model, dp_size=len(self._info.ranks))
+            check_identity(server.url, now.identity, self._info.identity)
+            self._info, self._tools_left_out = now, ToolsLeftOut()
         self._started_s = started_s or self._started_s
-        return Probe(tuple(load_reports(samples, self._facts.ranks, self._worker_id)), started_s)
+        return Probe(tuple(load_reports(samples, self._info.ranks, self._worker_id)), started_s)
 
 
 async def attach(spec: AttachSpec) -> Attached:
@@ -75,14 +75,14 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    facts = await ask_info(server, model=spec.model, dp_size=spec.dp_size or 1)
-    model = check_model(spec, facts.models)
-    block_size = block_size_of(spec, facts.block_size, "--block-size")
-    events, warnings = events_of(spec, facts.events, len(facts.ranks))
-    warnings = facts.missing + warnings
+    info = await ask_info(server, model=spec.model, dp_size=spec.dp_size or 1)
+    model = check_model(spec, info.models)
+    block_size = block_size_of(spec, info.block_size, "--block-size")
+    events, warnings = events_of(spec, info.events, len(info.ranks))
+    warnings = info.missing + warnings
     if block_size is None:
         events = {}
-    if spec.publishes_kv_events and facts.prefix_caching is False:
+    if spec.publishes_kv_events and info.prefix_caching is False:
         warnings += (
             f"the engine at {spec.url} keeps no prefix cache: start it with --enable-prefix-caching",
         )
@@ -91,7 +91,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             f"the engine at {spec.url} has a longer metrics page than is read: what lies behind "
             f"{PAGE_MAX_BYTES} bytes or {PAGE_LINES_MAX} lines is not known",
         )
-    if spec.role is Role.PREFILL and not facts.uses_nixl:
+    if spec.role is Role.PREFILL and not info.uses_nixl:
         warnings += (
             f"the engine at {spec.url} has no NixlConnector: unless decode engines find its KV by "
             "themselves, as in storage that they share, each prompt is computed twice",
@@ -99,24 +99,24 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
     return Attached(
         engine=ServedEngine(
             server,
-            VllmClient(spec.worker_id, facts, model=model),
+            VllmClient(spec.worker_id, info, model=model),
             ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
-            started=facts.started_s,
+            started=info.started_s,
             refused_probes=REFUSED_PROBES,
         ),
-        version=f"vllm {facts.version}".rstrip(),
+        version=f"vllm {info.version}".rstrip(),
         model=model,
-        tokenizer=facts.root,
-        context_length=context_length_of(spec, facts.context_length, "--max-model-len"),
+        tokenizer=info.root,
+        context_length=context_length_of(spec, info.context_length, "--max-model-len"),
         block_size=block_size,
-        total_kv_blocks=least_known(rank.total_blocks for rank in facts.ranks.values()),
-        dp_size=len(facts.ranks),
-        dp_start=min(facts.ranks),
+        total_kv_blocks=least_known(rank.total_blocks for rank in info.ranks.values()),
+        dp_size=len(info.ranks),
+        dp_start=min(info.ranks),
         publishes_kv_events=bool(events),
         warnings=warnings,
-        identity=facts.identity,
+        identity=info.identity,
         names={
-            **{name: None for name in facts.models if name != model},
-            **{adapter: adapter for adapter in facts.adapters},
+            **{name: None for name in info.models if name != model},
+            **{adapter: adapter for adapter in info.adapters},
         },
     )

@@ -7,6 +7,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
+from kvrouter.engines.openai.answer_events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.bodies import (
     Body,
     ask_usage,
@@ -14,14 +15,13 @@ from kvrouter.engines.openai.bodies import (
     bytes_of,
     drop,
     drop_inside,
+    has_other_value,
     has_several_answers,
     has_several_prompts,
     names_model,
     put,
-    says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.sse import AnswerReading
 
@@ -35,19 +35,19 @@ ASK_FOR_KV: KvParams = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What asks a prefill worker to keep its KV for a decode worker: the words of vLLM's NIXL connector."""
+"""Asks a prefill worker to keep its KV for a decode worker, by vLLM's NIXL connector."""
 
 KV_TO_BE_FOUND: KvParams = {}
-"""What a prefill whose KV the decode engine finds by itself hands on: nothing needs to be said."""
+"""Params of a prefill with KV that the decode engine finds by itself: empty."""
 
 NOT_PREFILLED = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{}}'
 """The prefill of a call that its decode engine computes from the first token on."""
 
 _WHERE_KV_IS = ("kv_transfer_params", "ec_transfer_params")
-"""What vLLM reads in a call, and in its ``vllm_xargs``: the router alone says it."""
+"""Fields of a call and of its ``vllm_xargs`` that vLLM reads, and only the router sets."""
 
 _REPEATS_STORES = "kv_cache_report_mode"
-"""Of ``vllm_xargs``: no removal takes back what is published twice."""
+"""A field of ``vllm_xargs``: blocks that are published twice get no second removal."""
 
 RANK_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -99,10 +99,9 @@ _ANSWER_ONLY = (
     "logprob_token_ids",
     "return_tokens_as_token_ids",
 )
-"""What of a call shapes its answer, and neither the tokens of its prompt nor their KV: grammars, ends, log
-probabilities. An engine may fail over one of them in an answer of one token. Whatever is not known to be so
-stays in the prefill leg: sampling parameters too, which an engine refuses there before it has computed.
-"""
+"""Fields of a call that shape its answer, but neither the tokens of its prompt nor their KV: grammars, ends,
+log probabilities. An engine may fail over one of them in an answer of one token. Any other field stays in the
+prefill leg: sampling parameters too, which an engine refuses there before it has computed."""
 
 
 _REQUIRED = b'"required"'
@@ -110,14 +109,13 @@ _AUTO = b'"auto"'
 
 
 TOOLS_BYTES_PER_TOKEN = 16
-"""Four times as many as JSON has, of which a template may leave some out: a prompt that has fewer tokens by
-one for so many bytes of tools lacks them.
-"""
+"""Four times as many as JSON has, of which a template may leave some out: a prompt with fewer tokens, by one
+for this many bytes of tools, lacks the tools."""
 
 
 class ToolsLeftOut:
-    """Whether an engine leaves the tools out of a prompt where none may be called, as vLLM does with
-    ``--exclude-tools-when-tool-choice-none``: its answers to prefill legs show it, and nothing else does.
+    """Whether an engine leaves the tools out of a prompt for which no tool may be called, as vLLM does with
+    ``--exclude-tools-when-tool-choice-none``: only its answers to prefill legs show it.
     """
 
     def __init__(self) -> None:
@@ -133,14 +131,14 @@ def call_of(
     writes_choices: bool = False,
     tools_left_out: ToolsLeftOut | None = None,
 ) -> EngineCall:
-    """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
+    """Return the call to vLLM for a leg; ``model`` is the engine's name for it.
 
-    A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another one an answer that does
-    not say means that the decode engine finds the KV, in storage that both share. An engine that
+    A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another engine an answer
+    without it means that the decode engine finds the KV, in storage that both share. An engine that
     ``writes_choices`` writes into the prompt which tool must be called, and which form the answer must have.
-    ``tools_left_out`` remembers what the engine's prefill legs show.
+    ``tools_left_out`` remembers the result of the engine's prefill legs.
 
-    Raises InvalidRequest naming a field that is no object where it must be one.
+    Raises InvalidRequest naming a field that has to be an object and is not.
     """
     headers = {REQUEST_ID_HEADER: request.engine_key}
     if n_ranks > 1:
@@ -193,23 +191,23 @@ def _prefill(
     writes_choices: bool,
     tools_left_out: ToolsLeftOut,
 ) -> EngineCall:
-    """One token of the same prompt, whose KV the engine then keeps for the decode worker.
+    """Return the call for one token of the same prompt; the engine then keeps its KV for the decode worker.
 
-    It is kept for one answer to one prompt, and freed once that has fetched it: of a call with several, the
-    others would fetch what is no longer theirs. Such a call goes to its decode engine alone.
+    It is kept for one answer to one prompt, and freed once that has fetched it: the other answers of a call
+    with several would fetch freed KV. These calls go to their decode engine alone.
 
     A tool that must be called becomes one that must not: the tools stay in the prompt, and no engine asks for
     a parser. Without ``tool_choice`` it would be ``auto``, which needs one: so where the client wants that,
     the engine is asked as for a tool that must not be called if it refuses. An engine that leaves the tools
-    out then has KV of another prompt, which has fewer tokens than are known here: the decode engine computes
-    all of such a call. From then on the engine is asked with ``auto``, and what it refuses is left to the
-    decode engine.
+    out then has KV of another prompt, with fewer tokens than are known here: the decode engine computes all
+    of that call. From then on the engine is asked with ``auto``, and its refusals are left to the decode
+    engine.
     """
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
     if request.call is not None and not request.resumed_tokens:
         path = request.call.route.value
-        is_written = says_other_than(body, "response_format") or _must_call_a_tool(body)
+        is_written = has_other_value(body, "response_format") or _must_call_a_tool(body)
         if _is_for_one_engine(body) or (writes_choices and is_written):
             return EngineCall(
                 path=path,
@@ -243,7 +241,7 @@ def _prefill(
 
 
 class _PrefillReader:
-    """Reads the answer to a prefill leg; of a prompt without its tools it is as if nothing were prefilled."""
+    """Reads the answer to a prefill leg; a prompt without its tools counts as not prefilled."""
 
     def __init__(self, read: ReadEvent, tokens_with_tools: int, tools_left_out: ToolsLeftOut) -> None:
         self._read = read
@@ -273,22 +271,22 @@ def _must_call_a_tool(body: Body) -> bool:
 
 
 def _may_call_a_tool(body: Body) -> bool:
-    return says_other_than(body, "tools", b"[]") and not says_other_than(body, "tool_choice", _AUTO)
+    return has_other_value(body, "tools", b"[]") and not has_other_value(body, "tool_choice", _AUTO)
 
 
 def _is_for_one_engine(body: Body) -> bool:
-    """Whether KV of another engine is of no use: for several answers, log probabilities of the prompt, which
-    the decode engine would have to compute itself, and prompts that are cut to what the answer leaves free.
+    """Whether KV of another engine is useless: for several answers, log probabilities of the prompt, which
+    the decode engine would compute itself, and prompts that are cut to the room that the answer leaves.
     """
-    echoes = says_other_than(body, "echo", b"false") and says_other_than(body, "logprobs", b"false")
+    echoes = has_other_value(body, "echo", b"false") and has_other_value(body, "logprobs", b"false")
     return (
         echoes
-        or says_other_than(body, "prompt_logprobs")
+        or has_other_value(body, "prompt_logprobs")
         or bytes(memoryview(body.get("truncate_prompt_tokens", b""))[:2]).lstrip(b'"').startswith(b"-")
-        or says_other_than(body, "use_beam_search", b"false")
-        or says_other_than(body, "n", b"1")
-        or says_other_than(body, "best_of", b"1")
-        or says_other_than(body, "prompt_embeds", b"[]")
+        or has_other_value(body, "use_beam_search", b"false")
+        or has_other_value(body, "n", b"1")
+        or has_other_value(body, "best_of", b"1")
+        or has_other_value(body, "prompt_embeds", b"[]")
         or has_several_prompts(body)
     )
 
@@ -301,9 +299,9 @@ def _read_kv_as_found(data: bytes) -> AnswerEvent:
 
 
 def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> EngineCall:
-    """A completion of token ids: for what comes without a client's call, or goes on from another worker.
+    """Return a completion of token ids, for legs without a client's call or resumed from another worker.
 
-    Stop strings stay with the router: only it knows the text before these tokens.
+    Stop strings stay with the router: only it has the text before these tokens.
     """
     body = _common(request, model)
     _put_prompt(body, request)

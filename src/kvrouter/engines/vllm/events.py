@@ -1,8 +1,8 @@
-"""vLLM's KV events: maps since 0.24, arrays before; decoded and nothing else.
+"""vLLM's KV events: maps since 0.24, arrays before; decoding only.
 
-Where a block's hash depends on more than tokens, vLLM says on what in ``extra_keys``, one entry a block, in
-this order: the adapter's name, the multimodal objects, the salt (in the first block of a sequence only),
-digests of prompt embeddings. Objects are ``(identifier, offset)``, and in early arrays the identifier alone.
+If a block's hash depends on more than tokens, ``extra_keys`` has the rest, one entry a block, in this order:
+the adapter's name, the multimodal objects, the salt (in the first block of a sequence only), digests of
+prompt embeddings. Objects are ``(identifier, offset)``, and in early arrays the identifier alone.
 
 From 0.33 on, with a drafter such as EAGLE, a block's hash also covers the tokens right behind it, which are
 ``lookahead_token_ids``, one list a block: the engine finds the block only for a prompt that has those too.
@@ -24,10 +24,10 @@ from kvrouter.engines.kv_events.batches import (
     StoredFields,
     array_length,
     read_batch,
-    removed_word,
-    stored_word,
+    removed_event,
+    stored_event,
 )
-from kvrouter.engines.kv_events.records import (
+from kvrouter.engines.kv_events.engine_events import (
     HASH_MASK,
     HASHES_MAX,
     CacheGroup,
@@ -47,7 +47,7 @@ _STANDING_OTHER = 0
 _DIGEST_DIGITS = 64
 
 LOOKAHEAD_TOKENS_MAX = 4096
-"""A drafter that looks further ahead than any is none."""
+"""No drafter looks further ahead."""
 
 
 class _Stored(StoredFields):
@@ -83,25 +83,25 @@ def decode(payload: bytes) -> tuple[EngineBatch, ...]:
     return (read_batch(payload, _SHAPES),)
 
 
-def _stored(wire: _Stored, where: str) -> EngineEvent:
-    if _is_elsewhere(wire):
-        return EngineSkipped(Skipped.NOT_LOCAL, len(wire.block_hashes))
-    salt, mm_hashes = _read_extra_keys(wire)
-    return stored_word(
-        wire,
+def _stored(fields: _Stored, where: str) -> EngineEvent:
+    if _is_elsewhere(fields):
+        return EngineSkipped(Skipped.NOT_LOCAL, len(fields.block_hashes))
+    salt, mm_hashes = _read_extra_keys(fields)
+    return stored_event(
+        fields,
         where,
-        lora_name=wire.lora_name,
+        lora_name=fields.lora_name,
         cache_salt=salt,
         mm_hashes=mm_hashes,
-        group=_group(wire),
-        lookahead_tokens=_lookahead_tokens(wire, where),
+        group=_group(fields),
+        lookahead_tokens=_lookahead_tokens(fields, where),
     )
 
 
-def _lookahead_tokens(wire: _Stored, where: str) -> int:
+def _lookahead_tokens(fields: _Stored, where: str) -> int:
     """How many tokens behind a block its hash covers, by the longest list. Raises ProtocolError."""
     most = 0
-    for i, raw in enumerate((isinstance(wire, _StoredMap) and wire.lookahead_token_ids) or ()):
+    for i, raw in enumerate((isinstance(fields, _StoredMap) and fields.lookahead_token_ids) or ()):
         field = f"{where}.lookahead_token_ids[{i}]"
         length = array_length(memoryview(raw))
         if length is None or length > LOOKAHEAD_TOKENS_MAX:
@@ -110,51 +110,51 @@ def _lookahead_tokens(wire: _Stored, where: str) -> int:
     return most
 
 
-def _removed(wire: _Removed, where: str) -> EngineEvent:
-    if _is_elsewhere(wire):
-        return EngineSkipped(Skipped.NOT_LOCAL, len(wire.block_hashes))
-    return removed_word(wire, where, group_key=wire.group_idx)
+def _removed(fields: _Removed, where: str) -> EngineEvent:
+    if _is_elsewhere(fields):
+        return EngineSkipped(Skipped.NOT_LOCAL, len(fields.block_hashes))
+    return removed_event(fields, where, group_key=fields.group_idx)
 
 
-def _is_elsewhere(wire: _Stored | _Removed) -> bool:
+def _is_elsewhere(fields: _Stored | _Removed) -> bool:
     """Whether an event is of blocks that this engine merely reaches."""
-    return isinstance(wire, _StoredMap | _RemovedMap) and wire.locality not in (None, "LOCAL")
+    return isinstance(fields, _StoredMap | _RemovedMap) and fields.locality not in (None, "LOCAL")
 
 
-def _group(wire: _Stored) -> CacheGroup | None:
-    """Full attention has to find a whole prefix, and the other kinds only what lies near its end, or a state:
-    its group decides what is reused. Where no kind is said, the first group stands in.
+def _group(fields: _Stored) -> CacheGroup | None:
+    """Full attention has to find a whole prefix, the other kinds only a state or the tokens near its end: its
+    group decides what is reused. Without a kind, the first group stands in.
     """
-    if wire.group_idx is None:
+    if fields.group_idx is None:
         return None
-    kind = wire.kv_cache_spec_kind
+    kind = fields.kv_cache_spec_kind
     return CacheGroup(
-        wire.group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER)
+        fields.group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER)
     )
 
 
-def _read_extra_keys(wire: _Stored) -> tuple[str | None, MmHashes | None]:
-    """The salt, and the multimodal hashes of each block; None for none at all.
+def _read_extra_keys(fields: _Stored) -> tuple[str | None, MmHashes | None]:
+    """Return the salt, and the multimodal hashes of each block; None without any.
 
-    Whatever is not understood goes into the hashes of its block: a block that depends on more than its tokens
-    must not be taken for one that does not.
+    Unknown keys go into the hashes of their block: a block that depends on more than its tokens must not be
+    taken for one that does not.
     """
-    if not wire.extra_keys:
+    if not fields.extra_keys:
         return None, None
     salt: str | None = None
     rows: list[tuple[int, ...]] = []
-    for i, keys in enumerate(wire.extra_keys):
+    for i, keys in enumerate(fields.extra_keys):
         rest = list(keys or ())
-        if rest and wire.lora_name and rest[0] == wire.lora_name:
+        if rest and fields.lora_name and rest[0] == fields.lora_name:
             del rest[0]
-        if i == 0 and wire.parent_block_hash is None:
-            salt = _take_salt(rest, is_array=isinstance(wire, _StoredArray))
+        if i == 0 and fields.parent_block_hash is None:
+            salt = _take_salt(rest, is_array=isinstance(fields, _StoredArray))
         rows.append(tuple(map(_key_hash, rest)))
     return salt, tuple(rows) if any(rows) else None
 
 
 def _take_salt(keys: list[object], *, is_array: bool) -> str | None:
-    """Take the salt out of the keys of a first block: the last plain string.
+    """Remove the salt from the keys of a first block and return it: the last plain string.
 
     In arrays a multimodal object may be a plain string too: a digest in hexadecimal digits.
     """
@@ -184,7 +184,7 @@ def _key_hash(key: object) -> int:
 
 
 _SHAPES: EventShapes = {
-    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
-    "BlockRemoved": EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=_removed),
+    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, convert=_stored),
+    "BlockRemoved": EventShape(as_map=_RemovedMap, as_array=_RemovedArray, convert=_removed),
     "AllBlocksCleared": CLEARED,
 }

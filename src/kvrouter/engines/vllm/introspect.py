@@ -1,4 +1,4 @@
-"""What a vLLM server says of itself: version, model, cache, load."""
+"""The values that a vLLM server reports: version, model, cache, load."""
 
 import re
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ NIXL_METRIC = "vllm:nixl_bytes_transferred_count"
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """One data-parallel rank's cache: tokens in a block, and how many blocks there are; None for what it does
-    not report.
+    """One data-parallel rank's cache: tokens in a block, and the number of blocks; None for unreported
+    values.
     """
 
     block_size: int | None = None
@@ -38,10 +38,10 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmInfo:
-    """One engine. ``models`` are the names that it is served under, and its adapters; ``root`` the folder or
-    hub name of the model. ``started_s`` distinguishes two starts. An engine that ``uses_nixl`` says after a
-    prefill where the KV waits; other connectors may leave it to the decode engine to find it. ``missing``
-    has a sentence for each thing that it does not report; None stands for it.
+    """The values of one engine; None for unreported ones, with a sentence on each in ``missing``. ``models``
+    are its served names, and its adapters; ``root`` the folder or hub name of the model. ``started_s``
+    distinguishes two starts. An engine that ``uses_nixl`` reports after a prefill where the KV waits; other
+    connectors may leave it to the decode engine to find it.
     """
 
     version: str
@@ -71,7 +71,7 @@ class VllmInfo:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """What its worker's card and calls are made from (``Attached.identity``)."""
+        """The values from which its worker's card and calls are made (``Attached.identity``)."""
         return {
             "models": ", ".join(self.models),  # adapters are loaded while it runs
             "block size": self.block_size,
@@ -100,12 +100,12 @@ _METRICS = (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC)
 
 
 async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: int = 1) -> VllmInfo:
-    """Ask the engine behind ``server``. ``model`` and its number of ranks are taken for what it does not say.
+    """Ask the engine behind ``server``. ``model`` and ``dp_size`` stand in for unreported values.
 
-    Raises WorkerUnreachable while it does not answer, and ConfigError for an engine that is none of vLLM's.
+    Raises WorkerUnreachable while it does not answer, and ConfigError if it is no vLLM engine.
     """
     pages = EnginePages(server)
-    listed = await pages.models(owner="vllm", said=model)
+    listed = await pages.models(owner="vllm", model=model)
     served = [each for each in listed if each.parent is None] or listed[:1]
     version = text_of((await pages.fields("/version", lost="its version is unknown")).get("version"))
     samples = await pages.metrics("/metrics", _METRICS)
@@ -148,14 +148,14 @@ def started_of(samples: Samples) -> float | None:
 
 
 def reachable(endpoint: str, url: str) -> str:
-    """Return where an endpoint that the engine binds is reached: ``*`` stands for the host of its ``url``."""
+    """Return the address of an endpoint that the engine binds: the host of its ``url`` replaces ``*``."""
     host = urlsplit(url).hostname or "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     return re.sub(r"^tcp://(?:\*|0\.0\.0\.0|\[::\])", f"tcp://{host}", endpoint)
 
 
 def _ranks(samples: Samples, pages: EnginePages) -> dict[DpRank, RankInfo]:
-    """What the ranks say of their caches; none where nothing does."""
+    """Return the cache values of each rank; empty without any."""
     ranks: dict[DpRank, RankInfo] = {}
     for sample in samples.get(CACHE_METRIC, ()):
         labels = sample.labels
@@ -184,7 +184,7 @@ _OF_BLOCK_SIZE = (
 
 
 async def _events_of(pages: EnginePages, url: str) -> dict[DpRank, EventsAt]:
-    """Where each rank publishes; servers before 0.30 have no such page."""
+    """Return where each rank publishes; servers before 0.30 have no page for it."""
     page = await pages.page("/kv_event_sources")
     if isinstance(page, str):
         return {}
@@ -210,20 +210,19 @@ RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 USED = "vllm:kv_cache_usage_perc"
 USED_BEFORE = "vllm:gpu_cache_usage_perc"
-"""What versions before 0.11 call it."""
+"""The name in versions before 0.11."""
 
 FETCHED_BY = ("nixl", "mooncake")
-"""The connectors that count what an engine has fetched, from its start on, also where it never did:
-MooncakeConnector does from 0.33 on. Each tensor-parallel rank of an engine counts its own part; handshakes
-and notifications that failed count as failed transfers.
-"""
+"""The connectors that count what an engine has fetched, from its start on, also if it is 0: MooncakeConnector
+does from 0.33 on. Each tensor-parallel rank of an engine counts its own part; failed handshakes and
+notifications count as failed transfers."""
 
 TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 FETCHED_TOKENS = "external_kv_transfer"
-"""The source of prompt tokens whose KV came from another engine."""
+"""The source of prompt tokens with KV from another engine."""
 
 FIGURE_MAX = float(2**53)
-"""What is larger is no count, and would not be exact."""
+"""A larger number is no count, and would not be exact."""
 
 TRANSFER_METRICS = tuple(
     tuple(
@@ -243,27 +242,27 @@ LOAD_METRICS = (RUNNING, WAITING, USED, USED_BEFORE, *chain(*TRANSFER_METRICS), 
 
 
 def load_reports(samples: Samples, ranks: Mapping[DpRank, RankInfo], worker_id: WorkerId) -> list[LoadReport]:
-    """Return a report for each rank on the page whose number of blocks is known."""
+    """Return a report for each rank on the page with a known number of blocks."""
     used = _by_rank(samples, USED) or _by_rank(samples, USED_BEFORE)
     running, waiting = _by_rank(samples, RUNNING), _by_rank(samples, WAITING)
     transfers = _transfers(samples)
     return [
         LoadReport(
             rank=WorkerRank(worker_id, rank),
-            active_blocks=round(used[rank] * facts.total_blocks),
-            total_blocks=facts.total_blocks,
+            active_blocks=round(used[rank] * info.total_blocks),
+            total_blocks=info.total_blocks,
             running_requests=int(running.get(rank, 0)),
             waiting_requests=int(waiting.get(rank, 0)),
             kv_transfers=transfers.get(rank),
         )
-        for rank, facts in ranks.items()
-        if rank in used and facts.total_blocks is not None
+        for rank, info in ranks.items()
+        if rank in used and info.total_blocks is not None
     ]
 
 
 def _transfers(samples: Samples) -> dict[DpRank, KvTransfers]:
-    """What each rank has fetched, by whichever connectors; a rank is left out of those whose page lacks one
-    of the three sums.
+    """Return the KV that each rank has fetched, over all connectors; ranks without all three sums are left
+    out.
     """
     by_source = samples.get(TOKENS_BY_SOURCE, ())
     fetched = [sample for sample in by_source if sample.labels.get("source") == FETCHED_TOKENS]

@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvrouter.core.errors import ConfigError
 
 AUTHORITY_CERT = "ca.crt"
-"""Authorities that are trusted, the signing one first: what a webhook's ``caBundle`` holds."""
+"""Trusted authorities, the signing one first: the content of a webhook's ``caBundle``."""
 AUTHORITY_KEY = "ca.key"
 SERVING_CERT = "tls.crt"
 SERVING_KEY = "tls.key"
@@ -28,7 +28,7 @@ SERVING_KEY = "tls.key"
 AUTHORITY_VALID = timedelta(days=5 * 365)
 SERVING_VALID = timedelta(days=90)
 CLOCK_SKEW = timedelta(hours=1)
-"""The clocks of two replicas may differ by this."""
+"""How much the clocks of two replicas may differ."""
 AUTHORITIES_MAX = 3
 
 
@@ -41,11 +41,11 @@ class _Pair:
 
 
 def renewed(now: datetime, data: Mapping[str, bytes], dns_names: Sequence[str]) -> dict[str, bytes] | None:
-    """Return what the Secret's data must be, or None while it may stay as it is.
+    """Return the Secret's new data, or None if it may stay as it is.
 
-    ``now`` is aware of its time zone. ``dns_names`` (or addresses) are what the API server calls the server,
-    one at least; the first is its common name. Whatever cannot be read in ``data`` is made again; other keys
-    of it are kept. A certificate is renewed when a third of its life is left.
+    ``now`` is aware of its time zone. ``dns_names`` (or addresses) are the names by which the API server
+    calls the server, at least one; the first is its common name. Unreadable parts of ``data`` are made again;
+    its other keys stay. A certificate is renewed when a third of its life is left.
     """
     trusted = _trusted(now, data.get(AUTHORITY_CERT, b""))
     key = _key(data.get(AUTHORITY_KEY, b""))
@@ -208,7 +208,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class ServingCertificate:
-    """A TLS context whose certificate can be exchanged between two handshakes.
+    """A TLS context with a certificate that can be exchanged between two handshakes.
 
     Raises ConfigError, naming the file, when the first certificate cannot be read.
     """
@@ -223,8 +223,8 @@ class ServingCertificate:
     def reread(self) -> bool:
         """Read the files again if they changed; return whether they did.
 
-        Raises ConfigError for files that cannot be read, or do not fit each other: what was shown is shown
-        still, and they are read again when they change once more.
+        Raises ConfigError for files that cannot be read, or do not fit each other: the last certificate
+        stays, and they are read again when they change once more.
         """
         stamp = self._stamp_of_files()
         if stamp == self._stamp:
@@ -237,7 +237,7 @@ class ServingCertificate:
         connection.context = self._latest
 
     def _stamp_of_files(self) -> Stamp:
-        """What distinguishes one version of both files from another, as a Secret's volume exchanges them."""
+        """Return a value that changes when a Secret's volume exchanges the files."""
         try:
             found = [path.stat() for path in (self._cert, self._key)]
         except OSError:

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from kvrouter.core.errors import ProtocolError
 from kvrouter.operator.admission.validate import Verdict, validate
 from kvrouter.operator.api.deployment import GROUP, KIND
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.labels.binding import BindingTarget, binding_patch
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.settings.problems import Problem, dotted
@@ -20,15 +20,15 @@ API_VERSION = "admission.k8s.io/v1"
 REVIEW_KIND = "AdmissionReview"
 WARNING_CHARS_MAX = 256
 WARNINGS_CHARS_MAX = 4096
-"""The API server cuts a longer warning, and drops those that come after these characters of them."""
+"""The API server cuts a longer warning, and drops warnings beyond this total."""
 WARNING_LINES_MAX = 4
-"""So many lines one warning may take, at most."""
+"""How many lines one warning may take."""
 
 JUDGED = frozenset({"CREATE", "UPDATE"})
 
 
 class Review(NamedTuple):
-    """One question: may ``new`` take the place of ``old``? ``is_ours`` when it is about a deployment."""
+    """A review: may ``new`` take the place of ``old``? ``is_ours``: it is about a deployment."""
 
     uid: str
     operation: str
@@ -39,7 +39,7 @@ class Review(NamedTuple):
 
 
 class ReviewRequest(NamedTuple):
-    """What every AdmissionReview has: what is asked, under which name the answer goes back, and of what."""
+    """The request of any AdmissionReview: its uid, its operation, and its fields."""
 
     uid: str
     operation: str
@@ -47,7 +47,7 @@ class ReviewRequest(NamedTuple):
 
 
 def read_request(body: object) -> ReviewRequest:
-    """Return the question of an AdmissionReview. Raises ProtocolError, naming the field, for what is none."""
+    """Return the request of an AdmissionReview. Raises ProtocolError, naming the field, if it is invalid."""
     review = mapping_at(body, "")
     if review.get("apiVersion") != API_VERSION or review.get("kind") != REVIEW_KIND:
         raise ProtocolError(f"must be an {REVIEW_KIND} of {API_VERSION}", param="apiVersion")
@@ -61,7 +61,7 @@ def read_request(body: object) -> ReviewRequest:
 
 
 def read_review(body: object) -> Review:
-    """Return what an AdmissionReview asks about a deployment. Raises ProtocolError as above."""
+    """Return the review of a deployment. Raises ProtocolError as above."""
     uid, operation, request = read_request(body)
     kind = mapping_at(request.get("kind"), "request.kind")
     return Review(
@@ -75,20 +75,20 @@ def read_review(body: object) -> Review:
 
 
 def is_judged(review: Review) -> bool:
-    """Whether it is about what a deployment says."""
+    """Return whether a review is about the spec of a deployment."""
     return review.is_ours and review.operation in JUDGED
 
 
-def judged(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
-    """Return the verdict on what the review asks; what is not about a deployment's spec is allowed."""
+def judged(review: Review, cluster_info: ClusterInfo, defaults: PlanDefaults) -> Verdict:
+    """Return the verdict on a review; reviews that are not about a deployment's spec are allowed."""
     if not is_judged(review):
         return Verdict()
     old = review.old if review.operation == "UPDATE" else None
-    return validate(review.new, old, facts, defaults)
+    return validate(review.new, old, cluster_info, defaults)
 
 
 def answer(uid: str, verdict: Verdict, name: str = "") -> dict[str, JsonValue]:
-    """Return the AdmissionReview that gives ``verdict`` on the deployment called ``name``."""
+    """Return the AdmissionReview with ``verdict`` on the deployment ``name``."""
     response: dict[str, JsonValue] = {"uid": uid, "allowed": verdict.is_allowed}
     if verdict.problems:
         response["status"] = {
@@ -114,7 +114,7 @@ def answered(response: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _message(problems: Sequence[Problem]) -> str:
-    """One mistake is a line, several are a line each: kubectl shows them as they are."""
+    """Return one problem as a line, several as a list: kubectl shows them as they are."""
     lines = [line(problem) for problem in problems]
     return lines[0] if len(lines) == 1 else "".join(f"\n- {text}" for text in lines)
 
@@ -124,18 +124,18 @@ def _cause(problem: Problem) -> JsonValue:
 
 
 def line(problem: Problem) -> str:
-    """Return ``problem`` as one line: where, and what must be."""
+    """Return ``problem`` as one line: its path, and what must be."""
     at = dotted(problem.path)
     return _printable(f"{at}: {problem.must}" if at else problem.must)
 
 
 def _printable(text: str) -> str:
-    """The text of a header cannot hold what is not printable."""
+    """Return ``text`` without unprintable characters, which a header cannot hold."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _fitting(warnings: Sequence[Problem]) -> list[str]:
-    """The warnings that an API server passes on: each in lines that are short enough, and all together."""
+    """Return the warnings that an API server passes on: wrapped to its lines, up to its total."""
     fitting: list[str] = []
     left = WARNINGS_CHARS_MAX
     for warning in warnings:
@@ -155,14 +155,14 @@ def _fitting(warnings: Sequence[Problem]) -> list[str]:
 
 
 def mapping_at(found: object, at: str) -> Mapping[str, object]:
-    """Return ``found``, which must be an object. Raises ProtocolError, naming its place, for what is none."""
+    """Return ``found``, which must be an object. Raises ProtocolError, naming its path, for anything else."""
     if not isinstance(found, dict):
         raise ProtocolError(f"{at or 'body'}: must be an object", param=at or None)
     return found
 
 
 class BindingReview(NamedTuple):
-    """One question: this pod is to be bound. ``binding`` is the Binding that says so."""
+    """A review of a pod's binding; ``binding`` is the Binding."""
 
     uid: str
     pod: BindingTarget
@@ -170,7 +170,7 @@ class BindingReview(NamedTuple):
 
 
 def read_binding(body: object) -> BindingReview:
-    """Return what an AdmissionReview of a Binding asks. Raises ProtocolError, naming the field, for none."""
+    """Return the review of a Binding. Raises ProtocolError, naming the field, if it is invalid."""
     uid, operation, request = read_request(body)
     kind = mapping_at(request.get("kind"), "request.kind")
     if operation != "CREATE" or (kind.get("group"), kind.get("kind")) != ("", "Binding"):
@@ -186,7 +186,7 @@ def read_binding(body: object) -> BindingReview:
 
 
 def bind_answer(review: BindingReview, labels: Mapping[str, str]) -> dict[str, JsonValue]:
-    """Return the AdmissionReview that lets the pod be bound, with ``labels``."""
+    """Return the AdmissionReview that allows the binding, and adds ``labels``."""
     response: dict[str, JsonValue] = {"uid": review.uid, "allowed": True}
     patch = binding_patch(review.binding, labels)
     if patch:

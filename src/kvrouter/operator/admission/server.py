@@ -1,4 +1,4 @@
-"""The HTTPS server of admission webhooks. Every replica of the operator runs one."""
+"""The HTTPS server of admission webhooks; every replica of the operator runs one."""
 
 import asyncio
 import json
@@ -24,35 +24,35 @@ from kvrouter.operator.admission.review import (
 )
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.operator.plan.defaults import PlanDefaults
 
 BODY_BYTES_MAX = 8 * 2**20
-"""Two objects of the most that an API server takes, and what is around them."""
+"""Two objects of an API server's maximum size, and their envelope."""
 REVIEW_TIMES = 2
-"""Two objects, each of which may hold as much as other JSON."""
+"""A review holds two objects, each of which may hold as much as other JSON."""
 REVIEWS_MAX = 32
-"""Questions that are answered at a time; one more is answered 503."""
+"""How many reviews are answered at a time; a further one is answered 503."""
 BINDING_BYTES_MAX = 512 * 2**10
 """More than the annotations of a Binding may have."""
 BINDINGS_MAX = 128
-"""The same of Bindings, which cost little: a scheduler binds many pods at a time."""
-FACTS_S = 5.0
+"""How many Bindings are answered at a time: they cost little, and a scheduler binds many pods at a time."""
+INFO_TIMEOUT_S = 5.0
 BODY_S = 5.0
 LABELS_S = 1.0
-"""Well within the 2 s that the API server waits for us before it binds a pod without us."""
+"""Well within the 2 s that the API server waits before it binds a pod without the webhook."""
 REREAD_S = 10.0
 
-Facts = Callable[[], Awaitable[ClusterFacts]]
-"""Reads the cluster. May raise OSError or TimeoutError: then it is judged as one that could not be read."""
+ReadClusterInfo = Callable[[], Awaitable[ClusterInfo]]
+"""Reads the cluster. May raise OSError or TimeoutError: the cluster then counts as unread."""
 
 Labels = Callable[[BindingTarget], Awaitable[Mapping[str, str] | None]]
-"""Returns the labels that a pod gets when it is bound: none for a pod of others, None when not known."""
+"""Returns the labels that a pod gets at its binding: empty for other pods, None if unknown."""
 
-Tried = Callable[[Review, ClusterFacts], Awaitable[Verdict]]
-"""Returns what would be refused of what an admitted deployment becomes."""
+Tried = Callable[[Review, ClusterInfo], Awaitable[Verdict]]
+"""Returns the refusals of the objects that an admitted deployment becomes."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -62,17 +62,17 @@ _T = TypeVar("_T")
 class AdmissionServer:
     """``POST /validate``, ``POST /bind``, ``GET /healthz`` and ``GET /readyz`` over TLS.
 
-    ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
-    then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
-    are planned with; what is admitted by that is ``tried``. ``labels`` has ``labels_s``; then the pod is
-    bound without: the server never refuses one. While ``is_ours`` is false everything is let pass as it is:
-    definition and objects are another project's; and so are deployments of another class than ``class_name``.
+    ``not_ready`` returns why the operator is not ready yet, or None. If the cluster does not answer within
+    ``info_timeout_s``, topologies count as unread, and only deployments without one are admitted. Deployments
+    are planned with ``defaults``, and an admitted plan is ``tried``. After ``labels_s`` without ``labels`` a
+    pod is bound without them: the server never refuses a binding. Everything is allowed while ``is_ours`` is
+    false, as the definition is another project's, and for deployments of another class than ``class_name``.
     """
 
     def __init__(
         self,
         *,
-        facts: Facts,
+        read_cluster_info: ReadClusterInfo,
         labels: Labels,
         tried: Tried,
         defaults: PlanDefaults,
@@ -81,7 +81,7 @@ class AdmissionServer:
         not_ready: Callable[[], str | None],
         is_ours: Callable[[], bool] = lambda: True,
         class_name: str = DEFAULT_CLASS,
-        facts_s: float = FACTS_S,
+        info_timeout_s: float = INFO_TIMEOUT_S,
         body_s: float = BODY_S,
         labels_s: float = LABELS_S,
         reread_s: float = REREAD_S,
@@ -89,10 +89,15 @@ class AdmissionServer:
         reviews_max: int = REVIEWS_MAX,
         bindings_max: int = BINDINGS_MAX,
     ) -> None:
-        self._facts, self._labels, self._tried, self._defaults = facts, labels, tried, defaults
+        self._read_cluster_info, self._labels, self._tried, self._defaults = (
+            read_cluster_info,
+            labels,
+            tried,
+            defaults,
+        )
         self._listener, self._not_ready = listener, not_ready
         self._certificate, self._is_ours, self._class_name = certificate, is_ours, class_name
-        self._facts_s, self._body_s, self._reread_s = facts_s, body_s, reread_s
+        self._info_timeout_s, self._body_s, self._reread_s = info_timeout_s, body_s, reread_s
         self._labels_s = labels_s
         self._body_bytes_max = body_bytes_max
         app = web.Application(client_max_size=body_bytes_max)
@@ -100,7 +105,7 @@ class AdmissionServer:
         app.router.add_post("/bind", self._at_most(bindings_max, self._bind))
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=facts_s + body_s)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=info_timeout_s + body_s)
         self._rereading: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -116,7 +121,7 @@ class AdmissionServer:
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Stop listening; requests that are being answered are answered."""
+        """Stop listening, after the current requests are answered."""
         if self._rereading is not None:
             self._rereading.cancel()
             with suppress(asyncio.CancelledError):
@@ -140,7 +145,7 @@ class AdmissionServer:
         return web.Response(text="ok\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
     def _at_most(self, questions: int, answer_one: Handler) -> Handler:
-        """``answer_one`` for so many at a time: one more is refused at once, to be tried elsewhere."""
+        """Limit ``answer_one`` to so many requests at a time: a further one is refused at once."""
         left = asyncio.Semaphore(questions)
 
         async def answer_or_not(request: web.Request) -> web.StreamResponse:
@@ -161,11 +166,11 @@ class AdmissionServer:
         return _json(answer(review.uid, verdict, review.name))
 
     async def _verdict(self, review: Review) -> Verdict:
-        facts = await self._known()
-        verdict = await asyncio.to_thread(judged, review, facts, self._defaults)
+        cluster_info = await self._known()
+        verdict = await asyncio.to_thread(judged, review, cluster_info, self._defaults)
         if not verdict.is_allowed or not is_judged(review):
             return verdict
-        tried = await self._tried(review, facts)
+        tried = await self._tried(review, cluster_info)
         return Verdict(tried.problems, (*verdict.warnings, *tried.warnings))
 
     async def _bind(self, request: web.Request) -> web.Response:
@@ -182,7 +187,7 @@ class AdmissionServer:
         return _json(bind_answer(review, labels or {}))
 
     async def _asked(self, request: web.Request, read: Callable[[object], _T]) -> _T | web.Response:
-        """What is asked, or the answer to what is no question."""
+        """Return the review in a request, or the response to an invalid request."""
         try:
             async with asyncio.timeout(self._body_s):
                 body = await request.read()
@@ -196,14 +201,16 @@ class AdmissionServer:
         except ProtocolError as error:
             return self._refused(400, error.message)
 
-    async def _known(self) -> ClusterFacts:
+    async def _known(self) -> ClusterInfo:
         try:
-            async with asyncio.timeout(self._facts_s):
-                return await self._facts()
+            async with asyncio.timeout(self._info_timeout_s):
+                return await self._read_cluster_info()
         except TimeoutError:
-            return ClusterFacts(grove=Grove.UNREAD, unread_because=f"no answer within {self._facts_s:g} s")
+            return ClusterInfo(
+                grove=Grove.UNREAD, unread_because=f"no answer within {self._info_timeout_s:g} s"
+            )
         except OSError as error:
-            return ClusterFacts(grove=Grove.UNREAD, unread_because=str(error))
+            return ClusterInfo(grove=Grove.UNREAD, unread_because=str(error))
 
     def _refused(self, status: int, reason: str) -> web.Response:
         self._listener.not_answered(reason)

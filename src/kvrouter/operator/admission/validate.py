@@ -16,13 +16,13 @@ from kvrouter.operator.api.deployment import (
 )
 from kvrouter.operator.api.grove import ClusterTopology
 from kvrouter.operator.api.names import SERVICE_CHARS_MAX, SERVICE_PATTERN
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
-from kvrouter.operator.labels.copies import resolve
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
+from kvrouter.operator.labels.level_labels import resolve
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.links import level_problems
+from kvrouter.operator.plan.frontend_links import level_problems
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest
 from kvrouter.operator.plan.plan import Plan, plan
-from kvrouter.operator.plan.wiring import prefill_problem
+from kvrouter.operator.plan.transfer_policy import prefill_problem
 from kvrouter.operator.policy import (
     GRAPH_POLICY,
     TOPOLOGY_NAME,
@@ -36,22 +36,22 @@ from kvrouter.settings.problems import Path, Problem, did_you_mean
 LISTED_MAX = 10
 
 
-def topology_problems(declared: Declared, facts: ClusterFacts) -> list[Problem]:
-    """Return what is wrong with a policy in this cluster; nothing when its source is a raw label."""
+def topology_problems(declared: Declared, cluster_info: ClusterInfo) -> list[Problem]:
+    """Return the problems with a policy's topology in this cluster; empty if its source is a raw label."""
     source = declared.policy.source
     if not isinstance(source, NamedTopology):
         return []
-    topology = facts.topologies.get(source.name)
-    if facts.grove is Grove.ABSENT:
+    topology = cluster_info.topologies.get(source.name)
+    if cluster_info.grove is Grove.ABSENT:
         must = (
             f"{source.name!r} cannot be read: this cluster knows no ClusterTopologyBinding and no "
             "ClusterTopology (grove.io). Install Grove"
         )
-    elif facts.grove is Grove.UNREAD:
-        because = f" ({facts.unread_because})" if facts.unread_because else ""
+    elif cluster_info.grove is Grove.UNREAD:
+        because = f" ({cluster_info.unread_because})" if cluster_info.unread_because else ""
         must = f"{source.name!r} could not be read just now{because}: try again"
     elif topology is None:
-        names = sorted(facts.topologies)
+        names = sorted(cluster_info.topologies)
         there = f"there are {listed(names)}{did_you_mean(source.name, names)}" if names else "there is none"
         must = (
             f"no ClusterTopologyBinding or ClusterTopology {source.name!r} is in this cluster; {there}. "
@@ -78,20 +78,20 @@ def _level_problems(declared: Declared, topology: ClusterTopology) -> list[Probl
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of further names."""
     more = len(names) - LISTED_MAX
     return ", ".join(names[:LISTED_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _without_grove(declared: Declared) -> str:
-    """How the same policy is written without a topology."""
+    """Return how the same policy is written without a topology."""
     if declared.at == GRAPH_POLICY:
         return "replace clusterTopologyName by labelKey, the key of a node label, which needs no Grove"
     return "set kvCacheTransferTopology.label to the key of a node label, which needs no Grove"
 
 
 def changed_immutable_fields(new: DeploymentSpec, old: DeploymentSpec) -> tuple[Problem, ...]:
-    """Return a problem for each component of another type, and for another topology or none."""
+    """Return a problem for each component with another type, and for another topology or none."""
     problems = []
     types = {component.name: component.type for component in old.components}
     for index, component in enumerate(new.components):
@@ -117,12 +117,12 @@ COMPONENTS: Path = ("spec", "components")
 RECOMMENDED_LABELS = "app.kubernetes.io/"
 
 
-def warnings_of(spec: DeploymentSpec, facts: ClusterFacts) -> list[Problem]:
-    """Return the warnings on ``spec``: they never depend on what it was before."""
+def warnings_of(spec: DeploymentSpec, cluster_info: ClusterInfo) -> list[Problem]:
+    """Return the warnings on ``spec``; they do not depend on the spec that it replaces."""
     declared = read_policy(spec).declared
     if declared is None:
         return []
-    return [*_balance(spec, declared), *_source(spec, declared, facts)]
+    return [*_balance(spec, declared), *_source(spec, declared, cluster_info)]
 
 
 def _balance(spec: DeploymentSpec, declared: Declared) -> Iterator[Problem]:
@@ -140,7 +140,7 @@ def _balance(spec: DeploymentSpec, declared: Declared) -> Iterator[Problem]:
         yield Problem(declared.at, "prefers nothing: preferredWeight is 0")
 
 
-def _source(spec: DeploymentSpec, declared: Declared, facts: ClusterFacts) -> Iterator[Problem]:
+def _source(spec: DeploymentSpec, declared: Declared, cluster_info: ClusterInfo) -> Iterator[Problem]:
     source = declared.policy.source
     if isinstance(source, RawLabel) and source.key.startswith(RECOMMENDED_LABELS):
         yield Problem(
@@ -161,13 +161,13 @@ def _source(spec: DeploymentSpec, declared: Declared, facts: ClusterFacts) -> It
             f"is {source.name!r}, but pods are placed by {constraint.cluster_topology_name!r} "
             "(spec.topologyConstraint)",
         )
-    topology = facts.topologies.get(source.name)
+    topology = cluster_info.topologies.get(source.name)
     if topology is not None and topology.oddities:
         yield Problem(declared.source_at, f"not all of it can be used: {'; '.join(topology.oddities)}")
 
 
 def name_problems(deployment: DynamoGraphDeployment) -> list[Problem]:
-    """Names become Services, ``<deployment>-<component>``: one each, and no longer than a Service's."""
+    """Return the problems with names: ``<deployment>-<component>`` has to be a unique name of a Service."""
     problems = []
     name = deployment.metadata.name
     if name and re.fullmatch(SERVICE_PATTERN, name) is None:
@@ -178,10 +178,10 @@ def name_problems(deployment: DynamoGraphDeployment) -> list[Problem]:
                 f"letter, not {name!r}",
             )
         )
-    seen: dict[str, int] = {}
+    first_index: dict[str, int] = {}
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index, "name")
-        first = seen.setdefault(component.name.lower(), index)
+        first = first_index.setdefault(component.name.lower(), index)
         if first != index:
             problems.append(
                 Problem(
@@ -209,23 +209,23 @@ def name_problems(deployment: DynamoGraphDeployment) -> list[Problem]:
 
 
 class Verdict(NamedTuple):
-    """Allowed when there are no problems; warnings are reported either way."""
+    """A verdict: allowed without problems; warnings are reported either way."""
 
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
 
     @property
     def is_allowed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
 
-def validate(new: object, old: object | None, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
-    """Return the verdict on ``new``, any JSON value; ``old`` is what it replaces, None at its creation.
+def validate(new: object, old: object | None, cluster_info: ClusterInfo, defaults: PlanDefaults) -> Verdict:
+    """Return the verdict on ``new``, any JSON value; ``old`` is the deployment that it replaces, None at
+    creation.
 
-    Never raises. What is wrong in ``new`` and was wrong in ``old`` in the same way is a warning, but for the
-    policy when that changes: a topology that somebody deleted must not stop a fleet from being scaled. What
-    is being deleted is left alone.
+    Never raises. A problem that ``old`` has too is a warning, but not for a changed policy: a deleted
+    topology must not stop a fleet from being scaled. Deployments that are being deleted are allowed.
     """
     if _is_leaving(new):
         return Verdict()
@@ -234,18 +234,20 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
     if deployment is None:
         return Verdict(reading.problems)
     before = None if old is None else read_deployment(old).deployment
-    planned = plan(deployment, facts, defaults)
-    problems = [*_written(deployment, planned), *_of_policy(deployment, facts)]
-    known = frozenset(() if before is None else _left_as_it_was(before, deployment, facts, defaults))
+    planned = plan(deployment, cluster_info, defaults)
+    problems = [*_written(deployment, planned), *_of_policy(deployment, cluster_info)]
+    known = frozenset(() if before is None else _left_as_it_was(before, deployment, cluster_info, defaults))
     kept = [problem for problem in problems if _named(problem, deployment) in known]
     fresh = [problem for problem in problems if _named(problem, deployment) not in known]
     stays = () if before is None else changed_immutable_fields(deployment.spec, before.spec)
     renamed = () if before is None else _renamed(deployment.spec, before.spec, defaults)
-    return Verdict((*fresh, *stays), (*kept, *renamed, *warnings(reading, planned, facts, known=problems)))
+    return Verdict(
+        (*fresh, *stays), (*kept, *renamed, *warnings(reading, planned, cluster_info, known=problems))
+    )
 
 
 def _renamed(spec: DeploymentSpec, before: DeploymentSpec, defaults: PlanDefaults) -> Iterator[Problem]:
-    """What becomes of the pods of a component that is gone while one of its role is new."""
+    """Yield a warning for each new component if one of its role is removed: what happens to the pods."""
     names, had = ({each.name for each in of.components} for of in (spec, before))
     for index, component in enumerate(spec.components):
         gone = [
@@ -261,32 +263,32 @@ def _renamed(spec: DeploymentSpec, before: DeploymentSpec, defaults: PlanDefault
 
 
 def warnings(
-    reading: DeploymentReading, planned: Plan, facts: ClusterFacts, *, known: Sequence[Problem] = ()
+    reading: DeploymentReading, planned: Plan, cluster_info: ClusterInfo, *, known: Sequence[Problem] = ()
 ) -> tuple[Problem, ...]:
-    """Return what a user wrote that is odd, or that nobody gets; of a place that is ``known``, or reported
-    by the deployment as a whole, no more than that.
+    """Return warnings about user-written fields that are odd or have no effect. A path in ``known``, or with
+    a warning about the deployment as a whole, gets no further warning.
     """
-    of_spec = () if reading.deployment is None else warnings_of(reading.deployment.spec, facts)
+    of_spec = () if reading.deployment is None else warnings_of(reading.deployment.spec, cluster_info)
     found = [*reading.unknown, *of_spec]
     places = {warning.path for warning in (*known, *found)}
     return (*found, *(warning for warning in planned.warnings if warning.path not in places))
 
 
 def changed_manifests(
-    new: object, old: object | None, facts: ClusterFacts, defaults: PlanDefaults
+    new: object, old: object | None, cluster_info: ClusterInfo, defaults: PlanDefaults
 ) -> list[tuple[Path, Manifest]]:
-    """Return the manifests that the operator writes because ``new`` takes the place of ``old``, each with the
-    place of its component in the spec. What ``old`` makes it write just so is none of them: it is there.
+    """Return the manifests that the operator writes because ``new`` takes the place of ``old``, each with its
+    component's path. Manifests that ``old`` has too are left out.
     """
     deployment = None if _is_leaving(new) else read_deployment(new).deployment
     if deployment is None or not deployment.metadata.name:
         return []
     before = None if old is None else read_deployment(old).deployment
-    known = () if before is None else plan(before, facts, defaults).manifests
+    known = () if before is None else plan(before, cluster_info, defaults).manifests
     indexes = {component.name: index for index, component in enumerate(deployment.spec.components)}
     return [
         (_place_of(manifest, indexes), manifest)
-        for manifest in plan(deployment, facts, defaults).manifests
+        for manifest in plan(deployment, cluster_info, defaults).manifests
         if manifest not in known
     ]
 
@@ -304,18 +306,18 @@ def _is_leaving(new: object) -> bool:
 def _left_as_it_was(
     before: DynamoGraphDeployment,
     deployment: DynamoGraphDeployment,
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
     defaults: PlanDefaults,
 ) -> list[Problem]:
-    """What was wrong before, and is not made again by the change."""
-    problems = _written(before, plan(before, facts, defaults))
+    """Return the problems of ``before`` that the change does not make again."""
+    problems = _written(before, plan(before, cluster_info, defaults))
     if read_policy(before.spec) == read_policy(deployment.spec):
-        problems += _of_policy(before, facts)
+        problems += _of_policy(before, cluster_info)
     return [_named(problem, before) for problem in problems]
 
 
 def _named(problem: Problem, deployment: DynamoGraphDeployment) -> Problem:
-    """``problem`` with its component's name in place of its number, which changes when others come or go."""
+    """Return ``problem`` with its component's name in place of its index, which other components change."""
     match problem.path:
         case ("spec", "components", int() as index, *rest):
             name = deployment.spec.components[index].name
@@ -324,19 +326,19 @@ def _named(problem: Problem, deployment: DynamoGraphDeployment) -> Problem:
 
 
 def _written(deployment: DynamoGraphDeployment, planned: Plan) -> list[Problem]:
-    """What is wrong with names, and with what pods are to be made of; the policy apart."""
+    """Return the problems with names and with pods, without those of the policy."""
     of_policy = read_policy(deployment.spec).problems
     of_pods = [problem for problem in planned.problems if problem not in of_policy]
     return [*name_problems(deployment), *of_pods]
 
 
-def _of_policy(deployment: DynamoGraphDeployment, facts: ClusterFacts) -> list[Problem]:
+def _of_policy(deployment: DynamoGraphDeployment, cluster_info: ClusterInfo) -> list[Problem]:
     policy = read_policy(deployment.spec)
     problems = [*policy.problems]
     if policy.declared is not None:
-        problems += topology_problems(policy.declared, facts)
+        problems += topology_problems(policy.declared, cluster_info)
         of = policy.declared.policy
-        resolution = resolve(of, facts)
+        resolution = resolve(of, cluster_info)
         problems += level_problems(policy.settings, of, resolution)
         prefill = prefill_problem(policy.settings, of, resolution)
         problems += [] if prefill is None else [prefill]

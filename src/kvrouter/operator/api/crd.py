@@ -58,12 +58,12 @@ def _plain(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _type_known(node: JsonValue, definitions: dict[str, Schema]) -> bool:
-    """Whether ``node`` says of what type a value is; a free JSON value is of any."""
+    """Whether ``node`` states the type of a value; a free JSON value has any type."""
     return "type" in _inlined(cast(Schema, node), definitions)
 
 
 def _inlined(node: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return ``node`` with what it refers to; its own words win over those of what it refers to."""
+    """Return ``node`` with its references inlined; its own keys win over those of the references."""
     own = {key: value for key, value in node.items() if key not in ("$ref", "anyOf")}
     if "$ref" in node:
         name = str(node["$ref"]).removeprefix("#/$defs/")
@@ -77,7 +77,7 @@ def _inlined(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _ordered(plain: Schema) -> Schema:
-    """The same keys in the order in which a definition is read: what it is, then what is in it."""
+    """Return the same keys in reading order: the node's own, then its content."""
     middle = sorted(key for key in plain if key not in _ORDER and key not in _ORDER_LAST)
     return {key: plain[key] for key in (*_ORDER, *middle, *_ORDER_LAST) if key in plain}
 
@@ -87,12 +87,10 @@ CRD_FILE = f"{GROUP}_{PLURAL}.yaml"
 YAML_WIDTH = 110
 
 DEFINITION = "kvrouter.dev/definition"
-"""Annotation of every definition that is kvrouter's: its version. One of the same name without it is another
-project's.
-"""
+"""Annotation of kvrouter's definitions: the version. A definition without it is another project's."""
 DEFINITION_VERSION = "0.1.0"
 PART_OF = {"app.kubernetes.io/part-of": "kvrouter"}
-"""Label of every definition that is kvrouter's, by which they are picked."""
+"""Label of kvrouter's definitions, by which they are selected."""
 
 
 def _column(name: str, description: str, path: str, **others: JsonValue) -> Schema:

@@ -39,7 +39,7 @@ PLURAL = "dynamographdeployments"
 COMPONENTS_MAX = 25
 REPLICAS_MAX = 10_000
 SHARED_MAX = 64
-"""Labels, annotations or variables that a deployment gives all of its components."""
+"""How many labels, annotations or variables a deployment may give all of its components."""
 
 OPERATORS_PREFIX = "kvrouter.dev/"
 RESERVED_LABELS_PREFIXES = (OPERATORS_PREFIX, TOPOLOGY_LABEL_PREFIX)
@@ -53,7 +53,7 @@ RESERVED_LABELS = (
 """Labels that the operator sets: no deployment has them for all of its components."""
 
 SECONDS_MAX = 7 * 24 * 3600
-"""Of what a rollout waits for."""
+"""The longest time that a rollout waits."""
 
 OF_FRONTENDS = "belongs to the component of type frontend"
 BELOW_DEADLINE = f"must be below progressDeadlineSeconds, which is {PROGRESS_DEADLINE_S} where it is left out"
@@ -406,17 +406,17 @@ class DynamoGraphDeployment(ObjectPart):
 
 
 PROBLEMS_MAX = 20
-"""More mistakes than these are not reported at once."""
+"""How many mistakes are reported at once."""
 
 ERRORS_READ_MAX = 1_000
-"""Of so many mistakes the innermost are looked for."""
+"""Among how many mistakes the innermost are looked for."""
 
 UNKNOWN_MAX = 10
-"""So many fields without effect are named; each costs a search for the nearest name."""
+"""How many fields without effect are named; each costs a search for the nearest name."""
 
 
 class DeploymentReading(NamedTuple):
-    """A deployment, or the problems for which it is none; ``unknown`` are fields that have no effect."""
+    """A deployment, or the problems with it; ``unknown`` are fields without effect."""
 
     deployment: DynamoGraphDeployment | None
     problems: tuple[Problem, ...] = ()
@@ -424,7 +424,7 @@ class DeploymentReading(NamedTuple):
 
 
 def read_deployment(document: object) -> DeploymentReading:
-    """Return what ``document``, any JSON value, says. Never raises."""
+    """Return the deployment in ``document``, any JSON value, or the problems with it. Never raises."""
     if not isinstance(document, dict):
         return DeploymentReading(None, (Problem((), "must be an object"),))
     content = {key: value for key, value in document.items() if key != "status"}
@@ -446,8 +446,8 @@ def _problem(error: ErrorDetails) -> Problem:
 
 
 def _unknown(deployment: DynamoGraphDeployment) -> tuple[Problem, ...]:
-    """Return the first fields that no model knows, each with its nearest known name, and how many there are
-    more.
+    """Return a problem for each of the first unknown fields, with its nearest known name, and the number of
+    further ones.
     """
     found = list(islice(_unknown_in(deployment, ()), UNKNOWN_MAX))
     named = [
@@ -461,7 +461,7 @@ def _unknown(deployment: DynamoGraphDeployment) -> tuple[Problem, ...]:
 
 
 def _unknown_in(part: BaseModel, path: Path) -> Iterator[tuple[Path, str, Sequence[str]]]:
-    """Yield where each unknown field is, its name, and the names that are known there."""
+    """Yield the path of each unknown field, its name, and the names that are known there."""
     fields = type(part).model_fields
     known = [field.alias or name for name, field in fields.items()]
     for name in part.model_extra or {}:
@@ -481,7 +481,7 @@ CLASS = "kvrouter.dev/class"
 """Annotation of a deployment: the class of the operator that manages it."""
 
 DEFAULT_CLASS = "kvrouter"
-"""The class of an operator that is given none, and of a deployment without the annotation."""
+"""The class of an operator, and of a deployment, that states no other."""
 
 
 def class_of(document: object) -> str:

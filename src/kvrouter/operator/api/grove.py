@@ -1,4 +1,4 @@
-"""Grove's topology kinds, as they are read: the older spelling (``labelKey``) and the newer one (``key``)."""
+"""Grove's topology kinds, in the older spelling (``labelKey``) and the newer one (``key``)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
@@ -23,7 +23,7 @@ GROVE_PLURALS = {
     "ClusterTopologyBinding": "clustertopologybindings",
     "ClusterTopology": "clustertopologies",
 }
-"""The kinds and where the API server has them; of two objects of one name, the first kind's is taken."""
+"""The kinds and their API paths; of two objects with one name, the first kind's wins."""
 
 
 KEY_CHARS_REPORTED = 80
@@ -32,21 +32,21 @@ AnyLink = TypeVar("AnyLink", bound=LinkQoS)
 
 
 class Level(NamedTuple):
-    """One level of a topology: its domain, and the node label that holds a node's value of it."""
+    """One level of a topology: its domain, and the node label that holds the domain's value."""
 
     domain: str
     label_key: str
 
 
 class ClusterTopology(NamedTuple):
-    """A cluster's topology: its levels, broadest first, and what of it cannot be used, one line each."""
+    """A cluster's topology: its levels, broadest first, and a line on each unusable part (``oddities``)."""
 
     name: str
     levels: tuple[Level, ...]
     kind: str = "ClusterTopologyBinding"
     oddities: tuple[str, ...] = ()
     network_qos: NetworkQoS | None = None
-    """The links of its levels, across them, and between places; None where it states none."""
+    """The links of its levels, across them, and between places; None if it states no links."""
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -54,15 +54,15 @@ class ClusterTopology(NamedTuple):
         return tuple(level.domain for level in self.levels)
 
     def label_key(self, domain: str) -> str | None:
-        """Return the node label of ``domain``; None when it is no level."""
+        """Return the node label of ``domain``; None if it is no level."""
         return dict(self.levels).get(domain)
 
 
 def read_topology(found: object) -> ClusterTopology | None:
-    """Return the topology that one of Grove's objects describes; None for what isn't one.
+    """Return the topology that one of Grove's objects describes; None for anything else.
 
-    Other people write it, so nothing in it is trusted: a level that cannot be used is left out, and why is
-    among the oddities.
+    Other people write it, so no field is trusted: an unusable level is left out, with the reason among the
+    oddities.
     """
     document = fields_of(found)
     name = _text(fields_of(document.get("metadata")).get("name"))
@@ -89,9 +89,9 @@ def read_topology(found: object) -> ClusterTopology | None:
 
 
 class _QosReading:
-    """What a topology states of links: ``networkQoS`` of each level, and its own, across and pairs.
+    """Reads a topology's links: ``networkQoS`` of each level, and its own, across and pairs.
 
-    A link that cannot be used is left out, and why is among the problems.
+    An unusable link is left out, with the reason among the problems.
     """
 
     def __init__(self) -> None:
@@ -101,12 +101,12 @@ class _QosReading:
         self._pairs: dict[tuple[str, str, str], PairQoS] = {}
 
     def stated(self) -> NetworkQoS | None:
-        """Return what can be used; None where that is nothing."""
+        """Return the usable links; None without any."""
         found = NetworkQoS(levels=tuple(self._levels), across=self._across, pairs=tuple(self._pairs.values()))
         return None if found.is_empty else found
 
     def read_level(self, level: str, found: object, at: Path) -> None:
-        """Read the link of two workers that share ``level``, a level that can be used."""
+        """Read the link of two workers that share ``level``."""
         link = self._link(LevelQoS, found, at, level=level)
         if link is not None and len(self._levels) == QOS_LEVELS_MAX:
             self.problems.append(Problem(at, f"is left out: {QOS_LEVELS_MAX} levels have links already"))
@@ -114,7 +114,7 @@ class _QosReading:
             self._levels.append(link)
 
     def read_whole(self, found: object, levels: Mapping[str, Level], at: Path) -> None:
-        """Read the links that belong to no level alone."""
+        """Read the links that belong to no single level."""
         if found is not None and not isinstance(found, dict):
             self.problems.append(Problem(at, "must be an object"))
         fields = fields_of(found)

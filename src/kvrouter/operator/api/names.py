@@ -11,10 +11,10 @@ from pydantic_core import PydanticCustomError
 
 
 class ObjectPart(BaseModel):
-    """A part of an object: frozen, camelCase on the wire, each field described by its docstring.
+    """A part of an object: frozen, camelCase in JSON, each field described by its docstring.
 
-    A field that the model doesn't know stays in ``model_extra``: an API server with a newer definition may
-    send one, which is a warning and no reason to refuse.
+    Unknown fields stay in ``model_extra``: an API server with a newer definition may send one, which is a
+    warning and no reason to refuse.
     """
 
     model_config = ConfigDict(
@@ -29,19 +29,19 @@ class ObjectPart(BaseModel):
 
 
 class Rule(NamedTuple):
-    """One rule in CEL that the API server checks itself, and what it says when the rule is broken."""
+    """A rule in CEL that the API server checks, and its message when the rule is broken."""
 
     rule: str
     message: str
 
 
 def rules(*found: Rule) -> JsonDict:
-    """Return the part of a schema that holds these rules."""
+    """Return the part of a schema with these rules."""
     return {"x-kubernetes-validations": [{"rule": rule.rule, "message": rule.message} for rule in found]}
 
 
 def list_map(key: str) -> JsonDict:
-    """Return the part of a schema that says: a list whose entries are merged by ``key``, which is unique."""
+    """Return the part of a schema for a list with entries that are merged by ``key``, which is unique."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
@@ -62,7 +62,7 @@ SERVICE_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 SERVICE_CHARS_MAX = 63
 
 TOPOLOGY_LABEL_PREFIX = "grove.io/topology."
-"""A pod's label for one level of a topology is this and the level's domain."""
+"""The start of a pod's label for one level of a topology; the level's domain follows."""
 
 PACKED_LABEL = "kvrouter.dev/packed-by"
 """Label of pods that are packed into one domain: the level, and a digest of its node label."""
@@ -74,12 +74,13 @@ LABELS_OF_PODS = (
     PACKED_LABEL,
     "pod-template-hash",
 )
-"""Pods are found by these: with a node's value there a pod would count as gone, and be replaced for ever."""
+"""Pods are selected by these: with a node's value there a pod would count as gone, and be replaced for ever.
+"""
 
 NO_LABEL_OF_PODS = "must be the key of a node label, and pods are found by this one"
 
 LEVEL_CHARS_MAX = 63 - len("topology.")
-"""A label's name has 63 characters, and ``topology.`` takes some of those that a level could have."""
+"""A label's name has 63 characters, and ``topology.`` takes some of them."""
 
 
 def topology_label(domain: str) -> str:
@@ -88,7 +89,7 @@ def topology_label(domain: str) -> str:
 
 
 def level_problem(domain: str) -> str | None:
-    """Why ``domain``, a level of a topology, cannot be in a pod's label and be a file's name, or None."""
+    """Return why ``domain``, a topology's level, cannot be in a pod's label and be a file's name, or None."""
     if re.fullmatch(DOMAIN_PATTERN, domain) is None:
         return "is not of lower-case letters, digits and '-', from a letter to a letter or digit"
     if len(domain) > LEVEL_CHARS_MAX:
@@ -97,7 +98,7 @@ def level_problem(domain: str) -> str | None:
 
 
 def label_key_problem(key: str) -> str | None:
-    """Why ``key`` cannot be the key of a label, or None."""
+    """Return why ``key`` cannot be the key of a label, or None."""
     prefix = key.rpartition("/")[0]
     if len(key) > LABEL_KEY_CHARS_MAX or re.fullmatch(LABEL_KEY_PATTERN, key) is None:
         return "is no key of a label, such as topology.kubernetes.io/zone"

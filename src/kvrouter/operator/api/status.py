@@ -17,7 +17,7 @@ BANDWIDTH_MAX = 10**18
 
 Count = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int32"})]
 NEVER_OBSERVED = -1
-"""What a status observed that no operator wrote yet: tools that wait do not take its deployment for done."""
+"""The observed generation before an operator wrote a status: tools that wait take it for unfinished."""
 Generation = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int64"})]
 
 

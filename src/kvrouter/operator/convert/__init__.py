@@ -1,4 +1,4 @@
-"""Dynamo's manifests as kvrouter's, and what becomes of each field that kvrouter does not have."""
+"""Converts Dynamo's manifests to kvrouter's, and notes each field that kvrouter does not have."""
 
 from kvrouter.operator.convert.convert import Conversion, convert
 

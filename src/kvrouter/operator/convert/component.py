@@ -1,4 +1,4 @@
-"""A component of Dynamo's: of ``spec.services`` (v1alpha1), or of ``spec.components`` (v1beta1)."""
+"""Converts a component of Dynamo's: from ``spec.services`` (v1alpha1) or ``spec.components`` (v1beta1)."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from kvrouter.operator.api.names import COMPONENT_PATTERN
 from kvrouter.operator.convert.frontend import Places, as_our_frontend
 from kvrouter.operator.convert.part import Json, Part, check_container, listed, named
 from kvrouter.operator.plan.manifest import mapping, object_name, objects
-from kvrouter.operator.plan.programs import Program, Speaks, program_of, words_of
+from kvrouter.operator.plan.programs import Program, ProgramProtocol, arguments_of, program_of
 from kvrouter.settings.problems import Path, Problem
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the mount of a container, and no file of ours
 SHARED_MEMORY_DEFAULT = "8Gi"
-"""What Dynamo mounts at ``/dev/shm`` of an engine that says nothing about it."""
+"""The size of ``/dev/shm`` that Dynamo gives an engine without a stated size."""
 
 CACHE_PATHS = {"vllm": "/root/.cache/vllm"}
-"""Where Dynamo mounts a compilation cache that names no path, by the kind of engine."""
+"""Where Dynamo mounts a compilation cache without a path, by the kind of engine."""
 
 GPU = "nvidia.com/gpu"
 
@@ -41,13 +41,13 @@ LOST = {
     "roles": "a worker is one pod",
     "runtimeVersionOverride": "no image of Dynamo's has to be judged by its version",
 }
-"""What to do instead of fields that kvrouter does not have."""
+"""Fields that kvrouter does not have, and what to do instead."""
 
 LEFT_OUT = {
     "planner": "is left out: scale Deployments by a HorizontalPodAutoscaler or KEDA",
     "epp": "is left out: kvrouter's frontends pick workers themselves",
 }
-"""Components that kvrouter has no use for, by their type."""
+"""Types of components that kvrouter does not use, and why."""
 
 ROLE_SWITCHES = {"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"}
 ROLE_FLAG = "--disaggregation-mode"
@@ -55,8 +55,8 @@ ROLE_FLAG = "--disaggregation-mode"
 
 @dataclass(slots=True)
 class Component:
-    """A component on its way. ``places`` are where Dynamo's manifest has it, ``index`` is that of its main
-    container among all.
+    """A component during its conversion. ``places`` are its paths in Dynamo's manifest, ``index`` is the
+    position of its main container.
     """
 
     places: Places
@@ -68,7 +68,7 @@ class Component:
     index: int = 0
 
     def manifest(self) -> Json:
-        """Return it as kvrouter's manifest has it."""
+        """Return the component in the form of kvrouter's manifest."""
         spec = mapping(self.template.get("spec"))
         spec.pop("containers", None)
         if set(self.main) - {"name"} or self.others:
@@ -80,7 +80,7 @@ class Component:
         return {**self.fields, "podTemplate": template} if template else self.fields
 
     def in_input(self, path: Path) -> Path:
-        """Where Dynamo's manifest has what the component has at ``path``."""
+        """Return the path in Dynamo's manifest for a ``path`` in the component."""
         places = self.places
         match path:
             case ("podTemplate", "spec", "containers", int() as index, *rest):
@@ -95,7 +95,7 @@ class Component:
 
 
 def of_service(name: str, service: Part, deployment: str, framework: str) -> Component | None:
-    """Return a service of the v1alpha1 shape; None for one that is left out."""
+    """Return the component for a service of v1alpha1; None if it is left out."""
     pod, pod_at = service.mapping("extraPodSpec"), (*service.at, "extraPodSpec")
     main_at: Path = (*pod_at, "mainContainer")
     main: Json = {**Part(pod, pod_at, service.notes).mapping("mainContainer"), "name": "main"}
@@ -129,7 +129,7 @@ def of_service(name: str, service: Part, deployment: str, framework: str) -> Com
 
 
 def of_entry(entry: Part, deployment: str, framework: str) -> Component | None:
-    """Return an entry of ``spec.components``, the v1beta1 shape; None for one that is left out."""
+    """Return the component for an entry of ``spec.components`` in v1beta1; None if it is left out."""
     name = entry.text("name")
     template = entry.mapping("podTemplate")
     template_at = (*entry.at, "podTemplate")
@@ -165,7 +165,7 @@ def of_entry(entry: Part, deployment: str, framework: str) -> Component | None:
 def _completed(
     part: Part, found: Component, kind: str | None, memory: JsonValue, deployment: str
 ) -> Component | None:
-    """What both shapes have in common; closes ``part``."""
+    """Convert the fields that both versions have, and close ``part``."""
     if kind is None or kind in LEFT_OUT:
         if kind is not None:
             part.notes.lost(part.at, LEFT_OUT[kind])
@@ -189,7 +189,7 @@ def _completed(
     is_frontend = kind == ComponentType.FRONTEND
     if is_frontend:
         as_our_frontend(found.main, found.places, part.notes)
-    if memory is not None or not (is_frontend or program_of(found.main).speaks is Speaks.KVROUTER):
+    if memory is not None or not (is_frontend or program_of(found.main).protocol is ProgramProtocol.KVROUTER):
         _shared_memory(part, found, memory)
     _without_effect(part)
     part.close(LOST)
@@ -197,7 +197,7 @@ def _completed(
 
 
 def _without_effect(part: Part) -> None:
-    """Take what says nothing: switches that are off, and fields that Dynamo ignores itself."""
+    """Take fields without effect: switches that are off, and fields that Dynamo itself ignores."""
     for name in ("ingress", "checkpoint", "gpuMemoryService", "failover", "globalDynamoNamespace"):
         part.drop_off(name)
     for name in ("autoscaling", "dynamoNamespace"):
@@ -217,10 +217,10 @@ def _is_scaled(part: Part) -> bool:
 
 
 def _kind(part: Part, key: str, main: Json, name: str) -> str | None:
-    """The type in kvrouter's words, or that of a component to leave out; None for one that is unknown."""
+    """Return the component's type, or that of a component to leave out; None without a type."""
     stated, role = part.text(key), part.text("subComponentType")
     program = program_of(main)
-    of_args = _role_of(words_of(main))
+    of_args = _role_of(arguments_of(main))
     if stated == ComponentType.WORKER and role:
         if role in ("prefill", "decode"):
             return role
@@ -250,14 +250,14 @@ def _kind_of_program(program: Program, name: str) -> str | None:
     return ComponentType.WORKER.value if is_worker else None
 
 
-def _role_of(words: list[str]) -> str | None:
-    """The role that an engine's own flags give it."""
-    for at, word in enumerate(words):
-        flag, joint, value = word.partition("=")
+def _role_of(arguments: list[str]) -> str | None:
+    """Return the role that an engine's own flags set; None if they set no role."""
+    for at, argument in enumerate(arguments):
+        flag, joint, value = argument.partition("=")
         if flag in ROLE_SWITCHES:
             return ROLE_SWITCHES[flag]
         if flag == ROLE_FLAG:
-            role = value if joint else "".join(words[at + 1 : at + 2])
+            role = value if joint else "".join(arguments[at + 1 : at + 2])
             return role if role in ("prefill", "decode") else None
     return None
 
@@ -267,7 +267,7 @@ def _engine(main: Json) -> str:
 
 
 def _metadata(service: Part, template: Json) -> None:
-    """Labels and annotations of a service are those of its pods."""
+    """Move a service's labels and annotations to its pods."""
     extra = service.part("extraPodMetadata")
     metadata: Json = {}
     for key in ("labels", "annotations"):
@@ -281,8 +281,8 @@ def _metadata(service: Part, template: Json) -> None:
 
 
 def _environment(service: Part, main: Json, main_at: Path) -> list[Path]:
-    """Variables of a service are those of its main container, whose own take precedence. Return where each
-    of them is.
+    """Add a service's variables before those of its main container, which take precedence. Return the path of
+    each.
     """
     own = objects(main.get("env"))
     names = [entry.get("name") for entry in own]
@@ -332,7 +332,7 @@ def _mounts(service: Part, template: Json, main: Json, engine: str) -> None:
 
 
 def _claim(template: Json, main: Json, name: str, path: str, part: Part) -> None:
-    """Mount a claim of volumes by its name."""
+    """Mount a PersistentVolumeClaim by its name."""
     if not name or not path:
         part.notes.problems.append(Problem(part.at, "needs the name of a claim, and a path to mount it at"))
         return
@@ -341,7 +341,7 @@ def _claim(template: Json, main: Json, name: str, path: str, part: Part) -> None
 
 
 def _mount(template: Json, main: Json, volume: Json, path: str) -> None:
-    """Add a volume, unless there is one of its name, and mount it, unless something is mounted there."""
+    """Add a volume unless one has its name, and mount it unless its path is in use."""
     spec = mapping(template.get("spec"))
     volumes, mounts = objects(spec.get("volumes")), objects(main.get("volumeMounts"))
     if volume["name"] not in [each.get("name") for each in volumes]:
@@ -352,7 +352,7 @@ def _mount(template: Json, main: Json, volume: Json, path: str) -> None:
 
 
 def _shared_memory(part: Part, found: Component, size: JsonValue) -> None:
-    """Dynamo gives every engine 8Gi at ``/dev/shm``; kvrouter's operator gives what is written."""
+    """Set the size of ``/dev/shm``: Dynamo gives every engine 8Gi, kvrouter's operator only a stated size."""
     if SHARED_MEMORY in [each.get("mountPath") for each in objects(found.main.get("volumeMounts"))]:
         return
     found.fields["sharedMemorySize"] = SHARED_MEMORY_DEFAULT if size is None else str(size)

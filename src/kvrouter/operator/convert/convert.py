@@ -1,4 +1,4 @@
-"""Documents of Dynamo's as kvrouter's: DynamoGraphDeployments are converted, what they use is passed on."""
+"""Converts documents: DynamoGraphDeployments become kvrouter's, the objects that they use stay."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from kvrouter.operator.api.deployment import (
     read_deployment,
 )
 from kvrouter.operator.api.names import SERVICE_PATTERN
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.convert.component import Component, of_entry, of_service
 from kvrouter.operator.convert.frontend import kept_env
 from kvrouter.operator.convert.part import Json, Note, Notes, Part, named
@@ -47,7 +47,7 @@ OF_STORED_OBJECTS = (
     "selfLink",
     "uid",
 )
-"""What an API server, or Dynamo's operator, adds to an object's metadata: no manifest states it."""
+"""Fields of metadata that an API server or Dynamo's operator sets; manifests do not state them."""
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
@@ -58,7 +58,7 @@ LOST = {
 
 
 class Conversion(NamedTuple):
-    """The manifests of one document, and what is noted of its fields. With ``problems`` there are none."""
+    """The manifests from one document, and the notes on its fields. ``problems`` leave no manifests."""
 
     manifests: tuple[Json, ...]
     notes: tuple[Note, ...]
@@ -75,7 +75,7 @@ def convert(document: Mapping[str, JsonValue]) -> Conversion:
 
 
 def _objects(document: Mapping[str, JsonValue], at: Path, notes: Notes) -> Iterator[Json]:
-    """The objects of a document, which may be a list as ``kubectl get -o yaml`` writes it."""
+    """Yield the objects of a document, which may be a list as ``kubectl get -o yaml`` writes it."""
     kind, version = document.get("kind"), document.get("apiVersion")
     items = document.get("items")
     if not isinstance(kind, str) or not isinstance(version, str):
@@ -100,7 +100,7 @@ def _objects(document: Mapping[str, JsonValue], at: Path, notes: Notes) -> Itera
 
 
 def _passed(document: Mapping[str, JsonValue], at: Path, notes: Notes) -> Json:
-    """Another object, as it is; an autoscaler of a component scales its Deployment."""
+    """Return another object as it is; an autoscaler of a component then scales its Deployment."""
     spec = mapping(document.get("spec"))
     target = mapping(spec.get("scaleTargetRef"))
     if target.get("kind") != SCALING_ADAPTER:
@@ -111,7 +111,7 @@ def _passed(document: Mapping[str, JsonValue], at: Path, notes: Notes) -> Json:
 
 
 def _deployment(document: Part) -> Iterator[Json]:
-    """A deployment of either shape, and the claims that Dynamo's operator would make for it."""
+    """Yield a deployment of either version, and the claims that Dynamo's operator would make for it."""
     notes, at = document.notes, document.at
     version = document.text("apiVersion")
     if version not in VERSIONS:
@@ -136,7 +136,7 @@ def _deployment(document: Part) -> Iterator[Json]:
     converted = _spec(spec, components)
     spec.close(LOST)
     result: Json = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": converted}
-    if not notes.problems:  # others would only follow from these
+    if not notes.problems:  # further problems would only follow from these
         _check(result, components, spec.at, renamed, notes)
     yield result
 
@@ -168,7 +168,7 @@ def _metadata(document: Part) -> Json:
 
 
 def _claim(claim: Part, namespace: str) -> Json | None:
-    """The claim of volumes that Dynamo's operator would make; None for one that exists already."""
+    """Return the PersistentVolumeClaim that Dynamo's operator would make; None if it exists already."""
     name, is_new = claim.text("name"), claim.switch("create")
     storage_class, mode = claim.text("storageClass"), claim.text("volumeAccessMode")
     size = claim.value("size")
@@ -188,7 +188,7 @@ def _claim(claim: Part, namespace: str) -> Json | None:
 
 
 def _components(spec: Part, deployment: str) -> Iterator[Component]:
-    """The components in the order of the manifest: of a mapping in v1alpha1, of a list in v1beta1."""
+    """Yield the components in the manifest's order: from a mapping in v1alpha1, from a list in v1beta1."""
     framework = spec.text("backendFramework")
     if framework:
         spec.notes.changed(
@@ -212,7 +212,7 @@ def _components(spec: Part, deployment: str) -> Iterator[Component]:
 
 
 def _spec(spec: Part, components: list[Component]) -> Json:
-    """The fields of the spec, around its components."""
+    """Return the converted spec with its components."""
     notes = spec.notes
     converted: Json = {}
     for key in ("labels", "annotations"):
@@ -255,7 +255,7 @@ def _is_reserved(key: str, *, is_label: bool) -> bool:
 def _check(
     result: Json, components: list[Component], at: Path, renamed: Mapping[str, str], notes: Notes
 ) -> None:
-    """Judge the result as admission does, and note what never registers; places are those of the input."""
+    """Validate the result as admission does, and note workers that never register, at the input's paths."""
     reading = read_deployment(result)
     problems = list(reading.problems)
     if reading.deployment is not None:
@@ -271,12 +271,12 @@ def _check(
 
 
 def _planned(deployment: DynamoGraphDeployment) -> list[Problem]:
-    planned = plan(deployment, ClusterFacts(), PlanDefaults(image="kvrouter"))
+    planned = plan(deployment, ClusterInfo(), PlanDefaults(image="kvrouter"))
     return [*name_problems(deployment), *planned.problems]
 
 
 def _in_input(path: Path, components: list[Component], at: Path, renamed: Mapping[str, str]) -> Path:
-    """Where Dynamo's manifest has what the result has at ``path``."""
+    """Return the path in Dynamo's manifest for a ``path`` in the result."""
     match path:
         case ("spec", "components", int() as index, *rest) if index < len(components):
             return components[index].in_input(tuple(rest))

@@ -1,4 +1,4 @@
-"""The main container of Dynamo's frontend, as one that runs kvrouter's frontend."""
+"""Converts the main container of Dynamo's frontend to one that runs kvrouter's frontend."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.convert.part import Json, Notes
 from kvrouter.operator.plan.manifest import objects
-from kvrouter.operator.plan.programs import Speaks, program_of, words_of
+from kvrouter.operator.plan.programs import ProgramProtocol, arguments_of, program_of
 from kvrouter.operator.plan.serving import HTTP_PORT_VARIABLE
 from kvrouter.settings.problems import Path
 from kvrouter.settings.setting_spec import SettingKind, SettingSpec, written_settings
@@ -16,9 +16,9 @@ from kvrouter.settings.variables import OUR_PREFIX, SHARED_PREFIX, TOPOLOGY_VARI
 
 MODULE = "dynamo.frontend"
 _PYTHON = re.compile(r"(.*/)?(python[0-9.]*|(ba)?sh)|exec|-m|-u|-e?c|-l?c")
-"""Words that only begin a Python module."""
+"""Arguments that only start a Python module."""
 _SHELL = re.compile(r"[|&;<>]|[0-9]>")
-"""Words with which a shell ends a command, or sends its output elsewhere."""
+"""Arguments with which a shell ends a command, or redirects its output."""
 REPLACED = (
     "image",
     "command",
@@ -29,7 +29,7 @@ REPLACED = (
     "livenessProbe",
     "ports",
 )
-"""What a container that runs kvrouter's frontend gets from the operator."""
+"""Fields that the operator sets in a container that runs kvrouter's frontend."""
 
 SET_BY_OPERATOR = frozenset(
     name
@@ -45,7 +45,7 @@ SET_BY_OPERATOR = frozenset(
     )
     for name in spellings(variable)
 )
-"""Variables that say where Dynamo's processes find each other."""
+"""Variables that tell Dynamo's processes where to find each other."""
 
 BLOCK_SIZE_FLAG = "--kv-cache-block-size"
 HTTP_PORT_FLAG = "--http-port"
@@ -53,35 +53,35 @@ HTTP_PORT_FLAG = "--http-port"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a component, its pods' spec and their main container are in Dynamo's manifest. In v1alpha1 some
-    of the container's fields are next to it; the others' list begins ``n_before`` later in the result.
+    """Paths of a component, its pods' spec and its main container in Dynamo's manifest. In v1alpha1 some of
+    the container's fields are next to it, and the other containers begin ``n_before`` later in the result.
     """
 
     component: Path
     spec: Path
     main: Path
     env: tuple[Path, ...]
-    """Of each of its variables."""
+    """The paths of its variables."""
     fields: Mapping[str, Path] = field(default_factory=dict)
-    """Of fields that are elsewhere, or have another name there."""
+    """The paths of fields that are elsewhere, or have another name there."""
     n_before: int = 0
 
     def of(self, name: str) -> Path:
-        """Return where a field of the container is."""
+        """Return the path of a field of the container."""
         return self.fields.get(name, (*self.main, name))
 
 
 def as_our_frontend(main: Json, places: Places, notes: Notes) -> None:
-    """Change ``main``, which Dynamo runs its frontend in, into what runs kvrouter's."""
+    """Change ``main``, which runs Dynamo's frontend, so that it runs kvrouter's."""
     at = places.main
     program = program_of(main)
     is_stated = bool(main.get("command"))
-    if program.speaks is Speaks.KVROUTER and not _is_bare(main):
+    if program.protocol is ProgramProtocol.KVROUTER and not _is_bare(main):
         return
-    if is_stated and program.speaks is not Speaks.DYNAMO:
+    if is_stated and program.protocol is not ProgramProtocol.DYNAMO:
         notes.lost(at, "is no program of Dynamo's, and is kept: it has to find kvrouter's workers by itself")
         return
-    flags = _frontend_words(main, at, notes)
+    flags = _frontend_arguments(main, at, notes)
     for name in REPLACED:
         if name in main:
             del main[name]
@@ -100,17 +100,22 @@ def as_our_frontend(main: Json, places: Places, notes: Notes) -> None:
         main["args"] = ["frontend", *kept]
 
 
-def _frontend_words(main: Json, at: Path, notes: Notes) -> list[str]:
-    """Return the words that Dynamo's frontend is given; what a shell runs around it is lost."""
-    words = words_of(main)
-    if MODULE not in words:
-        return [] if main.get("command") else words
-    start = words.index(MODULE) + 1
-    end = next((at for at, word in enumerate(words) if at >= start and _SHELL.match(word)), len(words))
-    around = [word for word in words[: start - 1] if _PYTHON.fullmatch(word) is None] + words[end:]
+def _frontend_arguments(main: Json, at: Path, notes: Notes) -> list[str]:
+    """Return the arguments of Dynamo's frontend; commands that a shell runs around it are lost."""
+    arguments = arguments_of(main)
+    if MODULE not in arguments:
+        return [] if main.get("command") else arguments
+    start = arguments.index(MODULE) + 1
+    end = next(
+        (at for at, argument in enumerate(arguments) if at >= start and _SHELL.match(argument)),
+        len(arguments),
+    )
+    around = [
+        argument for argument in arguments[: start - 1] if _PYTHON.fullmatch(argument) is None
+    ] + arguments[end:]
     if around:
         notes.lost((*at, "args"), f"{' '.join(around)}: only Dynamo's frontend is replaced, by kvrouter's")
-    return words[start:end]
+    return arguments[start:end]
 
 
 def _is_bare(main: Json) -> bool:
@@ -118,47 +123,47 @@ def _is_bare(main: Json) -> bool:
     return not any(main.get(name) for name in ("image", "command", "args"))
 
 
-def _flags(words: list[str], at: Path, notes: Notes) -> tuple[list[JsonValue], str | None]:
-    """Return the flags that kvrouter's frontend has too, and its port, which is no flag there."""
+def _flags(arguments: list[str], at: Path, notes: Notes) -> tuple[list[JsonValue], str | None]:
+    """Return the flags that kvrouter's frontend has too, and the port, which is a variable there."""
     known = {flag: spec for spec in written_settings() for flag in _spellings(spec)}
     kept: list[JsonValue] = []
     port: str | None = None
-    for words_of_flag in _grouped(words):
-        flag, joint, value = words_of_flag[0].partition("=")
-        value = value if joint else " ".join(words_of_flag[1:])
+    for arguments_of_flag in _grouped(arguments):
+        flag, joint, value = arguments_of_flag[0].partition("=")
+        value = value if joint else " ".join(arguments_of_flag[1:])
         spec = known.get(flag)
         if flag == BLOCK_SIZE_FLAG:
             notes.changed(at, f"{flag} is left out: the size of blocks is asked of engines")
         elif spec is None:
-            notes.lost(at, f"{' '.join(words_of_flag)}: kvrouter's frontend has no such flag")
+            notes.lost(at, f"{' '.join(arguments_of_flag)}: kvrouter's frontend has no such flag")
         elif (wrong := _wrong_value(spec, value)) is not None:
-            notes.lost(at, f"{' '.join(words_of_flag)}: {wrong}")
+            notes.lost(at, f"{' '.join(arguments_of_flag)}: {wrong}")
         elif flag == HTTP_PORT_FLAG:
             port = value
         else:
-            kept += words_of_flag
+            kept += arguments_of_flag
     return kept, port
 
 
 def _spellings(spec: SettingSpec) -> list[str]:
-    """The flags of a setting; a switch has one to turn it off, too."""
+    """Return the flags of a setting; a switch has another one that turns it off."""
     off = [f"--no-{flag.removeprefix('--')}" for flag in spec.flags if spec.kind is SettingKind.SWITCH]
     return [*spec.flags, *off]
 
 
-def _grouped(words: list[str]) -> list[list[str]]:
-    """Each flag with the words that follow it."""
+def _grouped(arguments: list[str]) -> list[list[str]]:
+    """Return each flag with its values."""
     groups: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not groups:
-            groups.append([word])
+    for argument in arguments:
+        if argument.startswith("--") or not groups:
+            groups.append([argument])
         else:
-            groups[-1].append(word)
+            groups[-1].append(argument)
     return groups
 
 
 def _wrong_value(spec: SettingSpec, value: str) -> str | None:
-    """Why a frontend would end at its start with this value; None where it takes it."""
+    """Return why a frontend would refuse this value at its start; None if it takes it."""
     if not value and spec.kind is SettingKind.SWITCH:
         return None
     if spec.kind is SettingKind.CHOICE and value not in spec.choices:
@@ -171,7 +176,7 @@ def _wrong_value(spec: SettingSpec, value: str) -> str | None:
 
 
 def kept_env(env: list[Json], places: Sequence[Path], notes: Notes) -> list[Json]:
-    """Return those variables that mean the same to kvrouter; of the others each is noted, at its place."""
+    """Return the variables that mean the same to kvrouter; note each of the others at its path."""
     known = {name: spec for spec in written_settings() for name in spec.variables}
     topology = {name for variable in TOPOLOGY_VARIABLES for name in spellings(variable)}
     kept: list[Json] = []

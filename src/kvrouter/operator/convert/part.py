@@ -1,4 +1,4 @@
-"""A mapping of a manifest whose fields are taken one by one: what is left at the end is lost, and named."""
+"""Reads a mapping of a manifest field by field; the fields that are not read are reported as lost."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Note(NamedTuple):
-    """What became of one field. ``is_lost``: the converted manifest does not do what it said."""
+    """A note on one field. ``is_lost``: the converted manifest does not do what the field says."""
 
     path: Path
     text: str
@@ -25,17 +25,17 @@ class Note(NamedTuple):
 
 @dataclass(slots=True)
 class Notes:
-    """All that is noted of one document; ``problems`` keep it from being converted."""
+    """The notes on one document; ``problems`` prevent its conversion."""
 
     found: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def lost(self, at: Path, text: str) -> None:
-        """Note what the converted manifest no longer does."""
+        """Note that the converted manifest no longer does this."""
         self.found.append(Note(at, text, is_lost=True))
 
     def changed(self, at: Path, text: str) -> None:
-        """Note what is written in another way, and does the same."""
+        """Note that the converted manifest says this in another way."""
         self.found.append(Note(at, text, is_lost=False))
 
 
@@ -43,7 +43,7 @@ NO_FIELD = "kvrouter has no such field"
 
 
 class Part:
-    """One mapping, of which fields are taken; null counts as left out."""
+    """One mapping, from which fields are taken; a null field counts as left out."""
 
     def __init__(self, content: Mapping[str, JsonValue], at: Path, notes: Notes) -> None:
         self.at = at
@@ -55,7 +55,7 @@ class Part:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that are left."""
+        """The fields that are not taken yet."""
         return tuple(self._left)
 
     def value(self, name: str) -> JsonValue:
@@ -91,7 +91,7 @@ class Part:
             return [{**entry} for entry in found if isinstance(entry, dict)]
         return self._wrong(name, found, [], "a list of mappings")
 
-    def words(self, name: str) -> list[str]:
+    def texts(self, name: str) -> list[str]:
         """Take a list of text; empty where it is left out, or is a problem."""
         found = self.value(name)
         if isinstance(found, list) and all(isinstance(entry, str) for entry in found):
@@ -108,7 +108,7 @@ class Part:
         return [Part(entry, (*self.at, name, index), self.notes) for index, entry in enumerate(entries)]
 
     def known(self, name: str, model: type[BaseModel]) -> Json:
-        """Take the fields that ``model`` has, in models inside it too; the others are lost."""
+        """Take the fields that ``model`` has, in nested models too; the others are lost."""
         part = self.part(name)
         if part is None:
             return {}
@@ -129,13 +129,13 @@ class Part:
         return taken
 
     def drop_off(self, name: str) -> None:
-        """Take a field that is switched off: false, or a mapping whose ``enabled`` is false."""
+        """Take a field that is switched off: false, or a mapping with ``enabled: false``."""
         found = self._left.get(name)
         if found is False or (isinstance(found, dict) and found.get("enabled") is False):
             self.value(name)
 
     def close(self, why: Mapping[str, str] | None = None) -> None:
-        """Note each field that nobody took as lost; ``why`` says of some what to do instead."""
+        """Note each field that was not taken as lost; ``why`` has instructions for some of them."""
         for name in self._left:
             self.notes.lost((*self.at, name), (why or {}).get(name, NO_FIELD))
         self._left.clear()
@@ -152,17 +152,17 @@ def listed(content: Json, name: str, at: Path, notes: Notes) -> list[Json]:
 
 
 def check_container(container: Json, at: Path, notes: Notes) -> None:
-    """Note what has a wrong form in a container, of what is read of it."""
+    """Note each field with a wrong form in a container, among those that are read."""
     part = Part(container, at, notes)
     for name in ("env", "envFrom", "volumeMounts"):
         part.objects(name)
     for name in ("command", "args"):
-        part.words(name)
+        part.texts(name)
     part.mapping("resources")
 
 
 def _model_in(annotation: object) -> type[BaseModel] | None:
-    """The model that a field holds, or may hold; None where it holds none, or several."""
+    """Return the first model in a field's annotation; None without a model."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) not in (Union, UnionType):
@@ -171,7 +171,7 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
 
 
 def named(name: str, pattern: str) -> str:
-    """Return ``name`` with what ``pattern`` does not allow in it replaced by ``-``."""
+    """Return ``name`` with ``-`` in place of the characters that ``pattern`` does not allow."""
     if re.fullmatch(pattern, name):
         return name
     plain = re.sub(r"-+", "-", re.sub(r"[^-A-Za-z0-9]", "-", name)).strip("-")

@@ -1,1 +1,1 @@
-"""Node labels on pods: copied in the write that binds a pod."""
+"""Copies node labels to pods in the write that binds a pod."""

@@ -1,4 +1,4 @@
-"""Labels in the write that binds a pod: a MutatingAdmissionPolicy, or the patch of a webhook in its place."""
+"""Labels a pod in the write that binds it: by a MutatingAdmissionPolicy, or by the patch of a webhook."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.operator.labels.copies import (
+from kvrouter.operator.labels.level_labels import (
     PLACES_KIND,
     PLACES_VERSION,
     POD_NAME_CHARS_MAX,
     POD_NAME_END,
     POD_NAME_END_CUT,
-    Copy,
+    LevelLabels,
     Node,
     Pod,
     pod_labels,
@@ -26,13 +26,12 @@ IS_A_WORKER = (
     f"({_END}.matches('^{POD_NAME_END}$') || size(object.metadata.name) == {POD_NAME_CHARS_MAX} && "
     f"{_END}.matches('^{POD_NAME_END_CUT}$')))"
 )
-"""A Binding knows its pod's namespace and name, and none of its labels. The same in CEL as
-:func:`~kvrouter.operator.labels.copies.is_pod_of`.
-"""
+"""CEL expression for Bindings of worker pods. A Binding has its pod's namespace and name, not its labels. It
+says the same as :func:`~kvrouter.operator.labels.level_labels.is_pod_of`."""
 
 
 class BindingTarget(NamedTuple):
-    """What a Binding says: this pod goes to this node."""
+    """The pod and the node of a Binding."""
 
     namespace: str
     name: str
@@ -40,15 +39,15 @@ class BindingTarget(NamedTuple):
 
 
 def binding_policy(
-    name: str, copies: Sequence[Copy], namespaces: Collection[str]
+    name: str, level_labels: Sequence[LevelLabels], namespaces: Collection[str]
 ) -> tuple[dict[str, JsonValue], ...]:
-    """Return the MutatingAdmissionPolicy ``name`` and its binding: what pods on a node get, in CEL.
+    """Return the MutatingAdmissionPolicy ``name`` and its binding, which label a pod by its node, in CEL.
 
-    Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.copies.node_places`, made for
-    the same ``copies``: one lookup, however many nodes there are. It says whose pods in ``namespaces`` are
-    meant; names count in their own namespace alone, so that nobody's choice of names reaches another's pods.
-    Should the policy fail, or not know the node, pods are bound all the same: their labels then come late,
-    and engines wait for them.
+    Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.level_labels.node_places`, made
+    for the same ``level_labels``: one lookup for any number of nodes. It applies to that object's Deployments
+    in ``namespaces``; names count in their own namespace only, so that no user's names reach another's pods.
+    If the policy fails, or does not know the node, the pod is bound without labels: they come late, and
+    engines wait for them.
     """
     labels: dict[str, JsonValue] = {"app.kubernetes.io/managed-by": "kvrouter-operator"}
     policy: dict[str, JsonValue] = {
@@ -76,7 +75,7 @@ def binding_policy(
                     "params.spec.values[object.target.name] : []",
                 },
             ],
-            "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": _mutation(copies)}}],
+            "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": _mutation(level_labels)}}],
             "failurePolicy": "Ignore",
             "reinvocationPolicy": "IfNeeded",
         },
@@ -91,9 +90,9 @@ def binding_policy(
 
 
 def binding_patch(binding: Mapping[str, object], labels: Mapping[str, str]) -> list[JsonValue]:
-    """Return the JSON patch that puts ``labels`` onto a Binding; empty when they are there already.
+    """Return the JSON patch that puts ``labels`` onto a Binding; empty if it has them already.
 
-    The API server copies a Binding's labels onto its pod since 1.35, whatever the pod had under those keys.
+    Since 1.35 the API server copies a Binding's labels onto its pod, over the pod's own values.
     """
     metadata = binding.get("metadata")
     present = metadata.get("labels") if isinstance(metadata, dict) else None
@@ -107,7 +106,7 @@ def binding_patch(binding: Mapping[str, object], labels: Mapping[str, str]) -> l
 
 
 def _escaped(key: str) -> str:
-    """``key`` as one step of a JSON pointer (RFC 6901)."""
+    """Return ``key`` as one step of a JSON pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -115,45 +114,45 @@ def _namespaces(names: Collection[str]) -> dict[str, JsonValue]:
     return {"key": "kubernetes.io/metadata.name", "operator": "In", "values": [*sorted(names)]}
 
 
-def _mutation(copies: Sequence[Copy]) -> str:
-    """The patch in CEL, as :func:`binding_patch` makes it."""
+def _mutation(level_labels: Sequence[LevelLabels]) -> str:
+    """Return the patch of :func:`binding_patch` in CEL."""
     adds = ",\n  ".join(
-        f'JSONPatch{{op: "add", path: "/metadata/labels/" + jsonpatch.escapeKey({_quoted(copy.pod_label)}), '
+        f'JSONPatch{{op: "add", path: "/metadata/labels/" + jsonpatch.escapeKey({_quoted(level.pod_label)}), '
         f"value: variables.values[{index}]}}"
-        for index, copy in enumerate(copies)
+        for index, level in enumerate(level_labels)
     )
     first = 'JSONPatch{op: "add", path: "/metadata/labels", value: {}}'
     return (
-        f"size(variables.values) != {len(copies)} ? [] :\n"
+        f"size(variables.values) != {len(level_labels)} ? [] :\n"
         f"(has(object.metadata.labels) ? [] : [{first}]) + [\n  {adds}\n]"
     )
 
 
 def _quoted(text: str) -> str:
-    """``text`` as a string of CEL, whose escapes are those of JSON."""
+    """Return ``text`` as a CEL string; its escapes are those of JSON."""
     return json.dumps(text)
 
 
 class BackfilledLabels(NamedTuple):
-    """A merge patch for the pod, None when nothing is to be done; and the levels that its node does not have.
+    """A merge patch for a pod, None if its labels are right, and the levels that its node lacks.
 
     The patch names the pod's uid, so that the API server refuses it (409) for a later pod of the same name.
     """
 
     patch: dict[str, JsonValue] | None
-    missing: tuple[Copy, ...] = ()
+    missing: tuple[LevelLabels, ...] = ()
 
 
-def backfill_labels(pod: Pod, node: Node, copies: Sequence[Copy]) -> BackfilledLabels:
-    """Return what is to be done about a pod whose node says ``node.labels`` now.
+def backfill_labels(pod: Pod, node: Node, level_labels: Sequence[LevelLabels]) -> BackfilledLabels:
+    """Return the labels to add to a bound pod, by the current labels of its node.
 
-    Nothing for a pod that is not bound to this node, or is over. A value that the node lacks is written as an
-    empty one, as at a binding: that nobody knows its worker's place then shows on the pod.
+    No patch for a pod that is not bound to this node, or is over. A value that the node lacks is written
+    empty, as at a binding: the pod then shows that its worker's place is unknown.
     """
     if pod.node_name != node.name or pod.is_over:
         return BackfilledLabels(None)
-    missing = tuple(copy for copy in copies if not node.labels.get(copy.node_label))
-    wanted = pod_labels(node.labels, copies)
+    missing = tuple(level for level in level_labels if not node.labels.get(level.node_label))
+    wanted = pod_labels(node.labels, level_labels)
     changed: dict[str, JsonValue] = {
         key: value for key, value in wanted.items() if pod.labels.get(key) != value
     }

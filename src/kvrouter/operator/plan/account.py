@@ -1,4 +1,4 @@
-"""ServiceAccounts and roles of processes that register in Kubernetes."""
+"""ServiceAccounts, Roles and RoleBindings of processes that register in Kubernetes."""
 
 from enum import StrEnum
 
@@ -20,7 +20,7 @@ RBAC_VERSION = f"{RBAC_GROUP}/v1"
 
 
 class Process(StrEnum):
-    """Kinds of processes, by what they may do with cards; their names end those of their accounts."""
+    """Kinds of processes with different rights on worker cards; the name of an account ends in its kind."""
 
     FRONTENDS = "frontends"
     WORKERS = "workers"
@@ -33,17 +33,17 @@ VERBS: dict[Process, tuple[str, ...]] = {
 
 
 CORDON_VERBS: dict[Process, tuple[str, ...]] = {Process.FRONTENDS: ("list", "create", "patch", "delete")}
-"""What they may do with cordons: workers know nothing of them."""
+"""Verbs on cordons; workers do not use them."""
 
 
 def process_of(kind: ComponentType) -> Process:
-    """Return what a component's pods are."""
+    """Return the kind of process that a component's pods run."""
     return Process.FRONTENDS if kind is ComponentType.FRONTEND else Process.WORKERS
 
 
 def accounts(deployment: DynamoGraphDeployment, defaults: PlanDefaults) -> list[Manifest]:
-    """Return a ServiceAccount, a Role and a RoleBinding for each kind of process; none where workers are
-    announced elsewhere.
+    """Return a ServiceAccount, a Role and a RoleBinding for each kind of process; an empty list if workers
+    are announced outside Kubernetes.
     """
     if defaults.discovery is not DiscoveryBackend.KUBERNETES:
         return []
@@ -54,7 +54,7 @@ def accounts(deployment: DynamoGraphDeployment, defaults: PlanDefaults) -> list[
 def give_account(
     draft: PodDraft, deployment: DynamoGraphDeployment, kind: ComponentType, defaults: PlanDefaults
 ) -> None:
-    """Let a pod's processes speak to the API server where they have to, and not where they need not.
+    """Give a pod a ServiceAccount if its processes use the API server, and else no token.
 
     An account that the user names stays: it may have other rights that the pod needs.
     """

@@ -14,16 +14,16 @@ from kvrouter.operator.plan.workload import component_metadata, owned_metadata
 from kvrouter.settings.problems import Problem
 
 SHARE = 0.25
-"""Of the pods, as in a rolling update of workers; at least one."""
+"""The share of the pods, as in a rolling update of workers; at least one pod."""
 
 BUDGETS = "kvrouter.dev/disruption-budgets"
-"""Annotation of a deployment: ``none`` where its pods have budgets of somebody else, or shall have none."""
+"""Annotation of a deployment: ``none`` if its pods have other budgets, or shall have none."""
 NO_BUDGETS = "none"
 
 WORKERS = "kvrouter.dev/workers"
 """Annotation of a zone's budget: how many Ready workers it was made for."""
 FEWER_SINCE = "kvrouter.dev/fewer-since"
-"""Annotation of a zone's budget: since when there are fewer."""
+"""Annotation of a zone's budget: the time since when it has fewer workers."""
 
 COUNT_DIGITS_MAX = 6
 
@@ -32,14 +32,14 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class HeldBudget(NamedTuple):
-    """How many Ready workers a zone's budget is made for, and since when there are fewer, if there are."""
+    """How many Ready workers a zone's budget is made for, and since when there are fewer; None if not."""
 
     workers: int
     fewer_since: datetime | None = None
 
     @property
     def at_least(self) -> int:
-        """How many of them a drain leaves: all but a quarter, and none of a single one."""
+        """How many workers a drain leaves: all but a quarter, and 0 of a single one."""
         return self.workers - ceil(self.workers * SHARE)
 
 
@@ -56,8 +56,8 @@ def budget_warnings(deployment: DynamoGraphDeployment) -> list[Problem]:
 
 
 def held_for(before: HeldBudget, ready: int, now: datetime, hold_s: float) -> HeldBudget:
-    """Return what a zone's budget is made for when ``ready`` workers are there. More count at once; fewer
-    only after ``hold_s``, so that a drain does not lower what holds it, and is not held up for ever.
+    """Return a zone's budget for ``ready`` workers. More workers count at once, fewer only after ``hold_s``:
+    a drain does not lower the budget that limits it, and is not held up for ever.
     """
     if ready >= before.workers:
         return HeldBudget(ready)
@@ -78,21 +78,21 @@ def zone_budgets(
     component: ComponentSpec,
     label: str,
     ready: Mapping[str, int],
-    there: Sequence[Manifest],
+    current: Sequence[Manifest],
     now: datetime,
     hold_s: float,
 ) -> list[Manifest]:
-    """Return a budget for each zone of a component's workers: ``ready`` are its Ready ones by the value of
-    their ``label``, ``there`` the budgets that the deployment has. A zone with fewer of them than before
-    keeps its budget for ``hold_s``.
+    """Return a budget for each zone of a component's workers: ``ready`` counts the Ready ones by the value of
+    their ``label``, ``current`` are the deployment's budgets. A zone that lost workers keeps its budget for
+    ``hold_s``.
 
-    They say how many must stay, in a number: of what may go, Kubernetes would count by the whole component.
+    A budget states how many workers must stay: ``maxUnavailable`` would be counted over the whole component.
     """
-    before = {key_of(each).name: _read(each) for each in there}
+    before = {key_of(each).name: _read(each) for each in current}
     picks = selector(deployment.metadata.name, component.name)
     known = {
         str(value)
-        for each in there
+        for each in current
         if strings(picks).items() <= (labels := _match_labels(each)).items()
         and (value := labels.get(label)) is not None
     }
@@ -110,13 +110,13 @@ def zone_budgets(
 
 
 def hold_ends_s(budgets: Sequence[Manifest], now: datetime, hold_s: float) -> float | None:
-    """Return in how many seconds the first of these budgets comes down; None when none is held."""
+    """Return in how many seconds the first held budget comes down; None if no budget is held."""
     since = [held.fewer_since for held in map(_read, budgets) if held.fewer_since is not None]
     return max(hold_s - (now - min(since)).total_seconds(), 0.0) if since else None
 
 
 def budget_name(deployment: str, component: str, value: str) -> str:
-    """Return the name of a zone's budget: ``<deployment>-<component>.<zone>``, which no component's is."""
+    """Return the name of a zone's budget: ``<deployment>-<component>.<zone>``. It is no component's name."""
     if _NAME.fullmatch(value):
         return f"{object_name(deployment, component)}.{value}"
     digest = hashlib.sha256(value.encode()).hexdigest()[:8]
@@ -124,7 +124,7 @@ def budget_name(deployment: str, component: str, value: str) -> str:
 
 
 def _budget(metadata: Manifest, allowed: Manifest, picks: Mapping[str, str]) -> Manifest:
-    """Pods that are not Ready may always go: they serve nobody, and would hold up a drain for ever."""
+    """Return a budget. Pods that are not Ready serve no requests and may always go: they block no drain."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
@@ -142,7 +142,7 @@ def _match_labels(budget: Manifest) -> Manifest:
 
 
 def _read(budget: Manifest) -> HeldBudget:
-    """What a budget was made for; nothing where its annotations do not say so."""
+    """Return the counts that a budget was made for; 0 workers if its annotations do not state them."""
     annotations = annotations_of(budget)
     workers, since = str(annotations.get(WORKERS)), annotations.get(FEWER_SINCE)
     if not (workers.isascii() and workers.isdigit() and len(workers) <= COUNT_DIGITS_MAX):

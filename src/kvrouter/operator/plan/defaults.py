@@ -10,19 +10,19 @@ from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.settings.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
 
 API_SERVER_PORTS = (443, 6443)
-"""Where API servers listen: in most hosted clusters, and as kubeadm and others make them."""
+"""Ports of API servers: in most hosted clusters, and as kubeadm and others set them up."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecretKey:
-    """One value of a Secret in the deployment's own namespace."""
+    """A key of a Secret in the deployment's own namespace."""
 
     name: str
     key: str
 
 
 Amounts = dict[str, str | int | float]
-"""How much of each resource, by its name: ``{"cpu": "500m"}``."""
+"""Amounts of resources by name: ``{"cpu": "500m"}``."""
 
 
 class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -32,7 +32,7 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     limits: Amounts = {}
 
     def manifest(self) -> Manifest:
-        """Return them as a container states them."""
+        """Return the resources in the form of a container's field."""
         found: Manifest = msgspec.to_builtins(self)
         return found
 
@@ -46,22 +46,21 @@ _resources = msgspec.json.Decoder(Resources)
 
 WAIT_RESOURCES = Resources({"cpu": "10m", "memory": "64Mi"}, {"cpu": "500m", "memory": "256Mi"})
 FRONTEND_RESOURCES = Resources({"cpu": "100m", "memory": "256Mi"}, {"cpu": "2", "memory": "4Gi"})
-"""A quota on ``limits.cpu`` takes no pod of which a container states none."""
+"""A quota on ``limits.cpu`` refuses a pod if one of its containers states no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDefaults:
-    """What containers get that do not say otherwise themselves.
+    """Values for containers that do not state their own.
 
-    ``image`` holds kvrouter, and is that of each container that names none. ``wait_image`` holds it too, and
-    runs the init containers: another one than ``image`` keeps engines from rolling when that changes.
-    ``nats_server`` is where the fleet's NATS is, the chart's own or another one; None where there is none.
-    ``admin_token`` is where the token of frontends' admin routes is; where there is none they are closed.
-    ``wait_timeout_s`` is how long an init container waits for topology files before it fails and is started
-    again, and ``wait_resources`` what it may use; ``frontend_resources`` are those of frontends that state
-    none. ``disruption_hold_s`` is for how long a zone that lost workers keeps the disruption budget of those
-    that it had. With ``network_policies`` pods get NetworkPolicies, which let them reach the API server on
-    ``api_server_ports``.
+    ``image`` holds kvrouter, and is used by containers without an image. ``wait_image`` holds it too and runs
+    the init containers: if it differs from ``image``, a new ``image`` rolls no engines. ``nats_server`` is
+    the address of the fleet's NATS; None without NATS. ``admin_token`` is the token of frontends' admin
+    routes, which are closed while the Secret is missing. ``wait_timeout_s`` is how long an init container
+    waits for topology files before it fails and is restarted, and ``wait_resources`` are its resources;
+    ``frontend_resources`` are those of frontends without stated ones. ``disruption_hold_s`` is how long a
+    zone that lost workers keeps its former disruption budget. With ``network_policies`` pods get
+    NetworkPolicies, which let them reach the API server on ``api_server_ports``.
     """
 
     image: str
@@ -80,18 +79,18 @@ class PlanDefaults:
     api_server_ports: tuple[int, ...] = API_SERVER_PORTS
 
     @property
-    def event_lane(self) -> EventPlaneKind:
-        """How KV events travel: where workers are announced in Kubernetes nothing else has to run."""
+    def event_transport(self) -> EventPlaneKind:
+        """The event transport. ``auto`` is ZMQ with discovery in Kubernetes: it needs no server."""
         if self.event_plane is EventPlaneKind.AUTO and self.discovery is DiscoveryBackend.KUBERNETES:
             return EventPlaneKind.ZMQ
         return self.event_plane
 
     @property
-    def planes_of_nats(self) -> tuple[str, ...]:
-        """The planes that need NATS."""
+    def transports_of_nats(self) -> tuple[str, ...]:
+        """The transports that need NATS."""
         needs = {
             "discovery": self.discovery is DiscoveryBackend.NATS,
             "request-plane": self.request_plane is RequestPlaneKind.NATS,
-            "event-plane": self.event_lane in (EventPlaneKind.NATS, EventPlaneKind.JETSTREAM),
+            "event-plane": self.event_transport in (EventPlaneKind.NATS, EventPlaneKind.JETSTREAM),
         }
-        return tuple(plane for plane, is_needed in needs.items() if is_needed)
+        return tuple(transport for transport, is_needed in needs.items() if is_needed)

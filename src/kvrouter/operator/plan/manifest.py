@@ -14,22 +14,22 @@ Manifest = dict[str, JsonValue]
 
 
 def mapping(found: JsonValue) -> Manifest:
-    """Return a copy of ``found`` where it is an object, else an empty one."""
+    """Return a copy of ``found`` if it is an object, else an empty object."""
     return {**fields_of(found)}
 
 
 def objects(found: JsonValue) -> list[Manifest]:
-    """Return a copy of the objects in ``found`` where it is a list, else none."""
+    """Return copies of the objects in ``found`` if it is a list, else an empty list."""
     return [{**entry} for entry in objects_in(found)]
 
 
 def listed(entries: Sequence[Manifest]) -> list[JsonValue]:
-    """Return ``entries`` as a value of a manifest."""
+    """Return ``entries`` as a JSON value."""
     return [*entries]
 
 
 def strings(found: Mapping[str, str]) -> Manifest:
-    """Return ``found`` as a value of a manifest."""
+    """Return ``found`` as a JSON object."""
     return {**found}
 
 
@@ -39,7 +39,7 @@ def without_nothing(manifest: Manifest) -> Manifest:
 
 
 TEMPLATE_HASH = "kvrouter.dev/template-hash"
-"""Annotation of a workload. It is not one of its pods: that alone would roll them."""
+"""Annotation of a Deployment. Its pods do not have it: a change would roll them."""
 
 
 def template_hash(template: Manifest) -> str:
@@ -49,7 +49,7 @@ def template_hash(template: Manifest) -> str:
 
 
 MANAGER = "kvrouter-operator"
-"""Who applies the manifests: their field manager, and their ``managed-by``."""
+"""The operator's field manager, and the value of ``managed-by`` on its objects."""
 
 DEPLOYMENT_LABEL = "kvrouter.dev/deployment"
 COMPONENT_LABEL = "kvrouter.dev/component"
@@ -63,23 +63,23 @@ _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 def object_name(deployment: str, component: str) -> str:
     """Return the name of a component's objects: ``<deployment>-<component>`` in lower case.
 
-    What is too long for a Service or no DNS label is cut and ends in a hash, so that two never share a name.
+    A name that is too long for a Service, or no DNS label, is cut and ends in a hash: names are unique.
     """
     return _fitted(f"{deployment}-{component.lower()}", "-")
 
 
 def fleet_name(namespace: str, deployment: str) -> str:
-    """Return the name that a deployment's processes know each other by: one fleet in the whole cluster."""
+    """Return the name of a deployment's fleet, which its processes share: it is unique in the cluster."""
     return _fitted(f"{namespace or 'default'}_{deployment}", "_")
 
 
 def selector(deployment: str, component: str) -> dict[str, str]:
-    """Return the labels by which a component's pods are found; they never change."""
+    """Return the labels that select a component's pods; they never change."""
     return {DEPLOYMENT_LABEL: _fitted(deployment, "-"), COMPONENT_LABEL: component}
 
 
 def labels_of(deployment: DynamoGraphDeployment, component: ComponentSpec | None = None) -> Manifest:
-    """Return the labels of a component's objects and pods; without one, those of the deployment's others."""
+    """Return the labels of a component's objects and pods; with None those of the other objects."""
     of = _fitted(deployment.metadata.name, "-")
     found = {"app.kubernetes.io/name": "kvrouter", "app.kubernetes.io/instance": of}
     if component is not None:

@@ -1,4 +1,4 @@
-"""NetworkPolicies of a deployment's pods: the connections that they need, and no others."""
+"""NetworkPolicies of a deployment's pods: they allow only the connections that the pods need."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,10 @@ from kvrouter.operator.plan.workload import component_metadata
 
 DNS_PORT = 53
 NATS_PORT = 4222
-"""Of a server whose URL states no port."""
+"""The port of a server without a port in its URL."""
 
 _PORT = re.compile(r":(\d{1,5})/*$")
-"""The end of a server's URL; an address of IPv6 stands in brackets."""
+"""The port at the end of a server's URL; an IPv6 address is in brackets."""
 
 METRICS = "metrics"
 """Name of the container port that a PodMonitor scrapes."""
@@ -35,11 +35,11 @@ METRICS = "metrics"
 def network_policy(
     deployment: DynamoGraphDeployment, component: ComponentSpec, draft: PodDraft, defaults: PlanDefaults
 ) -> Manifest:
-    """Return the policy of a component's pods, whose containers are complete.
+    """Return the policy of a component's pods, from its completed containers.
 
-    Anybody may connect to a frontend's HTTP port, and to what answers probes and serves metrics. Frontends
-    connect to workers (requests, KV events), and workers to workers (KV), on any port: engines choose many
-    of theirs when they start. All of them may look names up, and reach the API server and NATS.
+    Any client may connect to a frontend's HTTP port, and to the ports of probes and metrics. Frontends
+    connect to workers (requests, KV events), and workers to workers (KV), on any port: engines choose many of
+    theirs when they start. All of them may look names up, and reach the API server and NATS.
     """
     is_frontend = component.type is ComponentType.FRONTEND
     open_ports = [http_port(draft.main)] if is_frontend else [*_health_ports(draft)]
@@ -72,13 +72,13 @@ def network_policy(
 
 
 def nats_ports(servers: str) -> list[int]:
-    """Return the ports of NATS servers, URLs with commas between."""
+    """Return the ports of NATS servers, given as URLs with commas between."""
     stated = [_PORT.search(server.strip()) for server in servers.split(",")]
     return sorted({NATS_PORT if port is None else int(port[1]) for port in stated})
 
 
 def _pods(deployment: DynamoGraphDeployment, kinds: Sequence[ComponentType]) -> JsonValue:
-    """A peer: this deployment's pods of these types."""
+    """Return a peer: this deployment's pods of these types."""
     types: JsonValue = {"key": TYPE_LABEL, "operator": "In", "values": [kind.value for kind in kinds]}
     labels: JsonValue = {DEPLOYMENT_LABEL: labels_of(deployment)[DEPLOYMENT_LABEL]}
     return {"podSelector": {"matchLabels": labels, "matchExpressions": [types]}}

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from kvrouter.operator.api.deployment import ComponentSpec, DeploymentSpec, DynamoGraphDeployment
 from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import PACKED_LABEL
-from kvrouter.operator.cluster_info import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.manifest import (
     DEPLOYMENT_LABEL,
     Manifest,
@@ -32,7 +32,7 @@ WELL_KNOWN = {
     "zone": "topology.kubernetes.io/zone",
     "host": "kubernetes.io/hostname",
 }
-"""The node labels of Kubernetes' own, by the domain that they hold where the cluster has no topologies."""
+"""Kubernetes' own node labels by domain, for clusters without topologies."""
 
 NEAR_WEIGHT = 100
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -40,9 +40,9 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 class Packing(NamedTuple):
-    """What a component's pods are packed into. ``is_shared``: one domain for all that share the deployment's
-    packDomain; else one for the component alone. ``near``: the deployment's level, in which its components
-    prefer each other where some of them have a level of their own.
+    """The level that a component's pods are packed into. ``is_shared``: all components with the deployment's
+    packDomain share one domain; else the component has its own. ``near``: the deployment's level, in which
+    its components prefer each other if some of them have a level of their own.
     """
 
     level: Level
@@ -53,8 +53,7 @@ class Packing(NamedTuple):
     def label_value(self) -> str:
         """The value of the label by which packed pods find each other.
 
-        Pods that were planned with another level, or with none, have no say in where the next ones go: they
-        may be anywhere.
+        Pods that were planned with another level, or without one, attract no new pods: they may be anywhere.
         """
         digest = hashlib.sha256(self.level.label_key.encode()).hexdigest()[:8]
         return f"{self.level.domain}-{digest}"
@@ -67,12 +66,12 @@ class Packing(NamedTuple):
 
 def read_packings(
     spec: DeploymentSpec,
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
     policy: DeploymentPolicy | None,
     last_levels: Sequence[Level] = (),
 ) -> tuple[dict[str, Packing], list[Problem]]:
-    """Return what pods are packed into, by their component's name, and a warning for each level that is not
-    known. ``last_levels`` are those of :data:`PACKING_ANNOTATION`: they hold while a level is not known.
+    """Return the packing of each component by its name, and a warning for each unknown level. ``last_levels``
+    are those of :data:`PACKING_ANNOTATION`: they hold while a level is unknown.
     """
     constraint = spec.topology_constraint
     if constraint is None:
@@ -80,8 +79,8 @@ def read_packings(
     warnings: list[Problem] = []
 
     def level_of(domain: str, at: Path) -> Level | None:
-        level = _level(domain, constraint.cluster_topology_name, facts, policy, last_levels)
-        unknown = _unknown(domain, constraint.cluster_topology_name, facts)
+        level = _level(domain, constraint.cluster_topology_name, cluster_info, policy, last_levels)
+        unknown = _unknown(domain, constraint.cluster_topology_name, cluster_info)
         is_of_policy = policy is not None and isinstance(policy.source, RawLabel) and policy.domain == domain
         if level is None and unknown is not None:
             warnings.append(Problem((*at, "packDomain"), f"{unknown}: pods are not packed by it"))
@@ -111,36 +110,36 @@ def read_packings(
 def _level(
     domain: str,
     name: str,
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
     policy: DeploymentPolicy | None,
     last_levels: Sequence[Level],
 ) -> Level | None:
-    """The topology's level, else the node label of the policy for this domain, else what was known last; and
-    where the cluster has no topologies at all, Kubernetes' own label.
+    """Return the topology's level, else the policy's node label for this domain, else the last known level;
+    without topologies in the cluster, Kubernetes' own label. None if there is no label.
     """
-    topology = facts.topologies.get(name)
+    topology = cluster_info.topologies.get(name)
     key = None if topology is None else topology.label_key(domain)
     if key is None and policy is not None and policy.domain == domain:
         key = policy.source.key if isinstance(policy.source, RawLabel) else None
     if key is None:
         key = dict(last_levels).get(domain)
-    if key is None and facts.grove is Grove.ABSENT:
+    if key is None and cluster_info.grove is Grove.ABSENT:
         key = WELL_KNOWN.get(domain)
     return None if key is None else Level(domain, key)
 
 
-def _unknown(domain: str, name: str, facts: ClusterFacts) -> str | None:
-    """Why the deployment's topology does not say what ``domain`` is; None where it does, or need not."""
-    topology = facts.topologies.get(name)
+def _unknown(domain: str, name: str, cluster_info: ClusterInfo) -> str | None:
+    """Return why the deployment's topology does not define ``domain``; None if it does, or need not."""
+    topology = cluster_info.topologies.get(name)
     if topology is not None and domain not in topology.domains:
         has = f"has {', '.join(topology.domains)}" if topology.domains else "has none that can be used"
         return f"{domain!r} is no level of {name}, which {has}{did_you_mean(domain, topology.domains)}"
     if topology is not None:
         return None
-    if facts.grove is Grove.UNREAD:
-        because = f" ({facts.unread_because})" if facts.unread_because else ""
+    if cluster_info.grove is Grove.UNREAD:
+        because = f" ({cluster_info.unread_because})" if cluster_info.unread_because else ""
         return f"has no effect: topology {name!r} could not be read{because}"
-    if facts.grove is Grove.PRESENT:
+    if cluster_info.grove is Grove.PRESENT:
         return f"has no effect: topology {name!r} is not in this cluster"
     if domain in WELL_KNOWN:
         return None
@@ -155,8 +154,8 @@ def pack(
     drafts: Mapping[str, PodDraft],
     packings: Mapping[str, Packing],
 ) -> list[Problem]:
-    """Add to the pods of each component what packs them; return what is wrong with the form of their own
-    affinity. ``drafts`` are by component, with all the labels that they will have.
+    """Add pod affinity to the pods of each component; return the problems with the form of their own
+    affinity. ``drafts`` are by component, with their final labels.
     """
     shared = [drafts[name].labels for name, each in packings.items() if each.is_shared and name in drafts]
     problems: list[Problem] = []
@@ -175,12 +174,12 @@ def _pack(
     packing: Packing,
     group: Sequence[Mapping[str, JsonValue]],
 ) -> list[Problem]:
-    """Add to a pod's own affinity what packs it; return what is wrong with the form of that.
+    """Add the packing to a pod's own affinity; return the problems with its form.
 
-    ``group`` are the labels of all pods that share its domain. The scheduler counts a pod for required terms
-    only if it matches all of them. So where a user's own required terms do not match the group, packing is
-    only preferred: required, the first pod would wait for ever for one that matches both.
-    Such a pod is not counted by the others.
+    ``group`` are the labels of all pods that share the domain. The scheduler counts a pod for required terms
+    only if it matches all of them. If the user's required terms do not match the group, packing is only
+    preferred: otherwise the first pod would wait for ever for one that matches both. The other pods do not
+    count that pod.
     """
     at = (*draft.at, "spec", "affinity")
     affinity = draft.spec.get("affinity")
@@ -196,7 +195,7 @@ def _pack(
         required.append(term)
     else:
         preferred.append({"weight": NEAR_WEIGHT, "podAffinityTerm": term})
-        draft.labels.pop(PACKED_LABEL)  # it may be elsewhere, and others must not follow it there
+        draft.labels.pop(PACKED_LABEL)  # it may be elsewhere, and other pods must not follow it there
         must = (
             "requires other pods than those that packDomain packs, and the scheduler counts only pods that "
             f"match every required term: {packing.level.domain} is preferred, not required"
@@ -217,7 +216,7 @@ def _pack(
 
 
 def packed_labels(draft: PodDraft, packing: Packing | None) -> None:
-    """Give a pod the label by which packed pods find each other, and no other value of it."""
+    """Set the label by which packed pods find each other; a user's own value is removed."""
     own = draft.labels.pop(PACKED_LABEL, None)
     if packing is not None:
         draft.labels[PACKED_LABEL] = packing.label_value
@@ -231,7 +230,7 @@ def _name_of(deployment: DynamoGraphDeployment) -> JsonValue:
 
 
 def _term(deployment: DynamoGraphDeployment, component: ComponentSpec | None, packing: Packing) -> Manifest:
-    """What a pod wants to be with: the component's own packed pods; with None all that share the domain."""
+    """Return the affinity term for the component's packed pods; with None for all that share the domain."""
     picks: Manifest = {DEPLOYMENT_LABEL: _name_of(deployment)}
     if component is not None:
         picks = strings(selector(deployment.metadata.name, component.name))
@@ -258,8 +257,8 @@ def _form_problems(affinity: JsonValue, at: Path) -> Iterator[Problem]:
 
 
 def _matches(term: Manifest, labels: Mapping[str, JsonValue], namespace: str) -> bool:
-    """Whether a pod in ``namespace`` with these labels is among those that an affinity term selects, as far
-    as a plan can know: not where it depends on labels of namespaces, or on the pod's own template.
+    """Return whether an affinity term selects a pod in ``namespace`` with these labels. False where that
+    depends on labels of namespaces or on the pod's own template, which a plan cannot know.
     """
     if any(term.get(name) for name in ("matchLabelKeys", "mismatchLabelKeys")):
         return False
@@ -291,7 +290,7 @@ def _holds(expression: Manifest, labels: Mapping[str, JsonValue]) -> bool:
 
 
 def _spreading(draft: PodDraft, packing: Packing) -> Iterator[Problem]:
-    """Constraints of the pod's own that spread what is packed: both cannot hold."""
+    """Yield a problem for each spread constraint of the pod that contradicts the packing."""
     for index, each in enumerate(objects(draft.spec.get("topologySpreadConstraints"))):
         is_hard = each.get("whenUnsatisfiable") != "ScheduleAnyway"
         if is_hard and each.get("topologyKey") == packing.level.label_key:

@@ -8,12 +8,12 @@ from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, Dynam
 from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.api.qos import NetworkQoS
-from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels.copies import Copy, Resolution, resolve
+from kvrouter.operator.cluster_info import ClusterInfo
+from kvrouter.operator.labels.level_labels import LevelLabels, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.links import (
+from kvrouter.operator.plan.frontend_links import (
     ASSUMED,
     FrontendLinks,
     frontend_links,
@@ -34,13 +34,13 @@ from kvrouter.operator.plan.pod import PodDraft, overruled_sources, read_pod_tem
 from kvrouter.operator.plan.programs import unregistered
 from kvrouter.operator.plan.serving import complete, http_port
 from kvrouter.operator.plan.shared import OWN_LABEL, SharedEnv, give_shared, read_env, shared_problems
-from kvrouter.operator.plan.wiring import (
+from kvrouter.operator.plan.transfer_policy import (
     FrontendPlace,
+    add_frontend_policy,
+    add_worker_policy,
     frontend_place,
     names_of_policy,
     place_frontend,
-    wire_frontend,
-    wire_worker,
 )
 from kvrouter.operator.plan.workload import rollout_problems, service, workload
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, read_policy
@@ -50,14 +50,14 @@ LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
 """Annotation of worker Deployments: the levels that they were planned with, ``domain=node label,…``."""
 
 QOS_ANNOTATION = "kvrouter.dev/topology-network-qos"
-"""Annotation of frontend Deployments: the links that their topology stated, as it would state them."""
+"""Annotation of frontend Deployments: the links that their topology stated, in its own form."""
 
 
 class Plan(NamedTuple):
-    """What the cluster should hold. With problems there are no manifests: nothing that is there is changed.
+    """The objects that the cluster should hold. With problems there are no manifests, and nothing is changed.
 
-    ``warnings`` are about what a user wrote and does not get. Without a policy ``policy`` and ``resolution``
-    are None. ``places_frontends``: their pods get the labels of their nodes, as workers' do.
+    ``warnings`` are about user-written fields without effect. Without a policy ``policy`` and ``resolution``
+    are None. ``places_frontends``: frontend pods get the labels of their nodes, as worker pods do.
     """
 
     manifests: tuple[Manifest, ...]
@@ -70,36 +70,36 @@ class Plan(NamedTuple):
 
 def plan(
     deployment: DynamoGraphDeployment,
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
     defaults: PlanDefaults,
     *,
     last_levels: Sequence[Level] = (),
     last_qos: NetworkQoS | None = None,
     last_pack_levels: Sequence[Level] = (),
 ) -> Plan:
-    """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend, a
-    budget for each component whose pods are not counted zone by zone, a NetworkPolicy for each where that is
-    wanted, and before them the accounts of their processes.
+    """Return the manifests of ``deployment``: the accounts of its processes, then a Deployment for each
+    component, a Service for each frontend, a budget for each component that is not counted by zone, and
+    NetworkPolicies if enabled.
 
-    With a policy that cannot be determined nothing is planned: KV would go anywhere. ``last_levels`` are
-    those of :data:`LEVELS_ANNOTATION` on what is there, ``last_qos`` the links of :data:`QOS_ANNOTATION` and
-    ``last_pack_levels`` the levels of :data:`PACKING_ANNOTATION`. They hold while the topology cannot be
-    found, so that nothing rolls because somebody deleted it.
+    A policy that cannot be determined stops planning: KV would go anywhere. ``last_levels``, ``last_qos`` and
+    ``last_pack_levels`` are the values of :data:`LEVELS_ANNOTATION`, :data:`QOS_ANNOTATION` and
+    :data:`PACKING_ANNOTATION` in the cluster. They hold while the topology cannot be found, so that its
+    deletion rolls no pods.
     """
     reading = read_policy(deployment.spec)
     policy = reading.policy
-    resolution = None if policy is None else resolve(policy, facts, last_levels)
+    resolution = None if policy is None else resolve(policy, cluster_info, last_levels)
     problems, manifests = [*reading.problems], accounts(deployment, defaults)
-    packings, unpacked = read_packings(deployment.spec, facts, policy, last_pack_levels)
+    packings, unpacked = read_packings(deployment.spec, cluster_info, policy, last_pack_levels)
     warnings = [*budget_warnings(deployment), *unpacked]
     of_topology, links, place = None, FrontendLinks(), None
     if policy is not None and resolution is not None:
         warnings += _left_out(reading.settings, policy, resolution)
-        of_topology = qos_of_topology(policy, resolution, facts, last_qos)
+        of_topology = qos_of_topology(policy, resolution, cluster_info, last_qos)
         links, found = frontend_links(reading.settings, of_topology, resolution)
         place, unplaced = frontend_place(reading.settings, policy, resolution)
         warnings += [*found, *unplaced]
-    labels_of_nodes = () if resolution is None else [copy.pod_label for copy in resolution.copies]
+    labels_of_nodes = () if resolution is None else [level.pod_label for level in resolution.level_labels]
     problems += shared_problems(deployment.spec, labels_of_nodes)
     env = read_env(deployment.spec, names_of_policy(policy, links, place))
     warnings += env.warnings
@@ -122,7 +122,7 @@ def plan(
 
 @dataclass
 class _Drafting:
-    """The pod templates of a deployment's components, one after the other."""
+    """Drafts the pod templates of a deployment's components, one after the other."""
 
     deployment: DynamoGraphDeployment
     defaults: PlanDefaults
@@ -134,12 +134,12 @@ class _Drafting:
     env: SharedEnv
     packings: Mapping[str, Packing]
     drafts: list[tuple[ComponentSpec, PodDraft, Manifest]] = field(default_factory=list)
-    """Each component that can be read, its template, and the annotations of what is made of it."""
+    """Each readable component, its template, and the annotations of its objects."""
     assumes: bool = False
-    """Whether a frontend weighs links that nobody named."""
+    """Whether a frontend weighs links that are assumed, not stated."""
 
     def add(self, component: ComponentSpec, at: Path) -> list[Problem]:
-        """Draft the next component; return what is wrong with it."""
+        """Draft the next component; return its problems."""
         deployment, defaults = self.deployment, self.defaults
         problems = [*rollout_problems(component, at)]
         draft = read_pod_template(component, at)
@@ -149,7 +149,7 @@ class _Drafting:
         draft.warnings += unregistered(draft, component.type)
         problems += complete(draft, deployment, component, defaults, self.env.entries)
         give_account(draft, deployment, component.type, defaults)
-        annotations = self._wire(draft, component)
+        annotations = self._add_policy(draft, component)
         give_shared(draft, deployment.spec, self.env)
         draft.warnings += overruled_sources(written, draft)
         packed_labels(draft, packing := self.packings.get(component.name))
@@ -165,22 +165,22 @@ class _Drafting:
         self.drafts.append((component, draft, annotations))
         return problems
 
-    def _wire(self, draft: PodDraft, component: ComponentSpec) -> Manifest:
-        """Give a template what the transfer policy asks of it; return its annotations."""
+    def _add_policy(self, draft: PodDraft, component: ComponentSpec) -> Manifest:
+        """Add the transfer policy to a template; return the annotations for its Deployment."""
         policy, resolution = self.policy, self.resolution
         if policy is None or resolution is None:
             return {}
         if component.type is not ComponentType.FRONTEND:
-            wire_worker(draft, component.type, policy, resolution.copies, self.defaults)
-            return {LEVELS_ANNOTATION: _levels(resolution.copies)}
+            add_worker_policy(draft, component.type, policy, resolution.level_labels, self.defaults)
+            return {LEVELS_ANNOTATION: _levels(resolution.level_labels)}
         if self.place is not None:
-            place_frontend(draft, self.place, resolution.copies, self.defaults)
-        self.assumes |= wire_frontend(draft, policy, self.links)
+            place_frontend(draft, self.place, resolution.level_labels, self.defaults)
+        self.assumes |= add_frontend_policy(draft, policy, self.links)
         return {} if self.of_topology is None else {QOS_ANNOTATION: qos_text(self.of_topology)}
 
 
 def read_levels(annotation: str | None) -> tuple[Level, ...]:
-    """Return the levels of :data:`LEVELS_ANNOTATION`, broadest first; what is no level is passed over."""
+    """Return the levels of :data:`LEVELS_ANNOTATION`, broadest first; invalid entries are skipped."""
     pairs = [entry.partition("=") for entry in (annotation or "").split(",")]
     return tuple(Level(domain, key) for domain, _, key in pairs if key and level_problem(domain) is None)
 
@@ -192,7 +192,7 @@ def _of_component(
     annotations: Manifest,
     policy: DeploymentPolicy | None,
 ) -> Iterator[Manifest]:
-    """The objects of one component, whose pods are complete."""
+    """Yield the objects of one component from its completed pod template."""
     yield workload(deployment, component, draft.template(), annotations)
     if component.type is ComponentType.FRONTEND:
         yield service(deployment, component, http_port(draft.main))
@@ -208,5 +208,5 @@ def _left_out(
         yield Problem(problem.path, f"{problem.must}: the link is left out")
 
 
-def _levels(copies: Sequence[Copy]) -> str:
-    return ",".join(f"{copy.domain}={copy.node_label}" for copy in copies)
+def _levels(level_labels: Sequence[LevelLabels]) -> str:
+    return ",".join(f"{level.domain}={level.node_label}" for level in level_labels)

@@ -1,4 +1,4 @@
-"""A component's pod template: parsed, completed with defaults and rendered; its environment variables."""
+"""A component's pod template: read, completed with defaults and rendered; its environment variables."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ _READ_FIRST = ("name", "image", "command", "args", "env", "ports")
 
 @dataclass(slots=True)
 class PodDraft:
-    """The template in parts. ``at`` is its path; ``warnings`` are about what the user wrote there."""
+    """A pod template in parts. ``at`` is its path; ``warnings`` are about user-written fields."""
 
     at: Path
     metadata: Manifest
@@ -34,12 +34,12 @@ class PodDraft:
 
     @property
     def main_index(self) -> int:
-        """Where it is among the containers."""
+        """The position of the main container."""
         names = [container.get("name") for container in self.containers]
         return names.index("main") if "main" in names else 0
 
     def template(self) -> Manifest:
-        """Return the template, with what is empty left out."""
+        """Return the template without its empty fields."""
         lists: Manifest = {
             "initContainers": listed([_in_order(container) for container in self.init_containers]),
             "containers": listed([_in_order(container) for container in self.containers]),
@@ -50,7 +50,7 @@ class PodDraft:
 
 
 def read_pod_template(component: ComponentSpec, at: Path) -> PodDraft | list[Problem]:
-    """Return the parts of a component's template; problems where something in it has the wrong form."""
+    """Return the parts of a component's template, or the problems with its form."""
     template, at = {**component.pod_template}, (*at, "podTemplate")
     problems = [
         Problem((*at, name), "must be an object")
@@ -83,7 +83,7 @@ def read_pod_template(component: ComponentSpec, at: Path) -> PodDraft | list[Pro
 
 
 def _in_order(container: Manifest) -> Manifest:
-    """A container as people read it: what it is first, then all else."""
+    """Return a container with its fields in reading order: name, image and command first."""
     first: Manifest = {key: container[key] for key in _READ_FIRST if key in container}
     return {**first, **{key: value for key, value in container.items() if key not in first}}
 
@@ -98,7 +98,7 @@ def _problems_inside(containers: list[Manifest], at: Path) -> list[Problem]:
 
 
 def _entries(found: object) -> list[object]:
-    """The entries of a list; what is no list counts as one entry that is no object."""
+    """Return the entries of a list; any other value counts as one entry that is no object."""
     return found if isinstance(found, list) else [found]
 
 
@@ -139,20 +139,20 @@ def variable(name: str, value: str) -> Manifest:
 
 
 def value_of(container: Manifest, name: str) -> str | None:
-    """Return the value that ``container`` states for a variable; None where it states none itself."""
+    """Return the value that ``container`` states for a variable; None if it states no value."""
     entry = entry_of(container, name)
     value = None if entry is None else entry.get("value")
     return value if isinstance(value, str) else None
 
 
 def entry_of(container: Manifest, name: str) -> Manifest | None:
-    """Return the entry of ``env`` that counts for a variable, under whichever of its names; None for none."""
+    """Return the entry of ``env`` that applies to a variable, under any of its names; None without one."""
     found = [entry for entry in objects(container.get("env")) if _is_one(entry.get("name"), name)]
     return found[-1] if found else None
 
 
 def offered(container: Manifest, entries: Sequence[Manifest]) -> Manifest:
-    """Return ``container`` with those of ``entries`` that it has no word of its own for, after its own."""
+    """Return ``container`` with those of ``entries`` that it does not set itself, after its own."""
     own = objects(container.get("env"))
     added = [entry for entry in entries if entry_of(container, str(entry["name"])) is None]
     return {**container, "env": listed([*own, *added])} if added else container
@@ -161,9 +161,10 @@ def offered(container: Manifest, entries: Sequence[Manifest]) -> Manifest:
 def owned(
     container: Manifest, entries: Sequence[Manifest], names: Collection[str], at: Path
 ) -> tuple[Manifest, list[Problem]]:
-    """Return ``container`` with ``entries`` and no other word on ``names``, and a warning for each that was.
+    """Return ``container`` with ``entries`` as the only values of ``names``, and warnings about the removed
+    ones.
 
-    Ours come first, so that a user's own variables may refer to them.
+    The operator's variables come first, so that a user's own may refer to them.
     """
     ours: dict[JsonValue, Manifest] = {entry["name"]: entry for entry in entries}
     taken: dict[JsonValue, str] = {spelling: name for name in names for spelling in spellings(name)}
@@ -179,7 +180,7 @@ def owned(
 
 def overruled_sources(written: PodDraft, completed: PodDraft) -> Iterator[Problem]:
     """Yield a warning for each ``envFrom`` that may hold variables which the operator sets in ``env``, where
-    they take precedence. What the sources hold is not read: the operator has no right to read Secrets.
+    they take precedence. The sources are not read: the operator has no right to read Secrets.
     """
     for name in ("containers", "initContainers"):
         is_init = name == "initContainers"
@@ -204,7 +205,7 @@ def _may_hold(prefix: str, name: str) -> bool:
 
 
 def _is_one(name: JsonValue, other: str) -> bool:
-    """Whether two names are those of one variable."""
+    """Whether two names are spellings of one variable."""
     return name == other or (isinstance(name, str) and (name in spellings(other) or other in spellings(name)))
 
 

@@ -1,4 +1,4 @@
-"""What a component's containers need to serve: image, command, variables, ports, probes, grace period."""
+"""Completes a component's containers: image, command, variables, ports, probes, grace period."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -23,22 +23,22 @@ HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
 PORT_DIGITS_MAX = 5
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 HEALTH_PORT = 9190
-"""The first of a worker pod's ports for probes: one for each container, in case it runs a worker."""
+"""The first probe port of a worker pod: each container has its own, in case it runs a worker."""
 
 HEALTH_PORT_VARIABLE = "KVROUTER_HEALTH_PORT"
 FIXED_PORTS = {HEALTH_PORT_VARIABLE: "--health-port", "KVROUTER_LISTEN_PORT": "--listen-port"}
-"""The variables of a worker's ports that it does not choose itself, and their flags."""
+"""Variables and flags that fix a worker's ports; the worker chooses its other ports."""
 
 ENGINE_PORT_FLAG = "--port"
-"""Of the servers of vLLM, SGLang and TensorRT-LLM."""
+"""The port flag of the servers of vLLM, SGLang and TensorRT-LLM."""
 
 HOST_DNS = "ClusterFirstWithHostNet"
-"""Without it a pod in its node's network asks the node's resolver, which knows no Service."""
+"""DNS policy of a pod in its node's network, whose resolver knows no Service."""
 GRACE_S = 60
-"""Above a drain's own limit of 30 s and the time before it."""
+"""Longer than a drain's own limit of 30 s and the time before it."""
 
 LEAVING_S = 5
-"""A frontend that is to end keeps taking requests so long: until then Services still send it some."""
+"""How long a terminating frontend keeps taking requests: until then Services still send it some."""
 
 RUN_AS_USER = 65_532
 SHARED_MEMORY = "shared-memory"
@@ -55,7 +55,7 @@ WHERE_WORKERS_ARE = frozenset(
 
 
 def restricted() -> Manifest:
-    """Return the security context of a container that is ours: Kubernetes' restricted standard."""
+    """Return the security context of kvrouter's own containers: Kubernetes' restricted standard."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -72,8 +72,8 @@ def complete(
     defaults: PlanDefaults,
     shared: Sequence[Manifest] = (),
 ) -> list[Problem]:
-    """Complete the containers of ``draft``, with the variables that are ``shared`` by all before the
-    operator's own; return what keeps its pods from ever running.
+    """Complete the containers of ``draft``, with the ``shared`` variables before the operator's own; return
+    the problems that keep its pods from running.
     """
     is_frontend = component.type is ComponentType.FRONTEND
     at = (*draft.at, "spec", "containers")
@@ -116,8 +116,8 @@ def complete(
 
 
 def registers_elsewhere(spec: DeploymentSpec) -> str | None:
-    """Return why workers of this deployment may be registered somewhere else than the operator expects: its
-    frontends set themselves where they discover workers. None where they do not.
+    """Return why workers of this deployment may be registered where the operator does not look: its frontends
+    set themselves where they discover workers. None if they do not.
     """
     shared = sorted({entry.name for entry in spec.env} & WHERE_WORKERS_ARE)
     if shared:
@@ -129,20 +129,25 @@ def registers_elsewhere(spec: DeploymentSpec) -> str | None:
         for container in draft.containers:
             names = {str(entry.get("name")) for entry in objects(container.get("env"))}
             lists = [container.get("command"), container.get("args")]
-            words = [str(word).partition("=")[0] for each in lists if isinstance(each, list) for word in each]
-            said = sorted(names & WHERE_WORKERS_ARE) or sorted(set(words) & WHERE_WORKERS_ARE)
-            if said:
-                return f"{component.name} says {said[0]} itself"
+            arguments = [
+                str(argument).partition("=")[0]
+                for each in lists
+                if isinstance(each, list)
+                for argument in each
+            ]
+            names_set = sorted(names & WHERE_WORKERS_ARE) or sorted(set(arguments) & WHERE_WORKERS_ARE)
+            if names_set:
+                return f"{component.name} says {names_set[0]} itself"
     return None
 
 
 def is_sidecar(container: Manifest) -> bool:
-    """Whether an init container runs in parallel with the others, and is not waited for."""
+    """Whether an init container is a sidecar: it keeps running beside the other containers."""
     return container.get("restartPolicy") == "Always"
 
 
 def http_port(container: Manifest) -> int:
-    """Return the port that a frontend listens on: what its variable says, else the default."""
+    """Return the port that a frontend listens on, from its variable or the default."""
     return _port(value_of(container, HTTP_PORT_VARIABLE) or "") or HTTP_PORT
 
 
@@ -152,7 +157,7 @@ def _port(text: str) -> int | None:
 
 
 def _port_warnings(draft: PodDraft) -> list[Problem]:
-    """What a frontend says of its port that its Service and its probes cannot follow."""
+    """Return warnings about a frontend's port that its Service and probes cannot follow."""
     container, port = draft.main, http_port(draft.main)
     at = (*draft.at, "spec", "containers", draft.main_index)
     found = []
@@ -180,18 +185,18 @@ def _port_warnings(draft: PodDraft) -> list[Problem]:
 
 
 def flag_of(container: Manifest, flag: str) -> str | None:
-    """Return the value of a flag among a container's words; None without one."""
+    """Return the value of a flag among a container's arguments; None without the flag."""
     lists = [container.get("command"), container.get("args")]
-    words = [str(word) for each in lists if isinstance(each, list) for word in each]
-    for index, word in enumerate(words):
-        name, joint, value = word.partition("=")
+    arguments = [str(argument) for each in lists if isinstance(each, list) for argument in each]
+    for index, argument in enumerate(arguments):
+        name, joint, value = argument.partition("=")
         if name == flag:
-            return value if joint else "".join(words[index + 1 : index + 2])
+            return value if joint else "".join(arguments[index + 1 : index + 2])
     return None
 
 
 def _probe_port(container: Manifest, probe: str) -> JsonValue:
-    """The port that a probe asks, by its number; None where it asks none, or one that has no such name."""
+    """Return the port number that a probe asks; None without one, or for an unknown name."""
     found = mapping(container.get(probe))
     port = mapping(found.get("httpGet")).get("port") or mapping(found.get("tcpSocket")).get("port")
     if isinstance(port, str) and not port.isdigit():
@@ -201,7 +206,7 @@ def _probe_port(container: Manifest, probe: str) -> JsonValue:
 
 
 def _of_our_image(container: Manifest, defaults: PlanDefaults) -> Manifest:
-    """``container`` with our image, and kvrouter as what it runs: of a frontend without a word, itself."""
+    """Return ``container`` with kvrouter's image and command; without args it runs the frontend."""
     runs: Manifest = {} if container.get("command") else {"command": ["kvrouter"]}
     if not container.get("command") and not container.get("args"):
         runs["args"] = ["frontend"]
@@ -216,7 +221,7 @@ def _variables(
         variable("DYN_NAMESPACE", fleet_name(metadata.namespace, metadata.name)),
         variable("DYN_DISCOVERY_BACKEND", defaults.discovery.value),
         variable("DYN_REQUEST_PLANE", defaults.request_plane.value),
-        variable("DYN_EVENT_PLANE", defaults.event_lane.value),
+        variable("DYN_EVENT_PLANE", defaults.event_transport.value),
         _field("POD_NAME", "metadata.name"),
         _field("POD_UID", "metadata.uid"),
         _field("POD_NAMESPACE", "metadata.namespace"),
@@ -238,11 +243,11 @@ def _variables(
 
 
 def _admin(defaults: PlanDefaults) -> list[Manifest]:
-    """Who may ask the admin routes, which change how all requests are routed: who knows the token of the
-    Secret, and nobody while there is none.
+    """Return the variables of the admin routes, which change how all requests are routed: they are closed
+    except to clients with the token of the Secret.
 
-    A frontend of an older image ends with a ``KVROUTER_*`` variable that it does not know, and ignores a
-    ``DYN_*`` one: its admin routes are then as that version has them.
+    A frontend of an older image ends at a ``KVROUTER_*`` variable that it does not know, and ignores an
+    unknown ``DYN_*`` one: its admin routes are then as that version has them.
     """
     token: JsonValue = {"name": defaults.admin_token.name, "key": defaults.admin_token.key, "optional": True}
     return [
@@ -252,14 +257,14 @@ def _admin(defaults: PlanDefaults) -> list[Manifest]:
 
 
 def _field(name: str, path: str) -> Manifest:
-    """A variable with what the pod is, by the Downward API."""
+    """Return a variable with a field of the pod, by the Downward API."""
     field: JsonValue = {"fieldRef": {"fieldPath": path}}
     return {"name": name, "valueFrom": field}
 
 
 def _give_shared_memory(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
-    """Mount memory of the stated size at ``/dev/shm`` in every container that runs along, unless it has a
-    mount there; return what keeps that from being done.
+    """Mount memory of the stated size at ``/dev/shm`` in every container and sidecar without a mount there;
+    return the problems that prevent it.
     """
     size, at = component.shared_memory_size, (*draft.at, "spec")
     if size is None or is_nothing(size):
@@ -285,9 +290,9 @@ def _give_shared_memory(draft: PodDraft, component: ComponentSpec) -> list[Probl
 
 
 def _share_host(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
-    """Declare the ports that a pod takes of its node, so that the scheduler keeps pods of one port apart.
+    """Declare the ports that a pod takes on its node, so that the scheduler keeps pods of one port apart.
 
-    Ports that are not declared are tried and found taken by the second pod of a node, again and again.
+    The second pod of a node would find undeclared ports taken, again and again.
     """
     for containers in (draft.containers, draft.init_containers):
         containers[:] = [_with_declared_ports(container) for container in containers]
@@ -309,8 +314,8 @@ def _share_host(draft: PodDraft, component: ComponentSpec) -> list[Problem]:
 
 
 def _with_declared_ports(container: Manifest) -> Manifest:
-    """``container`` with the ports that it states for a worker or an engine's server, and those that its
-    probes ask, among those that it declares.
+    """Return ``container`` with the ports of its worker or engine server, and those that its probes ask,
+    among its declared ports.
     """
     ports = objects(container.get("ports"))
     there = [entry.get("containerPort") for entry in ports]
@@ -325,7 +330,7 @@ def _with_declared_ports(container: Manifest) -> Manifest:
 
 
 def _add_port_and_probes(draft: PodDraft) -> None:
-    """Give a frontend its port, its probes and time to leave, each unless the user gave it."""
+    """Add the port, the probes and the time to leave to a frontend, each unless the user states it."""
     draft.warnings += _port_warnings(draft)
     container = draft.main
     port = http_port(container)
@@ -341,14 +346,14 @@ def _add_port_and_probes(draft: PodDraft) -> None:
 
 
 def _with_health(container: Manifest, port: int) -> Manifest:
-    """Let a worker report whether it takes requests, and probe it, each unless the user said otherwise.
+    """Add the health port and probes to a container that runs a worker, each unless the user states it.
 
-    Pods are Ready then when their workers are announced: a rolling update waits for that, and takes no more
+    Pods are then Ready when their workers are announced: a rolling update waits for that, and takes no more
     workers away than it may.
     """
     lists = [container.get("command"), container.get("args")]
-    words = [word for each in lists if isinstance(each, list) for word in each]
-    if words[:2] != ["kvrouter", "worker"]:
+    arguments = [argument for each in lists if isinstance(each, list) for argument in each]
+    if arguments[:2] != ["kvrouter", "worker"]:
         return container
     opened = offered(container, [variable(HEALTH_PORT_VARIABLE, str(port))])
     stated = value_of(opened, HEALTH_PORT_VARIABLE) or ""

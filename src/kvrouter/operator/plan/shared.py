@@ -1,4 +1,4 @@
-"""What the deployment gives all of its components: labels, annotations, variables, a priority class."""
+"""Labels, annotations, variables and the priority class that a deployment gives all of its components."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +19,7 @@ from kvrouter.settings.variables import spellings
 
 
 class SharedEnv(NamedTuple):
-    """The variables that all containers get, and what of ``spec.env`` none of them gets."""
+    """The variables for all containers, and a warning for each entry of ``spec.env`` without effect."""
 
     entries: tuple[Manifest, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -29,9 +29,9 @@ OWN_LABEL = "is the operator's own label, by which objects and pods are found"
 
 
 def shared_problems(spec: DeploymentSpec, labels_of_nodes: Collection[str] = ()) -> list[Problem]:
-    """Return what is wrong with the labels, annotations and variables of all components.
+    """Return the problems with the labels, annotations and variables of all components.
 
-    ``labels_of_nodes`` are the keys under which pods get what their nodes say.
+    ``labels_of_nodes`` are the keys under which pods get labels of their nodes.
     """
     problems = []
     for key, value in spec.labels.items():
@@ -55,7 +55,7 @@ def shared_problems(spec: DeploymentSpec, labels_of_nodes: Collection[str] = ())
 
 
 def annotation_problems(annotations: Iterable[str], at: Path) -> list[Problem]:
-    """Return what is wrong with the keys of annotations at the path ``at``."""
+    """Return the problems with the keys of annotations at the path ``at``."""
     problems = []
     for key in annotations:
         must = label_key_problem(key)
@@ -66,7 +66,7 @@ def annotation_problems(annotations: Iterable[str], at: Path) -> list[Problem]:
 
 
 def read_env(spec: DeploymentSpec, owned: Collection[str]) -> SharedEnv:
-    """Return the variables of all containers, without those that are ``owned``: the policy says them."""
+    """Return the variables for all containers, without the ``owned`` ones, which the policy sets."""
     taken = {spelling for name in owned for spelling in spellings(name)}
     must = "follows from the policy of KV transfers, and has no effect here: remove it"
     return SharedEnv(
@@ -80,8 +80,8 @@ def read_env(spec: DeploymentSpec, owned: Collection[str]) -> SharedEnv:
 
 
 def give_shared(draft: PodDraft, spec: DeploymentSpec, env: SharedEnv) -> None:
-    """Give a pod what it does not say itself, the priority class and annotations; and put the variables that
-    it got before its own, which may refer to them: ``$(NAME)``.
+    """Add the priority class and annotations that a pod does not state itself, and put the shared variables
+    before its own, which may refer to them: ``$(NAME)``.
     """
     if spec.priority_class_name is not None and draft.spec.get("priority") is None:
         draft.spec.setdefault("priorityClassName", spec.priority_class_name)

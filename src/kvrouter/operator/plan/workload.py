@@ -30,8 +30,8 @@ from kvrouter.settings.problems import Path, Problem
 def owned_metadata(
     deployment: DynamoGraphDeployment, name: str, labels: Manifest, annotations: Manifest | None = None
 ) -> Manifest:
-    """Return the metadata of an object that goes when its deployment goes; with what the deployment gives all
-    of its objects.
+    """Return the metadata of an object that is deleted with its deployment; it has the deployment's shared
+    labels and annotations.
     """
     of = deployment.metadata
     found: Manifest = {"name": name}
@@ -62,7 +62,7 @@ def component_metadata(
 
 
 def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
-    """Return what is wrong with how a component at the path ``at`` is rolled out and reached."""
+    """Return the problems with the rollout and the Service of a component at the path ``at``."""
     problems = []
     rolling = _rolling_update(component)
     if component.strategy is not None and component.strategy.rolling_update is not None:
@@ -87,7 +87,7 @@ def workload(
 ) -> Manifest:
     """Return the Deployment of a component, with the hash of its template among its annotations.
 
-    It states no replicas where the component does not: the number is set by the client that scales it.
+    Without replicas in the component it states none: the client that scales it sets the number.
     """
     annotations = {TEMPLATE_HASH: template_hash(template), **annotations}
     stated: Manifest = {} if component.replicas is None else {"replicas": component.replicas}
@@ -116,8 +116,8 @@ def _strategy(component: ComponentSpec) -> Manifest:
 
 
 def _rolling_update(component: ComponentSpec) -> dict[str, int | str]:
-    """How many pods are replaced at a time, as the component states or else by its type: a frontend is
-    replaced by one that is there already; an engine leaves first, since the next one needs its accelerator.
+    """Return how many pods are replaced at a time, from the component or by its type: a new frontend starts
+    before the old one ends; an engine ends first, since the next one needs its accelerator.
     """
     stated = None if component.strategy is None else component.strategy.rolling_update
     surge, unavailable = (None, None) if stated is None else (stated.max_surge, stated.max_unavailable)
@@ -129,7 +129,7 @@ def _rolling_update(component: ComponentSpec) -> dict[str, int | str]:
 
 
 def service(deployment: DynamoGraphDeployment, component: ComponentSpec, port: int) -> Manifest:
-    """Return the Service on ``port``, which is the frontends' own."""
+    """Return the Service of a frontend on ``port``."""
     stated = component.service or FrontendService()
     return {
         "apiVersion": "v1",

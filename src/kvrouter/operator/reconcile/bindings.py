@@ -1,4 +1,4 @@
-"""The MutatingAdmissionPolicies that label pods when they are bound: one for each set of levels in use."""
+"""The MutatingAdmissionPolicies that label pods at their binding: one for each set of levels in use."""
 
 import asyncio
 import hashlib
@@ -11,13 +11,13 @@ from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, FirstTries, wait_after
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, labels_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.grove import Level
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.labels.binding import binding_policy
-from kvrouter.operator.labels.copies import (
+from kvrouter.operator.labels.level_labels import (
     PLACES_KIND,
     PLACES_PLURAL,
     PLACES_VERSION,
-    Copy,
+    LevelLabels,
     Node,
     gather_s,
     node_places,
@@ -39,31 +39,33 @@ POLICY_BINDINGS = POLICIES._replace(
 )
 PLACES = ResourceKind(PLACES_VERSION, PLACES_KIND, PLACES_PLURAL, is_namespaced=False)
 KINDS = (PLACES, POLICIES, POLICY_BINDINGS)
-"""In the order in which they are written: what a policy refers to comes before it, and goes after it."""
+"""In the order of writing: a policy's references are written before it, and removed after it."""
 
 OWNER_CHARS_MAX = 54
 OPERATOR_LABEL = "kvrouter.dev/operator"
-"""Carries whose a policy is: several operators may be in one cluster, each with a lease of its own."""
+"""Label that names the operator of a policy: a cluster may have several, each with its own lease."""
 
 
 def owner_label(lease: Key) -> str:
-    """Return the label of the operator whose replicas share ``lease``: what fits into a label, and a hash."""
+    """Return the label value for the operator of ``lease``: its name, cut to fit, and a hash."""
     digest = hashlib.sha256(str(lease).encode()).hexdigest()[:8]
     return f"{str(lease).replace('/', '.')[:OWNER_CHARS_MAX].rstrip('-.')}-{digest}"
 
 
 class WantedLabels(NamedTuple):
-    """What pods of one deployment get when they are bound: of its workers, and of frontends that know their
-    place.
+    """The level labels that a deployment's pods get at their binding: its workers, and frontends with a level
+    in which prefill is near.
     """
 
     deployment: Key
     workloads: tuple[str, ...]
-    copies: tuple[Copy, ...]
+    level_labels: tuple[LevelLabels, ...]
 
 
-def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]) -> WantedLabels | None:
-    """Return what a deployment wants; None without a policy, or when it cannot be read."""
+def wanted_by(
+    found: Manifest, cluster_info: ClusterInfo, last_levels: Sequence[Level]
+) -> WantedLabels | None:
+    """Return the labels that a deployment wants; None without a policy, or if it cannot be read."""
     deployment = read_deployment(found).deployment
     if deployment is None:
         return None
@@ -75,46 +77,48 @@ def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]
     placed = [each for each in deployment.spec.components if has_all or each.type.is_worker]
     names = tuple(object_name(of.name, component.name) for component in placed)
     return (
-        WantedLabels(Key(of.namespace, of.name), names, resolve(policy, facts, last_levels).copies)
+        WantedLabels(
+            Key(of.namespace, of.name), names, resolve(policy, cluster_info, last_levels).level_labels
+        )
         if names
         else None
     )
 
 
-def is_known(found: Manifest, facts: ClusterFacts) -> bool:
-    """Return whether the levels that a deployment names are known, if it names any."""
+def is_known(found: Manifest, cluster_info: ClusterInfo) -> bool:
+    """Return whether the levels that a deployment names are known; True if it names no level."""
     deployment = read_deployment(found).deployment
     policy = None if deployment is None else read_policy(deployment.spec).policy
-    return policy is None or resolve(policy, facts).source.is_found
+    return policy is None or resolve(policy, cluster_info).source.is_found
 
 
 def policies_for(
     wanted: Iterable[WantedLabels], nodes: Sequence[Node], lease: Key
 ) -> dict[str, tuple[Manifest, ...]]:
-    """Return manifests, one for each of KINDS, by the name that all of a set have: a hash of the lease and of
-    its levels.
+    """Return the manifests of each policy, one for each of KINDS, by its name: a hash of the lease and of its
+    levels.
     """
     owner = owner_label(lease)
-    groups: dict[tuple[Copy, ...], list[WantedLabels]] = {}
+    groups: dict[tuple[LevelLabels, ...], list[WantedLabels]] = {}
     for each in wanted:
-        groups.setdefault(each.copies, []).append(each)
+        groups.setdefault(each.level_labels, []).append(each)
     found = {}
-    for copies, members in groups.items():
-        name = _policy_name(copies, owner)
+    for level_labels, members in groups.items():
+        name = _policy_name(level_labels, owner)
         workloads: dict[str, set[str]] = {}
         for member in members:
             workloads.setdefault(member.deployment.namespace, set()).update(member.workloads)
         manifests = (
-            node_places(name, copies, nodes, workloads),
-            *binding_policy(name, copies, workloads),
+            node_places(name, level_labels, nodes, workloads),
+            *binding_policy(name, level_labels, workloads),
         )
         found[name] = tuple(_owned(manifest, owner) for manifest in manifests)
     return found
 
 
 async def remove_policies(cluster: KubeClient, lease: Key, kept: Container[str] = ()) -> list[str]:
-    """Remove the policies of the operator of ``lease``, with what they refer to, but those called as in
-    ``kept``; return what went. A kind that the cluster does not have has none. Raises ClusterError.
+    """Remove the policies of the operator of ``lease`` and their references, except those named in ``kept``;
+    return what was removed. Kinds that the cluster does not have are skipped. Raises ClusterError.
     """
     removed = []
     for kind in reversed(KINDS):
@@ -133,32 +137,32 @@ async def remove_policies(cluster: KubeClient, lease: Key, kept: Container[str] 
 
 
 class Bindings:
-    """Writes those policies, and removes its own that nobody wants any more: those of the operator of
-    ``lease``.
+    """Writes the policies of the operator of ``lease``, and removes those that no deployment wants any
+    longer.
     """
 
     def __init__(self, cluster: KubeClient, lease: Key) -> None:
         self._cluster, self._lease = cluster, lease
-        self._there: dict[str, tuple[Manifest, ...]] | None = None
+        self._current: dict[str, tuple[Manifest, ...]] | None = None
         self._one_at_a_time = asyncio.Lock()
         self.refused: Mapping[Key, str] = {}
-        """The deployments whose policy the API server refused at the last write, and its words."""
+        """The deployments with a policy that the API server refused at the last write, and its message."""
 
     async def write(self, wanted: Iterable[WantedLabels], nodes: Sequence[Node]) -> None:
-        """Make the cluster's policies be those that are wanted, for these nodes.
+        """Make the cluster's policies be the wanted ones, for these nodes.
 
-        Raises ClusterError. One set of levels that is refused keeps no other from being written.
+        Raises ClusterError. A refused policy keeps no other from being written.
         """
         wanted = list(wanted)
         policies = policies_for(wanted, nodes, self._lease)
         async with self._one_at_a_time:
-            if self._there == policies:
+            if self._current == policies:
                 return
-            there, self._there = self._there, None
+            current, self._current = self._current, None
             done: dict[str, tuple[Manifest, ...]] = {}
             refusals: dict[str, RequestRefused] = {}
             for name, manifests in policies.items():
-                before = () if there is None else there.get(name, ())
+                before = () if current is None else current.get(name, ())
                 try:
                     for kind, manifest in zip(KINDS, manifests, strict=True):
                         if manifest not in before:
@@ -171,24 +175,24 @@ class Bindings:
             self.refused = {
                 each.deployment: refusals[name].detail
                 for each in wanted
-                if (name := _policy_name(each.copies, owner)) in refusals
+                if (name := _policy_name(each.level_labels, owner)) in refusals
             }
             await remove_policies(self._cluster, self._lease, policies)
-            self._there = done
+            self._current = done
             for refusal in refusals.values():
                 raise refusal
 
     def forget(self) -> None:
-        """Write everything again the next time, regardless of changes by other clients meanwhile."""
-        self._there = None
+        """Write everything again the next time, whatever other clients changed meanwhile."""
+        self._current = None
 
 
 class BindingsReconciler:
-    """Has those policies written before the pods of what changed. Where the cluster cannot do that, or
-    refuses one, labels come late and engines wait for them: it stops no deployment.
+    """Writes the policies before the pods of a change. If the cluster cannot do that, or refuses one, labels
+    come late and engines wait for them: no deployment is stopped.
 
-    ``wanted`` returns what a deployment wants. One whose policy begins to be refused, or is refused in other
-    words, is queued.
+    ``wanted`` returns the labels that a deployment wants. A deployment is queued when its policy is refused
+    for the first time, or with another message.
     """
 
     def __init__(
@@ -201,9 +205,9 @@ class BindingsReconciler:
         self._failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
 
     async def write_due(self) -> None:
-        """Write the policies if they are due and it is known where the nodes are."""
+        """Write the policies if they are due and the nodes are known."""
         sources = self._sources
-        can_write = sources.facts.has_mutating_policies and sources.nodes.synced.is_set()
+        can_write = sources.cluster_info.has_mutating_policies and sources.nodes.synced.is_set()
         if not (sources.bindings_are_due and can_write):
             return
         sources.bindings_are_due = False
@@ -227,12 +231,12 @@ class BindingsReconciler:
             if self._is_lost:
                 self._is_lost = False
                 sources.lost(POLICIES, None)
-        for key, said in self._bindings.refused.items():
-            if before.get(key) != said:
+        for key, refusal in self._bindings.refused.items():
+            if before.get(key) != refusal:
                 sources.enqueue(key, 0.0)
 
     async def follow_nodes(self) -> None:
-        """Write the policies after each burst of changes of nodes, until cancelled."""
+        """Write the policies after each burst of node changes, until cancelled."""
         sources = self._sources
         await sources.nodes.synced.wait()
         while True:
@@ -246,8 +250,8 @@ class BindingsReconciler:
                 sources.nodes_changed.set()
 
 
-def _policy_name(copies: tuple[Copy, ...], owner: str) -> str:
-    levels = hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]
+def _policy_name(level_labels: tuple[LevelLabels, ...], owner: str) -> str:
+    levels = hashlib.sha256(repr([tuple(level) for level in level_labels]).encode()).hexdigest()[:12]
     return f"kvrouter-topology-{owner.rpartition('-')[2]}-{levels}"
 
 

@@ -1,4 +1,4 @@
-"""Workers that registered in Kubernetes, as routers see them: each lives by a lease that it renews."""
+"""Workers that registered in Kubernetes, as routers see them: each has a lease that it renews."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ EXPIRE_S = 5.0
 
 
 class _Card(msgspec.Struct, frozen=True):
-    """What is read of a worker's card; the rest is between workers and routers."""
+    """The fields of a worker's card that the operator reads."""
 
     model: str
     role: Role
@@ -43,7 +43,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Entry:
-    """One object: the worker, and until when it is good. ``is_there`` once more while the object exists."""
+    """One object: its worker and its lease. ``is_there`` while the object exists."""
 
     registered: Registered
     lease_s: float
@@ -69,8 +69,8 @@ class _Entry:
 class Cards:
     """The registered workers of each fleet, by the namespace and the fleet's name.
 
-    ``changed`` is called with a fleet whenever somebody in it comes, changes, leaves or runs out of a
-    lease; a renewal alone is no change. Times are seconds of one monotonic clock.
+    ``changed`` is called with a fleet whenever one of its workers comes, changes, leaves or lets its lease
+    run out; a renewal alone is no change. Times are seconds of one monotonic clock.
     """
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
@@ -78,12 +78,12 @@ class Cards:
         self._fleets: dict[Key, dict[Key, _Entry]] = {}
         self._is_lost = False
         self.unread_because = "they were not read yet"
-        """Why workers are not known, where they were never read."""
+        """Why workers are unknown before they were first read."""
 
     def update(self, manifest: Manifest, now_s: float, *, is_there: bool) -> None:
-        """Take an object as a watch shows it, or the last of it when it ``is_there`` no more.
+        """Take an object as a watch shows it, or its last state if it ``is_there`` no more.
 
-        An object that somebody deleted may come back with its worker's next renewal.
+        A deleted object may come back with its worker's next renewal.
         """
         fleet, key = fleet_of(manifest), key_of(manifest)
         known = self._fleets.get(fleet, {}).get(key)
@@ -101,7 +101,7 @@ class Cards:
             self._changed(fleet)
 
     def expire(self, now_s: float) -> None:
-        """Let those go whose lease has run out; nobody while the objects cannot be watched."""
+        """Remove the workers with an expired lease; does nothing while the objects cannot be watched."""
         if self._is_lost:
             return
         for fleet, workers in [*self._fleets.items()]:
@@ -116,19 +116,19 @@ class Cards:
                 self._changed(fleet)
 
     def watch_lost(self, reason: str) -> None:
-        """The objects cannot be watched: who was there last stays."""
+        """The objects cannot be watched: the last known workers stay."""
         self._is_lost, self.unread_because = True, reason
 
     def watch_restored(self, now_s: float) -> None:
-        """They can be again: every lease has its whole length to be renewed."""
+        """The objects can be watched again: every lease has its whole length to be renewed."""
         self._is_lost = False
         for workers in self._fleets.values():
             for each in workers.values():
                 each.renewed_s = now_s
 
     def of(self, fleet: Key, *, has_pod: Callable[[str], bool]) -> tuple[Registered, ...]:
-        """Return the workers of a fleet. Of those whose object is gone only they count whose pod is there:
-        Kubernetes deletes both together, and people delete the object alone.
+        """Return the workers of a fleet. Workers without an object count only while their pod exists:
+        Kubernetes deletes both together, and users delete the object alone.
         """
         return tuple(
             each.registered
@@ -143,7 +143,7 @@ def fleet_of(manifest: Manifest) -> Key:
 
 
 def _read(manifest: Manifest, now_s: float) -> _Entry | None:
-    """What an object says; None for what no router takes in either."""
+    """Return the worker in an object; None for an object that routers ignore too."""
     try:
         record = converted(manifest.get("spec"), _Record)
         validate_runtime_config(record.card.runtime_config)

@@ -1,4 +1,4 @@
-"""Claims: which of several operators owns a deployment."""
+"""Claims: which of several operators manages a deployment."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,24 +10,24 @@ from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.reconcile.status_writer import write_status
 
 GONE_S = 120.0
-"""For how long another operator's lease must not be renewed, or not be there, before it counts as gone: far
-more than its replicas need to take over from each other, for two operators in turns would roll the fleet."""
+"""How long another operator's lease must be unrenewed, or missing, before it counts as gone: far longer than
+its replicas need to take over from each other, since two operators in turns would roll the fleet."""
 AGAIN_S = 15.0
-"""How often that is checked."""
+"""How often the lease is checked."""
 
 
 class _ReadLease(NamedTuple):
-    """Another operator's lease: when its version changed last, and when it was read last."""
+    """Another operator's lease: the last change of its version, and the time of the last reading."""
 
     change: LastChange
     read_s: float
 
 
 class Claims:
-    """An operator is known by its lease, which its replicas share, and its class. It writes that into the
-    status of each deployment before anything else, and leaves those alone that name another of its class.
+    """The claims of one operator, named by the lease that its replicas share, and by its class. It writes its
+    name into the status of each deployment first, and leaves alone those that name another one of its class.
 
-    ``clock`` returns seconds that never go back.
+    ``clock`` returns monotonic seconds.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Claims:
         self._read: dict[str, _ReadLease] = {}
 
     async def other(self, found: Manifest) -> str | None:
-        """Return which operator manages a deployment instead of this one; None when this one does, from
-        now on or already. Raises ClusterError, and then it is to be asked again.
+        """Return the operator that manages a deployment instead of this one; None if this one does, from now
+        on or already. Raises ClusterError, and is then to be called again.
         """
         key, holder = key_of(found), _holder(found)
         if holder == self.name or (not holder and self._held.get(key) == uid_of(found)):
@@ -59,16 +59,16 @@ class Claims:
         self._held.pop(key, None)
 
     async def _claim(self, found: Manifest) -> None:
-        """Write this operator's name. Refused with 409 when the deployment was changed since it was seen:
+        """Write this operator's name. Refused with 409 if the deployment has changed since it was read:
         another operator may have been quicker.
         """
         claimed: Manifest = {**fields_of(found.get("status")), "operator": self.name}
         await write_status(self._cluster, found, claimed, version=version_of(found))
 
     async def _is_gone(self, holder: str) -> bool:
-        """Whether nobody has renewed another operator's lease for long, by this process's own clock.
+        """Whether another operator's lease was not renewed for long, by this process's own clock.
 
-        One whose lease may not be read is there.
+        An operator with an unreadable lease is not gone.
         """
         now_s, read = self._clock(), self._read.get(holder)
         change = LastChange() if read is None else read.change
@@ -85,7 +85,7 @@ class Claims:
 
 
 def takeover_instructions(name: str, holder: str, namespace: str, deployment: str) -> str:
-    """Return what a deployment's event says when another operator manages it."""
+    """Return the message of the event that another operator manages a deployment."""
     patch = f'{{"status": {{"operator": "{name}"}}}}'
     return (
         f"the operator {name} leaves this deployment to the operator {holder}, which looks after it already: "
@@ -95,7 +95,7 @@ def takeover_instructions(name: str, holder: str, namespace: str, deployment: st
 
 
 def _class_in(name: str) -> str:
-    """The class of an operator, by its name."""
+    """Return the class of an operator from its name."""
     return name.rpartition(":")[0] or DEFAULT_CLASS
 
 

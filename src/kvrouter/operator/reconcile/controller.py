@@ -1,4 +1,4 @@
-"""The controller: sources queue deployments, and workers take them from the queue to the reconciler."""
+"""The controller: sources queue deployments, and workers pass them from the queue to the reconciler."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims
-from kvrouter.operator.reconcile.info_reader import FACTS_S
+from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.reconciler import Reconciler
 from kvrouter.operator.reconcile.recorder import Recorder
@@ -21,11 +21,11 @@ from kvrouter.settings.planes import DiscoveryBackend
 
 RECONCILES_AT_A_TIME = 4
 RESYNC_S = 600.0
-"""How often everything is reconciled, and applied, whether something changed or not."""
+"""How often every deployment is reconciled, and applied, changed or not."""
 
 
 class Controller:
-    """One term as leader: everything is read again at its start."""
+    """Runs for one term as leader, and reads everything again at its start."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Controller:
         namespace: str,
         listener: OperatorInstrumentation,
         class_name: str = DEFAULT_CLASS,
-        facts_s: float = FACTS_S,
+        info_each_s: float = INFO_EACH_S,
         links_s: float = READ_AGAIN_S,
     ) -> None:
         self._listener = listener
@@ -54,7 +54,7 @@ class Controller:
             namespace=namespace,
             class_name=class_name,
             reads_workers=defaults.discovery is DiscoveryBackend.KUBERNETES,
-            facts_s=facts_s,
+            info_each_s=info_each_s,
             links_s=links_s,
         )
         self._reconciler = Reconciler(
@@ -72,7 +72,7 @@ class Controller:
                 group.create_task(self._work())
 
     async def _work(self) -> None:
-        """Reconcile what is due. Trouble with one deployment does not stop the others."""
+        """Reconcile the deployments that are due. An error of one does not stop the others."""
         loop = asyncio.get_running_loop()
         while True:
             key = self._workqueue.take(loop.time())

@@ -27,14 +27,14 @@ DEFINITIONS = ResourceKind(
 CHECK_EACH_S = 10.0
 """How often the definition is read."""
 LOOK_AGAIN_S = 1.0
-"""How soon while it is not kvrouter's: it may be installed any moment."""
+"""How often it is read while it is not kvrouter's: it may be installed any moment."""
 
 
 class Definition:
-    """Reads the definition, and lets work run only while it is kvrouter's.
+    """Reads the definition, and runs work only while it is kvrouter's.
 
-    While the API server cannot be asked, or answers with an error of its own, what was seen last holds.
-    Before it was first read nothing is done.
+    While the API server does not answer, or answers with an error of its own, the last reading holds. Before
+    the first reading no work runs.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Definition:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was kvrouter's when it was read last."""
+        """Whether it was kvrouter's at the last reading."""
         return self._ours.is_set()
 
     async def run(self) -> None:
@@ -57,9 +57,9 @@ class Definition:
             await asyncio.sleep(self._look_s if self.is_ours else min(self._look_s, LOOK_AGAIN_S))
 
     async def while_ours(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work`` while the definition is kvrouter's: it is cancelled when that ends, and begun again.
+        """Run ``work`` while the definition is kvrouter's: cancel it when that ends, and begin it again.
 
-        Returns when ``work`` does; what it raises is raised.
+        Returns when ``work`` does, and raises its errors.
         """
         while True:
             await self._ours.wait()
@@ -76,7 +76,7 @@ class Definition:
                 await asyncio.gather(working, ending, return_exceptions=True)
 
     async def _why_not(self) -> str | None:
-        """Raises ClusterError where that is not known: the API server is overloaded, for example, or ends."""
+        """Return why it is not kvrouter's. Raises ClusterError if that is unknown, as in an overload."""
         try:
             found = await self._cluster.read(DEFINITIONS, Key("", CRD_NAME))
         except RequestRefused as refused:
@@ -96,13 +96,13 @@ class Definition:
 
 
 def definition_version(definition: Manifest) -> str | None:
-    """Return the version that a definition of kvrouter's has; None for another project's."""
+    """Return the version of kvrouter's definition; None for another project's."""
     version = annotations_of(definition).get(DEFINITION)
     return version if isinstance(version, str) else None
 
 
 def why_not_ours(definition: Manifest | None) -> str | None:
-    """Return why the operator has to leave a definition alone; None when it is kvrouter's."""
+    """Return why the operator must not use a definition; None if it is kvrouter's."""
     if definition is None:
         return f"{CRD_NAME} is not installed"
     if definition_version(definition) is None:
@@ -119,9 +119,9 @@ NAMES = (
 INSTALL = "kubectl apply --server-side -k deploy/crds"
 TAKE_OVER = f"{INSTALL} --force-conflicts"
 KUBECTL, APPLY = "kubectl", "Apply"
-"""The field manager of ``kubectl apply --server-side``, and its operation."""
+"""The field manager and the operation of ``kubectl apply --server-side``."""
 KUBECTL_BEFORE = "kubectl-client-side-apply"
-"""That of a plain ``kubectl apply``, whose fields kubectl moves to the other by itself."""
+"""The field manager of a plain ``kubectl apply``; kubectl itself moves its fields to the other one."""
 
 
 class DefinitionReport(NamedTuple):
@@ -133,7 +133,7 @@ class DefinitionReport(NamedTuple):
 
 
 class InstalledDefinition(NamedTuple):
-    """One definition as it is in the cluster, and how many objects it has in how many namespaces."""
+    """One definition as it is in the cluster, and the number of its objects and of their namespaces."""
 
     name: str
     definition: Manifest | None
@@ -142,7 +142,7 @@ class InstalledDefinition(NamedTuple):
 
 
 async def preflight(cluster: KubeClient) -> list[DefinitionReport]:
-    """Check each definition. Raises ClusterError when the cluster cannot be asked, or does not allow it."""
+    """Check each definition. Raises ClusterError when the cluster does not answer, or does not allow it."""
     found = []
     for name in NAMES:
         definition = await cluster.read(DEFINITIONS, Key("", name))
@@ -159,9 +159,9 @@ async def preflight(cluster: KubeClient) -> list[DefinitionReport]:
 
 
 def reports(found: Sequence[InstalledDefinition]) -> list[DefinitionReport]:
-    """Return what is to be reported about each definition.
+    """Return a report on each definition.
 
-    Fields are only ever to be taken over where every definition is kvrouter's, since one command applies all.
+    Taking over fields is advised only if every definition is kvrouter's, since one command applies all.
     """
     is_alone = all(
         each.definition is None or definition_version(each.definition) is not None for each in found
@@ -206,7 +206,7 @@ def _foreign(found: InstalledDefinition, definition: Manifest) -> str:
         message += "It has no objects. "
     message += (
         "kvrouter's operator stands back from it. Leave it, and run kvrouter here without its operator, or "
-        "in another cluster: docs/kubernetes-with-dynamo.md"
+        "in another cluster: docs/kubernetes-engines.md"
     )
     if not found.objects:
         message += f". If nobody wants it any more: kubectl delete crd {found.name}, then {INSTALL}"
@@ -214,7 +214,7 @@ def _foreign(found: InstalledDefinition, definition: Manifest) -> str:
 
 
 def _holders(definition: Manifest) -> set[tuple[str, str]]:
-    """Who holds what versions the definition has, and by which operation."""
+    """Return the field managers of the definition's versions, with their operations."""
     return {
         (str(entry.get("manager")), str(entry.get("operation")))
         for entry in objects_in(metadata_of(definition).get("managedFields"))
@@ -227,7 +227,7 @@ def _versions(definition: Manifest) -> list[str]:
 
 
 def _kind_of(definition: Manifest) -> ResourceKind | None:
-    """The kind that it defines, in one of the versions that it serves; None where it serves none."""
+    """Return the kind that it defines, in a version that it serves; None if it serves no version."""
     spec, served = fields_of(definition.get("spec")), _served(definition)
     if not served:
         return None

@@ -1,4 +1,4 @@
-"""The cluster's facts, read again and again: its topologies, and what its API server can do."""
+"""Reads the cluster's information again and again: its topologies, and features of its API server."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,22 +8,22 @@ from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, KubeClient,
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, FirstTries, wait_after
 from kvrouter.kube.objects import Manifest, ResourceKind
 from kvrouter.operator.api.grove import read_topology
-from kvrouter.operator.cluster_info import TOPOLOGIES, ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import TOPOLOGIES, ClusterInfo, Grove, by_name
 
-FACTS_S = 15.0
+INFO_EACH_S = 15.0
 """How often topologies are read again."""
 COPIES_SINCE = (1, 35)
-"""From this version on a Binding's labels reach its pod, unless somebody turned that off."""
+"""From this version on an API server copies a Binding's labels to its pod, unless that is turned off."""
 
 Lost = Callable[[ResourceKind, ClusterError | None], None]
-"""Is notified that a kind cannot be watched, or read; with None that it can again."""
+"""Called with a kind that cannot be watched or read; with None as error when it can again."""
 
 
-async def read_facts(cluster: KubeClient, *, is_first: bool = True) -> ClusterFacts:
-    """Return the facts of now. Topologies that may not be read are unread, with the reason.
+async def read_cluster_info(cluster: KubeClient, *, is_first: bool = True) -> ClusterInfo:
+    """Return the current information. Topologies that may not be read are unread, with the reason.
 
-    Raises ClusterError when the cluster cannot be asked; unless this ``is_first``, also where it answers with
-    an error of its own (429, 5xx): the topologies that were read before hold.
+    Raises ClusterError when the cluster does not answer; unless this ``is_first``, also when it answers with
+    an error of its own (429, 5xx): the last topologies then hold.
     """
     policies = await cluster.served("admissionregistration.k8s.io/v1")
     version = await cluster.version()
@@ -39,7 +39,7 @@ async def read_facts(cluster: KubeClient, *, is_first: bool = True) -> ClusterFa
         else:
             grove = Grove.PRESENT if grove is Grove.ABSENT else grove
     topologies = [topology for topology in map(read_topology, found) if topology is not None]
-    return ClusterFacts(
+    return ClusterInfo(
         grove=grove,
         topologies=by_name(topologies),
         unread_because=why,
@@ -48,32 +48,32 @@ async def read_facts(cluster: KubeClient, *, is_first: bool = True) -> ClusterFa
     )
 
 
-async def facts_for_admission(cluster: KubeClient) -> ClusterFacts:
-    """Return the facts of now; a cluster that does not answer leaves its topologies unread."""
+async def cluster_info_for_admission(cluster: KubeClient) -> ClusterInfo:
+    """Return the current information; topologies are unread if the cluster does not answer."""
     try:
-        return await read_facts(cluster)
+        return await read_cluster_info(cluster)
     except ClusterError as error:
-        return ClusterFacts(grove=Grove.UNREAD, unread_because=error.message)
+        return ClusterInfo(grove=Grove.UNREAD, unread_because=error.message)
 
 
 class InfoReader:
-    """Reads the facts; while they cannot be read, those that were read last hold.
+    """Reads the information; while it cannot be read, the last reading holds.
 
-    ``changed`` is called with facts that are others than before, ``lost`` as an informer calls it, and as
-    late at the start.
+    ``changed`` is called with each new reading that differs, ``lost`` as an informer calls it, and as late at
+    the start.
     """
 
-    def __init__(self, cluster: KubeClient, *, changed: Callable[[ClusterFacts], None], lost: Lost) -> None:
+    def __init__(self, cluster: KubeClient, *, changed: Callable[[ClusterInfo], None], lost: Lost) -> None:
         self._cluster, self._changed, self._lost = cluster, changed, lost
-        self._last: ClusterFacts | None = None
+        self._last: ClusterInfo | None = None
         self._is_lost = False
         self._first_tries = FirstTries()
 
     async def read(self) -> ClusterError | None:
-        """Read them once; return why they could not be read."""
-        facts, error = self._last, None
+        """Read once; return the error if that failed."""
+        cluster_info, error = self._last, None
         try:
-            facts = await read_facts(self._cluster, is_first=facts is None)
+            cluster_info = await read_cluster_info(self._cluster, is_first=cluster_info is None)
         except ClusterError as failed:
             error = failed
             is_lost = self._is_lost or self._first_tries.is_loss()
@@ -83,13 +83,13 @@ class InfoReader:
         if self._is_lost is not is_lost:
             self._is_lost = is_lost
             self._lost(TOPOLOGIES[0], error)
-        if facts is not None and facts != self._last:
-            self._last = facts
-            self._changed(facts)
+        if cluster_info is not None and cluster_info != self._last:
+            self._last = cluster_info
+            self._changed(cluster_info)
         return error
 
     async def read_until_known(self) -> None:
-        """Read them again until they could be read once."""
+        """Read until it succeeded once."""
         failures = Failures(Backoff(RETRY_S, RETRY_MAX_S))
         while True:
             error = await self.read()

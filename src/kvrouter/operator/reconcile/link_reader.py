@@ -1,4 +1,4 @@
-"""Reads what frontends learned of links: one of each deployment, now and then, apart from reconciling."""
+"""Reads the links that frontends learned, from one of each deployment, apart from reconciling."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,31 +9,31 @@ import aiohttp
 from kvrouter.http_client import HttpClient
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api.status import DeploymentStatus, LinkStatus
-from kvrouter.operator.status.links import LINK_SERIES, Door, read_links, steadied
+from kvrouter.operator.status.link_status import LINK_SERIES, MetricsEndpoint, read_links, steadied
 
 READ_AGAIN_S = 30.0
-"""How long after one round of reading the next one begins."""
+"""The pause between two rounds of reading."""
 
 KEPT_S = 300.0
-"""For how long links are shown that cannot be read again."""
+"""How long links are shown that cannot be read again."""
 
 READ_LIMIT_S = 5.0
-"""A frontend may let a client wait for its next page: it spends a tenth of its time on them."""
+"""How long a page may take: a frontend delays pages, and spends a tenth of its time on them."""
 
 PAGES_MAX = 8
-"""So many frontends are read at a time."""
+"""How many frontends are read at a time."""
 
 PAGE_BYTES_MAX = 16 << 20
 HELD_BYTES_MAX = 1 << 20
-"""Of what a page may have in all, so much is held here: its lines on links, and a line that has not ended."""
+"""How much of a page is held: its lines on links, and the unfinished line."""
 
 CHUNK_BYTES = 1 << 16
 
-ReadPage = Callable[[Door], Awaitable[tuple[LinkStatus, ...] | None]]
+ReadPage = Callable[[MetricsEndpoint], Awaitable[tuple[LinkStatus, ...] | None]]
 
 
-async def read_page(door: Door) -> tuple[LinkStatus, ...] | None:
-    """Return the links on the page of metrics of a frontend; None when it cannot be read whole in time."""
+async def read_page(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+    """Return the links on a frontend's page of metrics; None if it cannot be read whole in time."""
     try:
         async with (
             HttpClient(
@@ -41,7 +41,7 @@ async def read_page(door: Door) -> tuple[LinkStatus, ...] | None:
                 headers={"Accept-Encoding": "identity", "Connection": "close"},
                 auto_decompress=False,
             ) as client,
-            await client.request("GET", door.metrics) as answer,
+            await client.request("GET", endpoint.url) as answer,
         ):
             if answer.status != 200:
                 return None
@@ -52,7 +52,7 @@ async def read_page(door: Door) -> tuple[LinkStatus, ...] | None:
 
 
 async def _link_lines(page: aiohttp.StreamReader) -> list[bytes] | None:
-    """The lines of a page that speak of links; None for a page that is too long."""
+    """Return the lines of a page on links; None if the page is too long."""
     prefix = LINK_SERIES.encode()
     kept, rest = list[bytes](), b""
     read_bytes = kept_bytes = 0
@@ -69,17 +69,17 @@ async def _link_lines(page: aiohttp.StreamReader) -> list[bytes] | None:
 
 @dataclass(slots=True)
 class _Followed:
-    """One deployment: what is shown of it, when that was read, and where it is read."""
+    """One deployment: the links that are shown, the time of their reading, and where they are read."""
 
     shown: tuple[LinkStatus, ...]
     read_s: float
-    door: Door | None = None
+    endpoint: MetricsEndpoint | None = None
 
 
 class LinkReader:
-    """What one frontend of each deployment that is followed learned of links.
+    """Reads the links that one frontend of each followed deployment learned.
 
-    ``changed`` is called with a deployment when what there is to show of it becomes something else.
+    ``changed`` is called with a deployment when its shown links change.
     """
 
     def __init__(
@@ -88,17 +88,19 @@ class LinkReader:
         self._changed, self._clock, self._read_page = changed, clock, read_page
         self._followed: dict[Key, _Followed] = {}
 
-    def follow(self, key: Key, door: Door | None, before: DeploymentStatus | None) -> tuple[LinkStatus, ...]:
-        """Read a deployment's links at ``door`` from now on, and return what there is to show of them.
+    def follow(
+        self, key: Key, endpoint: MetricsEndpoint | None, before: DeploymentStatus | None
+    ) -> tuple[LinkStatus, ...]:
+        """Read a deployment's links at ``endpoint`` from now on, and return the links to show.
 
-        Without a door nothing is read. A deployment that is new here shows what its status had ``before``,
-        which another leader wrote.
+        With None nothing is read. A deployment that is new here shows the links of ``before``, its last
+        status, which another leader wrote.
         """
         followed = self._followed.get(key)
         if followed is None:
             shown = (before or DeploymentStatus()).links or ()
             followed = self._followed[key] = _Followed(shown, self._clock())
-        followed.door = door
+        followed.endpoint = endpoint
         return followed.shown
 
     def forget(self, key: Key) -> None:
@@ -106,7 +108,7 @@ class LinkReader:
         self._followed.pop(key, None)
 
     async def read(self) -> None:
-        """Read every deployment once. One that cannot be read keeps what was read last for 300 s."""
+        """Read every deployment once. Links that cannot be read again stay for 300 s."""
         turns = asyncio.Semaphore(PAGES_MAX)
         async with asyncio.TaskGroup() as group:
             for key, followed in self._followed.items():
@@ -114,9 +116,9 @@ class LinkReader:
 
     async def _read_one(self, key: Key, followed: _Followed, turns: asyncio.Semaphore) -> None:
         links = None
-        if followed.door is not None:
+        if followed.endpoint is not None:
             async with turns:
-                links = await self._read_page(followed.door)
+                links = await self._read_page(followed.endpoint)
         if self._followed.get(key) is not followed:
             return  # it was forgotten meanwhile
         if links is not None:

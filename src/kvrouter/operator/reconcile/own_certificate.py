@@ -27,11 +27,11 @@ TRIES = 5
 
 
 class OwnCertificate:
-    """Keeps the Secret good, its certificate in ``folder``, and its authority in the webhooks' ``caBundle``:
-    those of the ValidatingWebhookConfiguration ``webhook`` and, where the cluster has it, of the
-    MutatingWebhookConfiguration of that name with ``-binding`` after it.
+    """Keeps the Secret's certificate valid and in ``folder``, and its authority in the ``caBundle`` of the
+    ValidatingWebhookConfiguration ``webhook`` and, if the cluster has it, of the MutatingWebhookConfiguration
+    of that name with ``-binding`` after it.
 
-    Every replica does so: of two that write at a time, the API server refuses one by the Secret's version.
+    Every replica does so: of two writes at a time, the API server refuses one by the Secret's version.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class OwnCertificate:
         self.cert, self.key = folder / SERVING_CERT, folder / SERVING_KEY
 
     async def ensure(self) -> None:
-        """Have it good now. Raises ClusterError when that could not be done."""
+        """Make the certificate valid now. Raises ClusterError if that fails."""
         data = await self._good_data()
         await self._trust(data[AUTHORITY_CERT])
         for path, content in ((self.key, data[SERVING_KEY]), (self.cert, data[SERVING_CERT])):
             _write(path, content)
 
     async def run(self, on_refused: Callable[[str], None], *, check_each_s: float = CHECK_EACH_S) -> None:
-        """Renew it until cancelled; ``on_refused`` is called with the reason when that cannot be done."""
+        """Renew it until cancelled; ``on_refused`` is called with the reason if that fails."""
         while True:
             await asyncio.sleep(check_each_s)
             try:
@@ -60,13 +60,13 @@ class OwnCertificate:
     async def _good_data(self) -> dict[str, bytes]:
         tries = 0
         while True:
-            there = await self._cluster.read(SECRETS, self._secret)
-            data = {} if there is None else _decoded(there.get("data"))
+            current = await self._cluster.read(SECRETS, self._secret)
+            data = {} if current is None else _decoded(current.get("data"))
             better = renewed(datetime.now(UTC), data, self._dns_names)
             if better is None:
                 return data
             try:
-                await self._store(there, better)
+                await self._store(current, better)
             except RequestRefused as refused:
                 tries += 1
                 if refused.status != CONFLICT or tries == TRIES:
@@ -74,10 +74,10 @@ class OwnCertificate:
             else:
                 return better
 
-    async def _store(self, there: Manifest | None, data: dict[str, bytes]) -> None:
+    async def _store(self, current: Manifest | None, data: dict[str, bytes]) -> None:
         encoded: Manifest = {key: base64.b64encode(value).decode() for key, value in data.items()}
-        if there is not None:
-            await self._cluster.replace(SECRETS, {**there, "data": encoded})
+        if current is not None:
+            await self._cluster.replace(SECRETS, {**current, "data": encoded})
             return
         metadata: Manifest = {"namespace": self._secret.namespace, "name": self._secret.name}
         manifest: Manifest = {"metadata": metadata, "type": "kubernetes.io/tls", "data": encoded}
@@ -93,7 +93,7 @@ class OwnCertificate:
         await self._is_trusting(MUTATING, f"{self._webhook}-binding", bundle)
 
     async def _is_trusting(self, kind: ResourceKind, name: str, bundle: str) -> bool:
-        """Have its webhooks trust ``bundle``; return False when it is not there."""
+        """Make the webhooks of a configuration trust ``bundle``; return False if it does not exist."""
         found = await self._cluster.read(kind, Key("", name))
         if found is None:
             return False
@@ -123,7 +123,7 @@ def _decoded(data: JsonValue) -> dict[str, bytes]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Exchange a file at once, and leave one alone that is as it should be."""
+    """Replace a file atomically, unless its content is the same."""
     if path.exists() and path.read_bytes() == content:
         return
     fresh = path.with_name(f".{path.name}.new")

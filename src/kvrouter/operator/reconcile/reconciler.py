@@ -1,4 +1,4 @@
-"""The reconciler: what is done for one deployment, from whose it is to its status and events."""
+"""The reconciler: every step for one deployment, from its claim to its status and events."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ from kvrouter.kube.objects import (
 from kvrouter.operator.admission.validate import warnings
 from kvrouter.operator.api.deployment import ComponentType, DynamoGraphDeployment, read_deployment
 from kvrouter.operator.api.grove import Level
-from kvrouter.operator.cluster_info import PODS, ClusterFacts
+from kvrouter.operator.cluster_info import PODS, ClusterInfo
 from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.labels.binding import backfill_labels
-from kvrouter.operator.labels.copies import Pod, read_node, read_pod
+from kvrouter.operator.labels.level_labels import Pod, read_node, read_pod
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
-from kvrouter.operator.plan.cordons import cordon_manifests, node_cordon
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.links import read_qos
+from kvrouter.operator.plan.frontend_links import read_qos
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL, fleet_name, object_name
+from kvrouter.operator.plan.node_cordons import cordon_manifests, node_cordon
 from kvrouter.operator.plan.packing import PACKING_ANNOTATION
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
 from kvrouter.operator.plan.serving import registers_elsewhere
@@ -43,12 +43,12 @@ from kvrouter.operator.reconcile.renames import held_components
 from kvrouter.operator.reconcile.sources import Sources, spec_of
 from kvrouter.operator.reconcile.status_writer import StatusRefused, StatusWriter
 from kvrouter.operator.status.available import Workers, role_mistakes
-from kvrouter.operator.status.links import door_of
+from kvrouter.operator.status.link_status import metrics_endpoint
 from kvrouter.operator.status.resolved import (
     NAME_TAKEN_FIX,
     RefusedObjects,
     component_status,
-    copy_of,
+    policy_level,
     refused_pods,
 )
 from kvrouter.operator.status.stalled import pull_ends_s, rollout_of
@@ -61,13 +61,13 @@ POLICY_REFUSED = (
 
 
 class NotApplied(ClusterError):
-    """An object of a deployment was not written: another is in its place, or the API server refuses it."""
+    """An object of a deployment was not written: its place is taken, or the API server refuses it."""
 
     code = "not_applied"
 
 
 class Reconciler:
-    """Reconciles deployments; no two calls at a time for the same one."""
+    """Reconciles deployments; calls for one deployment must not overlap."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Reconciler:
         self._bindings = Bindings(cluster, claims.lease)
         self.policies = BindingsReconciler(self._bindings, sources, self._wanted_labels)
         self.others: dict[Key, str] = {}
-        """The deployments that another operator manages, and which."""
+        """The deployments that another operator manages, and its name."""
         self._asked: dict[Key, object] = {}
-        """The deployments for which topologies were read again, as they were then."""
+        """The deployments for which topologies were read again, with their spec at that time."""
 
     async def reconcile(self, key: Key) -> float | None:
-        """Reconcile the deployment at ``key``; return in how many seconds it is to be reconciled again though
-        nothing changes, None when it need not. Raises ClusterError when that is to be done again at once.
+        """Reconcile the deployment at ``key``; return in how many seconds it is to be reconciled again
+        without a change, None if it need not. Raises ClusterError if it is to be reconciled again at once.
         """
         try:
             if await self._is_anothers(key):
@@ -103,19 +103,19 @@ class Reconciler:
         except Exception as error:
             self._applied.forget(key)
             found = self._sources.deployments.get(key)
-            if found is not None and isinstance(error, StatusRefused):  # an event is the only place left
+            if found is not None and isinstance(error, StatusRefused):  # only an event can report it
                 message = f"the API server refuses the status of this deployment: {error.message}"
                 with suppress(ClusterError):  # the log has the refused status, which explains more
                     await self._recorder.record_once(found, "StatusRefused", message, warns=True)
             raise
 
     def write_again(self) -> None:
-        """Apply everything the next time, regardless of changes by other clients meanwhile."""
+        """Apply everything the next time, whatever other clients changed meanwhile."""
         self._applied.forget()
         self._bindings.forget()
 
     async def _is_anothers(self, key: Key) -> bool:
-        """Whether another operator manages a deployment; this one then leaves everything of it alone."""
+        """Whether another operator manages a deployment, which this one then leaves alone."""
         found = self._sources.deployments.get(key)
         holder = None if found is None or _is_leaving(found) else await self._claims.other(found)
         if holder != self.others.get(key):
@@ -126,8 +126,8 @@ class Reconciler:
             return False
         self.others[key] = holder
         self._forget(key)
-        said = takeover_instructions(self._claims.name, holder, *key)
-        await self._recorder.record_once(found, "OtherOperator", said, warns=True)
+        message = takeover_instructions(self._claims.name, holder, *key)
+        await self._recorder.record_once(found, "OtherOperator", message, warns=True)
         return True
 
     def _forget(self, key: Key) -> None:
@@ -136,35 +136,39 @@ class Reconciler:
         self._statuses.forget(key)
 
     async def _know_topology(self, key: Key) -> None:
-        """A topology may be newer than what was read; the admitting replica had read it again."""
+        """Read topologies again for a deployment that names an unknown one: it may be new."""
         found = self._sources.deployments.get(key)
         spec = None if found is None else spec_of(found)
-        if found and self._asked.get(key) != spec and not is_known(found, self._sources.facts):
+        if found and self._asked.get(key) != spec and not is_known(found, self._sources.cluster_info):
             self._asked[key] = spec
             await self._sources.info_reader.read()
 
     def _wanted_labels(self, found: Manifest) -> WantedLabels | None:
         if key_of(found) in self.others:
             return None
-        return wanted_by(found, self._sources.facts, self._last_levels(found))
+        return wanted_by(found, self._sources.cluster_info, self._last_levels(found))
 
     async def _reconcile_own(self, key: Key) -> float | None:
         found = self._sources.deployments.get(key)
         if found is None or _is_leaving(found):
-            self._forget(key)  # what it owns goes with it: Kubernetes sees to that
+            self._forget(key)  # Kubernetes deletes its objects with it
             self._recorder.forget(key)
             if found is None:
                 self._claims.forget(key)
                 self._asked.pop(key, None)
             return None
-        reading, before, facts = read_deployment(found), self._statuses.before(found), self._sources.facts
+        reading, before, cluster_info = (
+            read_deployment(found),
+            self._statuses.before(found),
+            self._sources.cluster_info,
+        )
         deployment = reading.deployment
         if deployment is None:
             generation, now = _generation_of(found), datetime.now(UTC)
             status = unreadable_status(generation, reading.problems, previous=before, now=now)
             await self._statuses.write(found, status)
             return None
-        planned = self._plan(found, deployment, facts)
+        planned = self._plan(found, deployment, cluster_info)
         pods = [pod for pod in map(read_pod, self._sources.pods.of_group(key)) if pod is not None]
         changes, again_s = await self._apply(found, deployment, planned, pods)
         unlabelled: list[str] = []
@@ -187,29 +191,29 @@ class Reconciler:
         status = deployment_status(
             deployment,
             planned,
-            facts,
+            cluster_info,
             components=[component_status(component, workload) for component, workload in pairs],
             pods=pods,
             previous=before,
             now=datetime.now(UTC),
             refusals=refusals,
             workers=workers,
-            links=self._sources.links.follow(key, door_of(planned, pods), before),
+            links=self._sources.links.follow(key, metrics_endpoint(planned, pods), before),
             rollouts=[rollout_of(component, key_of(each).name, each) for component, each in pairs],
         )
         await self._statuses.write(found, status)
         await self._recorder.record_changes(found, changes)
-        await self._recorder.record_warnings(found, warnings(reading, planned, facts))
+        await self._recorder.record_warnings(found, warnings(reading, planned, cluster_info))
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
         await self._report_refused(found, changes, refusals)
         return again_s
 
-    def _plan(self, found: Manifest, deployment: DynamoGraphDeployment, facts: ClusterFacts) -> Plan:
-        """Plan a deployment, by what it was planned with last where that has to last."""
+    def _plan(self, found: Manifest, deployment: DynamoGraphDeployment, cluster_info: ClusterInfo) -> Plan:
+        """Plan a deployment, with the levels and links of its last plan."""
         return plan(
             deployment,
-            facts,
+            cluster_info,
             self._defaults,
             last_levels=self._last_levels(found),
             last_qos=read_qos(next(self._annotations(found, QOS_ANNOTATION), None)),
@@ -221,12 +225,12 @@ class Reconciler:
     async def _apply(
         self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
     ) -> tuple[Changes, float | None]:
-        """Write what is planned; return what was done, and in how many seconds something that is held for a
-        time comes down, or a pod that cannot start counts as stalled.
+        """Write the plan; return the changes, and in how many seconds the next hold ends or the next pod
+        counts as unable to start.
         """
         key, now = key_of(found), datetime.now(UTC)
         cordons = self._node_cordons(deployment)
-        if planned.problems:  # its pods serve on as they were, and keep away from nodes that are cordoned
+        if planned.problems:  # its pods serve on unchanged, and cordons still apply
             if cordons is None:
                 return Changes(), None
             others = [kind for kind in OWNED if kind != CORDONS]
@@ -248,7 +252,7 @@ class Reconciler:
         return changes, min((each for each in ends_s if each is not None), default=None)
 
     async def _report_refused(self, found: Manifest, changes: Changes, refusals: RefusedObjects) -> None:
-        """Raise ClusterError where something was not written, and is to be tried again."""
+        """Record the refusals; raise NotApplied if an object was not written, and is to be tried again."""
         policy_refused = self._bindings.refused.get(key_of(found))
         if policy_refused:
             message = f"{POLICY_REFUSED}: {policy_refused}"
@@ -271,10 +275,10 @@ class Reconciler:
         pods: Sequence[Pod],
         now: datetime,
     ) -> list[Manifest]:
-        """What a drain leaves of the workers that are Ready in each of the policy's domains."""
+        """Return budgets for the Ready workers in each of the policy's domains."""
         if planned.policy is None or planned.resolution is None or not has_budgets(deployment):
             return []
-        label = copy_of(planned.policy, planned.resolution).pod_label
+        label = policy_level(planned.policy, planned.resolution).pod_label
         there = self._applied.objects_of(found, BUDGETS)
         budgets: list[Manifest] = []
         for component in deployment.spec.components:
@@ -292,7 +296,7 @@ class Reconciler:
         return budgets
 
     def _node_cordons(self, deployment: DynamoGraphDeployment) -> list[Manifest] | None:
-        """The cordons that annotations of nodes ask for; None while that is not known, or the kind is not."""
+        """Return the cordons in nodes' annotations; None while nodes, or the kind of cordons, are unknown."""
         if not self._applied.knows(CORDONS) or not self._sources.nodes.synced.is_set():
             return None
         cordons = [cordon for cordon in map(node_cordon, self._sources.nodes.all()) if cordon is not None]
@@ -310,8 +314,8 @@ class Reconciler:
         return Workers(kept, found.unknown_because)
 
     async def _labelled(self, pod: Pod, planned: Plan, refused_of: list[str]) -> Pod:
-        """Return the pod with the labels of its node, which it is given where it lacks them. What the API
-        server says when it does not take them is added to ``refused_of``.
+        """Return the pod with the labels of its node, which are written if it lacks them. Refusals of the API
+        server are added to ``refused_of``.
         """
         kind = pod.labels.get(TYPE_LABEL)
         is_placed = kind is not None and (planned.places_frontends or kind != ComponentType.FRONTEND)
@@ -319,7 +323,7 @@ class Reconciler:
             return pod
         found = self._sources.nodes.get(Key("", pod.node_name))
         node = None if found is None else read_node(found)
-        patch = None if node is None else backfill_labels(pod, node, planned.resolution.copies).patch
+        patch = None if node is None else backfill_labels(pod, node, planned.resolution.level_labels).patch
         if patch is None:
             return pod
         place = Key(pod.namespace, pod.name)
@@ -335,11 +339,11 @@ class Reconciler:
         return read_pod(patched) or pod
 
     def _last_levels(self, found: Manifest) -> tuple[Level, ...]:
-        """The levels that a deployment's workers were planned with last; none when there are none."""
+        """Return the levels that a deployment's workers were planned with last; empty without any."""
         return read_levels(next(self._annotations(found, LEVELS_ANNOTATION), None))
 
     def _annotations(self, found: Manifest, name: str) -> Iterator[str]:
-        """What a deployment's Deployments have of an annotation."""
+        """Yield the values of an annotation on a deployment's Deployments."""
         for workload in self._applied.objects_of(found, WORKLOADS):
             text = annotations_of(workload).get(name)
             if isinstance(text, str):

@@ -1,4 +1,4 @@
-"""The recorder of events about deployments."""
+"""Records events about deployments."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ SET_BACK = (
 
 
 class Recorder:
-    """Writes events about deployments. The same one again is counted, not written again.
+    """Writes events about deployments. A repeated event is counted, not written again.
 
-    ``on_refused`` is called for one that the API server refuses (no right, a quota), which is dropped: what
-    has to be known is in the status.
+    ``on_refused`` is called with an event's refusal (no right, a quota); the event is dropped, since the
+    status holds all that must be known.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Recorder:
         self._recorded: dict[Key, tuple[str, set[str]]] = {}
 
     async def record(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
-        """Record ``reason``, a stable word in CamelCase, and a sentence. Raises ClusterError."""
+        """Record ``reason``, a word in CamelCase, and a sentence. Raises ClusterError."""
         event = self._event(about, reason, message, warns)
         with self._dropping_refused():
-            there = await self._cluster.read(EVENTS, key_of(event))
-            if there is None:
+            current = await self._cluster.read(EVENTS, key_of(event))
+            if current is None:
                 await self._cluster.create(EVENTS, event)
                 return
-            count = there.get("count")
+            count = current.get("count")
             again: Manifest = {
                 "count": (count if isinstance(count, int) else 0) + 1,
                 "lastTimestamp": event["lastTimestamp"],
@@ -49,7 +49,7 @@ class Recorder:
             await self._cluster.merge(EVENTS, key_of(event), again)
 
     async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
-        """Record it once for each generation of the spec, however often it is found. Raises ClusterError."""
+        """Record an event once for each generation of the spec. Raises ClusterError."""
         generation = f"{uid_of(about)}/{metadata_of(about).get('generation')}"
         known, names = self._recorded.get(key_of(about), ("", set()))
         if known != generation:
@@ -64,7 +64,7 @@ class Recorder:
         self._recorded[key_of(about)] = (generation, names | {name})
 
     async def record_warnings(self, about: Manifest, problems: Sequence[Problem]) -> None:
-        """Record what the user wrote and does not get, as it is written. Raises ClusterError."""
+        """Record a warning for each user-written field without effect. Raises ClusterError."""
         messages = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_REPORTED_MAX]]
         if len(problems) > WARNINGS_REPORTED_MAX:
             messages.append(f"and {len(problems) - WARNINGS_REPORTED_MAX} warnings more")
@@ -72,15 +72,15 @@ class Recorder:
             await self.record_once(about, "SpecWarning", message, warns=True)
 
     async def record_changes(self, about: Manifest, changes: Changes) -> None:
-        """Record what was written, and what the API server warns of in it. Raises ClusterError."""
+        """Record the written objects, and the API server's warnings about them. Raises ClusterError."""
         for text in changes.warned[:WARNINGS_REPORTED_MAX]:
             await self.record_once(about, "ApiServerWarning", text, warns=True)
         if not changes.done:
             return
-        parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in changes.done.items()]
+        parts = [f"{verb} {', '.join(map(str, refs))}" for verb, refs in changes.done.items()]
         await self.record(about, "Applied", "; ".join(parts))
-        for place in changes.set_back:
-            await self.record(about, "ReplicasSetBack", f"{place} {SET_BACK}", warns=True)
+        for ref in changes.set_back:
+            await self.record(about, "ReplicasSetBack", f"{ref} {SET_BACK}", warns=True)
 
     def forget(self, key: Key) -> None:
         """The deployment at ``key`` is gone."""

@@ -1,4 +1,4 @@
-"""Components that are planned no more stay while others of their role start: as after a change of name."""
+"""Removed components stay while new ones of their role start, as after a change of name."""
 
 from collections.abc import Iterable
 from datetime import datetime
@@ -11,8 +11,8 @@ from kvrouter.operator.status.resolved import component_status
 
 
 class Held(NamedTuple):
-    """The components whose objects stay though they are planned no more, and in how many seconds the first of
-    them goes in any case; None where none stays.
+    """The removed components that stay, and in how many seconds the first of them goes in any case; None if
+    no component stays.
     """
 
     components: frozenset[str]
@@ -20,12 +20,12 @@ class Held(NamedTuple):
 
 
 def held_components(
-    deployment: DynamoGraphDeployment, there: Iterable[Manifest], now: datetime, hold_s: float
+    deployment: DynamoGraphDeployment, workloads: Iterable[Manifest], now: datetime, hold_s: float
 ) -> Held:
-    """Return the components of the workloads ``there`` that the deployment has no more, while one of the same
-    role that it has came within ``hold_s``, or is yet to come, and has not all of its pods Ready.
+    """Return the components of ``workloads`` that the deployment no longer has, if a component of the same
+    role came within ``hold_s``, or is yet to come, and has not all of its pods Ready.
     """
-    old = {key_of(workload).name: workload for workload in there}
+    old = {key_of(workload).name: workload for workload in workloads}
     ends: dict[str, float] = {}
     for component in deployment.spec.components:
         workload = old.pop(object_name(deployment.metadata.name, component.name), None)

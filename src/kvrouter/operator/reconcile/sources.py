@@ -1,4 +1,4 @@
-"""The sources of events: what is watched and read, and which deployments are queued for a change of it."""
+"""The sources of changes: what is watched and read, and which deployments are queued for each change."""
 
 import asyncio
 import time
@@ -26,9 +26,9 @@ from kvrouter.kube.objects import (
     uid_of,
 )
 from kvrouter.operator.api.deployment import class_of
-from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, ClusterFacts
-from kvrouter.operator.plan.cordons import node_cordon
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, ClusterInfo
 from kvrouter.operator.plan.manifest import DEPLOYMENT_LABEL, MANAGER, fleet_name
+from kvrouter.operator.plan.node_cordons import node_cordon
 from kvrouter.operator.reconcile.apply import OWNED, owner_uid_of
 from kvrouter.operator.reconcile.cards import EXPIRE_S, Cards, fleet_of
 from kvrouter.operator.reconcile.info_reader import InfoReader, Lost
@@ -36,19 +36,18 @@ from kvrouter.operator.reconcile.link_reader import LinkReader
 from kvrouter.operator.status.available import Workers
 
 GATHER_S = 0.2
-"""Changes of pods and of owned objects come in bursts: they are handled together."""
+"""Changes of pods and of owned objects come in bursts: they are handled together after this time."""
 OTHERS_WITHIN_S = 10.0
-"""For how long nodes, cordons and registered workers are waited for at the start: they may never come, where
-they may not be read."""
+"""How long the start waits for nodes, cordons and registered workers, which may be unreadable."""
 
 Enqueue = Callable[[Key, float], None]
-"""Has a deployment reconciled in so many seconds, or earlier if it was to be."""
+"""Makes a deployment due in so many seconds, or earlier if it was due before."""
 
 G = TypeVar("G", bound=Hashable)
 
 
 class _NodeState(NamedTuple):
-    """What deployments are planned by; all else in a node changes often."""
+    """The parts of a node that plans depend on; its other fields change often."""
 
     labels: JsonValue
     cordon: Cordon | None
@@ -63,9 +62,9 @@ class Sources:
     | an object that a deployment owns, a pod | that deployment, after ``GATHER_S`` |
     | a registered worker; the links that a frontend learned | its deployment |
     | a node's labels | the deployments that have pods on it, and the policies for bindings |
-    | a node's cordon, the facts, whether nodes or workers can be read | every deployment |
+    | a node's cordon, the cluster information, whether nodes or workers can be read | every deployment |
 
-    ``nodes`` may never come where they may not be read. Policies for bindings are queued by
+    ``nodes`` may never sync where they may not be read. Policies for bindings are queued by
     ``bindings_are_due``, and after a burst of changes by ``nodes_changed``.
     """
 
@@ -79,7 +78,7 @@ class Sources:
         namespace: str,
         class_name: str,
         reads_workers: bool,
-        facts_s: float,
+        info_each_s: float,
         links_s: float,
     ) -> None:
         self.enqueue, self._is_own_status, self.lost = enqueue, is_own_status, lost
@@ -115,21 +114,21 @@ class Sources:
         }
         self.pods = watched(PODS, DEPLOYMENT_LABEL, _deployment_of, self._pod_changed)
         self.nodes: Informer[None] = watched(NODES, "", lambda _: None, self._node_changed)
-        self.facts = ClusterFacts()
+        self.cluster_info = ClusterInfo()
         self.links = LinkReader(lambda key: enqueue(key, 0.0), clock=time.monotonic)
         self.bindings_are_due = False
         self.nodes_changed = asyncio.Event()
         self._workers = watched(WORKERS, FLEET_LABEL, fleet_of, self._card_changed) if reads_workers else None
         self._cards = Cards(self._changed_of)
-        self.info_reader = InfoReader(cluster, changed=self._facts_changed, lost=lost)
+        self.info_reader = InfoReader(cluster, changed=self._info_changed, lost=lost)
         self._by_name: dict[str | Key, Key] = {}
-        """The deployment with a uid, and that of a fleet."""
+        """Deployments by uid and by fleet."""
         self._specs: dict[Key, tuple[object, ...]] = {}
         self._node_states: dict[str, _NodeState] = {}
-        self._facts_s, self._links_s = facts_s, links_s
+        self._info_each_s, self._links_s = info_each_s, links_s
 
     async def start(self, group: asyncio.TaskGroup) -> None:
-        """Watch in tasks of ``group``; return once all is there that deployments are planned by."""
+        """Watch in tasks of ``group``; return once everything that plans depend on was read."""
         needed: list[Informer[Any]] = [self.deployments, self.pods]
         needed += [informer for kind, informer in self.owned.items() if kind != CORDONS]
         others: list[Informer[Any]] = [self.nodes, self.owned[CORDONS]]
@@ -143,7 +142,7 @@ class Sources:
         await self.info_reader.read_until_known()
         for synced in (self.nodes.synced, self.owned[CORDONS].synced):
             group.create_task(self._enqueue_all_once(synced))
-        group.create_task(every(self._facts_s, self.info_reader.read))
+        group.create_task(every(self._info_each_s, self.info_reader.read))
         group.create_task(every(EXPIRE_S, self._expire))
         group.create_task(every(self._links_s, self.links.read))
 
@@ -154,7 +153,7 @@ class Sources:
             self.enqueue(key_of(manifest), 0.0)
 
     def workers_of(self, fleet: Key, has_pod: Callable[[str], bool]) -> Workers:
-        """Return those that are registered in a fleet; ``has_pod`` says which pods are there."""
+        """Return the registered workers of a fleet; ``has_pod`` returns whether a pod exists."""
         if self._workers is not None and self._workers.synced.is_set():
             return Workers(self._cards.of(fleet, has_pod=has_pod))
         elsewhere = "they announce themselves in NATS, which the operator does not read"
@@ -167,8 +166,8 @@ class Sources:
     async def _expire(self) -> None:
         self._cards.expire(asyncio.get_running_loop().time())
 
-    def _facts_changed(self, facts: ClusterFacts) -> None:
-        self.facts = replace(facts, nodes_unread_because=self.facts.nodes_unread_because)
+    def _info_changed(self, cluster_info: ClusterInfo) -> None:
+        self.cluster_info = replace(cluster_info, nodes_unread_because=self.cluster_info.nodes_unread_because)
         self.enqueue_all()
 
     def _watch_lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
@@ -178,7 +177,9 @@ class Sources:
         elif kind == WORKERS and error is not None:
             self._cards.watch_lost(error.message)
         elif kind == NODES:
-            self.facts = replace(self.facts, nodes_unread_because="" if error is None else error.message)
+            self.cluster_info = replace(
+                self.cluster_info, nodes_unread_because="" if error is None else error.message
+            )
         if kind in (WORKERS, NODES):
             self.enqueue_all()
 
@@ -196,7 +197,7 @@ class Sources:
                 self._specs[key] = spec
                 self.bindings_are_due = True
             elif self._is_own_status(manifest):
-                return  # a reconcile for it would retry at once what was just refused
+                return  # a reconcile for it would retry a refused write at once
         self.enqueue(key, 0.0)
 
     def _owned_changed(self, manifest: Manifest) -> None:
@@ -220,7 +221,7 @@ class Sources:
         if self.nodes.get(key_of(manifest)) is not None:
             now = _NodeState(metadata_of(manifest).get("labels"), node_cordon(manifest))
             self._node_states[name] = now
-        is_synced = self.nodes.synced.is_set()  # until it is, each node that is listed would queue everything
+        is_synced = self.nodes.synced.is_set()  # before that, each listed node would queue everything
         if is_synced and (known and known.cordon) != (now and now.cordon):
             self.enqueue_all()
         if known is not None and now is not None and known.labels == now.labels:
@@ -233,22 +234,22 @@ class Sources:
 
 
 async def every(period_s: float, do: Callable[[], Awaitable[object]]) -> None:
-    """Do something every ``period_s`` until cancelled, first after that time."""
+    """Call ``do`` every ``period_s`` seconds until cancelled, first after that time."""
     while True:
         await asyncio.sleep(period_s)
         await do()
 
 
 def spec_of(manifest: Manifest) -> tuple[object, ...]:
-    """Return what users write in a deployment, as a value that changes with it; all else in it is the
-    operator's and the API server's.
+    """Return the user-written parts of a deployment, as a value that changes with them; its other parts are
+    written by the operator and the API server.
     """
     parts = ("generation", "deletionTimestamp", "labels", "annotations")
     return (uid_of(manifest), *(metadata_of(manifest).get(part) for part in parts))
 
 
 def node_name_of(pod: Manifest) -> str:
-    """Return the node that a pod is bound to, empty when it is bound to none."""
+    """Return the node that a pod is bound to; empty if it is not bound."""
     name = fields_of(pod.get("spec")).get("nodeName")
     return name if isinstance(name, str) else ""
 

@@ -1,4 +1,4 @@
-"""The writer of statuses, which knows what it wrote last."""
+"""Writes statuses, and remembers the last one of each deployment."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,16 +14,16 @@ from kvrouter.operator.status.finding import events_of
 
 
 class StatusRefused(ClusterError):
-    """The API server does not take the status of a deployment; the message is its own sentence."""
+    """The API server refuses the status of a deployment; the message is the API server's."""
 
     code = "status_refused"
 
 
 async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
-    """Apply the status of a deployment; with ``version`` only while it is of that resourceVersion.
+    """Apply the status of a deployment; with ``version`` only while it has that resourceVersion.
 
-    Raises StatusRefused where the API server refuses the status itself, and ClusterError as it comes where
-    the deployment is gone, has changed, or the same write may be taken a moment later.
+    Raises StatusRefused if the API server refuses the status itself, and ClusterError if the deployment is
+    gone or has changed, or the same write may be accepted a moment later.
     """
     key = key_of(found)
     metadata: Manifest = {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)}
@@ -39,8 +39,8 @@ async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *
 
 
 class StatusWriter:
-    """Writes statuses in the name of one operator, and their events. ``conditions_are`` is called with the
-    conditions of each; without any when the deployment is forgotten.
+    """Writes statuses and their events in the name of one operator. ``conditions_are`` is called with the
+    conditions of each status, and with an empty tuple for a deployment that is forgotten.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class StatusWriter:
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
     def is_own(self, found: Manifest) -> bool:
-        """Whether the status that a watch shows is the one that was written last."""
+        """Whether the status in ``found`` is the one that this writer wrote last."""
         return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
 
     def before(self, found: Manifest) -> DeploymentStatus | None:
-        """What was written last, which a watch may not have shown yet."""
+        """Return the last written status, which a watch may not show yet."""
         uid, status = self._written.get(key_of(found), ("", None))
         return status if uid == uid_of(found) else _status_of(found)
 
     async def write(self, found: Manifest, status: DeploymentStatus) -> None:
-        """Write a status unless it is there, and the events of what it changes.
+        """Write a status unless it is there already, and the events of its changes.
 
         Raises StatusRefused, and ClusterError.
         """
@@ -96,7 +96,7 @@ class StatusWriter:
 
 
 def _status_of(found: Manifest) -> DeploymentStatus | None:
-    """What was written last; None when nothing was, or when it can no longer be read."""
+    """Return the status in ``found``; None without one, or if it cannot be read."""
     if not found.get("status"):
         return None
     try:

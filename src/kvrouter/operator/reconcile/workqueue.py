@@ -1,4 +1,4 @@
-"""A workqueue: which objects are due, and when failed ones are tried again."""
+"""A workqueue: the keys that are due, and the backoff of failed ones."""
 
 from collections.abc import Hashable
 from math import inf
@@ -16,12 +16,12 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Workqueue(Generic[K]):
-    """Keys that are due at a time in seconds, of any clock that never goes back.
+    """Keys that are due at a time in seconds, of any monotonic clock.
 
-    A key that is added while it is worked on is due again once that is done, so nobody works on one key twice
-    at a time, and no change is missed. A failed one comes again after half a second, and after twice as long
-    each time it fails again, up to five minutes. When ``entries_max`` keys wait, one more is not taken; the
-    next reconcile of everything brings it again.
+    A key that is added while it is worked on is due again once that ends: a key is worked on once at a time,
+    and no change is missed. A failed key comes again after half a second, and after twice as long with each
+    failure, up to five minutes. When ``entries_max`` keys wait, a further one is not taken; the next
+    reconcile of everything brings it again.
     """
 
     def __init__(self, *, entries_max: int = ENTRIES_MAX) -> None:
@@ -34,7 +34,7 @@ class Workqueue(Generic[K]):
         return self._due.waiting
 
     def add(self, key: K, due_s: float) -> bool:
-        """Have ``key`` reconciled from ``due_s`` on, or earlier if it was; return False when it is full."""
+        """Make ``key`` due at ``due_s``, or earlier if it was; return False if the queue is full."""
         if key in self._working:
             again_s = self._working[key]
             self._working[key] = due_s if again_s is None else min(again_s, due_s)
@@ -48,19 +48,19 @@ class Workqueue(Generic[K]):
         return True
 
     def take(self, now_s: float) -> K | None:
-        """Return a key that is due, to work on until :meth:`done` or :meth:`failed`; None when none is."""
+        """Return a due key, to work on until :meth:`done` or :meth:`failed`; None if no key is due."""
         key = self._due.take_first(now_s)
         if key is not None:
             self._working[key] = None
         return key
 
     def done(self, key: K) -> None:
-        """It was reconciled without an error."""
+        """The reconcile of ``key`` ended without an error."""
         self._failures.pop(key, None)
         self._put_back(key, None)
 
     def failed(self, key: K, now_s: float) -> float:
-        """Its reconcile failed; return in how many seconds it is reconciled again."""
+        """The reconcile of ``key`` failed; return in how many seconds it is due again."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         delay_s = BACKOFF.delay_s(failures + 1)
@@ -68,7 +68,7 @@ class Workqueue(Generic[K]):
         return delay_s
 
     def next_due_s(self) -> float | None:
-        """Return a moment before which no key is due; None when none waits."""
+        """Return a moment before which no key is due; None if no key waits."""
         return self._due.next_s if self._due.waiting else None
 
     def _put_back(self, key: K, due_s: float | None) -> None:

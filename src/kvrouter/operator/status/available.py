@@ -7,7 +7,7 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.kernel.topology.policy import Required, TransferPolicy
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ConditionStatus
-from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.labels.level_labels import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
@@ -17,12 +17,12 @@ ROLE_OF = {
     ComponentType.DECODE: Role.DECODE,
     ComponentType.WORKER: Role.BOTH,
 }
-"""What the workers of a component register as."""
+"""The role that a component's workers register with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One worker as discovery has it. ``policy`` is its own; ``pod`` names its pod, where that is known.
+    """One worker as discovery shows it. ``policy`` is its own; ``pod`` is its pod's name, empty if unknown.
 
     ``takes_requests``: it does not drain, and its engine answers.
     """
@@ -37,7 +37,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers that are registered; ``unknown_because`` says why they are not known, and else is empty."""
+    """The registered workers; ``unknown_because`` is why they are unknown, empty if they are known."""
 
     registered: Sequence[Registered] = ()
     unknown_because: str = ""
@@ -49,7 +49,7 @@ def available(
     pods: Iterable[Pod],
     workers: Workers,
 ) -> Finding:
-    """Return whether a request that comes now is served, were nobody busy."""
+    """Return the ``Available`` finding: whether a request would be served if all workers were idle."""
     return (
         _without_frontend(components, pods)
         or _without_workers(components, workers)
@@ -58,19 +58,19 @@ def available(
 
 
 def serves(workers: Sequence[Registered], policy: DeploymentPolicy | None) -> bool:
-    """Return whether a router places a plain request among these workers of one model.
+    """Return whether a router can place a plain request on these workers of one model.
 
-    ``policy`` is what frontends hold prefill workers to that publish none of their own.
+    ``policy`` is the frontends', which applies to prefill workers that publish no policy.
     """
-    takers = [each for each in workers if each.takes_requests and each.role is not Role.PREFILL]
-    senders = [each for each in workers if each.takes_requests and each.role is Role.PREFILL]
-    if not takers or not senders:
-        return bool(takers)
-    return any(_may_hand_on(sender, takers, policy) for sender in senders)
+    decode_workers = [each for each in workers if each.takes_requests and each.role is not Role.PREFILL]
+    prefill_workers = [each for each in workers if each.takes_requests and each.role is Role.PREFILL]
+    if not decode_workers or not prefill_workers:
+        return bool(decode_workers)
+    return any(_may_hand_on(prefill, decode_workers, policy) for prefill in prefill_workers)
 
 
 def role_mistakes(pods: Iterable[Pod], workers: Workers) -> list[str]:
-    """Return a line for each component whose workers register as something else than its type says."""
+    """Return a line for each component with workers that register with another role than its type."""
     by_name = {pod.name: pod for pod in pods}
     found: dict[str, tuple[str, set[str]]] = {}
     for each in workers.registered:
@@ -101,7 +101,7 @@ def _without_frontend(components: Sequence[ComponentSpec], pods: Iterable[Pod]) 
 
 
 def _without_workers(components: Sequence[ComponentSpec], workers: Workers) -> Finding | None:
-    """What is so without a registered worker, or without one that is known of."""
+    """Return the finding if no worker is registered, or the registered ones are unknown; else None."""
     if workers.registered:
         return None
     ours = [each for each in components if each.type.is_worker]
@@ -124,8 +124,8 @@ def _by_model(registered: Sequence[Registered], policy: DeploymentPolicy | None)
         models.setdefault(each.model, []).append(each)
     unserved = [name for name in sorted(models) if not serves(models[name], policy)]
     if not unserved:
-        takers = sum(each.takes_requests for each in registered)
-        message = f"requests for {named(models)} are served: {takers} workers take them"
+        decode_workers = sum(each.takes_requests for each in registered)
+        message = f"requests for {named(models)} are served: {decode_workers} workers take them"
         return Finding(ConditionStatus.TRUE, "RequestsServed", message)
     first = _why_not(models[unserved[0]], policy)
     message = f"requests for {named(unserved)} get 503: {first.message}"
@@ -135,35 +135,37 @@ def _by_model(registered: Sequence[Registered], policy: DeploymentPolicy | None)
 
 
 def _why_not(workers: Sequence[Registered], policy: DeploymentPolicy | None) -> Finding:
-    """Why a model that is not served is not."""
+    """Return why a model is not served."""
     decoders = [each for each in workers if each.role is not Role.PREFILL]
     if not decoders:
         why = f"{len(workers)} prefill workers are registered, and none that decodes"
         return Finding(ConditionStatus.FALSE, "NoDecodeWorkers", why)
-    takers = [each for each in decoders if each.takes_requests]
-    if not takers:
+    decode_workers = [each for each in decoders if each.takes_requests]
+    if not decode_workers:
         why = f"{len(decoders)} workers decode, and all of them drain or lost their engine"
         return Finding(ConditionStatus.FALSE, "WorkersLeaving", why)
-    senders = [each for each in workers if each.takes_requests and each.role is Role.PREFILL]
-    rule = next(found for each in senders if isinstance(found := _policy_of(each, policy), Required))
-    here = named({each.domains.get(rule.domain, "nowhere") for each in senders})
-    there = named({each.domains.get(rule.domain, "nowhere") for each in takers})
+    prefill_workers = [each for each in workers if each.takes_requests and each.role is Role.PREFILL]
+    rule = next(found for each in prefill_workers if isinstance(found := _policy_of(each, policy), Required))
+    here = named({each.domains.get(rule.domain, "nowhere") for each in prefill_workers})
+    there = named({each.domains.get(rule.domain, "nowhere") for each in decode_workers})
     why = f"KV may not leave its {rule.domain}, prefill workers are in {here}, and decode workers in {there}"
     return Finding(ConditionStatus.FALSE, "NoPairInDomain", why)
 
 
-def _may_hand_on(sender: Registered, takers: Sequence[Registered], policy: DeploymentPolicy | None) -> bool:
-    rule = _policy_of(sender, policy)
+def _may_hand_on(
+    prefill: Registered, decode_workers: Sequence[Registered], policy: DeploymentPolicy | None
+) -> bool:
+    rule = _policy_of(prefill, policy)
     if not isinstance(rule, Required):
         return True
-    value = sender.domains.get(rule.domain)
-    return value is not None and any(each.domains.get(rule.domain) == value for each in takers)
+    value = prefill.domains.get(rule.domain)
+    return value is not None and any(each.domains.get(rule.domain) == value for each in decode_workers)
 
 
-def _policy_of(sender: Registered, policy: DeploymentPolicy | None) -> TransferPolicy | None:
-    """Its own, else that of the frontends, which have no word for ``preferred``."""
-    if sender.policy is not None or policy is None or policy.enforcement is Enforcement.PREFERRED:
-        return sender.policy
+def _policy_of(prefill: Registered, policy: DeploymentPolicy | None) -> TransferPolicy | None:
+    """Return the worker's own policy, else the frontends', which cannot state ``preferred``."""
+    if prefill.policy is not None or policy is None or policy.enforcement is Enforcement.PREFERRED:
+        return prefill.policy
     return policy.transfer
 
 

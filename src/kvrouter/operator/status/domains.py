@@ -12,7 +12,7 @@ from kvrouter.operator.api.status import (
     DeploymentStatus,
     DomainStatus,
 )
-from kvrouter.operator.labels.copies import Copy, Pod
+from kvrouter.operator.labels.level_labels import LevelLabels, Pod
 from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named
@@ -20,11 +20,11 @@ from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named
 
 @dataclass(frozen=True, slots=True)
 class DomainCounts:
-    """Ready workers by the value of the policy's domain, and those whose place is unknown.
+    """Ready workers by the value of the policy's domain, and those in an unknown place.
 
-    Workers of type ``worker`` take decode legs, and count as decode workers. ``domains`` are those without
-    decode workers first, then by value. ``starting`` are the domains in which a decode worker is about to be;
-    ``is_one_coming``: one is whose domain is not known yet.
+    Workers of type ``worker`` take decode legs, and count as decode workers. ``domains`` begins with those
+    that have no decode workers, then it is by value. ``starting`` are domains with a starting decode worker;
+    ``is_one_coming``: one starts in a domain that is not known yet.
     """
 
     domains: tuple[DomainStatus, ...] = ()
@@ -43,10 +43,10 @@ class DomainCounts:
         return tuple(domain for domain in self.domains if domain.decode and not domain.prefill)
 
 
-def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> DomainCounts:
-    """Return where the Ready workers among ``pods`` are, by the label that ``copy`` gives them.
+def domain_counts_of(pods: Iterable[Pod], level: LevelLabels, *, decode_replicas: int = 0) -> DomainCounts:
+    """Count the Ready workers among ``pods`` by the pod label of ``level``.
 
-    ``decode_replicas`` is how many pods there should be that take decode legs.
+    ``decode_replicas`` is the desired number of pods that take decode legs.
     """
     counts: dict[str, tuple[int, int]] = {}
     unknown, starting = [], set[str | None]()
@@ -57,7 +57,7 @@ def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> D
             continue
         is_prefill = kind == ComponentType.PREFILL.value
         decode_pods += not is_prefill
-        value = pod.labels.get(copy.pod_label)
+        value = pod.labels.get(level.pod_label)
         if not pod.is_ready:
             if not (is_prefill or pod.is_stuck):
                 starting.add(value)
@@ -82,7 +82,7 @@ def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> D
 def balance_of(domains: Sequence[DomainStatus]) -> str | None:
     """Return ``us-east-1a 4/8, us-east-1b 4/0``: prefill and decode workers; None without domains.
 
-    What does not fit into the column is counted: ``and 12 more``.
+    Domains that do not fit into the column are counted: ``and 12 more``.
     """
     shown = [f"{domain.value} {domain.prefill}/{domain.decode}" for domain in domains]
     for count in range(len(shown), 0, -1):
@@ -93,13 +93,13 @@ def balance_of(domains: Sequence[DomainStatus]) -> str | None:
     return None
 
 
-def domain_statuses(places: DomainCounts) -> tuple[DomainStatus, ...]:
-    """Return as many domains as a status may hold."""
-    return places.domains[:DOMAINS_MAX]
+def domain_statuses(counts: DomainCounts) -> tuple[DomainStatus, ...]:
+    """Return the domains, up to the limit of a status."""
+    return counts.domains[:DOMAINS_MAX]
 
 
 def had_decode(previous: DeploymentStatus | None, policy: DeploymentPolicy) -> frozenset[str]:
-    """Return the domains that had decode workers, or were reported to have none: their start is over."""
+    """Return the domains that had decode workers, or were reported to lack them: their start is over."""
     if previous is None or previous.policy is None or previous.policy.domain != policy.domain:
         return frozenset()
     was_reported = any(
@@ -112,25 +112,25 @@ def had_decode(previous: DeploymentStatus | None, policy: DeploymentPolicy) -> f
 
 
 def balanced(
-    places: DomainCounts,
+    counts: DomainCounts,
     policy: DeploymentPolicy,
     *,
     has_prefill: bool,
     started: frozenset[str] = frozenset(),
 ) -> Finding:
-    """Return whether every domain with prefill workers has decode workers, and what to do when not.
+    """Return the ``DomainBalanced`` finding: whether every domain with prefill workers has decode workers.
 
-    A domain whose first decode workers start is not reported to lack them, unless it is among ``started``.
+    A domain with starting decode workers is not reported to lack them, unless it is among ``started``.
     """
     domain = policy.domain
     if not has_prefill:
         message = "no component is of type prefill: no KV goes from one worker to another"
         return Finding(ConditionStatus.TRUE, "NotDisaggregated", message)
-    lacking = [found.value for found in places.lacking]
+    lacking = [found.value for found in counts.lacking]
     waiting = {
         value
         for value in lacking
-        if value not in started and (places.is_one_coming or value in places.starting)
+        if value not in started and (counts.is_one_coming or value in counts.starting)
     }
     if len(waiting) < len(lacking):
         values = [value for value in lacking if value not in waiting]
@@ -138,18 +138,18 @@ def balanced(
             f"{domain} {named(values)}: prefill workers, and no Ready decode worker. {_consequence(policy)} "
             f"Let decode workers be scheduled there, or take the prefill workers away."
         )
-        return Finding(ConditionStatus.FALSE, "DomainWithoutDecode", message + _unknown(places))
+        return Finding(ConditionStatus.FALSE, "DomainWithoutDecode", message + _unknown(counts))
     if waiting:
-        message = f"{domain} {named(waiting)}: the first decode workers are starting" + _unknown(places)
+        message = f"{domain} {named(waiting)}: the first decode workers are starting" + _unknown(counts)
         return Finding(ConditionStatus.UNKNOWN, "DecodeStarting", message)
-    if not any(found.prefill for found in places.domains):
-        message = "no prefill worker is Ready and knows its place yet" + _unknown(places)
+    if not any(found.prefill for found in counts.domains):
+        message = "no prefill worker is Ready and knows its place yet" + _unknown(counts)
         return Finding(ConditionStatus.UNKNOWN, "NoReadyPrefill", message)
-    message = f"every {domain} with prefill workers has decode workers: {balance_of(places.domains)}"
-    if places.idle and policy.enforcement is not Enforcement.PREFERRED:
-        idle = named(found.value for found in places.idle)
+    message = f"every {domain} with prefill workers has decode workers: {balance_of(counts.domains)}"
+    if counts.idle and policy.enforcement is not Enforcement.PREFERRED:
+        idle = named(found.value for found in counts.idle)
         message += f". Decode workers of {idle} get no KV of their own {domain}: no prefill worker is there"
-    return Finding(ConditionStatus.TRUE, "DomainsBalanced", message + _unknown(places))
+    return Finding(ConditionStatus.TRUE, "DomainsBalanced", message + _unknown(counts))
 
 
 def _consequence(policy: DeploymentPolicy) -> str:
@@ -160,7 +160,7 @@ def _consequence(policy: DeploymentPolicy) -> str:
             return f"Their KV leaves its {policy.domain}."
 
 
-def _unknown(places: DomainCounts) -> str:
-    if not places.unknown:
+def _unknown(counts: DomainCounts) -> str:
+    if not counts.unknown:
         return ""
-    return f". The place of {len(places.unknown)} Ready workers is unknown: {named(places.unknown)}"
+    return f". The place of {len(counts.unknown)} Ready workers is unknown: {named(counts.unknown)}"

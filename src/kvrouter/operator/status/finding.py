@@ -1,4 +1,4 @@
-"""A condition with its time of transition, and the event of its change."""
+"""Findings of conditions, their transition times, and the events of their changes."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ NAMED_MAX = 5
 
 
 class Finding(NamedTuple):
-    """Whether a condition holds, why in one stable word, and what is so and how to fix it."""
+    """The result for a condition: its status, a stable word as reason, the state and remedy as message."""
 
     status: ConditionStatus
     reason: str
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 def dated(
     kind: str, finding: Finding, previous: Iterable[Condition], *, generation: int, now: datetime
 ) -> Condition:
-    """Return the condition of type ``kind``; its time is ``now`` only when its status has changed."""
+    """Return the condition of type ``kind``; its time is ``now`` only if its status has changed."""
     times = [
         condition.last_transition_time
         for condition in previous
@@ -44,28 +44,28 @@ def dated(
 
 
 def named(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of further names."""
     found = sorted(names)
     more = len(found) - NAMED_MAX
     return ", ".join(found[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 RECORDED_FOR_EACH_MESSAGE = frozenset({"WriteRefused"})
-"""Reasons whose every new message is an event: another refusal is another mistake."""
+"""Reasons with an event for every new message: another refusal is another mistake."""
 
 NOTE_CHARS_MAX = 1024
-"""The API server refuses a longer one."""
+"""The API server refuses a longer note."""
 
 
 class EventType(StrEnum):
-    """How Kubernetes distinguishes good from bad."""
+    """The types of Kubernetes events."""
 
     NORMAL = "Normal"
     WARNING = "Warning"
 
 
 class ConditionEvent(NamedTuple):
-    """What is reported once; its reason is the condition's."""
+    """An event about a condition, with the condition's reason."""
 
     type: EventType
     reason: str
@@ -73,11 +73,12 @@ class ConditionEvent(NamedTuple):
 
 
 def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> tuple[ConditionEvent, ...]:
-    """Return an event for each condition of ``current`` whose status or reason was another, and for each
-    refusal in other words.
+    """Return an event for each condition of ``current`` with a new status or reason, and for each new
+    refusal.
 
-    What is not known yet is no event; that something holds is one only where it did not. That nobody serves
-    while the first pods start is none either: it is one when all of them are Ready, and still nobody does.
+    Unknown conditions have no event; true ones have one only if they were not true before. A deployment that
+    does not serve while its first pods start has no event; it gets one if it still does not when all are
+    Ready.
     """
     before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
     now = {condition.type: condition for condition in current.conditions}
@@ -104,7 +105,7 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
 
 
 def _is_new_stall(condition: Condition, was: Condition | None, now: Mapping[str, Condition]) -> bool:
-    """Whether it stalls for another reason than before, and than Ready is False, whose event says it too."""
+    """Whether it stalls for a new reason, which the event of Ready does not report too."""
     is_new = was is None or was.reason != condition.reason
     is_readys = READY in now and now[READY].reason == condition.reason
     return condition.type == STALLED and is_new and not is_readys
@@ -116,14 +117,14 @@ def _is_known(was: Condition, condition: Condition) -> bool:
 
 
 def _is_start(was: Condition | None, now: Mapping[str, Condition]) -> bool:
-    """Whether pods are not all Ready yet, and nobody served before."""
+    """Whether pods are not all Ready yet, and the deployment did not serve before."""
     return (was is None or was.status is not ConditionStatus.TRUE) and not _holds(now, READY)
 
 
 def _is_settled_without(
     condition: Condition, before: Mapping[str, Condition], now: Mapping[str, Condition]
 ) -> bool:
-    """Whether all pods became Ready, and still nobody serves."""
+    """Whether all pods became Ready, and the deployment still does not serve."""
     return condition.type == AVAILABLE and _holds(now, READY) and not _holds(before, READY)
 
 

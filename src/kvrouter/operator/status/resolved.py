@@ -1,4 +1,4 @@
-"""The ``TopologyResolved`` condition and the state of the workloads."""
+"""The ``Ready`` and ``TopologyResolved`` conditions, and the status of components."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ComponentStatus, ConditionStatus
-from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels.copies import Copy, Pod, Resolution, Source
+from kvrouter.operator.cluster_info import ClusterInfo
+from kvrouter.operator.labels.level_labels import LevelLabels, Pod, Resolution, Source
 from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
@@ -15,15 +15,14 @@ from kvrouter.settings.problems import Problem, dotted
 
 PROBLEMS_REPORTED_MAX = 5
 MESSAGE_CHARS_MAX = 1024
-"""Of what the API server said about one object: a policy engine may write pages."""
+"""The limit for the API server's message on one object: a policy engine may write pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedObjects:
-    """What the cluster did not take of a deployment, a line each: objects and the API server's words on them;
-    components and its words on their pods; pods and its words on their labels. ``taken`` are objects of
-    somebody else where this deployment's belong. ``are_lasting``: somebody has to change something before
-    the writes are taken.
+    """Objects of a deployment that the API server refused, a line each with its message: ``writes``, ``pods``
+    of components, and ``labels`` of pods. ``taken`` are objects of another owner in the place of this
+    deployment's. ``are_lasting``: the writes are refused until somebody changes something.
     """
 
     writes: Sequence[str] = ()
@@ -41,38 +40,38 @@ NAME_TAKEN_FIX = (
 
 
 def component_status(component: ComponentSpec, workload: Mapping[str, object] | None) -> ComponentStatus:
-    """Return what a component's Deployment, as the API server returns it, says of its pods.
+    """Return the status of a component, from its Deployment as the API server returns it.
 
-    Nothing of it counts as updated until its controller has seen its latest generation.
+    Its pods do not count as updated until its controller has observed its latest generation.
     """
     found = workload or {}
     status = fields_of(found.get("status"))
     scaled = _count(fields_of(found.get("spec")).get("replicas", 1))
-    is_seen = is_observed(found)
+    is_current = is_observed(found)
     return ComponentStatus(
         name=component.name,
         type=component.type.value,
         desired_replicas=scaled if component.replicas is None else component.replicas,
         replicas=_count(status.get("replicas")),
         ready_replicas=_count(status.get("readyReplicas")),
-        updated_replicas=_count(status.get("updatedReplicas")) if is_seen else 0,
+        updated_replicas=_count(status.get("updatedReplicas")) if is_current else 0,
     )
 
 
 def is_observed(workload: Mapping[str, object]) -> bool:
-    """Return whether a Deployment's status speaks of its latest generation."""
+    """Return whether a Deployment's status is about its latest generation."""
     status, metadata = fields_of(workload.get("status")), fields_of(workload.get("metadata"))
     return _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
 
 
 def condition_of(workload: Mapping[str, object], kind: str) -> Mapping[str, object]:
-    """Return a Deployment's condition of this type; an empty one while its status is of what was before."""
+    """Return a Deployment's condition of this type; empty while its status is about an earlier generation."""
     conditions = fields_of(workload.get("status")).get("conditions") if is_observed(workload) else None
     return next((each for each in objects_in(conditions) if each.get("type") == kind), {})
 
 
 def invalid_spec(problems: Sequence[Problem]) -> Finding:
-    """Return that nothing can be planned, and the fields that are to be fixed."""
+    """Return the finding that nothing can be planned, with the fields to fix."""
     listed = "; ".join(
         f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_REPORTED_MAX]
     )
@@ -81,9 +80,9 @@ def invalid_spec(problems: Sequence[Problem]) -> Finding:
 
 
 def refused_pods(component: ComponentSpec, workload: Mapping[str, object] | None) -> str | None:
-    """Return the API server's words on pods that a component's Deployment may not make; None where it may.
+    """Return the API server's message on pods that a Deployment may not create; None if it may.
 
-    Errors of quotas, limits and Pod Security are reported nowhere else: the Deployment itself was taken.
+    Errors of quotas, limits and Pod Security are reported only there: the Deployment itself was accepted.
     """
     failure = condition_of(workload or {}, "ReplicaFailure")
     return f"{component.name}: {failure.get('message')}" if failure.get("status") == "True" else None
@@ -95,8 +94,8 @@ def ready(
     problems: Sequence[Problem],
     refusals: RefusedObjects = NOTHING_REFUSED,
 ) -> Finding:
-    """Return whether everything is in the cluster as planned, and every component has as many Ready pods of
-    its latest template as it should.
+    """Return the ``Ready`` finding: whether all objects are in the cluster as planned, and every component
+    has the desired number of Ready pods with its latest template.
     """
     if problems:
         return invalid_spec(problems)
@@ -107,17 +106,17 @@ def ready(
         message = f"{joined(refusals.taken)}: {NAME_TAKEN_FIX}"
         return Finding(ConditionStatus.FALSE, "NameTaken", message)
     by_name = {status.name: status for status in found}
-    there = [by_name[component.name] for component in components if component.name in by_name]
-    if len(there) < len(components):
+    present = [by_name[component.name] for component in components if component.name in by_name]
+    if len(present) < len(components):
         return Finding(ConditionStatus.FALSE, "NotApplied", "not every component is in the cluster yet")
     updating = [
         f"{status.name} {min(status.updated_replicas, status.desired_replicas)} of {status.desired_replicas}"
-        for status in there
+        for status in present
         if status.updated_replicas < status.desired_replicas or status.replicas > status.updated_replicas
     ]
     missing = [
         f"{status.name} {status.ready_replicas} of {status.desired_replicas}"
-        for status in there
+        for status in present
         if status.ready_replicas < status.desired_replicas
     ]
     if refusals.pods and (updating or missing):
@@ -130,12 +129,12 @@ def ready(
     if missing:
         message = f"Ready pods: {', '.join(missing)}. kubectl describe pod shows what the others wait for"
         return Finding(ConditionStatus.FALSE, "PodsNotReady", message)
-    count = sum(status.desired_replicas for status in there)
+    count = sum(status.desired_replicas for status in present)
     return Finding(ConditionStatus.TRUE, "AllPodsReady", f"all {count} pods are Ready")
 
 
 def joined(lines: Sequence[str]) -> str:
-    """Return the first of these lines, each cut, and how many more there are."""
+    """Return the first of these lines, each cut, and the number of further lines."""
     shown = [
         line if len(line) <= MESSAGE_CHARS_MAX else f"{line[: MESSAGE_CHARS_MAX - 1]}…"
         for line in lines[:PROBLEMS_REPORTED_MAX]
@@ -152,62 +151,63 @@ def resolved(
     policy: DeploymentPolicy,
     resolution: Resolution,
     pods: Iterable[Pod],
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
     refusals: RefusedObjects = NOTHING_REFUSED,
 ) -> Finding:
-    """Return whether every worker that is bound to a node knows its value of the policy's domain."""
-    copy = copy_of(policy, resolution)
+    """Return the ``TopologyResolved`` finding: every bound worker has its value of the policy's domain."""
+    labels = policy_level(policy, resolution)
     if not resolution.source.is_found:
         known = (
             ConditionStatus.UNKNOWN if resolution.source is Source.TOPOLOGY_UNREAD else ConditionStatus.FALSE
         )
-        return Finding(known, resolution.source.value, _not_found(policy, resolution.source, facts))
+        return Finding(known, resolution.source.value, _not_found(policy, resolution.source, cluster_info))
     bound = [pod for pod in pods if pod.node_name and not pod.is_over and _is_worker(pod)]
     if not bound:
         return Finding(ConditionStatus.UNKNOWN, "NoPodsBound", "no worker is bound to a node yet")
-    waiting = [pod for pod in bound if copy.pod_label not in pod.labels]
+    waiting = [pod for pod in bound if labels.pod_label not in pod.labels]
     if waiting:
         message = (
-            f"{len(waiting)} workers have no label {copy.pod_label}: {named(pod.name for pod in waiting)}. "
-            f"Their engines wait for it. {_who_copies(facts, refusals)}"
+            f"{len(waiting)} workers have no label {labels.pod_label}: {named(pod.name for pod in waiting)}. "
+            f"Their engines wait for it. {_who_copies(cluster_info, refusals)}"
         )
         return Finding(ConditionStatus.FALSE, "LabelsNotCopied", message)
-    nodes = {str(pod.node_name) for pod in bound if not pod.labels[copy.pod_label]}
+    nodes = {str(pod.node_name) for pod in bound if not pod.labels[labels.pod_label]}
     if nodes:
         message = (
-            f"nodes without the label {copy.node_label}: {named(nodes)}. Engines there wait for it, or count "
-            f"as nowhere. Label them (kubectl label node NODE {copy.node_label}=VALUE), or keep workers off"
+            f"nodes without the label {labels.node_label}: {named(nodes)}. Engines there wait for it, or "
+            f"count as nowhere. Label them (kubectl label node NODE {labels.node_label}=VALUE), or keep "
+            "workers off"
         )
         return Finding(ConditionStatus.FALSE, "NodeLabelMissing", message)
-    message = f"{len(bound)} workers know their {policy.domain} (node label {copy.node_label})"
+    message = f"{len(bound)} workers know their {policy.domain} (node label {labels.node_label})"
     return Finding(ConditionStatus.TRUE, "AllWorkersPlaced", message)
 
 
-def copy_of(policy: DeploymentPolicy, resolution: Resolution) -> Copy:
-    """Return the label of the policy's own domain, which is always among those that are resolved."""
-    return next(copy for copy in resolution.copies if copy.domain == policy.domain)
+def policy_level(policy: DeploymentPolicy, resolution: Resolution) -> LevelLabels:
+    """Return the labels of the policy's own domain, which every resolution has."""
+    return next(level for level in resolution.level_labels if level.domain == policy.domain)
 
 
 def _is_worker(pod: Pod) -> bool:
     return pod.labels.get(TYPE_LABEL) not in (None, ComponentType.FRONTEND.value)
 
 
-def _who_copies(facts: ClusterFacts, refusals: RefusedObjects) -> str:
+def _who_copies(cluster_info: ClusterInfo, refusals: RefusedObjects) -> str:
     if refusals.labels:
         return f"The API server refuses that the operator copies it: {joined(refusals.labels)}"
-    if not facts.nodes_unread_because:
+    if not cluster_info.nodes_unread_because:
         return "The operator copies it from their nodes; see its log when it does not"
     return (
-        f"The operator cannot read nodes ({facts.nodes_unread_because}): let it have the role for nodes "
-        "(rbac.nodes of the chart), or have something else copy the label"
+        f"The operator cannot read nodes ({cluster_info.nodes_unread_because}): let it have the role for "
+        "nodes (rbac.nodes of the chart), or have something else copy the label"
     )
 
 
-def _not_found(policy: DeploymentPolicy, source: Source, facts: ClusterFacts) -> str:
+def _not_found(policy: DeploymentPolicy, source: Source, cluster_info: ClusterInfo) -> str:
     why = {
         Source.GROVE_ABSENT: "this cluster has no ClusterTopologyBinding or ClusterTopology (grove.io): "
         "install Grove, or name a node label instead",
-        Source.TOPOLOGY_UNREAD: f"it cannot be read ({facts.unread_because}); it is tried again",
+        Source.TOPOLOGY_UNREAD: f"it cannot be read ({cluster_info.unread_because}); it is tried again",
         Source.TOPOLOGY_ABSENT: "no such topology is in this cluster: create it, or name a node label",
         Source.LEVEL_ABSENT: f"{policy.domain} is none of its levels: add the level, or name another domain",
     }

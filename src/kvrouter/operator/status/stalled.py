@@ -1,6 +1,6 @@
-"""``Stalled`` and ``Reconciling``, by which kstatus, and so Flux, tells a failure from what only takes time.
+"""The ``Stalled`` and ``Reconciling`` conditions, by which kstatus (Flux) tells failure from progress.
 
-Each is there while it is true, as kstatus has it, and else absent.
+Each is present only while it is true, as in kstatus.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,24 +9,24 @@ from typing import NamedTuple
 
 from kvrouter.operator.api.deployment import ComponentSpec
 from kvrouter.operator.api.status import ConditionStatus
-from kvrouter.operator.labels.copies import Pod, Unstartable
+from kvrouter.operator.labels.level_labels import Pod, Unstartable
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL
 from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding, named
 from kvrouter.operator.status.resolved import RefusedObjects, condition_of
 
 PULL_WITHIN_S = 120.0
-"""For how long a pod's image may not be pulled before that counts as nothing that passes by itself."""
+"""How long a pod's image may fail to be pulled before its pod counts as unable to start."""
 
 STALLS = frozenset({"SpecInvalid", "NameTaken", "PodsRefused"})
-"""Reasons of ``Ready`` that somebody has to change something for."""
+"""Reasons of ``Ready`` that stay until somebody changes something."""
 
 _HASH = "pod-template-hash"
 
 
 class Rollout(NamedTuple):
-    """How a component's latest template gets on: the words of its Deployment's ``Progressing`` condition,
-    which name the ReplicaSet of that template; empty until they are about it. ``is_overdue``: its deadline
-    passed.
+    """The progress of a component's latest template: ``progress`` is the message of its Deployment's
+    ``Progressing`` condition, which names the template's ReplicaSet; empty while it is about an earlier one.
+    ``is_overdue``: its deadline passed.
     """
 
     component: str
@@ -35,13 +35,13 @@ class Rollout(NamedTuple):
     is_overdue: bool = False
 
     def has(self, pod: Pod) -> bool:
-        """Whether a pod is of the latest template."""
+        """Whether a pod has the latest template."""
         own = f'"{self.workload}-{pod.labels.get(_HASH)}"'
         return pod.labels.get(COMPONENT_LABEL) == self.component and own in self.progress
 
 
 def rollout_of(component: ComponentSpec, name: str, workload: Mapping[str, object]) -> Rollout:
-    """Return how the Deployment of this name, as the API server returns it, gets on."""
+    """Return the rollout of the Deployment ``name``, as the API server returns it."""
     progressing = condition_of(workload, "Progressing")
     is_overdue = progressing.get("status") == "False"
     return Rollout(component.name, name, str(progressing.get("message") or ""), is_overdue)
@@ -54,7 +54,7 @@ def progress(
     pods: Iterable[Pod],
     now: datetime,
 ) -> dict[str, Finding]:
-    """Return the one of the two conditions that is true; none where ``ready`` is."""
+    """Return the one of the two conditions that is true; empty if ``ready`` is true."""
     if ready.status is ConditionStatus.TRUE:
         return {}
     lasts = ready.reason == "WriteRefused" and refusals.are_lasting
@@ -67,7 +67,7 @@ def progress(
 
 
 def pull_ends_s(pods: Iterable[Pod], now: datetime) -> float | None:
-    """Return in how many seconds the first pod counts as one that cannot start; None where none waits."""
+    """Return in how many seconds the next pod counts as unable to start; None if no pod waits."""
     left = [
         PULL_WITHIN_S - _age_s(pod, now) for pod in pods if pod.unstartable is not None and not pod.is_over
     ]

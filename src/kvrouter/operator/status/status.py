@@ -1,4 +1,4 @@
-"""The whole status of a deployment, from what was planned and what was seen."""
+"""The whole status of a deployment, from its plan and the observed objects."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -11,8 +11,8 @@ from kvrouter.operator.api.status import (
     LinkStatus,
     PolicyStatus,
 )
-from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.labels.copies import Pod
+from kvrouter.operator.cluster_info import ClusterInfo
+from kvrouter.operator.labels.level_labels import Pod
 from kvrouter.operator.plan.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.available import Workers, available, role_mistakes
@@ -20,9 +20,9 @@ from kvrouter.operator.status.domains import (
     DomainCounts,
     balance_of,
     balanced,
+    domain_counts_of,
     domain_statuses,
     had_decode,
-    places_of,
 )
 from kvrouter.operator.status.finding import (
     AVAILABLE,
@@ -37,8 +37,8 @@ from kvrouter.operator.status.finding import (
 from kvrouter.operator.status.resolved import (
     NOTHING_REFUSED,
     RefusedObjects,
-    copy_of,
     invalid_spec,
+    policy_level,
     ready,
     resolved,
 )
@@ -49,7 +49,7 @@ from kvrouter.settings.problems import Problem
 def deployment_status(
     deployment: DynamoGraphDeployment,
     planned: Plan,
-    facts: ClusterFacts,
+    cluster_info: ClusterInfo,
     *,
     components: Sequence[ComponentStatus],
     pods: Iterable[Pod],
@@ -62,14 +62,14 @@ def deployment_status(
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
-    ``components`` are those whose Deployment is in the cluster, ``rollouts`` how those get on, ``pods`` all
-    of its pods, ``workers`` those that are registered, ``links`` what a frontend learned. Without a policy
-    there are the conditions Ready and Available, and Stalled or Reconciling where it is not Ready. ``now``
-    must know its time zone.
+    ``components`` are those with a Deployment in the cluster, ``rollouts`` their progress, ``pods`` all pods
+    of the deployment, ``workers`` the registered ones, ``links`` those that a frontend learned. Without a
+    policy it has the conditions Ready and Available, and Stalled or Reconciling while it is not Ready.
+    ``now`` must know its time zone.
     """
     found = tuple(pods)
     spec = deployment.spec
-    policy, places = planned.policy, DomainCounts()
+    policy, counts = planned.policy, DomainCounts()
     findings = {
         READY: ready(spec.components, components, planned.problems, refusals),
         AVAILABLE: _with_mistakes(
@@ -81,19 +81,21 @@ def deployment_status(
         decode_replicas = sum(
             each.desired_replicas for each in components if _takes_decode(ComponentType(each.type))
         )
-        places = places_of(found, copy_of(policy, planned.resolution), decode_replicas=decode_replicas)
+        counts = domain_counts_of(
+            found, policy_level(policy, planned.resolution), decode_replicas=decode_replicas
+        )
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
-        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, facts, refusals)
+        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, cluster_info, refusals)
         started = had_decode(previous, policy)
-        findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill, started=started)
+        findings[DOMAIN_BALANCED] = balanced(counts, policy, has_prefill=has_prefill, started=started)
     findings |= progress(findings[READY], refusals, rollouts, found, now)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
         conditions=_conditions(findings, previous, deployment.metadata.generation, now),
         components=tuple(components),
         policy=None if policy is None else _policy(policy),
-        domains=domain_statuses(places),
-        balance=balance_of(places.domains),
+        domains=domain_statuses(counts),
+        balance=balance_of(counts.domains),
         links=tuple(links) or None,
     )
 
@@ -101,7 +103,7 @@ def deployment_status(
 def unreadable_status(
     generation: int, problems: Sequence[Problem], *, previous: DeploymentStatus | None, now: datetime
 ) -> DeploymentStatus:
-    """Return the status of what is no deployment, for ``problems``: not Ready, and else as it was."""
+    """Return the status of an invalid deployment: not Ready because of ``problems``, and else as it was."""
     before = previous or DeploymentStatus()
     invalid = invalid_spec(problems)
     findings = {READY: invalid, **progress(invalid, NOTHING_REFUSED, (), (), now)}
@@ -115,7 +117,7 @@ def _with_mistakes(finding: Finding, mistakes: Sequence[str]) -> Finding:
 
 
 def _scaled(components: Sequence[ComponentSpec], there: Sequence[ComponentStatus]) -> list[ComponentSpec]:
-    """``components`` with as many replicas as there should be, by the component or its Deployment."""
+    """Return ``components`` with their desired replicas, from the component or its Deployment."""
     desired = {each.name: each.desired_replicas for each in there}
     return [
         each.model_copy(update={"replicas": desired.get(each.name, 1)}) if each.replicas is None else each

@@ -99,12 +99,12 @@ TOKEN_TIME = "time per output token"  # noqa: S105 -- a quantity, no password
 
 class Calibrated(NamedTuple):
     """A mock engine for a measured run: with the timing that its hardware alone leads one to expect, and with
-    the one that ``n_seen`` requests led to.
+    the one that ``n_fitted`` requests led to.
     """
 
     expected: MockConfig
     fitted: MockConfig
-    n_seen: int
+    n_fitted: int
     guesses: tuple[str, ...]
 
 
@@ -137,57 +137,57 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def calibrate(
-    run: MeasuredRun, shape: ModelShape, *, n_seen: int, on_round: Callable[[int], None] = lambda _: None
+    run: MeasuredRun, shape: ModelShape, *, n_fitted: int, on_round: Callable[[int], None] = lambda _: None
 ) -> Calibrated:
-    """Fit a timing to the first ``n_seen`` requests; with 0, expect it from model and hardware alone.
+    """Fit a timing to the first ``n_fitted`` requests; with 0, expect it from model and hardware alone.
 
     Raises ConfigError where there are too few requests to fit to or none left to predict, and for a model
     that does not fit into its GPUs.
     """
-    check_seen(run, n_seen)
-    return calibrate_from(run, roofline(run, shape), n_seen=n_seen, on_round=on_round)
+    check_fitted(run, n_fitted)
+    return calibrate_from(run, roofline(run, shape), n_fitted=n_fitted, on_round=on_round)
 
 
 def calibrate_from(
     run: MeasuredRun,
     prior: Roofline,
     *,
-    n_seen: int,
+    n_fitted: int,
     spreads: Mapping[str, float] = SPREADS,
     on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibrated:
-    """Fit a timing to the first ``n_seen`` requests; each figure may be away from that of ``prior`` by its
+    """Fit a timing to the first ``n_fitted`` requests; each figure may be away from that of ``prior`` by its
     entry in ``spreads``, which has the keys of :data:`SPREADS`.
 
     Raises ConfigError as :func:`check_seen` does.
     """
-    check_seen(run, n_seen)
+    check_fitted(run, n_fitted)
     expected = replace(engine_config(run, prior.kv_tokens), timing=prior.timing)
     fitted = expected
-    if n_seen:
-        fitted = replace(expected, timing=_Fit(run, expected, n_seen, prior, spreads).timing(on_round))
-    return Calibrated(expected, fitted, n_seen, prior.guesses)
+    if n_fitted:
+        fitted = replace(expected, timing=_Fit(run, expected, n_fitted, prior, spreads).timing(on_round))
+    return Calibrated(expected, fitted, n_fitted, prior.guesses)
 
 
-def check_seen(run: MeasuredRun, n_seen: int) -> None:
-    """Raise ConfigError where ``n_seen`` requests are too few to fit to, or leave none to predict."""
-    if n_seen and n_seen < REQUESTS_MIN:
+def check_fitted(run: MeasuredRun, n_fitted: int) -> None:
+    """Raise ConfigError where ``n_fitted`` requests are too few to fit to, or leave none to predict."""
+    if n_fitted and n_fitted < REQUESTS_MIN:
         raise ConfigError(
-            f"requests: {n_seen} are too few to fit to; take {REQUESTS_MIN} or more, or 0 to see none",
+            f"requests: {n_fitted} are too few to fit to; take {REQUESTS_MIN} or more, or 0 to see none",
             param="requests",
         )
-    if n_seen >= run.n_requests:
+    if n_fitted >= run.n_requests:
         raise ConfigError(
-            f"requests: {n_seen} of {run.n_requests} leave none to predict; take fewer", param="requests"
+            f"requests: {n_fitted} of {run.n_requests} leave none to predict; take fewer", param="requests"
         )
 
 
 def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
     """Predict the requests that were not seen, and compare them with what was measured."""
-    seen = calibrated.n_seen
-    measured = {name: _percentiles(values[seen:]) for name, values in quantities(run, run.stamps).items()}
-    expected = _predicted(run, calibrated.expected, seen)
-    fitted = _predicted(run, calibrated.fitted, seen) if seen else expected
+    n_fitted = calibrated.n_fitted
+    measured = {name: _percentiles(values[n_fitted:]) for name, values in quantities(run, run.stamps).items()}
+    expected = _predicted(run, calibrated.expected, n_fitted)
+    fitted = _predicted(run, calibrated.fitted, n_fitted) if n_fitted else expected
     token_s = measured[TOKEN_TIME][PERCENTILES.index(50)]
     return [
         Comparison(
@@ -203,7 +203,7 @@ def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
     ]
 
 
-def _predicted(run: MeasuredRun, config: MockConfig, seen: int) -> dict[str, list[float]]:
+def _predicted(run: MeasuredRun, config: MockConfig, n_fitted: int) -> dict[str, list[float]]:
     """Return the mean of each percentile over simulations whose timings differ a little.
 
     Which step a request just meets, and what else is in it, is chance, and so is the p99 of one simulation.
@@ -217,7 +217,7 @@ def _predicted(run: MeasuredRun, config: MockConfig, seen: int) -> dict[str, lis
         moved["decode_min"] = min(1.0, moved["decode_base"])
         stamps = simulate(run, replace(config, timing=replace(config.timing, **moved)))
         for name, values in quantities(run, stamps).items():
-            found.setdefault(name, []).append(_percentiles(values[seen:]))
+            found.setdefault(name, []).append(_percentiles(values[n_fitted:]))
     return {name: np.mean(rows, axis=0).tolist() for name, rows in found.items()}
 
 
@@ -254,22 +254,22 @@ class _Fit:
         self,
         run: MeasuredRun,
         config: MockConfig,
-        n_seen: int,
+        n_fitted: int,
         prior: Roofline,
         spreads: Mapping[str, float],
     ) -> None:
         self._run = run
         self._config = config
-        self._n_seen = n_seen
+        self._n_fitted = n_fitted
         self._names = tuple(spreads)
         figures = asdict(prior.timing)
         self._expected: F64 = np.log([figures[name] for name in self._names])
         self._spreads: F64 = np.array(list(spreads.values()))
-        self._measured = _seen(run.stamps, n_seen)
+        self._measured = _first_rows(run.stamps, n_fitted)
         # Where tokens are drafted, all may come in one step.
         self._decodes = self._measured.last > self._measured.first
         self._is_scheduled = ~np.isnan(self._measured.scheduled)
-        self._weight = min(1.0, (INDEPENDENT_REQUESTS / n_seen) ** 0.5)
+        self._weight = min(1.0, (INDEPENDENT_REQUESTS / n_fitted) ** 0.5)
         self._ttft_spread_s = STEP_SPREAD * float((self._measured.first - self._measured.arrival).mean())
 
     def timing(self, on_round: Callable[[int], None]) -> Timing:
@@ -284,13 +284,13 @@ class _Fit:
         figures of prefill are moved together, and all others.
         """
         moves = np.linspace(-GRID_LOG, GRID_LOG, GRID_POINTS)
-        grid = [self._expected + np.array(way) @ self._groups() for way in product(moves, moves)]
+        grid = [self._expected + np.array(direction) @ self._groups() for direction in product(moves, moves)]
         return [self._expected, *sorted(grid, key=self._cost)[:STARTS]]
 
     def _nearest(self, at: F64, on_round: Callable[[], None]) -> F64:
         for difference, together in STAGES:
-            ways = self._groups() if together else np.eye(len(at))
-            at = self._nearer(at, ways, difference, on_round)
+            directions = self._groups() if together else np.eye(len(at))
+            at = self._nearer(at, directions, difference, on_round)
         return at
 
     def _cost(self, at: F64) -> float:
@@ -302,20 +302,24 @@ class _Fit:
         is_prefill = np.array([name.startswith("prefill") for name in self._names])
         return np.stack([is_prefill, ~is_prefill]).astype(np.float64)
 
-    def _nearer(self, at: F64, ways: F64, difference: float, on_round: Callable[[], None]) -> F64:
-        """Go from ``at`` along ``ways``, one a row, until no round gains much."""
+    def _nearer(self, at: F64, directions: F64, difference: float, on_round: Callable[[], None]) -> F64:
+        """Go from ``at`` along ``directions``, one a row, until no round gains much."""
         rest = self._residuals(at)
         cost, damping = float(rest @ rest), 1e-3
         for _ in range(ROUNDS):
             on_round()
             slopes = np.stack(
-                [(self._residuals(at + difference * way) - rest) / difference for way in ways], axis=1
+                [
+                    (self._residuals(at + difference * direction) - rest) / difference
+                    for direction in directions
+                ],
+                axis=1,
             )
             square = slopes.T @ slopes
             gain = 0.0
             for _ in range(TRIES):
                 step = -np.linalg.solve(square + damping * np.diag(np.diag(square)), slopes.T @ rest)
-                there = at + np.clip(step, -STEP_LARGEST, STEP_LARGEST) @ ways
+                there = at + np.clip(step, -STEP_LARGEST, STEP_LARGEST) @ directions
                 rest_there = self._residuals(there)
                 cost_there = float(rest_there @ rest_there)
                 if cost_there < cost:
@@ -335,7 +339,7 @@ class _Fit:
     def _residuals(self, at: F64) -> F64:
         """Differences of the requests' stamps and of the figures, in standard deviations."""
         config = replace(self._config, timing=self._timing_at(at))
-        here = _seen(simulate(self._run, config, first=self._n_seen), self._n_seen)
+        here = _first_rows(simulate(self._run, config, first=self._n_fitted), self._n_fitted)
         there = self._measured
         decodes = self._decodes
         differences = np.concatenate(
@@ -356,5 +360,5 @@ class _Fit:
         return np.where(self._is_scheduled, stamps.scheduled, stamps.arrival)
 
 
-def _seen(stamps: Stamps, n_seen: int) -> Stamps:
-    return Stamps(*(column[:n_seen] for column in msgspec.structs.astuple(stamps)))
+def _first_rows(stamps: Stamps, n_fitted: int) -> Stamps:
+    return Stamps(*(column[:n_fitted] for column in msgspec.structs.astuple(stamps)))

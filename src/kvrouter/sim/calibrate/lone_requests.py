@@ -25,16 +25,16 @@ SMALL_SHARE = 0.05
 """The share of a step that each figure has at first which lone requests do not show."""
 
 
-def lone_timing(run: MeasuredRun, n_seen: int) -> Roofline:
-    """Return a timing that explains those of the first ``n_seen`` requests that ran alone, and the tokens of
-    KV that the engine has.
+def lone_timing(run: MeasuredRun, n_fitted: int) -> Roofline:
+    """Return a timing that explains those of the first ``n_fitted`` requests that ran alone, and the
+    engine's tokens of KV.
 
     Raises ConfigError where fewer than three ran alone.
     """
-    alone = _alone(run)[:n_seen]
+    alone = _alone(run)[:n_fitted]
     if np.count_nonzero(alone) < LONE_LEAST:
         raise ConfigError(
-            f"requests: {np.count_nonzero(alone)} of {n_seen} ran alone; {LONE_LEAST} or more must",
+            f"requests: {np.count_nonzero(alone)} of {n_fitted} ran alone; {LONE_LEAST} or more must",
             param="requests",
         )
     stamps, at = run.stamps, np.flatnonzero(alone)

@@ -294,10 +294,10 @@ def _cached_tokens(rows: list[RequestRow], flags: EngineFlags, notes: list[str])
 def _read_meta(path: Path, hardware: RunHardware, notes: list[str]) -> RunMeta:
     """Read the engine's flags; those that nobody says are what vLLM takes on such a GPU."""
     content = read_json(path, dict[str, Any])
-    said = content.get("engine_kwargs")
+    flags = content.get("engine_kwargs")
     kwargs: dict[str, Any] = {}
-    if isinstance(said, dict):
-        kwargs = {str(key).replace("-", "_"): value for key, value in said.items()}
+    if isinstance(flags, dict):
+        kwargs = {str(key).replace("-", "_"): value for key, value in flags.items()}
         content["engine_kwargs"] = kwargs
     meta = convert_json(path, content, RunMeta)
     flags, gpu = meta.engine_kwargs, hardware.gpu
@@ -389,7 +389,7 @@ def read_json(path: Path, kind: type[Read]) -> Read:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}", param=str(path)) from error
     except Unreadable as error:
         raise ConfigError(f"{path}: {error}", param=str(path)) from error
-    return convert_json(path, _said(content), kind)
+    return convert_json(path, _without_nulls(content), kind)
 
 
 def convert_json(path: Path, content: object, kind: type[Read]) -> Read:
@@ -401,10 +401,10 @@ def convert_json(path: Path, content: object, kind: type[Read]) -> Read:
         raise ConfigError(f"{path}: {field}: {what}", param=field) from error
 
 
-def _said(content: object) -> object:
+def _without_nulls(content: object) -> object:
     if isinstance(content, dict):
-        return {key: _said(value) for key, value in content.items() if value is not None}
-    return [_said(item) for item in content] if isinstance(content, list) else content
+        return {key: _without_nulls(value) for key, value in content.items() if value is not None}
+    return [_without_nulls(item) for item in content] if isinstance(content, list) else content
 
 
 def _read_rows(path: Path, notes: list[str]) -> list[tuple[int, object]]:

@@ -52,7 +52,7 @@ OVERLAP = 4.0
 the shorter one costs nothing.
 """
 
-SEEN_LEAST = 0.25
+COMPUTE_SHARE_LEAST = 0.25
 """The share of its computing that a prompt token takes at least, though weights are read meanwhile."""
 
 LAYERS_LEAST = 0.01
@@ -189,7 +189,7 @@ class _Costs(NamedTuple):
         if chunks.min() == chunks.max():
             chunks = chunks * np.linspace(0.5, 1.0, len(chunks))
         first, linear = _line(chunks, [self.matrices_ms(decoding + n) - shared for n in chunks])
-        linear = max(linear, SEEN_LEAST * self.product_ms)
+        linear = max(linear, COMPUTE_SHARE_LEAST * self.product_ms)
         decode_base = base + self.step_ms + self.step_link_ms
         return Timing(
             prefill_quadratic=0.0,
@@ -337,9 +337,9 @@ def _weights(flags: EngineFlags, shape: ModelShape, guesses: list[str]) -> Weigh
     """Return how weights are stored: what the flags say wins over the model, but for the number of bits."""
     found = shape.weights
     if flags.quantization is not None:
-        said = format_of_method(flags.quantization)
-        if found is None or not (said.is_guess or said.type == found.type == "16bit"):
-            found = said
+        stated = format_of_method(flags.quantization)
+        if found is None or not (stated.is_guess or stated.type == found.type == "16bit"):
+            found = stated
     if found is None:
         bits = 32 if flags.dtype in ("float32", "float") else 16
         return WeightFormat(flags.dtype, bits)

@@ -23,7 +23,7 @@ from kvrouter.kernel.routing.request import Decision
 from kvrouter.kernel.routing.route import route
 from kvrouter.sim.past.past_fleet import PastFleet, leg_called
 from kvrouter.sim.past.recorded_fleet import Policy
-from kvrouter.sim.traces.recording import Past, PastRequest
+from kvrouter.sim.traces.recorded_trace import Past, PastRequest
 
 MINUTE_S = 60.0
 
@@ -146,8 +146,8 @@ def _decided_s(request: PastRequest) -> float:
 
 
 def _check_level(past: Past, policy: Policy) -> None:
-    seen = [*past.fleet.initial.values(), *(move.seen for move in past.fleet.moves)]
-    levels = sorted({level for each in seen for level in each.worker.domains})
+    recorded = [*past.fleet.initial.values(), *(move.recorded for move in past.fleet.moves)]
+    levels = sorted({level for each in recorded for level in each.worker.domains})
     if policy.domain not in levels:
         known = ", ".join(levels) if levels else "none"
         raise ConfigError(

@@ -9,7 +9,7 @@ from kvrouter.core.workers import Role
 from kvrouter.recording.schema import FleetChange, FleetRecord, Worker
 
 
-class SeenWorker(NamedTuple):
+class RecordedWorker(NamedTuple):
     """A worker as a recording has it, and the file and line that say so."""
 
     worker: Worker
@@ -36,7 +36,7 @@ class FleetMove(NamedTuple):
 
     at_s: float
     move: Move
-    seen: SeenWorker
+    recorded: RecordedWorker
 
 
 class FleetNote(NamedTuple):
@@ -61,13 +61,13 @@ class FleetHistory(NamedTuple):
 
     model: str
     block_size: int
-    initial: Mapping[str, SeenWorker]
+    initial: Mapping[str, RecordedWorker]
     moves: tuple[FleetMove, ...]
 
     @property
-    def seen(self) -> list[SeenWorker]:
+    def recorded(self) -> list[RecordedWorker]:
         """All that is recorded of workers, in the order of time."""
-        return [*self.initial.values(), *(move.seen for move in self.moves)]
+        return [*self.initial.values(), *(move.recorded for move in self.moves)]
 
 
 def fleet_history(
@@ -86,19 +86,19 @@ def fleet_history(
     """
     from_s = min(span.first_s for span in spans.values())
     until_s = max(span.last_s for span in spans.values())
-    initial: dict[str, SeenWorker] = {}
+    initial: dict[str, RecordedWorker] = {}
     moves: list[FleetMove] = []
-    for at_s, move, seen in _combined(notes, spans, model):
+    for at_s, move, recorded in _combined(notes, spans, model):
         if at_s > until_s:
             break
         if at_s <= from_s or (from_serving and not (moves or _serves(initial))):
-            _apply(initial, move, seen)
+            _apply(initial, move, recorded)
         else:
-            moves.append(FleetMove(at_s - from_s, move, seen))
+            moves.append(FleetMove(at_s - from_s, move, recorded))
     return FleetHistory(model, block_size, initial, tuple(moves))
 
 
-_Timed = tuple[float, Move, SeenWorker]
+_Timed = tuple[float, Move, RecordedWorker]
 
 
 class _Point(NamedTuple):
@@ -110,7 +110,7 @@ class _Point(NamedTuple):
     order: int
     recording: str
     move: Move | None = None
-    seen: SeenWorker | None = None
+    recorded: RecordedWorker | None = None
 
 
 _MOVES, _BEGINS, _ENDS = range(3)
@@ -121,19 +121,21 @@ def _combined(notes: Sequence[FleetNote], spans: Mapping[str, Span], model: str)
     points: list[_Point] = []
     for recording, span in spans.items():
         own = [note for note in notes if note.recording == recording]
-        points += (_Point(at_s, _MOVES, recording, move, seen) for at_s, move, seen in _moves_of(own, model))
+        points += (
+            _Point(at_s, _MOVES, recording, move, recorded) for at_s, move, recorded in _moves_of(own, model)
+        )
         points += (_Point(span.first_s, _BEGINS, recording), _Point(span.last_s, _ENDS, recording))
     points.sort(key=lambda point: point[:2])
-    views: dict[str, dict[str, SeenWorker]] = {recording: {} for recording in spans}
-    shown: dict[str, SeenWorker] = {}
+    views: dict[str, dict[str, RecordedWorker]] = {recording: {} for recording in spans}
+    shown: dict[str, RecordedWorker] = {}
     running: list[str] = []
     speaker = ""
     for point in points:
-        if point.move is not None and point.seen is not None:
-            _apply(views[point.recording], point.move, point.seen)
+        if point.move is not None and point.recorded is not None:
+            _apply(views[point.recording], point.move, point.recorded)
             if point.recording == speaker:
-                _apply(shown, point.move, point.seen)
-                yield point.at_s, point.move, point.seen
+                _apply(shown, point.move, point.recorded)
+                yield point.at_s, point.move, point.recorded
             continue
         if point.order == _BEGINS:
             running.append(point.recording)
@@ -141,8 +143,8 @@ def _combined(notes: Sequence[FleetNote], spans: Mapping[str, Span], model: str)
             running.remove(point.recording)
         if running and running[-1] != speaker:
             speaker = running[-1]
-            for move, seen in _differences(shown, views[speaker]):
-                yield point.at_s, move, seen
+            for move, recorded in _differences(shown, views[speaker]):
+                yield point.at_s, move, recorded
             shown = dict(views[speaker])
 
 
@@ -150,7 +152,7 @@ def _moves_of(notes: Sequence[FleetNote], model: str) -> Iterator[_Timed]:
     """Yield the moves of one recording. Time never goes back: the fleet at the head of a file bears the
     moment of the file's first record, which may be a request's arrival.
     """
-    view: dict[str, SeenWorker] = {}
+    view: dict[str, RecordedWorker] = {}
     of_head: set[str] = set()
     """Workers that the head of a file was the first to name: they join once more after it."""
     now_s = 0.0
@@ -158,48 +160,48 @@ def _moves_of(notes: Sequence[FleetNote], model: str) -> Iterator[_Timed]:
         now_s = max(now_s, note.at_s)
         change = note.record.change
         found = [
-            SeenWorker(worker, note.path, note.line)
+            RecordedWorker(worker, note.path, note.line)
             for worker in note.record.workers
             if worker.model == model
         ]
-        moves: list[tuple[Move, SeenWorker]] = []
+        moves: list[tuple[Move, RecordedWorker]] = []
         if change is FleetChange.ALL:
-            moves += _differences(view, {seen.worker.worker: seen for seen in found})
-            of_head |= {seen.worker.worker for move, seen in moves if move is Move.JOINED}
-        for seen in () if change is FleetChange.ALL else found:
-            name = seen.worker.worker
+            moves += _differences(view, {recorded.worker.worker: recorded for recorded in found})
+            of_head |= {recorded.worker.worker for move, recorded in moves if move is Move.JOINED}
+        for recorded in () if change is FleetChange.ALL else found:
+            name = recorded.worker.worker
             if change is FleetChange.LEFT:
-                moves += [(Move.LEFT, seen)] if name in view else []
+                moves += [(Move.LEFT, recorded)] if name in view else []
             elif change is FleetChange.JOINED and name not in of_head:
-                moves.append((Move.JOINED, seen))
+                moves.append((Move.JOINED, recorded))
             else:
-                moves += _differences({name: view[name]} if name in view else {}, {name: seen})
+                moves += _differences({name: view[name]} if name in view else {}, {name: recorded})
             of_head.discard(name)
-        for move, seen in moves:
-            _apply(view, move, seen)
-            yield now_s, move, seen
+        for move, recorded in moves:
+            _apply(view, move, recorded)
+            yield now_s, move, recorded
 
 
 def _differences(
-    before: Mapping[str, SeenWorker], after: Mapping[str, SeenWorker]
-) -> list[tuple[Move, SeenWorker]]:
+    before: Mapping[str, RecordedWorker], after: Mapping[str, RecordedWorker]
+) -> list[tuple[Move, RecordedWorker]]:
     """Return what makes ``after`` of ``before``."""
-    found = [(Move.LEFT, seen) for name, seen in before.items() if name not in after]
-    for name, seen in after.items():
+    found = [(Move.LEFT, recorded) for name, recorded in before.items() if name not in after]
+    for name, recorded in after.items():
         known = before.get(name)
         if known is None:
-            found.append((Move.JOINED, seen))
-        elif known.worker != seen.worker:
-            found.append((Move.CHANGED, seen))
+            found.append((Move.JOINED, recorded))
+        elif known.worker != recorded.worker:
+            found.append((Move.CHANGED, recorded))
     return found
 
 
-def _serves(view: Mapping[str, SeenWorker]) -> bool:
-    return any(seen.worker.role != Role.PREFILL for seen in view.values())
+def _serves(view: Mapping[str, RecordedWorker]) -> bool:
+    return any(recorded.worker.role != Role.PREFILL for recorded in view.values())
 
 
-def _apply(view: dict[str, SeenWorker], move: Move, seen: SeenWorker) -> None:
+def _apply(view: dict[str, RecordedWorker], move: Move, recorded: RecordedWorker) -> None:
     if move is Move.LEFT:
-        view.pop(seen.worker.worker, None)
+        view.pop(recorded.worker.worker, None)
     else:
-        view[seen.worker.worker] = seen
+        view[recorded.worker.worker] = recorded

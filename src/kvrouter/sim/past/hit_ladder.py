@@ -202,7 +202,7 @@ class Larger(msgspec.Struct, frozen=True):
     share: float
 
 
-class HitFacts(msgspec.Struct, frozen=True):
+class HitCounts(msgspec.Struct, frozen=True):
     """What a reader of the ladder must know. Requests and tokens of prompts, where nothing else is said."""
 
     requests: int
@@ -238,7 +238,7 @@ class HitLadder(msgspec.Struct, frozen=True):
     losses: tuple[Loss, ...]
     larger: tuple[Larger, ...]
     largest: Cause | None
-    facts: HitFacts
+    facts: HitCounts
 
 
 def losses_of(tokens: Mapping[Cause, int], prompt_tokens: int) -> tuple[Loss, ...]:

@@ -27,7 +27,7 @@ from kvrouter.recording.schema import AttemptRecord, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import Move
 from kvrouter.sim.past.hit_ladder import (
     Cause,
-    HitFacts,
+    HitCounts,
     HitLadder,
     Larger,
     Rung,
@@ -45,7 +45,7 @@ from kvrouter.sim.past.past_caches import (
     past_prompt,
 )
 from kvrouter.sim.past.past_fleet import Moved, PastFleet, leg_called, rank_of
-from kvrouter.sim.traces.recording import Past, PastRequest
+from kvrouter.sim.traces.recorded_trace import Past, PastRequest
 
 FACTORS = (2, 4)
 """The sizes of the fleet's caches that are tried too, by how many times as large they are."""
@@ -351,7 +351,7 @@ class _Climb:
                 for factor in FACTORS
             ),
             largest=largest_of(losses),
-            facts=self._facts(),
+            facts=self._counts(),
         )  # fmt: skip
 
     def _measure(
@@ -364,14 +364,14 @@ class _Climb:
     ) -> None:
         record, leg, block_size = request.record, placed.leg, request.record.block_size
         input_tokens, findable_tokens = record.input_tokens, wanted.n_findable * block_size
-        seen = min((self._seen.add(wanted.prompt) or 0), wanted.n_findable) * block_size
+        seen_tokens = min((self._seen.add(wanted.prompt) or 0), wanted.n_findable) * block_size
         expected = min(leg.overlap_blocks, wanted.n_findable) * block_size
         counted = None if leg.cached_tokens is None else min(leg.cached_tokens, input_tokens)
         known = max(expected, counted or 0)
 
         def with_beyond(tokens: int) -> int:
             """Blocks that nobody recorded follow those that were seen before, where all of these are."""
-            return max(tokens, known) if tokens >= seen else tokens
+            return max(tokens, known) if tokens >= seen_tokens else tokens
 
         for factor, cache in self._caches.shared.items():
             self._held[factor] += with_beyond(cache.matched(wanted) * block_size)
@@ -384,7 +384,7 @@ class _Climb:
         own = 0 if slot is None else int(overlap[slot]) * block_size
         chosen = max(own, known)
         nearest = self._choices.note(placed, request, overlap, chosen, slot)
-        endless = max(seen, nearest)
+        endless = max(seen_tokens, nearest)
         counts = expected if counted is None else counted
         for rung, tokens in (
             (Rung.PROMPTS, input_tokens),
@@ -410,7 +410,7 @@ class _Climb:
             unreported_tokens=input_tokens if counted is None else 0,
             media=record.media,
             adapters=record.adapter is not None,
-            beyond=max(0, known - seen),
+            beyond=max(0, known - seen_tokens),
             unexpected=max(0, (counted or 0) - expected),
         )
 
@@ -428,7 +428,7 @@ class _Climb:
         self._first_seen_by_quarter[quarter] += first_seen
         self._tokens_by_quarter[quarter] += input_tokens
 
-    def _facts(self) -> HitFacts:
+    def _counts(self) -> HitCounts:
         n = self._n
         rate = 0.0
         if self._tokens_by_quarter[3]:
@@ -437,7 +437,7 @@ class _Climb:
             max(0.0, self._first_seen_by_quarter[quarter] - rate * self._tokens_by_quarter[quarter])
             for quarter in range(3)
         )
-        return HitFacts(
+        return HitCounts(
             requests=n["requests"],
             prompt_tokens=self._rung[Rung.PROMPTS],
             left_out=len(self._past.requests) - n["requests"],
@@ -463,7 +463,7 @@ def _of_role(fleet: Fleet, leg: Leg) -> BoolColumn:
 
 def _n_ranks(past: Past) -> int:
     """How many ranks there were, at any time."""
-    sizes = {each.worker.worker: each.worker.dp_size for each in past.fleet.seen}
+    sizes = {each.worker.worker: each.worker.dp_size for each in past.fleet.recorded}
     return sum(sizes.values())
 
 

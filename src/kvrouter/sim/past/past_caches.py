@@ -14,7 +14,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
 from kvrouter.engines.mock_engine.ranks import PagedKv
 from kvrouter.kernel.index import NativeBlockIndex
-from kvrouter.sim.traces.recording import PastRequest
+from kvrouter.sim.traces.recorded_trace import PastRequest
 
 ENDLESS_BLOCKS = (1 << 32) - 3
 """The largest cache that is modelled; one of unknown size is taken to be as large."""

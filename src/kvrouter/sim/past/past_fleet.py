@@ -14,9 +14,9 @@ from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.request import RouteRequest, RoutingSettings, View
 from kvrouter.recording.schema import Constraints, LegRecord, Worker
-from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, SeenWorker
+from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, RecordedWorker
 from kvrouter.sim.past.recorded_fleet import Policy, own_taints, policy_of
-from kvrouter.sim.traces.recording import PastRequest
+from kvrouter.sim.traces.recorded_trace import PastRequest
 
 
 class Moved(NamedTuple):
@@ -46,8 +46,8 @@ class PastFleet:
         self._zeros: IntColumn = np.zeros(16, np.int64)
         self._moves = deque(history.moves)
         self.initial = tuple(
-            self._take(FleetMove(0.0, Move.JOINED, seen))
-            for _, seen in sorted(history.initial.items(), key=lambda item: _number(item[1]))
+            self._take(FleetMove(0.0, Move.JOINED, recorded))
+            for _, recorded in sorted(history.initial.items(), key=lambda item: _number(item[1]))
         )
         """The workers that were there from the beginning."""
 
@@ -113,23 +113,25 @@ class PastFleet:
 
     def _take(self, move: FleetMove) -> Moved:
         self.version += 1
-        seen = move.seen
-        worker_id = _number(seen)
+        recorded = move.recorded
+        worker_id = _number(recorded)
         known = self.fleet.card(worker_id)
         if move.move is Move.LEFT:
             freed = () if known is None else tuple(self.fleet.leave(worker_id, known.incarnation))
-            return Moved(move.at_s, move.move, seen.worker, (), freed)
+            return Moved(move.at_s, move.move, recorded.worker, (), freed)
         if known is None or move.move is Move.JOINED:
             self._incarnations += 1
             incarnation = Epoch(self._incarnations)
         else:
             incarnation = known.incarnation
         try:
-            change = self.fleet.join(_card(seen.worker, worker_id, incarnation, self._policy))
+            change = self.fleet.join(_card(recorded.worker, worker_id, incarnation, self._policy))
         except (ConfigError, ValueError) as error:
-            raise ConfigError(f"{seen.place}: worker {seen.worker.worker}: {error}", param="fleet") from error
-        self.fleet.set_alive(worker_id, seen.worker.alive)
-        return Moved(move.at_s, move.move, seen.worker, change.joined, change.freed)
+            raise ConfigError(
+                f"{recorded.place}: worker {recorded.worker.worker}: {error}", param="fleet"
+            ) from error
+        self.fleet.set_alive(worker_id, recorded.worker.alive)
+        return Moved(move.at_s, move.move, recorded.worker, change.joined, change.freed)
 
 
 def leg_called(legs: Sequence[LegRecord], name: str) -> LegRecord | None:
@@ -150,12 +152,12 @@ def _pin(text: str | None) -> Pin | None:
     return Pin(WorkerId(int(worker)), DpRank(int(dp_rank)) if dp_rank else None)
 
 
-def _number(seen: SeenWorker) -> WorkerId:
+def _number(recorded: RecordedWorker) -> WorkerId:
     try:
-        return WorkerId(int(seen.worker.worker))
+        return WorkerId(int(recorded.worker.worker))
     except ValueError as error:
         raise ConfigError(
-            f"{seen.place}: worker: must be a number, not {seen.worker.worker!r}", param="fleet"
+            f"{recorded.place}: worker: must be a number, not {recorded.worker.worker!r}", param="fleet"
         ) from error
 
 

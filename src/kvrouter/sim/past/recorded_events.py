@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from kvrouter.core.ids import WorkerId
 from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import Path, Problem, config_error, problem_of
-from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, SeenWorker
+from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, RecordedWorker
 from kvrouter.sim.past.recorded_fleet import (
     Numbering,
     RecordedDocument,
@@ -43,23 +43,27 @@ def recorded_events(
     for move in history.moves:
         translation.take(move)
     entries = translation.entries
-    origins: dict[Path, SeenWorker] = {("events", at): move.seen for at, (move, _) in enumerate(entries)}
+    origins: dict[Path, RecordedWorker] = {
+        ("events", at): move.recorded for at, (move, _) in enumerate(entries)
+    }
     document = RecordedDocument("the recorded events", {}, origins)
     events: list[TimetableEvent] = []
     lines = ["events:" if entries else "events: []"]
-    for position, (move, said) in enumerate(entries):
+    for position, (move, fields) in enumerate(entries):
         at_s = round(move.at_s / speedup, _TIME_DIGITS)
-        kind = KINDS[said["what"]]
+        kind = KINDS[fields["what"]]
         at: Path = ("events", position)
         try:
-            event = kind.model_validate({"at_s": at_s} | {k: v for k, v in said.items() if k != "what"})
+            event = kind.model_validate({"at_s": at_s} | {k: v for k, v in fields.items() if k != "what"})
         except ValidationError as error:
             found = [problem_of(item, kind) for item in error.errors()]
             problems = [Problem((*at, *problem.path), problem.must) for problem in found]
             raise config_error(problems, document.place) from error
         events.append(event.standing(document, at))
-        shown = yaml.safe_dump({"at_s": at_s} | said, default_flow_style=True, sort_keys=False, width=10_000)
-        lines.append(f"- {shown.strip()}  # worker {move.seen.worker.worker}, {move.seen.place}")
+        shown = yaml.safe_dump(
+            {"at_s": at_s} | fields, default_flow_style=True, sort_keys=False, width=10_000
+        )
+        lines.append(f"- {shown.strip()}  # worker {move.recorded.worker.worker}, {move.recorded.place}")
     return RecordedEvents(tuple(events), translation.left_out, "\n".join(lines) + "\n")
 
 
@@ -92,12 +96,13 @@ class _Translation:
         self._n_workers = numbering.n_workers
         self._with_policies = policies
         self._known = {
-            name: _Known(numbering.numbers[name], seen.worker) for name, seen in history.initial.items()
+            name: _Known(numbering.numbers[name], recorded.worker)
+            for name, recorded in history.initial.items()
         }
         self._policies = Counter(policy_of(known.worker) for known in self._known.values())
         self._policy = main_policy(self._policies)
-        for seen in history.initial.values():
-            self._note_use(FleetMove(0.0, Move.JOINED, seen), True)
+        for recorded in history.initial.values():
+            self._note_use(FleetMove(0.0, Move.JOINED, recorded), True)
 
     def take(self, move: FleetMove) -> None:
         """Let it happen."""
@@ -111,7 +116,7 @@ class _Translation:
         self._note_policy(move)
 
     def _join(self, move: FleetMove) -> None:
-        worker = move.seen.worker
+        worker = move.recorded.worker
         known = self._known.get(worker.worker)
         if known is not None and known.here:
             self._leave(move)
@@ -129,7 +134,7 @@ class _Translation:
         self._note_use(move, True)
 
     def _change(self, move: FleetMove) -> None:
-        worker = move.seen.worker
+        worker = move.recorded.worker
         known = self._known[worker.worker]
         was_used = _takes_requests(known.worker)
         self._label(move, known)
@@ -144,18 +149,18 @@ class _Translation:
         self._note_use(move, was_used)
 
     def _leave(self, move: FleetMove) -> None:
-        known = self._known[move.seen.worker.worker]
+        known = self._known[move.recorded.worker.worker]
         known.here = False
         self._policies[policy_of(known.worker)] -= 1
         if known.silent_at is None:
             self._add(move, "die", {"worker": int(known.number)})
         else:  # it was dead since then, as nobody heard of it again
-            fell_silent, said = self.entries[known.silent_at]
-            self.entries[known.silent_at] = (fell_silent, {**said, "what": "die"})
+            fell_silent, fields = self.entries[known.silent_at]
+            self.entries[known.silent_at] = (fell_silent, {**fields, "what": "die"})
             known.silent_at = None
 
     def _label(self, move: FleetMove, known: _Known) -> None:
-        before, after = known.worker.domains, move.seen.worker.domains
+        before, after = known.worker.domains, move.recorded.worker.domains
         labels: dict[str, str | None] = {level: None for level in before if level not in after}
         labels |= {level: value for level, value in after.items() if before.get(level) != value}
         if labels:
@@ -163,7 +168,7 @@ class _Translation:
 
     def _note_use(self, move: FleetMove, was_used: bool) -> None:
         """Let a worker drain that takes no new requests any more, and use one that takes them again."""
-        worker = move.seen.worker
+        worker = move.recorded.worker
         known = self._known[worker.worker]
         if was_used and not _takes_requests(worker):
             if not worker.alive:

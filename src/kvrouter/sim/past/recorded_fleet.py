@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Enforcement
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.kernel.topology.policy import RESERVED_TAINT_PREFIX
 from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import Document, Path, dotted
-from kvrouter.sim.past.fleet_history import FleetHistory, SeenWorker
+from kvrouter.sim.past.fleet_history import FleetHistory, RecordedWorker
 
 
 class RecordedDocument(Document):
@@ -21,7 +21,9 @@ class RecordedDocument(Document):
     ``origins`` are by path; ``name`` is where everything else stands.
     """
 
-    def __init__(self, name: str, content: Mapping[str, object], origins: Mapping[Path, SeenWorker]) -> None:
+    def __init__(
+        self, name: str, content: Mapping[str, object], origins: Mapping[Path, RecordedWorker]
+    ) -> None:
         super().__init__(name, content, {})
         self._origins = origins
 
@@ -32,8 +34,8 @@ class RecordedDocument(Document):
             known = known[:-1]
         if not known:
             return f"{self.name}: {dotted(path)}" if path else self.name
-        seen = self._origins[known]
-        return f"{seen.place}: worker {seen.worker.worker}: {dotted(path)}"
+        recorded = self._origins[known]
+        return f"{recorded.place}: worker {recorded.worker.worker}: {dotted(path)}"
 
 
 class Policy(NamedTuple):
@@ -140,7 +142,7 @@ def main_policy(policies: Counter[Policy | None]) -> Policy | None:
 
 def initial_policy(history: FleetHistory) -> Policy | None:
     """Return what most workers had at the first request."""
-    return main_policy(Counter(policy_of(seen.worker) for seen in history.initial.values()))
+    return main_policy(Counter(policy_of(recorded.worker) for recorded in history.initial.values()))
 
 
 def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
@@ -153,11 +155,11 @@ def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
             f"{recorded_in}: no worker of {history.model} is recorded there; name a fleet with --fleet",
             param="fleet",
         )
-    alike: defaultdict[Hashable, list[SeenWorker]] = defaultdict(list)
+    alike: defaultdict[Hashable, list[RecordedWorker]] = defaultdict(list)
     for name in sorted(history.initial, key=_by_number):
         alike[kind_of(history.initial[name].worker)].append(history.initial[name])
     groups: list[dict[str, Any]] = []
-    origins: dict[Path, SeenWorker] = {}
+    origins: dict[Path, RecordedWorker] = {}
     numbers: dict[str, WorkerId] = {}
     group_of: dict[Hashable, str] = {}
     of_role: Counter[str] = Counter()
@@ -168,15 +170,17 @@ def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
         group_of[kind] = f"{role}-{of_role[role]}"
         origins["workers", len(groups)] = members[0]
         groups.append(group_content(worker, group_of[kind]) | {"replicas": len(members)})
-        for seen in members:
-            numbers[seen.worker.worker] = WorkerId(len(numbers) + 1)
+        for recorded in members:
+            numbers[recorded.worker.worker] = WorkerId(len(numbers) + 1)
     content: dict[str, object] = {
         "version": 1,
         "models": [
             {
                 "name": history.model,
                 "block_size": history.block_size,
-                "context_length": max(seen.worker.context_length for seen in history.initial.values()),
+                "context_length": max(
+                    recorded.worker.context_length for recorded in history.initial.values()
+                ),
             }
         ],
         "workers": groups,
@@ -204,17 +208,21 @@ def match(history: FleetHistory, file: FleetFile) -> tuple[Numbering | None, str
         here[group_place(group)].append(worker_id)
         groups.setdefault(group_place(group), group.name)
     n_workers = sum(map(len, here.values()))
-    recorded: defaultdict[Hashable, list[SeenWorker]] = defaultdict(list)
+    by_kind: defaultdict[Hashable, list[RecordedWorker]] = defaultdict(list)
     for name in sorted(history.initial, key=_by_number):
-        recorded[place_of(history.initial[name].worker)].append(history.initial[name])
+        by_kind[place_of(history.initial[name].worker)].append(history.initial[name])
     numbers: dict[str, WorkerId] = {}
-    for kind, members in recorded.items():
+    for kind, members in by_kind.items():
         ids = here.pop(kind, [])
         if len(ids) != len(members):
-            seen = members[0]
-            why = f"it has {len(ids)} workers like {_described(seen.worker)}; {len(members)} were recorded"
-            return None, f"{why} ({seen.place})"
-        numbers.update((seen.worker.worker, worker_id) for seen, worker_id in zip(members, ids, strict=True))
+            recorded = members[0]
+            why = (
+                f"it has {len(ids)} workers like {_described(recorded.worker)}; {len(members)} were recorded"
+            )
+            return None, f"{why} ({recorded.place})"
+        numbers.update(
+            (recorded.worker.worker, worker_id) for recorded, worker_id in zip(members, ids, strict=True)
+        )
     if here:
         more = sum(map(len, here.values()))
         return None, f"{more} of its workers have roles and domains that none had in the recording"
@@ -234,13 +242,13 @@ def _levels(history: FleetHistory) -> list[str]:
     """Return every level that workers have, broadest first: as their cards say, else those with the fewest
     values first.
     """
-    said: dict[str, None] = {}
+    levels: dict[str, None] = {}
     values: defaultdict[str, set[str]] = defaultdict(set)
-    for seen in history.seen:
-        said.update(dict.fromkeys(seen.worker.levels))
-        for level, value in seen.worker.domains.items():
+    for recorded in history.recorded:
+        levels.update(dict.fromkeys(recorded.worker.levels))
+        for level, value in recorded.worker.domains.items():
             values[level].add(value)
-        if seen.worker.transfer_domain is not None:
-            values.setdefault(seen.worker.transfer_domain, set())
-    others = sorted(values.keys() - said.keys(), key=lambda level: (len(values[level]), level))
-    return [*said, *others]
+        if recorded.worker.transfer_domain is not None:
+            values.setdefault(recorded.worker.transfer_domain, set())
+    others = sorted(values.keys() - levels.keys(), key=lambda level: (len(values[level]), level))
+    return [*levels, *others]

@@ -83,9 +83,9 @@ class PredictedTtft(PublishedRule):
         if given.leg is Leg.DECODE:
             return active
         tokens, queued = new_tokens(given, allowed), view.prefill_tokens[allowed]
-        whose, predicted_ms = self.gateway.timing[allowed], np.empty(len(allowed))
+        timing_index, predicted_ms = self.gateway.timing[allowed], np.empty(len(allowed))
         for number, timing in enumerate(self.gateway.timings):
-            here = whose == number
+            here = timing_index == number
             queue_ms = self._queue_ms_per_token * _slowness(timing) * queued[here]
             predicted_ms[here] = _prefill_ms(timing, tokens[here], given.request.isl_tokens) + queue_ms
         soonest = predicted_ms == predicted_ms.min()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 Arrival = tuple[float, TraceRequest]
 """The second of an arrival, and the request."""

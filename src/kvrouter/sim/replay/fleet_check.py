@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile, WorkerGroup
+from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.settings.problems import Problem, dotted
 
 

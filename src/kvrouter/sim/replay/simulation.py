@@ -20,22 +20,22 @@ from kvrouter.core.hashing import Prompt, mix64
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import EngineRequest, GenerateRequest, Sampling
 from kvrouter.core.timing import Timing
-from kvrouter.engines.mock_engine.handoff import Party
-from kvrouter.engines.mock_engine.links import DomainPair
+from kvrouter.engines.mock_engine.handoff import LegId
+from kvrouter.engines.mock_engine.mock_links import DomainPair
 from kvrouter.engines.mock_engine.network import Carried
 from kvrouter.engines.mock_engine.sequence import Content, NamedContent
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.index import PrefixSet
 from kvrouter.kernel.placement.placement import Draw
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.cache import EventCacheView
 from kvrouter.sim.replay.content import block_names, check_block_size
 from kvrouter.sim.replay.dispatch import Arrival, Dispatch
-from kvrouter.sim.replay.fleet import SimFleet
 from kvrouter.sim.replay.outcome import Outcome
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.request import NO_TOKENS, SimRequest
+from kvrouter.sim.replay.sim_fleet import SimFleet
+from kvrouter.sim.replay.sim_request import NO_TOKENS, SimRequest
 from kvrouter.sim.replay.timetable import (
     AddEvent,
     DieEvent,
@@ -47,7 +47,7 @@ from kvrouter.sim.replay.timetable import (
     TimetableEvent,
 )
 from kvrouter.sim.replay.timetable_plan import Step, plan_timetable
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 CEILING_BLOCKS_MAX = 7_000_000
 """Distinct blocks or pieces of a trace up to which its ceiling is known; more are not kept in mind."""
@@ -138,7 +138,7 @@ class Simulation:
         self._n_draws = 0
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._runs: dict[Party, SimRequest] = {}
+        self._runs: dict[LegId, SimRequest] = {}
         self._open: dict[RequestId, SimRequest] = {}
         """The requests that have not ended."""
         self._n_arrived = 0
@@ -169,16 +169,16 @@ class Simulation:
         bits = mix64(self._seed + number)
         return Draw(bits, number, mix64(bits ^ _SALT))
 
-    def submit(self, run: SimRequest, worker_id: WorkerId, leg: EngineRequest, content: Content) -> Party:
+    def submit(self, run: SimRequest, worker_id: WorkerId, leg: EngineRequest, content: Content) -> LegId:
         """Hand a leg to an engine."""
-        party = self.fleet.fabric.submit(self.now_s, worker_id, leg, content=content)
-        self._runs[party] = run
-        return party
+        leg_id = self.fleet.fabric.submit(self.now_s, worker_id, leg, content=content)
+        self._runs[leg_id] = run
+        return leg_id
 
-    def cancel(self, party: Party, reason: str) -> None:
+    def cancel(self, leg_id: LegId, reason: str) -> None:
         """End a leg, or give up the KV that waits for one."""
-        self._runs.pop(party, None)
-        self.fleet.fabric.cancel(self.now_s, party, reason)
+        self._runs.pop(leg_id, None)
+        self.fleet.fabric.cancel(self.now_s, leg_id, reason)
 
     def call_at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call once at this moment."""
@@ -269,8 +269,8 @@ class Simulation:
         fleet.fabric.catch_up(self.now_s, worker_id)
         self._deliver()
         fleet.leave(worker_id, now_s=self.now_s)
-        legs = [party for party in self._runs if party.worker_id == worker_id]
-        for run in [self._runs.pop(party) for party in legs]:
+        legs = [leg_id for leg_id in self._runs if leg_id.worker_id == worker_id]
+        for run in [self._runs.pop(leg_id) for leg_id in legs]:
             run.worker_died(worker_id)
 
     def _has_thresholds(self) -> bool:
@@ -353,10 +353,10 @@ class Simulation:
                     cache.publish(rank, events, now_s=self.now_s)
             for report in outputs.loads:
                 fleet.reported(report, now_s=self.now_s)
-            for party, chunk in outputs.chunks:
-                run = self._runs.get(party) if chunk.finish is None else self._runs.pop(party, None)
+            for leg_id, chunk in outputs.chunks:
+                run = self._runs.get(leg_id) if chunk.finish is None else self._runs.pop(leg_id, None)
                 if run is not None:
-                    run.take(party, chunk)
+                    run.take(leg_id, chunk)
             while self._due:
                 self._due.popleft()()
 
@@ -379,7 +379,7 @@ def longest_request(trace: Iterable[TraceRequest]) -> tuple[int, TraceRequest]:
 
 def check_room(row: TraceRequest, fleet: SimFleet) -> None:
     """Raise ConfigError where an engine of the fleet, or the model, has no room for this request."""
-    room_tokens, said_tokens = fleet.capacity_tokens, fleet.said_context_tokens
+    room_tokens, stated_tokens = fleet.capacity_tokens, fleet.stated_context_tokens
     tokens = row.input_tokens + row.output_tokens
     what = f"{row.place}: {row.input_tokens} tokens and {row.output_tokens} more"
     if tokens > room_tokens:
@@ -388,9 +388,9 @@ def check_room(row: TraceRequest, fleet: SimFleet) -> None:
             "(total_kv_blocks × block_size): give the engines of the fleet file more total_kv_blocks",
             param="total_kv_blocks",
         )
-    if said_tokens is not None and tokens > said_tokens:
+    if stated_tokens is not None and tokens > stated_tokens:
         raise ConfigError(
-            f"{what}; the model's context_length is {said_tokens}: set models[0].context_length of the "
+            f"{what}; the model's context_length is {stated_tokens}: set models[0].context_length of the "
             f"fleet file to {tokens} or more",
             param="context_length",
         )

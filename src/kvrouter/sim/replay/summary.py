@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcomes import Flags, Floats, OutcomeTable
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.timetable import TimetableEntry
 from kvrouter.sim.worth.paired import CONFIDENCE, student_t

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WORKER_IDS, WorkerId
-from kvrouter.fleetfile.fleet import REPLICAS_MAX, DomainName, DomainValue, Name, WorkerGroup
+from kvrouter.fleetfile.fleet_file import REPLICAS_MAX, DomainName, DomainValue, Name, WorkerGroup
 from kvrouter.settings.problems import (
     Document,
     Path,
@@ -59,7 +59,7 @@ class TimetableEvent(FleetPart):
         """Return the error for what cannot happen to a fleet: paths are those of its own fields."""
         return config_error(problems, self._place)
 
-    def said(self) -> tuple[str, str]:
+    def described(self) -> tuple[str, str]:
         """Return in words what it happens to, and what that is or has from then on."""
         return "", ""
 
@@ -83,7 +83,7 @@ class WorkersEvent(TimetableEvent):
             and self.domains.items() <= group.domains.items()
         )
 
-    def said(self) -> tuple[str, str]:
+    def described(self) -> tuple[str, str]:
         """Return the workers in words."""
         named = [] if self.group is None else [f"group {self.group}"]
         if self.worker is not None:
@@ -109,10 +109,10 @@ class LabelEvent(WorkersEvent):
 
     set: Annotated[Mapping[DomainName, DomainValue | None], MinLen(1)]
 
-    def said(self) -> tuple[str, str]:
+    def described(self) -> tuple[str, str]:
         """Return the workers and the new labels in words."""
         labels = (f"no {level}" if label is None else f"{level}={label}" for level, label in self.set.items())
-        return super().said()[0], ", ".join(labels)
+        return super().described()[0], ", ".join(labels)
 
 
 class LinkEvent(TimetableEvent):
@@ -144,7 +144,7 @@ class LinkEvent(TimetableEvent):
             raise PydanticCustomError("no_change", "must change something: {names}", {"names": names})
         return self
 
-    def said(self) -> tuple[str, str]:
+    def described(self) -> tuple[str, str]:
         """Return the link, and what becomes of it, in words."""
         changes = (
             ("bandwidth × {:g}", self.bandwidth_factor),
@@ -153,8 +153,8 @@ class LinkEvent(TimetableEvent):
             ("latency {:g} s", self.latency_s),
         )
         level = "" if self.level is None else f"{self.level} "
-        said = ", ".join(form.format(amount) for form, amount in changes if amount is not None)
-        return level + " – ".join(self.between), said
+        described = ", ".join(form.format(amount) for form, amount in changes if amount is not None)
+        return level + " – ".join(self.between), described
 
 
 class PolicyEvent(TimetableEvent):
@@ -162,7 +162,7 @@ class PolicyEvent(TimetableEvent):
 
     set: Annotated[Mapping[str, object], MinLen(1)]
 
-    def said(self) -> tuple[str, str]:
+    def described(self) -> tuple[str, str]:
         """Return the keys and their values, as a fleet file has them."""
         return ", ".join(self.set), ", ".join(map(_shown, self.set.values()))
 
@@ -188,7 +188,7 @@ class AddEvent(TimetableEvent):
             raise PydanticCustomError("no_effect", "is of group: say it of each of workers", key)
         return self
 
-    def said(self) -> tuple[str, str]:
+    def described(self) -> tuple[str, str]:
         """Return the groups, and how many workers join, in words."""
         names = self.group or ", ".join(group.name for group in self.workers)
         n = sum(group.n_workers for group in self.workers) if self.group is None else self.replicas or 1
@@ -215,7 +215,7 @@ KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
 def entry_of(event: TimetableEvent) -> TimetableEntry:
     """Return the event in words, as reports list it."""
     what = next(name for name, kind in KINDS.items() if type(event) is kind)
-    return TimetableEntry(event.at_s, what, *event.said())
+    return TimetableEntry(event.at_s, what, *event.described())
 
 
 def read_timetable(path: FilePath, *, only: str | None = None) -> tuple[TimetableEvent, ...]:

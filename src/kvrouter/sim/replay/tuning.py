@@ -9,17 +9,17 @@ from dataclasses import replace
 from itertools import islice
 
 from kvrouter.core.workers import Role
-from kvrouter.engines.mock_engine.links import DomainPair
+from kvrouter.engines.mock_engine.mock_links import DomainPair
 from kvrouter.engines.mock_engine.network import Carried
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import Document
 from kvrouter.sim.policies.registry import RULES
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.variant import OURS, Setting, Variant, variants
 from kvrouter.sim.traces.read import Trace
-from kvrouter.sim.traces.request import TraceRequest
+from kvrouter.sim.traces.trace_request import TraceRequest
 
 _OVERLAP = tuple(f"overlap_score_weight={weight:g}" for weight in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
 _TIME = "router_cost=time"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import yaml
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.fleetfile.fleet import FleetFile
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import Document
 from kvrouter.sim.policies.registry import parse_rule
 from kvrouter.sim.policies.rule import PublishedRule

@@ -15,7 +15,7 @@ from msgspec import Meta
 from kvrouter.core.hashing import finish64
 from kvrouter.sim.traces.lines import decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import Pieces, TraceInfo, TraceRequest, Wait
 
 SESSION_GAP_S = 10.0
 """Sessions say nothing of when they began: each begins so long after the one before."""

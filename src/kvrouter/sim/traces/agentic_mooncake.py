@@ -32,7 +32,7 @@ from kvrouter.sim.traces.mooncake_row import (
     delay_ms,
     timestamp_ms,
 )
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
 
 SCHEMA = "dynamo.agentic_mooncake"
 
@@ -96,7 +96,7 @@ class _Link(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    """A row. ``said_ms`` is the time that it says, ``at_ms`` when it comes: at the earliest where it
+    """A row. ``stated_ms`` is the time that it says, ``at_ms`` when it comes: at the earliest where it
     ``has_time`` not.
     """
 
@@ -104,7 +104,7 @@ class _Request(msgspec.Struct):
     name: str
     play: str
     session: str
-    said_ms: float | None
+    stated_ms: float | None
     links: list[_Link]
     at_ms: float = 0.0
     has_time: bool = True
@@ -171,32 +171,32 @@ class AgenticMooncakeReader:
         return ordered, piece_tokens
 
     def _not_before_s(self, request: _Request, first_ms: float) -> float:
-        if self._header is None or request.said_ms is None:
+        if self._header is None or request.stated_ms is None:
             return 0.0
-        return max(0.0, request.said_ms - first_ms) / 1e3
+        return max(0.0, request.stated_ms - first_ms) / 1e3
 
     def _set_time(self, request: _Request, by_name: dict[str, _Request]) -> None:
         """Set when a request comes, as those that it waits for have it. One of version 2 has a time where
         that is late enough for them.
         """
-        said_ms = request.said_ms
-        request.at_ms, request.has_time = said_ms or 0.0, said_ms is not None
+        stated_ms = request.stated_ms
+        request.at_ms, request.has_time = stated_ms or 0.0, stated_ms is not None
         for link in request.links:
             other = by_name[link.name]
-            if self._header is None and said_ms is not None:
-                if said_ms < other.at_ms:
+            if self._header is None and stated_ms is not None:
+                if stated_ms < other.at_ms:
                     wrong_row(
                         self._path,
                         request.asked.line,
-                        f"timestamp: {said_ms:g} is before {other.at_ms:g} of {link.name!r}, which it waits "
-                        "for",
+                        f"timestamp: {stated_ms:g} is before {other.at_ms:g} of {link.name!r}, which it "
+                        "waits for",
                     )
                 continue
             earliest_ms = other.at_ms + link.delay_ms
             request.at_ms = max(request.at_ms, earliest_ms)
-            if said_ms is not None:
-                leaves_time = link.for_arrival or said_ms > other.at_ms
-                request.has_time &= leaves_time and said_ms >= earliest_ms - CLOCK_ROUNDING_MS
+            if stated_ms is not None:
+                leaves_time = link.for_arrival or stated_ms > other.at_ms
+                request.has_time &= leaves_time and stated_ms >= earliest_ms - CLOCK_ROUNDING_MS
 
     def _request(self, line: int, text: bytes) -> _Request:
         """Return the request of a row without a header."""
@@ -216,7 +216,7 @@ class AgenticMooncakeReader:
             name=row.request_id,
             play="",
             session=row.session_id or "",
-            said_ms=at_ms,
+            stated_ms=at_ms,
             links=[
                 _Link(f"wait_for[{position}]", name, think_ms, for_arrival=False)
                 for position, name in enumerate(row.wait_for)
@@ -236,7 +236,7 @@ class AgenticMooncakeReader:
             name=row.request_id,
             play=row.play_id,
             session=f"{row.play_id}/{row.session_id}",
-            said_ms=row.not_before_ms,
+            stated_ms=row.not_before_ms,
             links=[
                 _Link(
                     f"dependencies[{position}].request_id",

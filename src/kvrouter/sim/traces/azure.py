@@ -13,7 +13,7 @@ import numpy as np
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.lines import read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 PIECE_TOKENS = 64
 

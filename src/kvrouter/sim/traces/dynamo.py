@@ -19,7 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.lines import Row, decode_row, named_pieces, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import TOKENS_MAX, Milliseconds, Tokens
-from kvrouter.sim.traces.request import Pieces, TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import Pieces, TraceInfo, TraceRequest, Wait
 
 SCHEMA = "dynamo.request.trace.v1"
 

@@ -14,7 +14,7 @@ from kvrouter.core.hashing import finish64
 from kvrouter.core.json import Unreadable, converted
 from kvrouter.settings.problems import Document
 from kvrouter.sim.traces.lines import field_first, wrong_row
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
 
 PIECE_TOKENS = 64
 

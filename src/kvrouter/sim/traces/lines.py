@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import open_regular
 from kvrouter.core.json import Unreadable, attempted
-from kvrouter.sim.traces.request import Pieces
+from kvrouter.sim.traces.trace_request import Pieces
 
 LINE_BYTES_MAX = 1 << 25
 """The longest line that is read."""

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import PIECE_TOKENS, MooncakeRow, asked, check_pieces, timestamp_ms
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 INFO = TraceInfo("Mooncake", PIECE_TOKENS, has_sessions=False)
 

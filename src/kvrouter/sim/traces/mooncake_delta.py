@@ -10,7 +10,7 @@ from array import array
 import numpy as np
 
 from kvrouter.core.hashing import mix64
-from kvrouter.sim.traces.request import Pieces
+from kvrouter.sim.traces.trace_request import Pieces
 
 PIECES_MAX = 1 << 22
 """The most pieces of a prompt: 32 MiB of names. A row of a few bytes may say that it has more."""

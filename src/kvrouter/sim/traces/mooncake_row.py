@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.sim.traces.lines import named_pieces, wrong_row
-from kvrouter.sim.traces.request import Pieces, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import Pieces, TraceRequest, Wait
 
 PIECE_TOKENS = 512
 

@@ -29,7 +29,7 @@ from kvrouter.sim.traces.mooncake_row import (
     delay_ms,
     timestamp_ms,
 )
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest, Wait
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
 
 KEY = "session_id"
 

@@ -20,11 +20,11 @@ from kvrouter.sim.traces import (
     mooncake,
     mooncake_row,
     mooncake_sessions,
-    recording,
+    recorded_trace,
 )
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_sessions import TraceFormat
-from kvrouter.sim.traces.request import TraceInfo, TraceRequest
+from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 FORMATS = (
     "Mooncake rows, with sessions or without, dynamo.agentic_mooncake, agentic sessions, Azure CSV, "
@@ -141,7 +141,7 @@ def _rows(
 
 
 def _recording(path: Path, rows_max: int | None, model: str | None, warn: Callable[[str], None]) -> Trace:
-    found = recording.Recording(path, model=model, warn=warn)
+    found = recorded_trace.Recording(path, model=model, warn=warn)
     info, fleet = found.summary()
     return Trace(info, found.read, rows_max=rows_max, fleet=fleet)
 

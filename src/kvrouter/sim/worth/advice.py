@@ -142,7 +142,7 @@ def _switch_sentences(
     verdict: Verdict, chosen: Alternative, as_good: Sequence[Alternative], threshold: float
 ) -> tuple[str, ...]:
     changed = [figure for figure in FigureName if chosen.improves(figure, 0.0) or chosen.worsens(figure)]
-    what = "; ".join(_said(figure, chosen.changes[figure]) for figure in changed)
+    what = "; ".join(_sentence(figure, chosen.changes[figure]) for figure in changed)
     if verdict is Verdict.SWITCH:
         rest = "" if chosen.worsens(FigureName.CROSSING) else "; nothing gets worse"
         first = f"Switch to {chosen.name}: {what}{rest}."
@@ -165,12 +165,12 @@ def _leave_sentences(alternatives: Sequence[Alternative], threshold: float) -> t
     nearest = max(alternatives, key=lambda each: each.gain(FigureName.TTFT_MEAN), default=None)
     change = None if nearest is None else nearest.changes.get(FigureName.TTFT_MEAN)
     if nearest is not None and change is not None and nearest.gain(FigureName.TTFT_MEAN) > 0.0:
-        but = "".join(f"; {_said(figure, nearest.changes[figure])}" for figure in nearest.harms)
-        sentences.append(f"Nearest is {nearest.name}: {_said(FigureName.TTFT_MEAN, change)}{but}.")
+        but = "".join(f"; {_sentence(figure, nearest.changes[figure])}" for figure in nearest.harms)
+        sentences.append(f"Nearest is {nearest.name}: {_sentence(FigureName.TTFT_MEAN, change)}{but}.")
     harmful = [each for each in alternatives if each.harms]
     if harmful:
         worst = max(harmful, key=_badness)
-        what = "; ".join(_said(figure, worst.changes[figure]) for figure in worst.harms)
+        what = "; ".join(_sentence(figure, worst.changes[figure]) for figure in worst.harms)
         sentences.append(f"Worse than today, such as {worst.name}: {what}.")
     sentences += _saved(alternatives, threshold)
     return tuple(sentences)
@@ -193,7 +193,7 @@ def _saved(alternatives: Sequence[Alternative], threshold: float) -> list[str]:
     if not saving:
         return []
     most = max(saving, key=lambda each: each.gain(FigureName.CROSSING))
-    what = _said(FigureName.CROSSING, most.changes[FigureName.CROSSING])
+    what = _sentence(FigureName.CROSSING, most.changes[FigureName.CROSSING])
     return [f"With {most.name}, {what}, at today's latency; price_per_gb of the links says what that saves."]
 
 
@@ -201,7 +201,7 @@ def _gain(figure: FigureName, change: Change) -> float:
     return -change.change if BETTER[figure] is Better.LOWER else change.change
 
 
-_WORDS = {
+_FORMATS = {
     FigureName.TTFT_MEAN: ("mean TTFT", " ms", 1.0, 0),
     FigureName.TTFT_P99: ("p99 TTFT", " ms", 1.0, 0),
     FigureName.GOODPUT: ("goodput", " points of the requests", 100.0, 1),
@@ -211,14 +211,14 @@ _WORDS = {
 }
 
 
-def _said(figure: FigureName, change: Change) -> str:
+def _sentence(figure: FigureName, change: Change) -> str:
     """Return ``mean TTFT falls by 420 ± 30 ms (38 %)``."""
-    words, unit, scale, digits = _WORDS[figure]
+    quantity, unit, scale, digits = _FORMATS[figure]
     verb = "falls" if change.change < 0.0 else "rises"
     share = change.share
     of_today = f" ({abs(share) * 100.0:.0f} %)" if share is not None and "points" not in unit else ""
     by, within = abs(change.change) * scale, change.within * scale
-    return f"{words} {verb} by {by:,.{digits}f} ± {within:,.{digits}f}{unit}{of_today}"
+    return f"{quantity} {verb} by {by:,.{digits}f} ± {within:,.{digits}f}{unit}{of_today}"
 
 
 def _listed(alternatives: Sequence[Alternative]) -> str:

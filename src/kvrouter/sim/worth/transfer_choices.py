@@ -11,10 +11,10 @@ from kvrouter.core.constraints import PdSelection, RouterMode
 from kvrouter.core.cost_rules import BLOCKS, JOINT, TIME
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.fleetfile.fleet import FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.settings.problems import Document, Problem
-from kvrouter.settings.router import KvRouterConfig
+from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.replay.timetable import PolicyEvent, TimetableEvent
 from kvrouter.sim.replay.variant import VARIANTS_MAX, Variant, changed_fleet
 

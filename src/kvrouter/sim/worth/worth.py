@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.kernel.topology.links import BYTES_PER_GB
+from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import Better
 from kvrouter.sim.replay.outcomes import Outcomes
-from kvrouter.sim.replay.places import Places
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.paired import difference
 

@@ -1,0 +1,268 @@
+"""Checks of what the router knows of caches: KV events, feeds, and how far they hold."""
+
+from collections.abc import Iterator
+
+from kvrouter.api.fleet import Feed, Model, Rank, Worker
+from kvrouter.cli.doctor.findings import (
+    CacheShares,
+    Check,
+    NotMade,
+    Outcome,
+    Problem,
+    Severity,
+    severity_of_strangers,
+)
+from kvrouter.cli.doctor.reading import Reading, first_of
+
+RECOVERY_S = 5.0
+"""A feed that has been recovering for less is at work."""
+
+PROMPT_BLOCKS = 8
+"""Who has prefilled so many blocks of prompts holds some, unless it caches nothing,"""
+
+LONG_BLOCKS = 2
+"""or the prompts are shorter than a block: they must have this many in the mean."""
+
+ANSWERS_COMPARED = 8
+"""So many compared answers say something,"""
+
+WRONG_SHARE = 0.2
+"""and no more than this share of them may contradict the index."""
+
+TOKENS_PREDICTED = 2_000
+"""So many predicted tokens say something,"""
+
+SHORT = 0.7
+"""and engines should have had at least this share of them cached."""
+
+UNKNOWN_SHARE = 0.1
+"""Where more answers than this share do not say what was cached, sums of tokens mean nothing."""
+
+EVENTS_REMEDY = (
+    "start its engine with KV events (vLLM and SGLang: --kv-events-config, docs/events.md) and its worker "
+    "without --no-kv-events; or run the whole fleet without: --no-kv-events on routers too"
+)
+
+SKIPPED = {
+    "orphan": "its worker began to listen late, or lost events: restart it, and give the engine's "
+    "--kv-events-config a replay_endpoint",
+    "missed": "events were lost for good between the engine and its worker: give --kv-events-config a "
+    "replay_endpoint and larger buffer_steps",
+    "over_limit": "it reports more blocks than a rank may have: raise --router-rank-blocks-max, or look for "
+    "an engine that never removes",
+    "other_block_size": "the engine's blocks have another size than its card says: restart its worker",
+    "tokens_mismatch": "events hold other numbers of tokens than blocks: is the engine's version supported?",
+    "unnamed_lora": "adapters are numbered and not named in its events: update the engine",
+    "no_tokens": "its events have no token ids: update the engine, or switch its offloading of KV off",
+    "unreadable": "its messages cannot be read: are the engine's version and topic right?",
+}
+"""What ends each reason for which blocks are not passed on; the other reasons are as they should be."""
+
+
+def events_off(reading: Reading) -> Iterator[Outcome]:
+    """Workers that publish no KV events while the router relies on them."""
+    for model in reading.fleet.models:
+        if model.cache_view is None:
+            yield NotMade(
+                f"model {model.model}", "this router is too old to say whether it follows KV events"
+            )
+        if not model.hears_events:
+            continue
+        for worker in reading.fleet.workers_of(model):
+            if worker.event_lane is None:
+                yield _is_off(reading, worker)
+            else:
+                yield from _never_published(reading, model, worker)
+
+
+def _is_off(reading: Reading, worker: Worker) -> Problem:
+    engine = reading.engine_of(worker)
+    warning = "" if engine is None or not engine.warnings else f"; {first_of(engine.warnings)}"
+    return Problem(
+        Severity.WARNING if worker.prefills else Severity.NOTE,
+        str(worker),
+        f"it publishes no KV events{warning}",
+        "the router never sees what it has cached: its prompts do not come back to it"
+        if worker.prefills
+        else "the router counts its transfers of KV as whole, also where it has a part",
+        EVENTS_REMEDY,
+    )
+
+
+def _never_published(reading: Reading, model: Model, worker: Worker) -> Iterator[Outcome]:
+    if not worker.prefills or any(rank.index_blocks for rank in worker.ranks):
+        return
+    if any(rank.feed is None or rank.feed.state != "live" for rank in worker.ranks):
+        return  # another check's
+    worker_id = str(worker.worker_id)
+    tokens = reading.gauges.total("kvrouter_worker_prompt_tokens_total", worker=worker_id)
+    prompts = sum(
+        reading.gauges.total("kvrouter_worker_requests_total", worker=worker_id, leg=leg)
+        for leg in ("prefill", "aggregated")
+    )
+    fill_blocks = tokens >= LONG_BLOCKS * model.block_size * prompts
+    if tokens >= PROMPT_BLOCKS * model.block_size and fill_blocks:
+        yield Problem(
+            Severity.WARNING,
+            str(worker),
+            f"it has prefilled {tokens:,.0f} tokens, and no block that it holds was ever reported",
+            "either its engine caches nothing, or its events are empty: no prompt comes back to it",
+            "start its engine with its prefix cache (not --no-enable-prefix-caching, not "
+            "--disable-radix-cache) and with KV events; docs/events.md",
+        )
+
+
+def feeds(reading: Reading) -> Iterator[Outcome]:
+    """Event streams that are silent, incomplete or full of losses."""
+    for worker in reading.fleet.workers:
+        for rank in worker.ranks:
+            if rank.feed is not None:
+                yield from _feed(f"{worker}, rank {rank.dp_rank}", rank, rank.feed)
+    counts = reading.counts
+    dropped = counts.by("kvrouter_events_dropped_total", "reason")
+    if dropped:
+        yield Problem(
+            severity_of_strangers(sum(dropped.values())),
+            "the event plane",
+            f"messages were dropped as they came {reading.period}: {_listed(dropped)}",
+            "a sender is broken, has another token, or speaks for workers that are not its own",
+            "look at events_foreign and plane_refused in the log; give all processes the same token",
+        )
+    lost = {
+        outcome: n
+        for outcome, n in counts.by("kvrouter_feed_events_total", "outcome").items()
+        if outcome in ("gaps", "history_lost", "inbox_full", "answers_overdue", "orphans")
+    }
+    if lost:
+        yield Problem(
+            Severity.NOTE,
+            "event streams",
+            f"{reading.period}: {_listed(lost)}",
+            "what was lost was asked for again; until it came, those ranks scored nothing",
+            "nothing while feeds are live; where it goes on, look at the network and at the load of this "
+            "router",
+        )
+
+
+def _feed(subject: str, rank: Rank, feed: Feed) -> Iterator[Outcome]:
+    if feed.kv_events_missing:
+        yield Problem(
+            Severity.WARNING,
+            subject,
+            f"nothing was heard of it for {feed.silent_s:.0f} s, heartbeats included",
+            "the router does not see what it caches",
+            "open the ports of the event plane from its host to this router, or bring NATS back; a token "
+            "that "
+            "differs shows as plane_refused",
+        )
+    if feed.state == "recovering":
+        yield Problem(
+            Severity.WARNING if feed.stale_s >= RECOVERY_S else Severity.NOTE,
+            subject,
+            f"its events are incomplete since {feed.stale_s:.1f} s, and what is missing was asked for",
+            "its cache scores nothing until then",
+            "if it stays so, look at recovery_failed in the router's log and at the worker's log: the worker "
+            "does not answer questions about its events; restart it",
+        )
+    if feed.state == "partial":
+        yield Problem(
+            Severity.WARNING,
+            subject,
+            "some of its events are lost for good",
+            "it holds more than the router knows, so that it gets fewer of the prompts that it has",
+            "give its engine's --kv-events-config a replay_endpoint; restart the worker to begin again",
+        )
+    if feed.state == "over_limit":
+        yield Problem(
+            Severity.WARNING,
+            subject,
+            "it reported more blocks than it can hold",
+            "nothing that it says counts for a minute, then it is asked for all of it",
+            "look for an engine that never publishes removals, or two engines that publish as one worker",
+        )
+    skipped = {reason: n for reason, n in (rank.kv_events_skipped or {}).items() if n and reason in SKIPPED}
+    if skipped:
+        yield Problem(
+            Severity.WARNING,
+            subject,
+            f"its worker could not pass on some of its KV events: {_listed(skipped)}",
+            "the router does not see these blocks",
+            "; ".join(SKIPPED[reason] for reason in skipped),
+        )
+
+
+def predictions(reading: Reading) -> Iterator[Outcome]:
+    """Engines whose own counts of cached tokens contradict what the index had promised."""
+    for worker in reading.fleet.workers:
+        for rank in worker.ranks:
+            last = rank.predictions
+            if last is None or last.answers < ANSWERS_COMPARED or last.wrong_share <= WRONG_SHARE:
+                continue
+            fewer = last.mean_error_blocks > 0
+            yield Problem(
+                Severity.WARNING,
+                f"{worker}, rank {rank.dp_rank}",
+                f"{last.wrong} of its last {last.answers} answers contradict the index, by "
+                f"{abs(last.mean_error_blocks):.3g} blocks {'less' if fewer else 'more'} cached in the mean",
+                "requests go to the wrong worker: later first tokens",
+                "its engine drops blocks without an event, or events are lost: update the engine, look at "
+                "its "
+                "event lag and at kv_events_skipped"
+                if fewer
+                else "its events come late or are not passed on: look at kv_events_skipped and its event lag",
+            )
+
+
+def shares(reading: Reading) -> list[CacheShares]:
+    """Return how much of each model's prompts was predicted to be cached, and was."""
+    found = []
+    for model in reading.fleet.models:
+        prompt, predicted, cached = (
+            round(reading.counts.total(f"kvrouter_{kind}_tokens_total", model=model.model))
+            for kind in ("prompt", "overlap", "cached")
+        )
+        if prompt:
+            by_hit = "kvrouter_time_to_first_token_by_cache_hit_seconds_count"
+            answers = reading.counts.total(by_hit, model=model.model)
+            unknown = reading.counts.total(by_hit, model=model.model, cache_hit="unknown")
+            says = unknown <= UNKNOWN_SHARE * answers
+            found.append(CacheShares(model.model, prompt, predicted, cached, says))
+    return found
+
+
+def hit_rate(reading: Reading) -> Iterator[Outcome]:
+    """Fleets whose engines had far fewer tokens cached than was predicted."""
+    for share in shares(reading):
+        if not share.engines_say:
+            yield NotMade(
+                f"model {share.model}",
+                "its engines do not say how many tokens they had cached: vLLM does with "
+                "--enable-prompt-tokens-details, SGLang with --enable-cache-report",
+            )
+        elif (
+            share.predicted_tokens >= TOKENS_PREDICTED
+            and share.cached_tokens < SHORT * share.predicted_tokens
+        ):
+            yield Problem(
+                Severity.WARNING,
+                f"model {share.model}",
+                f"{share.predicted_tokens:,} tokens were predicted to be cached {reading.period}, and "
+                "engines "
+                f"had {share.cached_tokens:,} of them",
+                "prompts are sent where their blocks are gone, or were never kept",
+                "look at the findings on feeds and predictions; caches that are too small for the traffic "
+                "lose "
+                "blocks between decision and prefill: kvrouter hit-rate says what a larger one would bring",
+            )
+
+
+def _listed(counts: dict[str, float] | dict[str, int]) -> str:
+    return ", ".join(f"{name} {n:,.0f}" for name, n in counts.items())
+
+
+CHECKS = (
+    Check("kv-events", "every worker that prefills reports what it caches", events_off),
+    Check("feeds", "every event stream is complete and heard", feeds),
+    Check("predictions", "engines have cached what the router expects", predictions),
+    Check("hit-rate", "engines find as much in their caches as was predicted", hit_rate),
+)

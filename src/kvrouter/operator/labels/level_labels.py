@@ -1,0 +1,294 @@
+"""The node labels that a policy reads, and the pod labels that they are copied to."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from kvrouter.kube.objects import fields_of, objects_in
+from kvrouter.operator.api.grove import Level
+from kvrouter.operator.api.names import topology_label
+from kvrouter.operator.cluster_info import ClusterInfo, Grove
+from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
+
+
+class Unstartable(StrEnum):
+    """Why a container cannot start."""
+
+    NO_IMAGE = "its image cannot be pulled"
+    BAD_IMAGE_NAME = "its image has no valid name"
+    NO_CONFIG = "a Secret or ConfigMap that it refers to is missing, or has no such key"
+
+
+UNSTARTABLE = {
+    "ErrImagePull": Unstartable.NO_IMAGE,
+    "ImagePullBackOff": Unstartable.NO_IMAGE,
+    "ErrImageNeverPull": Unstartable.NO_IMAGE,
+    "InvalidImageName": Unstartable.BAD_IMAGE_NAME,
+    "CreateContainerConfigError": Unstartable.NO_CONFIG,
+}
+"""Reasons that a kubelet gives for a waiting container; some alternate while it tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node and its labels."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod. ``node_name`` is None until it is bound; ``is_over`` once it has ended or is being deleted.
+
+    ``is_stuck``: it cannot be scheduled, or one of its containers cannot start or was restarted.
+    ``unstartable`` is why one of its containers cannot start until somebody changes something. ``created`` is
+    its creation time in ISO 8601, ``address`` its IP.
+    """
+
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    node_name: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    is_ready: bool = False
+    is_over: bool = False
+    is_stuck: bool = False
+    unstartable: Unstartable | None = None
+    created: str = ""
+    address: str | None = None
+
+
+def read_node(document: object) -> Node | None:
+    """Return the node that ``document``, any JSON value, describes; None for any other document."""
+    metadata = fields_of(fields_of(document).get("metadata"))
+    name = _text(metadata.get("name"))
+    return Node(name, _labels(metadata)) if name else None
+
+
+def read_pod(document: object) -> Pod | None:
+    """Return the pod that ``document``, any JSON value, describes; None for any other document."""
+    fields = fields_of(document)
+    metadata, status = fields_of(fields.get("metadata")), fields_of(fields.get("status"))
+    name = _text(metadata.get("name"))
+    if not name:
+        return None
+    return Pod(
+        name=name,
+        namespace=_text(metadata.get("namespace")),
+        uid=_text(metadata.get("uid")),
+        node_name=_text(fields_of(fields.get("spec")).get("nodeName")) or None,
+        labels=_labels(metadata),
+        is_ready=_is_ready(status),
+        is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
+        is_stuck=_is_stuck(status),
+        unstartable=_unstartable(status),
+        created=_text(metadata.get("creationTimestamp")),
+        address=_text(status.get("podIP")) or None,
+    )
+
+
+def _is_ready(status: Mapping[str, object]) -> bool:
+    found = objects_in(status.get("conditions"))
+    return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in found)
+
+
+def _is_stuck(status: Mapping[str, object]) -> bool:
+    conditions = objects_in(status.get("conditions"))
+    if any(entry.get("type") == "PodScheduled" and entry.get("status") == "False" for entry in conditions):
+        return True
+    return any(bool(each.get("restartCount")) or _cannot_start(each) for each in _containers(status))
+
+
+def _unstartable(status: Mapping[str, object]) -> Unstartable | None:
+    found = [UNSTARTABLE.get(_waits_for(container)) for container in _containers(status)]
+    return next((why for why in found if why is not None), None)
+
+
+def _containers(status: Mapping[str, object]) -> list[Mapping[str, object]]:
+    names = ("initContainerStatuses", "containerStatuses")
+    return [container for name in names for container in objects_in(status.get(name))]
+
+
+def _cannot_start(container: Mapping[str, object]) -> bool:
+    return _waits_for(container) not in ("", "ContainerCreating", "PodInitializing")
+
+
+def _waits_for(container: Mapping[str, object]) -> str:
+    return _text(fields_of(fields_of(container.get("state")).get("waiting")).get("reason"))
+
+
+def _labels(metadata: Mapping[str, object]) -> dict[str, str]:
+    found = fields_of(metadata.get("labels"))
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _text(found: object) -> str:
+    return found if isinstance(found, str) else ""
+
+
+class LevelLabels(NamedTuple):
+    """The labels of one topology level: the node label with its value, and the pod label that gets it."""
+
+    domain: str
+    node_label: str
+    pod_label: str
+
+
+class Source(StrEnum):
+    """Where the levels of a policy were found; the value is the reason of the condition that reports it."""
+
+    LABEL = "LabelGiven"
+    TOPOLOGY = "TopologyFound"
+    GROVE_ABSENT = "GroveAbsent"
+    TOPOLOGY_UNREAD = "TopologyUnread"
+    TOPOLOGY_ABSENT = "TopologyNotFound"
+    LEVEL_ABSENT = "LevelNotFound"
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the cluster defines the levels, and the policy's domain is one of them."""
+        return self in (Source.LABEL, Source.TOPOLOGY)
+
+
+class Resolution(NamedTuple):
+    """The labels of each level, broadest first, and their source.
+
+    While the topology cannot be found, they are those of the last known levels, and at least that of the
+    policy's own domain: the deletion of a topology stops no fleet.
+    """
+
+    level_labels: tuple[LevelLabels, ...]
+    source: Source
+
+
+def level_labels_of(levels: Sequence[Level]) -> tuple[LevelLabels, ...]:
+    """Return the labels of a topology's levels, each with a pod label of its own."""
+    return tuple(LevelLabels(level.domain, level.label_key, topology_label(level.domain)) for level in levels)
+
+
+def resolve(
+    policy: DeploymentPolicy, cluster_info: ClusterInfo, last_levels: Sequence[Level] = ()
+) -> Resolution:
+    """Return the level labels of ``policy``.
+
+    ``last_levels`` are those of an earlier resolution; they are used while the topology cannot be found.
+    """
+    if isinstance(policy.source, RawLabel):
+        key = policy.source.key
+        return Resolution((LevelLabels(policy.domain, key, key),), Source.LABEL)
+    source = _source(policy.source, policy.domain, cluster_info)
+    levels = (
+        cluster_info.topologies[policy.source.name].levels
+        if source is Source.TOPOLOGY
+        else tuple(last_levels)
+    )
+    level_labels = level_labels_of(levels)
+    if policy.domain not in (level.domain for level in level_labels):
+        # No node has a label under the pod's own key, so the value stays unknown: required fails closed.
+        label = topology_label(policy.domain)
+        level_labels = (LevelLabels(policy.domain, label, label), *level_labels)
+    return Resolution(level_labels, source)
+
+
+def _source(named: NamedTopology, domain: str, cluster_info: ClusterInfo) -> Source:
+    if cluster_info.grove is Grove.ABSENT:
+        return Source.GROVE_ABSENT
+    if cluster_info.grove is Grove.UNREAD:
+        return Source.TOPOLOGY_UNREAD
+    topology = cluster_info.topologies.get(named.name)
+    if topology is None:
+        return Source.TOPOLOGY_ABSENT
+    return Source.TOPOLOGY if domain in topology.domains else Source.LEVEL_ABSENT
+
+
+def pod_labels(node_labels: Mapping[str, str], level_labels: Sequence[LevelLabels]) -> dict[str, str]:
+    """Return the level labels of a pod on a node: the node's values, empty where it has no value.
+
+    A missing value is an empty label: a user's own value under that key must not count as the node's, and a
+    Binding can overwrite a pod's label but not remove it. An empty file counts as an unknown place.
+    """
+    return {level.pod_label: node_labels.get(level.node_label, "") for level in level_labels}
+
+
+PLACES_VERSION = "kvrouter.dev/v1alpha1"
+PLACES_KIND = "KvrouterNodePlaces"
+PLACES_PLURAL = "kvrouternodeplaces"
+
+NODES_MAX = 10_000
+"""How many nodes fit under one key of etcd: twice as many as a cluster may have. Pods on further nodes, the
+last by name, get their labels late."""
+
+GATHER_S = 0.2
+GATHER_NODE_S = 0.001
+
+POD_NAME_STEM_CHARS_MAX = 58
+"""A ReplicaSet's pods are named by it and a dash, cut to this length, and five random characters."""
+
+POD_NAME_CHARS_MAX = POD_NAME_STEM_CHARS_MAX + 5
+_HASH = "[456789bcdf]{1,10}"
+_CHANCE = "[bcdfghjklmnpqrstvwxz2456789]{5}"
+POD_NAME_END = f"{_HASH}-{_CHANCE}"
+"""The end of a pod's name after the stem: the hash of the Deployment's ReplicaSet, and five random
+characters. The hash is a number in an alphabet that makes no words. The patterns are valid in RE2 too."""
+
+POD_NAME_END_CUT = f"({_HASH}-?)?{_CHANCE}"
+"""The end of a name of :data:`POD_NAME_CHARS_MAX` characters, which may have been cut."""
+
+
+def node_places(
+    name: str,
+    level_labels: Sequence[LevelLabels],
+    nodes: Iterable[Node],
+    workloads: Mapping[str, Collection[str]],
+) -> dict[str, JsonValue]:
+    """Return the object ``name``: each node's values in the order of ``level_labels``, empty where it has no
+    value, and the ``workloads`` that get them, names of Deployments by namespace.
+    """
+    found = sorted(nodes, key=lambda node: node.name)[:NODES_MAX]
+    values: dict[str, JsonValue] = {
+        node.name: [node.labels.get(level.node_label, "") for level in level_labels] for node in found
+    }
+    workers: dict[str, JsonValue] = {
+        namespace: [*sorted(set(map(pod_name_stem, workloads[namespace])))] for namespace in sorted(workloads)
+    }
+    return {
+        "apiVersion": PLACES_VERSION,
+        "kind": PLACES_KIND,
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "kvrouter-operator"}},
+        "spec": {
+            "levels": [f"{level.domain}={level.node_label}" for level in level_labels],
+            "workers": workers,
+            "values": values,
+        },
+    }
+
+
+def gather_s(nodes: int) -> float:
+    """Return how long changes of ``nodes`` nodes are gathered before they are written together.
+
+    Each write replaces the whole object, and etcd keeps every version for minutes: a growing large cluster
+    would fill it.
+    """
+    return max(GATHER_S, nodes * GATHER_NODE_S)
+
+
+def pod_name_stem(workload: str) -> str:
+    """Return the start of the names of a Deployment's pods."""
+    return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]
+
+
+def is_pod_of(stem: str, name: str) -> bool:
+    """Return whether ``name`` has the form of a pod's name in the Deployment with this ``stem``.
+
+    Names of other pods begin alike: those of Deployments with a longer name, of Jobs, of StatefulSets.
+    """
+    if not name.startswith(stem):
+        return False
+    end = name.removeprefix(stem)
+    is_cut = len(name) == POD_NAME_CHARS_MAX and re.fullmatch(POD_NAME_END_CUT, end)
+    return bool(is_cut or re.fullmatch(POD_NAME_END, end))
