@@ -12,7 +12,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontendApp
 from kvrouter.frontend.engine_tokens import ModelTexts
-from kvrouter.frontend.pages import SETTLE_S
+from kvrouter.frontend.public_pages import SETTLE_S
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router_settings import KvRouterConfig

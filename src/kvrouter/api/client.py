@@ -1,4 +1,4 @@
-"""An HTTP client of a running router, for the commands that ask one."""
+"""An HTTP client for a running router's API, used by commands."""
 
 import http.client
 import ssl
@@ -8,27 +8,27 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from kvrouter.api.cordons import CordonBody
-from kvrouter.api.pages import ModelList
+from kvrouter.api.cordon_schema import CordonBody
+from kvrouter.api.page_schema import ModelList
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
-"""A longer answer is not one of a router."""
+"""Longer answers are refused: no router sends one."""
 
 
 class AskFailed(KvrouterError):
-    """The router could not be asked, or did not answer what was asked; ``said`` is its own word for that."""
+    """The router did not answer, or refused; ``router_code`` is the code of its error, empty without one."""
 
     code = "ask_failed"
 
-    def __init__(self, message: str, *, said: str = "") -> None:
+    def __init__(self, message: str, *, router_code: str = "") -> None:
         super().__init__(message)
-        self.said = said
+        self.router_code = router_code
 
 
 class _ApiError(msgspec.Struct):
-    """What is read of an error: one of an engine, which a router passes on, may have anything else."""
+    """The fields read of an error. An engine's error, which a router passes on, may have others."""
 
     message: str
     code: object = None
@@ -57,7 +57,7 @@ class RouterClient:
         self._timeout_s = timeout_s
 
     def only_model(self) -> str:
-        """Return the one model that is served; raise AskFailed when there are more, or none."""
+        """Return the only served model; raise AskFailed unless exactly one is served."""
         models = decode_answer(self._ask("GET", "/v1/models", None), ModelList).data
         if len(models) != 1:
             names = ", ".join(model.id for model in models) or "none"
@@ -65,7 +65,7 @@ class RouterClient:
         return models[0].id
 
     def explain(self, prompt: str, model: str, *, is_completion: bool) -> bytes:
-        """Return where ``prompt`` would go, as JSON: as a chat of one message, or as a completion's."""
+        """Return the decision for ``prompt``, as a chat of one message or as a completion, as JSON."""
         _check_utf8("PROMPT", prompt)
         body: dict[str, object] = {"model": model}
         if is_completion:
@@ -75,21 +75,21 @@ class RouterClient:
         return self._ask("POST", "/v1/route/explain", body)
 
     def decisions(self, request_id: str) -> bytes:
-        """Return where a request went, attempt by attempt, as JSON."""
+        """Return the kept decisions of a request, one per attempt, as JSON."""
         _check_utf8("--request-id", request_id)
         return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
 
     @property
     def url(self) -> str:
-        """Where the router is."""
+        """The URL of the router."""
         return self._url
 
     def read(self, path: str) -> bytes:
-        """Return what a path of the router answers, as JSON."""
+        """``GET`` a path of the router; return its answer as JSON."""
         return self._ask("GET", path, None)
 
     def cordon(self, body: CordonBody) -> bytes:
-        """Cordon what ``body`` names; return what that changed, as JSON."""
+        """Cordon the worker, node or domain in ``body``; return the change as JSON."""
         for name in body.__struct_fields__:
             text = getattr(body, name)
             if isinstance(text, str):
@@ -97,13 +97,13 @@ class RouterClient:
         return self._ask("POST", "/v1/cordons", body)
 
     def uncordon(self, level: str, name: str) -> bytes:
-        """Uncordon; return what that changed, as JSON."""
+        """Remove the cordon; return the change as JSON."""
         _check_utf8("LEVEL", level)
         _check_utf8("NAME", name)
         return self._ask("DELETE", f"/v1/cordons?{urlencode({'level': level, 'name': name})}", None)
 
     def post(self, path: str, body: Mapping[str, object]) -> bytes:
-        """Return what a path of the router answers to a call."""
+        """``POST`` to a path of the router; return its answer as JSON."""
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | CordonBody | None) -> bytes:
@@ -117,7 +117,7 @@ class RouterClient:
             response = connection.getresponse()
             answer = response.read(ANSWER_MAX_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            from kvrouter.http_client import connection_failure  # noqa: PLC0415 - of failures alone
+            from kvrouter.core.http_client import connection_failure  # noqa: PLC0415 - imported only on a failure
 
             raise AskFailed(f"{self._url}: no answer: {connection_failure(error)}") from error
         finally:
@@ -125,10 +125,10 @@ class RouterClient:
         if len(answer) > ANSWER_MAX_BYTES:
             raise AskFailed(f"{self._url}: answered with more than {ANSWER_MAX_BYTES} bytes")
         if response.status != http.client.OK:
-            said = _error(answer)
+            api_error = _error(answer)
             raise AskFailed(
-                f"{self._url}: {response.status} {said.message or response.reason}",
-                said=said.code if isinstance(said.code, str) else "",
+                f"{self._url}: {response.status} {api_error.message or response.reason}",
+                router_code=api_error.code if isinstance(api_error.code, str) else "",
             )
         return answer
 
@@ -145,7 +145,7 @@ T = TypeVar("T")
 
 
 def decode_answer(answer: bytes, kind: type[T]) -> T:
-    """Return a router's answer; raise AskFailed when it is another program's."""
+    """Return a decoded answer; raise AskFailed when it does not have the form of a router's."""
     try:
         return parsed(msgspec.json.Decoder(kind), answer, times=FLEET_TIMES)
     except Unreadable as error:

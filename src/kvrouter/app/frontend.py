@@ -10,7 +10,7 @@ from kvrouter.app.lifetime import descriptors_for, explained
 from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
-from kvrouter.frontend.pages import Awaited, nobody_awaited
+from kvrouter.frontend.public_pages import AwaitedEngines, no_awaited_engines
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
@@ -54,7 +54,7 @@ async def open_frontend(
     settings: FrontendSettings,
     telemetry: Telemetry,
     sockets: list[socket],
-    awaited: Awaited = nobody_awaited,
+    awaited: AwaitedEngines = no_awaited_engines,
     tracing: "RequestTracing | None" = None,
 ) -> AsyncIterator[ServingApp]:
     """Start the router and serve it on ``sockets``, which are bound already. ``awaited`` returns the engines
@@ -88,7 +88,7 @@ async def serving(
         descriptors_max=limits.numbers_max,
         refused_max=limits.refused_max,
     )
-    end = app.observed.watch(server)
+    end = app.instrumentation.watch(server)
     try:
         await service.start()
         with explained(settings.http_host, settings.http_port):

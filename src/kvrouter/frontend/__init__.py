@@ -1,1 +1,1 @@
-"""The HTTP frontend: OpenAI's API."""
+"""The HTTP frontend: OpenAI's API, admin routes, and the standalone router's API."""

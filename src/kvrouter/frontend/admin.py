@@ -1,6 +1,4 @@
-"""Routes for operators: busy thresholds, explanations, kept decisions, the fleet, cordons. They show no
-prompt.
-"""
+"""Admin routes: busy thresholds, explanations, kept decisions, the fleet, cordons. None shows a prompt."""
 
 import hmac
 from functools import partial
@@ -8,13 +6,13 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
-from kvrouter.api.decisions import Decisions, LastDecisions
-from kvrouter.api.fleet import Refusals, RefusedAnswers, RefusedRanks
-from kvrouter.api.pages import BusyBody, ThresholdList, Thresholds
+from kvrouter.api.decision_schema import Decisions, LastDecisions
+from kvrouter.api.fleet_schema import Refusals, RefusedAnswers, RefusedRanks
+from kvrouter.api.page_schema import BusyBody, ThresholdList, Thresholds
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
-from kvrouter.frontend.cordons import CordonRoutes
+from kvrouter.frontend.cordon_routes import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.fleet_state import fleet_state, flows_state
@@ -31,10 +29,10 @@ from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
 
 DECISIONS_LISTED = 50
-"""Requests whose decisions ``GET /v1/decisions`` lists, unless another number is asked for;"""
+"""The default of ``limit`` of ``GET /v1/decisions``, in requests."""
 
 DECISIONS_LISTED_MAX = 200
-"""and the largest such number."""
+"""The largest ``limit`` of ``GET /v1/decisions``."""
 
 
 _BUSY = msgspec.json.Decoder(BusyBody)
@@ -45,21 +43,21 @@ def _busy(scanned: ScannedBody) -> BusyBody:
 
 
 class AdminRoutes:
-    """The routes that ask for the admin token, where one is set."""
+    """The routes that require the admin token, if one is set."""
 
     def __init__(
         self,
         service: RouterService,
         preparer: RequestPreparer,
         bodies: Bodies,
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         *,
         settings: FrontendSettings,
     ) -> None:
         self._service = service
         self._preparer = preparer
         self._bodies = bodies
-        self._observed = observed
+        self._instrumentation = instrumentation
         token = settings.admin_token
         self._token = None if token is None else token.get_secret_value().encode()
         self._is_closed = settings.admin_routes is AdminAccess.CLOSED
@@ -80,7 +78,7 @@ class AdminRoutes:
         ]
 
     async def thresholds(self, request: PageRequest) -> Page:
-        """``GET /busy_threshold``: every model's; ``POST``: set what is given, return what holds then."""
+        """``GET /busy_threshold``: all models' thresholds; ``POST``: set the given ones of one model."""
         if request.method == "POST":
             return json_page(self._set_thresholds(await self._bodies.read(request.take_body(), _busy)))
         return json_page(ThresholdList([_thresholds(model) for model in self._service.models()]))
@@ -101,46 +99,50 @@ class AdminRoutes:
         model.placer.set_busy_thresholds(
             decode_blocks=decode_blocks, prefill_tokens=prefill_tokens, now_s=model.clock()
         )
-        self._observed.thresholds_set(
+        self._instrumentation.thresholds_set(
             model=body.model, decode_blocks=decode_blocks, prefill_tokens=prefill_tokens
         )
         return _thresholds(model)
 
     async def explain(self, request: PageRequest) -> Page:
-        """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
+        """``POST /v1/route/explain``: decide as for a real request, without sending or booking it."""
         request_id = self._ids.take(request.header("x-request-id"))
         try:
             body = await self._bodies.scan(request.take_body())
             called = self._preparer.called_model(body)
             request.model = called.name
             reader = self._preparer.nvext_reader(request.headers)
-            wanted = await self._wanted(body, called, reader, request_id)
+            generate_request = await self._generate_request(body, called, reader, request_id)
         finally:
-            self._ids.give_back(request_id)
+            self._ids.release(request_id)
         model = called.router
         try:
-            explained = decided(wanted, model.fleet, self._service.model(wanted.model).explain(wanted))
+            explained = decided(
+                generate_request,
+                model.fleet,
+                self._service.model(generate_request.model).explain(generate_request),
+            )
         except RoutingRefused as error:
-            mode = wanted.override.router_mode or model.placer.settings.mode
-            explained = refused(wanted, model.fleet, mode, error)
+            mode = generate_request.override.router_mode or model.placer.settings.mode
+            explained = refused(generate_request, model.fleet, mode, error)
         return json_page(explained)
 
-    async def _wanted(
+    async def _generate_request(
         self, body: ScannedBody, called: CalledModel, reader: NvextReader, request_id: RequestId
     ) -> GenerateRequest:
-        """Return the request that a call becomes, which goes to an engine as it is written, or in tokens."""
+        """Return the request of a call, passed through if the model's engines take calls, else tokenized."""
         if called.router.fleet.takes_calls:
             route = CallRoute.COMPLETION if "prompt" in body.fields else CallRoute.CHAT
             parse_call = partial(parse_passthrough, route, called.name, reader=reader)
-            passed = await self._bodies.parse(body, parse_call)
+            passthrough = await self._bodies.parse(body, parse_call)
             text = self._preparer.passthrough_text(called.name)
-            return await self._preparer.prepare_passthrough(passed, called, text, request_id)
+            return await self._preparer.prepare_passthrough(passthrough, called, text, request_id)
         text = self._preparer.text_of(called, body)
         parse = partial(parse_either, nvext=reader, model=called.name)
         return await self._preparer.prepare(await self._bodies.parse(body, parse), called, text, request_id)
 
     async def decisions(self, request: PageRequest) -> Page:
-        """``GET /v1/decisions/{request_id}``: every attempt of one of the last requests."""
+        """``GET /v1/decisions/{request_id}``: the kept decisions of a request, one per attempt."""
         request_id = RequestId(request.parameters["request_id"])
         attempts = self._service.decisions.get(request_id)
         if attempts is None:
@@ -160,22 +162,22 @@ class AdminRoutes:
         return None if found is None else found.fleet
 
     async def fleet(self, _: PageRequest) -> Page:
-        """``GET /v1/fleet``: every worker, and what the router believes of it."""
+        """``GET /v1/fleet``: the router's view of every worker and model."""
         return json_page(fleet_state(self._service, self._preparer.tokenizer))
 
     async def flows(self, _: PageRequest) -> Page:
-        """``GET /v1/flows``: KV between domains, as this router counts it."""
+        """``GET /v1/flows``: the KV that this router handed over between domains."""
         return json_page(flows_state(self._service))
 
     async def refusals(self, _: PageRequest) -> Page:
-        """``GET /v1/refusals``: what was refused since the process began, by reason."""
-        counts = self._observed.refusals()
+        """``GET /v1/refusals``: refusals since the process began, by reason."""
+        counts = self._instrumentation.refusals()
         ranks = [RefusedRanks(reason=reason, role=role, count=n) for reason, role, n in counts.ranks]
         answers = [RefusedAnswers(model=model, code=code, count=n) for model, code, n in counts.answers]
         return json_page(Refusals(worker_ranks=ranks, answers=answers))
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
-        """Ask for the token first; the comparison takes as long whatever is wrong."""
+        """Return ``endpoint`` behind a check of the admin token, compared in constant time."""
         expected = self._token
         if expected is None:
             return closed if self._is_closed else endpoint
@@ -190,18 +192,18 @@ class AdminRoutes:
 
 
 async def closed(_: PageRequest) -> Page:
-    """Answer for a route that nobody may ask: no token could open it."""
+    """Refuse every request: the admin routes are closed because no token is set."""
     raise Unauthorized("the admin routes are closed: no admin token is set (KVROUTER_ADMIN_TOKEN)")
 
 
-def _limit_of(given: str | None) -> int:
-    """How many decisions are asked for."""
-    if given is None:
+def _limit_of(value: str | None) -> int:
+    """Return the number in ``limit``, or the default; raise :class:`InvalidRequest`."""
+    if value is None:
         return DECISIONS_LISTED
-    if not given.isascii() or not given.isdecimal() or len(given) > 4 or int(given) > DECISIONS_LISTED_MAX:
+    if not value.isascii() or not value.isdecimal() or len(value) > 4 or int(value) > DECISIONS_LISTED_MAX:
         must = f"limit: must be a whole number from 0 to {DECISIONS_LISTED_MAX}"
         raise InvalidRequest(must, param="limit")
-    return int(given)
+    return int(value)
 
 
 def _thresholds(model: ModelRouter) -> Thresholds:

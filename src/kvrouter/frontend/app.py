@@ -37,10 +37,10 @@ from kvrouter.frontend.http import (
 from kvrouter.frontend.http.response import CONNECTIONS_FULL, Headers, error_answer
 from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumentation
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
-from kvrouter.frontend.openapi import Described
+from kvrouter.frontend.openapi import DescriptionRoutes
 from kvrouter.frontend.origins import Cors, FleetGuard, page_headers
-from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
+from kvrouter.frontend.public_pages import SETTLE_S, AwaitedEngines, Pages, no_awaited_engines
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.web_page import WebPage
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 
 UNREAD_STATUSES = frozenset({413, 431})
 UNREAD_CODES = frozenset({UPLOADS_FULL, UPLOAD_TOO_SLOW})
-"""What the HTTP server refuses of calls, because of their size."""
+"""Statuses and codes with which the HTTP server refuses calls that are too large or too slow."""
 
 _ANTHROPIC_ROUTES = tuple(each.route.value for each in PASSED_ROUTES if each.is_anthropic)
 
 CLIENT_CALLS = frozenset(route.value for route in CallRoute)
-"""Calls that clients send, as they would to an engine."""
+"""Paths of the calls that clients also send to engines."""
 
 PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
@@ -68,7 +68,7 @@ PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 class HttpApp:
     """Answers every request of one HTTP server: a :data:`~kvrouter.frontend.http.Handler`.
 
-    ``calls`` are POSTs by path that run on the server's own streams; everything else is :attr:`pages`.
+    ``calls`` are the handlers of POSTs, by path, that write their own answers; :attr:`pages` are the rest.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class HttpApp:
         *,
         bodies: Bodies,
         settings: FrontendSettings,
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         traffic: TrafficRecorder | None,
     ) -> None:
-        self.observed = observed
+        self.instrumentation = instrumentation
         routes = list(routes)
-        described = Described(calls, routes, version=installed_version())
-        self.pages = [*routes, *described.routes()]
+        description_routes = DescriptionRoutes(calls, routes, version=installed_version())
+        self.pages = [*routes, *description_routes.routes()]
         self._settings = settings
         self._bodies = bodies
         self._calls = calls
@@ -94,11 +94,10 @@ class HttpApp:
         self._guard = FleetGuard(settings, self._cors)
 
     def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
-        """Return a server with this handler and the limits of the settings; it listens once it is started.
+        """Return a server with this handler and the limits of the settings; ``serve`` starts it.
 
-        ``connections_max`` of the settings may be more than the system has room for, so it is given, with
-        the number from which on the process keeps file descriptors for itself, and how many of these may
-        go to connections that were refused.
+        ``connections_max`` is the setting, capped by what the system allows. Connections with a file
+        descriptor of at least ``descriptors_max`` are refused; at most ``refused_max`` refused ones linger.
         """
         settings = self._settings
         limits = Limits(
@@ -128,18 +127,18 @@ class HttpApp:
         )
 
     def _connection_event(self, event: HttpEvent) -> None:
-        """Count what happened on a connection."""
-        self.observed.http_events.inc(event.value)
+        """Count an event of a connection."""
+        self.instrumentation.http_events.inc(event.value)
         if event is HttpEvent.CONNECTION_CLOSED:
-            self.observed.http_connections.add(-1)
+            self.instrumentation.http_connections.add(-1)
         elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:
-            self.observed.http_connections.add(1)
+            self.instrumentation.http_connections.add(1)
 
     def _fault_answered(self, fault: BadRequest) -> ErrorAnswer:
-        """Return the answer to what the server refuses before any handler sees it.
+        """Return the answer to a request that the server refuses before a handler.
 
-        A call that was too long, too slow or one too many to be read is recorded, where that is asked for:
-        connections that are refused and bytes that are no HTTP may be anybody's, and as many as they like.
+        A recording gets calls that were too long, too slow, or over the budget of uploads. Refused
+        connections and malformed HTTP are not recorded: strangers can send any number of them.
         """
         is_unread = fault.status in UNREAD_STATUSES or fault.code in UNREAD_CODES
         if self._traffic is not None and is_unread and fault.path in (None, *self._calls):
@@ -149,7 +148,7 @@ class HttpApp:
             answer.headers if self._cors is None else (*answer.headers, *self._cors.fault_headers(fault))
         )
         if fault.code == CONNECTIONS_FULL:
-            return ErrorAnswer(headers, answer.body)  # nothing was asked for
+            return ErrorAnswer(headers, answer.body)  # no request was read
         requested = fault.header(b"x-request-id").decode("latin-1")
         duration_s = 0.0 if fault.began_s is None else time.monotonic() - fault.began_s
         request_id = self._ended(
@@ -158,8 +157,8 @@ class HttpApp:
         return ErrorAnswer((*headers, request_id), answer.body)
 
     def _failure_answered(self, fault: BadRequest) -> ErrorAnswer:
-        """Return what is answered where a handler failed; its call has its line already."""
-        self.observed.error_answered(fault.code)
+        """Return the answer for a failed handler; the handler already logged the end of its call."""
+        self.instrumentation.error_answered(fault.code)
         answer = error_answer(fault)
         if fault.path is None or not _is_anthropic(fault.path):
             return answer
@@ -175,9 +174,9 @@ class HttpApp:
         status: int,
         code: str,
     ) -> tuple[bytes, bytes]:
-        """Report a request that no handler answers; return the header with its id."""
+        """Log and count a request that no handler answers; return the header with its id."""
         request_id = usable_request_id(requested_id)
-        self.observed.answered(
+        self.instrumentation.answered(
             route=UNKNOWN_ROUTE if path is None else self._route_of(path),
             model=None,
             status=status,
@@ -189,14 +188,14 @@ class HttpApp:
         return (b"x-request-id", request_id.encode())
 
     def _route_of(self, path: str) -> str:
-        """The route at a path: one of few, so that it is a label."""
+        """Return the route at a path, as a metric label: its values are few."""
         path = self._without_slash(path)
         if path in self._calls:
             return path
         return next((route.path for route, _ in self._pages_at(path)), UNKNOWN_ROUTE)
 
     def _without_slash(self, path: str) -> str:
-        """The path of a route, which is answered with a slash behind it as well. An id may end in one."""
+        """Return the path without a trailing slash, unless a route or a request id ends in one."""
         if not path.endswith("/"):
             return path
         bare = path.rstrip("/") or "/"
@@ -246,8 +245,8 @@ class HttpApp:
         await handler(request, responder)
 
     def _handler_of(self, request: Request, responder: Responder) -> Handler:
-        """Return what answers a request. Raises what it is refused with: an unknown path, another method, or
-        a page of another origin that may not send it.
+        """Return the handler of a request. Raises UnknownPath, MethodNotAllowed, and the errors of the guard
+        against pages of other origins.
         """
         path, method = request.path, request.method
         call = self._calls.get(path)
@@ -273,33 +272,33 @@ class HttpApp:
     async def _answer_page(
         self, route: Route, parameters: Mapping[str, str], request: Request, responder: Responder
     ) -> None:
-        """Answer with a page, or with what it failed of. A mistake of ours is raised after its answer: its
-        message may quote the prompt, so it stays inside.
+        """Answer with a page, or with its error. An unexpected exception is raised after a generic answer,
+        because its message may quote the prompt.
         """
-        asked = PageRequest(request, parameters)
+        page_request = PageRequest(request, parameters)
         try:
-            page = await route.endpoint(asked)
+            page = await route.endpoint(page_request)
         except KvrouterError as error:
-            page = self._failed_page(error, asked)
+            page = self._failed_page(error, page_request)
         except Exception:
-            page = self._failed_page(KvrouterError("the server failed to answer this request"), asked)
+            page = self._failed_page(KvrouterError("the server failed to answer this request"), page_request)
             await responder.send(page.status, page.headers, page.body)
             raise
         await responder.send(page.status, page.headers, page.body)
 
-    def _failed_page(self, error: KvrouterError, asked: PageRequest) -> Page:
-        self.observed.failed(error, model=asked.model)
+    def _failed_page(self, error: KvrouterError, page_request: PageRequest) -> Page:
+        self.instrumentation.failed(error, model=page_request.model)
         return Page(error_body(error), error.status_hint, error_headers(error))
 
     async def _options(self, methods: set[str], request: Request, responder: Responder) -> None:
-        """Say which methods a path takes; a browser that asks for another origin's page, what it may send."""
+        """Answer OPTIONS: the methods of a path, and the headers of a CORS preflight."""
         allow = ", ".join(sorted({"OPTIONS", *methods})).encode()
         preflight = () if self._cors is None else self._cors.preflight(request)
         await responder.send(204, ((b"allow", allow), *preflight))
 
     async def _refuse(self, error: KvrouterError, request: Request, responder: Responder) -> None:
         """Answer a request that no handler answers."""
-        self.observed.failed(error)
+        self.instrumentation.failed(error)
         request_id = self._ended(
             request.path,
             request.headers,
@@ -313,12 +312,12 @@ class HttpApp:
 
 
 def _is_anthropic(path: str) -> bool:
-    """Whether clients of Anthropic's API call a path: one of its routes, or what would be below one."""
+    """Whether a path is one of Anthropic's routes, or below one."""
     return path in _ANTHROPIC_ROUTES or path.startswith(tuple(f"{route}/" for route in _ANTHROPIC_ROUTES))
 
 
 class FrontendApp(HttpApp):
-    """The HTTP app over a router's own requests.
+    """The HTTP app of a frontend: generation routes, pages and admin routes.
 
     Gauges of the fleet are refreshed before each scrape of ``telemetry`` until :meth:`close`.
     """
@@ -330,17 +329,17 @@ class FrontendApp(HttpApp):
         *,
         settings: FrontendSettings,
         telemetry: Telemetry,
-        awaited: Awaited = nobody_awaited,
+        awaited: AwaitedEngines = no_awaited_engines,
         settle_s: float = SETTLE_S,
         tracing: "RequestTracing | None" = None,
     ) -> None:
-        observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(service, texts, observed, settings)
-        bodies = Bodies(service, texts.texts, observed, settings)
+        instrumentation = FrontendInstrumentation(telemetry)
+        preparer = RequestPreparer(service, texts, instrumentation, settings)
+        bodies = Bodies(service, texts.texts, instrumentation, settings)
         generate = GenerateRoutes(
-            service, preparer, bodies, observed, tracing, keep_alive_s=settings.sse_keep_alive_s
+            service, preparer, bodies, instrumentation, tracing, keep_alive_s=settings.sse_keep_alive_s
         )
-        admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
+        admin = AdminRoutes(service, preparer, bodies, instrumentation, settings=settings)
         super().__init__(
             {
                 "/v1/chat/completions": generate.chat,
@@ -354,14 +353,14 @@ class FrontendApp(HttpApp):
             ],
             bodies=bodies,
             settings=settings,
-            observed=observed,
+            instrumentation=instrumentation,
             traffic=service.requests.traffic,
         )
         gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauges)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]
 
     def close(self) -> None:
-        """Refresh no gauge and read no body any more."""
+        """Stop refreshing gauges and reading bodies."""
         for end in self._ends:
             end()
         self._bodies.close()

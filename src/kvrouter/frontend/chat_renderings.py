@@ -1,4 +1,4 @@
-"""Tells for which models chats are not made into prompts here, and why: such calls are routed by load."""
+"""Counts, per model, the chats that could not be rendered into prompts, and why: they are routed by load."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from kvrouter.text.model import TextModel
 from kvrouter.text.template_budget import TemplateOverBounds
 
 WINDOW_CHATS = 16
-"""A model is routed by load while more than half of its last chats could not be made into prompts."""
+"""A model is routed by load while more than half of its last chats could not be rendered."""
 
 REASONS_LOGGED_MAX = 64
-"""How many reasons are logged, of all models: some repeat words of a client."""
+"""The most reasons that are logged, over all models: some contain text of a client."""
 
 NO_TEMPLATE = "it has no chat template"
 
 
 class UnrenderedReason(StrEnum):
-    """Why a chat was not made into a prompt."""
+    """Why a chat could not be rendered into a prompt."""
 
     NO_TEMPLATE = "no_template"
     TEMPLATE_FAILED = "template_failed"
@@ -32,21 +32,21 @@ class UnrenderedReason(StrEnum):
 
     @property
     def is_for_the_engine(self) -> bool:
-        """Whether the engine most likely refuses the call too: the caller's mistake, and nobody else's."""
+        """Whether the engine most likely refuses the call too, because the call is wrong."""
         return self in (UnrenderedReason.REFUSED, UnrenderedReason.TOO_LONG)
 
 
 class Unrendered(NamedTuple):
-    """One chat that was not made into a prompt."""
+    """One chat that could not be rendered into a prompt."""
 
     reason: UnrenderedReason
     detail: str
     is_logged: bool = False
-    """Whether the log said so as the model was loaded."""
+    """Whether the reason was already logged when the model was loaded."""
 
 
 class UnrenderedChats(NamedTuple):
-    """The chats of a model that were not made into prompts for one reason, and the last one's detail."""
+    """How many chats of a model could not be rendered for one reason, and the last one's detail."""
 
     reason: UnrenderedReason
     chats: int
@@ -54,7 +54,7 @@ class UnrenderedChats(NamedTuple):
 
 
 def unrendered(text: TextModel, error: KvrouterError) -> Unrendered:
-    """Return the reason for a chat that this error kept from becoming a prompt."""
+    """Return the reason for a chat whose rendering raised ``error``."""
     if text.template is None:
         return Unrendered(UnrenderedReason.NO_TEMPLATE, NO_TEMPLATE)
     if isinstance(error, TemplateFailed):
@@ -67,10 +67,10 @@ def unrendered(text: TextModel, error: KvrouterError) -> Unrendered:
 
 
 class ChatRenderings:
-    """What became of the chats of each model that is served."""
+    """The last renderings of each model's chats, and counts of the failed ones."""
 
-    def __init__(self, observed: FrontendInstrumentation) -> None:
-        self._observed = observed
+    def __init__(self, instrumentation: FrontendInstrumentation) -> None:
+        self._instrumentation = instrumentation
         self._windows: dict[ModelName, deque[bool]] = {}
         self._chats: Counter[tuple[ModelName, UnrenderedReason]] = Counter()
         self._details: dict[tuple[ModelName, UnrenderedReason], str] = {}
@@ -78,9 +78,9 @@ class ChatRenderings:
         self._logged: set[tuple[ModelName, str]] = set()
 
     def note(self, model: ModelName, missing: Unrendered | None) -> None:
-        """A chat of this model became a prompt, or did not, which ``missing`` tells."""
+        """Count one chat of ``model``: rendered, or not, for the reason ``missing``."""
         if missing is not None:
-            self._observed.chat_unrendered(model, missing.reason)
+            self._instrumentation.chat_unrendered(model, missing.reason)
             if missing.reason.is_for_the_engine:
                 return
             self._chats[model, missing.reason] += 1
@@ -88,14 +88,14 @@ class ChatRenderings:
             key = (model, missing.detail)
             if not missing.is_logged and key not in self._logged and len(self._logged) < REASONS_LOGGED_MAX:
                 self._logged.add(key)
-                self._observed.chat_template_failed(model, missing.detail)
+                self._instrumentation.chat_template_failed(model, missing.detail)
             if missing.reason is UnrenderedReason.NO_TEMPLATE:
-                return  # prompts of completions are read, and chats may have no answer at all
+                return  # completions are still tokenized here, and engines may refuse chats
             self._last[model] = missing.detail
         self._windows.setdefault(model, deque(maxlen=WINDOW_CHATS)).append(missing is not None)
 
     def why_by_load(self, model: ModelName, text: TextModel) -> str | None:
-        """Why most chats of a model are routed by load; None where they are not, or there were none."""
+        """Return why most chats of a model are routed by load; None when they are not, or before any chat."""
         window = self._windows.get(model)
         if window is None:
             return text.why_by_load
@@ -104,9 +104,7 @@ class ChatRenderings:
         return f"chats cannot be read here ({sum(window)} of the last {len(window)}): {self._last[model]}"
 
     def counts(self, model: ModelName) -> Iterator[UnrenderedChats]:
-        """Yield how many chats of a model were not made into prompts, by reason, without those that their
-        engine refuses too.
-        """
+        """Yield a model's failed renderings by reason, without chats that engines refuse too."""
         for reason in UnrenderedReason:
             chats = self._chats[model, reason]
             if chats:

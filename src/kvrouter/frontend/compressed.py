@@ -1,4 +1,4 @@
-"""Bodies that came compressed, inflated within bounds."""
+"""Inflates compressed request bodies within limits of length and memory."""
 
 import asyncio
 import zlib
@@ -10,63 +10,61 @@ from kvrouter.core.errors import BodyTooLarge, InvalidRequest, Unavailable
 from kvrouter.frontend.http import UPLOADS_FULL, BodyLimit, Handler, Request, Responder
 
 GZIP_WBITS = 16 + zlib.MAX_WBITS
-"""What zlib calls gzip's format with any window."""
+"""zlib's ``wbits`` for the gzip format with any window."""
 
 ENCODINGS = frozenset({"gzip", "x-gzip"})
 
 Result = TypeVar("Result")
 
 ON_LOOP_BYTES = 64 * 1024
-"""So much is inflated at once; what becomes more is inflated in a thread. A thousand times as many bytes may
-come of a body as it has.
-"""
+"""A body that inflates to more is inflated in a thread: it may become a thousand times as long."""
 
 THREADS = 2
-"""So many bodies are inflated at a time, and no more of them are held that are in no budget yet."""
+"""Threads that inflate; also the most inflated bodies that no budget counts yet."""
 
 USUAL_EXPANSION = 16
-"""JSON and text become up to so many times as long as they came; what they become beyond that is extra."""
+"""The usual expansion of JSON and text; the bytes beyond it are called extra."""
 
 EXTRA_BYTES_MAX = 24 * 1024 * 1024
-"""What all bodies together hold that is extra, from their inflation to the end of their answer. Engines are
-sent copies of it, so this process may hold several times as much.
+"""The extra bytes of all bodies, counted until the end of their answers. Engines are sent copies, so the
+process may hold several times as much.
 """
 
 COUNTED_BYTES = 256 * 1024
-"""A body's length is counted in pieces of so many bytes, before the whole of it is held."""
+"""The size of the pieces in which a body's inflated length is counted before it is inflated."""
 
 
 class UnsupportedEncoding(InvalidRequest):
-    """A body came in a coding that is not understood here."""
+    """The body has a content encoding other than gzip."""
 
     status_hint = 415
     code = "unsupported_encoding"
 
 
 class InflatedFull(Unavailable):
-    """Inflated bodies that are being read hold as much as they may."""
+    """The budget of inflated bodies is used up."""
 
     code = UPLOADS_FULL
 
 
 class CompressedBodies:
-    """Inflates bodies before their handler sees them. Until they are read they hold at most ``bytes_max``
-    together, and of what is extra :data:`EXTRA_BYTES_MAX` until they are answered: so little that is sent
-    cannot become much for long. :meth:`close` ends its threads.
+    """Inflates bodies before their handler gets them. Together they hold at most ``bytes_max`` until they are
+    read, and :data:`EXTRA_BYTES_MAX` extra bytes until they are answered, so that small requests cannot fill
+    the memory. :meth:`close` ends its threads.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvrouter-inflate")
         self.bytes = 0
-        """What inflated bodies hold now that are being read."""
+        """Bytes of inflated bodies that are not read yet."""
         self.extra_bytes = 0
-        """What is extra of bodies that are not answered yet."""
+        """Extra bytes of bodies that are not answered yet."""
 
     async def handle(
         self, encoding: str, limit: BodyLimit, request: Request, responder: Responder, handler: Handler
     ) -> None:
-        """Give ``handler`` the request as it was before its client compressed it.
+        """Call ``handler`` with the inflated request.
 
         Raises :class:`UnsupportedEncoding`, :class:`InvalidRequest`, :class:`BodyTooLarge` and
         :class:`InflatedFull`.
@@ -82,7 +80,7 @@ class CompressedBodies:
             self.extra_bytes -= extra_bytes
 
     async def _inflated(self, data: bytes, limit: BodyLimit) -> tuple[bytes, int]:
-        """Return a body, and how many of its bytes are extra: those are held in the budget."""
+        """Return the inflated body, and its extra bytes, which are taken from the budget."""
         try:
             return inflated(data, BodyLimit(min(ON_LOOP_BYTES, limit.max_bytes), limit.why)), 0
         except BodyTooLarge:
@@ -116,7 +114,7 @@ class CompressedBodies:
             request.read()
 
     def close(self) -> None:
-        """Inflate no more bodies."""
+        """End the threads; no further body is inflated."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _take_extra(self, extra_bytes: int, n_bytes: int) -> None:
@@ -136,8 +134,8 @@ class CompressedBodies:
 
 
 def inflated_bytes(data: bytes, limit: BodyLimit) -> int:
-    """Return how long ``data`` becomes, without holding more than a piece of it; raise :class:`BodyTooLarge`.
-    What is no gzip has the length at which that shows.
+    """Return the inflated length of ``data``, counted piece by piece; raise :class:`BodyTooLarge`. For
+    invalid gzip it is the length up to the error.
     """
     inflating, n_bytes = zlib.decompressobj(GZIP_WBITS), 0
     try:
@@ -153,9 +151,9 @@ def inflated_bytes(data: bytes, limit: BodyLimit) -> int:
 
 
 def inflated(data: bytes, limit: BodyLimit) -> bytes:
-    """Return what was compressed; no more than ``limit`` allows is ever held.
+    """Return the inflated ``data``, never holding more than ``limit`` allows.
 
-    Raises :class:`InvalidRequest` for what is not gzip, or not all of it, :class:`BodyTooLarge`.
+    Raises :class:`InvalidRequest` for invalid or incomplete gzip, :class:`BodyTooLarge`.
     """
     inflating = zlib.decompressobj(GZIP_WBITS)
     try:

@@ -1,11 +1,11 @@
-"""Decisions as the HTTP API has them: an explanation with its candidates, and the kept ones of a request."""
+"""Converts decisions to the HTTP API's types: explanations with candidates, and kept decisions."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import structs
 
-from kvrouter.api import decisions as api
-from kvrouter.api.fleet import Policy
+from kvrouter.api import decision_schema as api
+from kvrouter.api.fleet_schema import Policy
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import WorkerRank
@@ -19,25 +19,25 @@ from kvrouter.router.model_router import KeptDecision
 
 
 def decided(request: GenerateRequest, fleet: Fleet, decision: Decision) -> api.Explanation:
-    """An explanation that ends with a choice."""
+    """Return the explanation of a decision."""
     return _explanation(request, fleet, decision.mode, decision.rows, decision=decision, error=None)
 
 
 def refused(
     request: GenerateRequest, fleet: Fleet, mode: RouterMode, error: RoutingRefused
 ) -> api.Explanation:
-    """An explanation that ends with a refusal: it is an answer like any other."""
+    """Return the explanation of a refusal; it is answered with status 200."""
     rows = [row for row in error.rows if isinstance(row, Candidate)]
     refusal = api.Refusal(code=error.code, message=error.message, refusals=refusal_counts(error))
     return _explanation(request, fleet, mode, rows, decision=None, error=refusal)
 
 
 FleetOf = Callable[[str], Fleet | None]
-"""Finds the fleet of a model, by its name; None where it is not served any more."""
+"""Finds the fleet of a model by its name; None when it is no longer served."""
 
 
 def attempt_of(kept: KeptDecision, fleet_of: FleetOf) -> api.Attempt:
-    """One kept decision, with its candidates where they were kept."""
+    """Return a kept decision, with its candidates if they were kept."""
     decision = kept.decision
     prefill, decode = _picks(decision)
     return api.Attempt(
@@ -57,7 +57,7 @@ def attempt_of(kept: KeptDecision, fleet_of: FleetOf) -> api.Attempt:
 
 
 def latest_of(kept: KeptDecision) -> api.LastDecision:
-    """The last decision of a request, without its candidates."""
+    """Return the last decision of a request, without its candidates."""
     fields = structs.asdict(attempt_of(kept, lambda _: None))
     del fields["table"]
     request_id = kept.decision.request_id
@@ -65,26 +65,26 @@ def latest_of(kept: KeptDecision) -> api.LastDecision:
 
 
 def _table(kept: KeptDecision, fleet_of: FleetOf) -> api.Legs | None:
-    """The candidates of each leg, as an explanation has them."""
+    """Return the candidates of each leg; None when they were not kept or the model is gone."""
     fleet = fleet_of(kept.model) if kept.rows else None
     return None if fleet is None else _legs(kept.rows, fleet)
 
 
 def _pair_cost(decision: Decision) -> float | None:
-    """What the pair costs together; None where there is none, or prefill was picked first."""
+    """Return the cost of the pair; None without a pair, or when prefill was picked first."""
     prefill, decode = decision.prefill, decision.decode
     return None if prefill is None or not decision.together else prefill.cost + decode.cost
 
 
 def _picks(decision: Decision) -> tuple[api.Pick | None, api.Pick | None]:
-    """Who was picked for prefill and for decode; a router of prefill alone picks nobody for decode."""
+    """Return the picks for prefill and for decode; a router that only prefills has no decode pick."""
     if decision.decode.leg is Leg.PREFILL:
         return _pick(decision.decode), None
     return None if decision.prefill is None else _pick(decision.prefill), _pick(decision.decode)
 
 
 def constraint_of(constraint: TransferConstraint | None) -> api.Constraint | None:
-    """What a prefill worker asks of its decode worker."""
+    """Return a prefill worker's constraint on its decode worker."""
     if constraint is None:
         return None
     policy = policy_state(constraint.policy)
@@ -94,7 +94,7 @@ def constraint_of(constraint: TransferConstraint | None) -> api.Constraint | Non
 
 
 def policy_state(policy: TransferPolicy) -> Policy:
-    """How strictly KV keeps to its domain."""
+    """Return a transfer policy as the API has it."""
     match policy:
         case Required(domain):
             return Policy(enforcement=Enforcement.REQUIRED, domain=domain)
@@ -196,6 +196,6 @@ def _rank(rank: WorkerRank) -> api.RankId:
 
 
 def _times(times: Times) -> api.Times:
-    """The parts in milliseconds, and what the leg itself is expected to take."""
+    """Return the parts and the expected time of the leg, in milliseconds."""
     parts = {name.removesuffix("_s") + "_ms": round(1e3 * part, 3) for name, part in times._asdict().items()}
     return api.Times(expected_ms=round(1e3 * times.expected_s, 3), **parts)

@@ -1,4 +1,4 @@
-"""Tokenizes the prompts of calls that pass, here or by their engine's ``/tokenize``."""
+"""Tokenizes the prompts of passed-through calls, in the router or by an engine's ``/tokenize``."""
 
 import asyncio
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ CHOSEN = "its tokenizer is said to be engine"
 class ModelTexts(NamedTuple):
     """The tokenizers of a frontend's models; they change as workers are announced.
 
-    ``unread`` are the reasons why prompts of a model cannot be read here, in whole or in part; those of
-    models ``by_engine`` are tokenized by their engines.
+    ``unread`` has the reason why the router cannot tokenize all prompts of a model; engines tokenize the
+    prompts of the models ``by_engine``.
     """
 
     texts: Mapping[ModelName, TextModel]
@@ -45,8 +45,8 @@ class ModelTexts(NamedTuple):
 
 
 class PromptTokenizer:
-    """Turns the prompt of a call that passes into tokens. Engines are asked about all prompts of the models
-    ``by_engine``; where the settings say so, also about those that are unread, and about those of blind
+    """Turns the prompts of passed-through calls into tokens. An engine tokenizes all prompts of the models
+    ``by_engine``; with ``tokenize_fallback`` also those that the router cannot tokenize, and those of blind
     shapes.
     """
 
@@ -54,18 +54,18 @@ class PromptTokenizer:
         self,
         service: RouterService,
         texts: ModelTexts,
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         settings: FrontendSettings,
     ) -> None:
         self._engines = service.engine_tokenizer
-        self._renderings = ChatRenderings(observed)
+        self._renderings = ChatRenderings(instrumentation)
         self._texts, self._unread, self._by_engine = texts
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._limit_s = settings.tokenize_engine_wait_s
         self._falls_back = settings.tokenize_fallback is TokenizeFallback.ENGINE
 
     def tokenized_by(self, model: ModelRouter) -> str | None:
-        """Who tokenizes the prompts of a model: ``router``, ``engine``, or None where they are not known."""
+        """Return ``router`` or ``engine``, whichever tokenizes a model's prompts; None if neither does."""
         if model.fleet.takes_calls and self.why_by_load(model) is not None:
             return None
         if model.fleet.takes_calls and self._why_of_model(model) is not None:
@@ -73,9 +73,7 @@ class PromptTokenizer:
         return "router" if model.fleet.model in self._texts else None
 
     def why_by_load(self, model: ModelRouter) -> str | None:
-        """Why calls of a model are routed by load alone; None where what is cached counts, as far as the
-        router's mode lets it.
-        """
+        """Return why calls of a model are routed by load alone; None when the router's mode decides."""
         if not model.fleet.takes_calls:
             return None
         why_unread = self._why_unread(model.fleet.model)
@@ -85,7 +83,7 @@ class PromptTokenizer:
         return None if why_not is None else "; ".join(filter(None, (why_unread, why_not)))
 
     def unrendered(self, model: ModelRouter) -> Iterable[UnrenderedChats]:
-        """Which chats of a model are not made into prompts here."""
+        """Return the counts of a model's chats that could not be rendered."""
         return self._renderings.counts(model.fleet.model)
 
     def _why_of_chats(self, model: ModelRouter) -> str | None:
@@ -95,11 +93,11 @@ class PromptTokenizer:
         return self._renderings.why_by_load(model.fleet.model, text)
 
     def _why_unread(self, name: ModelName) -> str | None:
-        is_known = name in self._texts or name in self._by_engine
-        return self._unread.get(name, None if is_known else TOKENIZER_ON_ITS_WAY)
+        has_tokenizer = name in self._texts or name in self._by_engine
+        return self._unread.get(name, None if has_tokenizer else TOKENIZER_ON_ITS_WAY)
 
     def _why_of_model(self, model: ModelRouter) -> str | None:
-        """Why engines are asked about the prompts of a model, or about its chats; None where they are not."""
+        """Return why engines tokenize the prompts or the chats of a model; None when they do not."""
         if isinstance(model.cache, NoCacheView):
             return None
         if model.fleet.model in self._by_engine:
@@ -107,7 +105,7 @@ class PromptTokenizer:
         return self._why_unread(model.fleet.model) if self._falls_back else None
 
     def _why_of_call(self, model: ModelRouter, text: TextModel | None, shape: str) -> str | None:
-        """Why an engine is asked about the prompt of one call; without a ``shape`` it is no chat."""
+        """Return why an engine tokenizes one call; None if it does not. ``shape`` is empty unless a chat."""
         why = self._why_of_model(model)
         if why is not None and (why is CHOSEN or text is None or shape):
             return why
@@ -120,40 +118,40 @@ class PromptTokenizer:
         ):
             return None
         if shapes.is_blind(by_engine(shape)):
-            return None  # what its /tokenize answers is not what it does
+            return None  # its /tokenize differs from its own prompts as well
         return f"its engines make other prompts of calls of the shape {shape!r} than the router"
 
     async def tokens_of(
-        self, passed: PassthroughCall, model: ModelRouter, text: TextModel | None
+        self, passthrough: PassthroughCall, model: ModelRouter, text: TextModel | None
     ) -> tuple[PassthroughTokens, str]:
-        """Return what routing may know of the prompt, and the shape of the call."""
-        tokens, shape = await self._tokens_of(passed, model, text)
-        if passed.chat is not None and text is not None and not tokens.estimate:
+        """Return the prompt's tokens, as far as they can be known, and the shape of the call."""
+        tokens, shape = await self._tokens_of(passthrough, model, text)
+        if passthrough.chat is not None and text is not None and not tokens.estimate:
             self._renderings.note(model.fleet.model, tokens.missing)
         return tokens, shape
 
     async def _tokens_of(
-        self, passed: PassthroughCall, model: ModelRouter, text: TextModel | None
+        self, passthrough: PassthroughCall, model: ModelRouter, text: TextModel | None
     ) -> tuple[PassthroughTokens, str]:
-        shape = "" if passed.chat is None else shape_of(passed.chat)
+        shape = "" if passthrough.chat is None else shape_of(passthrough.chat)
         kind = model.fleet.engine_kind
         made = None
         why = self._why_of_call(model, text, shape)
         if why is None:
-            made = await passthrough_tokens(passed, text, kind)
+            made = await passthrough_tokens(passthrough, text, kind)
             if not made.is_cut or not self._falls_back or isinstance(model.cache, NoCacheView):
                 return made, shape
             why = f"the prompts of some calls of the shape {shape!r} cannot be made here"
-        asked = await self._asked(model, await self._body_of(passed, kind), why)
-        if asked is not None:
-            return PassthroughTokens(asked, is_exact=False), by_engine(shape)
-        return made or await passthrough_tokens(passed, text, kind), shape
+        token_ids = await self._engine_tokens(model, await self._body_of(passthrough, kind), why)
+        if token_ids is not None:
+            return PassthroughTokens(token_ids, is_exact=False), by_engine(shape)
+        return made or await passthrough_tokens(passthrough, text, kind), shape
 
     async def unread_tokens(
         self, prompt: Sequence[Mapping[str, object]] | str, model: ModelRouter
     ) -> TokenBuffer | None:
-        """Return the tokens of a chat's messages, or of a text, that cannot be read here; None where no
-        engine says them.
+        """Return an engine's tokens of a chat's messages, or of a text, that the router cannot tokenize; None
+        when no engine returns them.
         """
         why = self._why_of_model(model) if model.fleet.takes_calls else None
         if why is None or estimated_tokens(prompt) * TOKEN_TEXT_BYTES > ASKED_BYTES_MAX:
@@ -162,27 +160,27 @@ class PromptTokenizer:
             body: bytes | None = tokenize_text(prompt)
         else:
             body = tokenize_chat(PromptFields(messages=prompt), model.fleet.engine_kind)
-        return await self._asked(model, body, why)
+        return await self._engine_tokens(model, body, why)
 
-    async def _asked(self, model: ModelRouter, body: bytes | None, why: str) -> TokenBuffer | None:
+    async def _engine_tokens(self, model: ModelRouter, body: bytes | None, why: str) -> TokenBuffer | None:
         if body is None:
             return None
         token_ids = await self._engines.token_ids(model, body, limit_s=self._limit_s)
-        if token_ids is not None and why != self._why_of_model(model):  # that is said of the model
-            self._observed.tokenized_by_engine(model.fleet.model, why)
+        if token_ids is not None and why != self._why_of_model(model):  # that one is shown with the model
+            self._instrumentation.tokenized_by_engine(model.fleet.model, why)
         return token_ids
 
     @staticmethod
-    async def _body_of(passed: PassthroughCall, engine_kind: str) -> bytes | None:
-        """What an engine is asked about the call; None for a prompt that it would not tokenize as a whole."""
-        length_bytes = len(passed.client_call.body)
-        has_documents = passed.chat is not None and passed.chat.documents is not None
-        if (passed.is_partial and not has_documents) or length_bytes > ASKED_BYTES_MAX:
+    async def _body_of(passthrough: PassthroughCall, engine_kind: str) -> bytes | None:
+        """Return the ``/tokenize`` body for the call; None if that would not cover the prompt."""
+        length_bytes = len(passthrough.client_call.body)
+        has_documents = passthrough.chat is not None and passthrough.chat.documents is not None
+        if (passthrough.is_partial and not has_documents) or length_bytes > ASKED_BYTES_MAX:
             return None
-        if passed.chat is not None:
+        if passthrough.chat is not None:
             if length_bytes > LONG_BODY_BYTES:
-                return await asyncio.to_thread(tokenize_chat, passed.chat, engine_kind)
-            return tokenize_chat(passed.chat, engine_kind)
-        if passed.prompt is None or not isinstance(passed.prompt.content, str):
+                return await asyncio.to_thread(tokenize_chat, passthrough.chat, engine_kind)
+            return tokenize_chat(passthrough.chat, engine_kind)
+        if passthrough.prompt is None or not isinstance(passthrough.prompt.content, str):
             return None
-        return tokenize_text(passed.prompt.content)
+        return tokenize_text(passthrough.prompt.content)

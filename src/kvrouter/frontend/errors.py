@@ -5,29 +5,29 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from kvrouter.api.errors import ApiError, ErrorBody
+from kvrouter.api.error_schema import ApiError, ErrorBody
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NotFound, RoutingRefused, Unavailable
 from kvrouter.frontend import http
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 RETRY_AFTER_S = 1
-"""What a 503 without a better idea asks its client to wait, in seconds."""
+"""The default ``Retry-After`` of a 503, in seconds."""
 
 
 class UnknownWorker(InvalidRequest):
-    """A request is pinned to a worker, or to a rank of one, that is not here."""
+    """A request is pinned to an unknown worker or worker rank."""
 
     code = "unknown_worker"
 
 
 class UnknownPath(NotFound):
-    """Nothing lives at this path."""
+    """No route has this path."""
 
     code = "not_found"
 
 
 class RouteNotServed(NotFound):
-    """The path is known, and no engine of the model gets calls as they are written."""
+    """The route is known, but the model's engines take tokens, not passed-through calls."""
 
     code = "route_not_served"
 
@@ -39,7 +39,7 @@ class UnknownDecision(NotFound):
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The path exists, for another method; ``allow`` lists those that it takes, as the header does."""
+    """The route exists for other methods; ``allow`` lists them as the header does."""
 
     status_hint = 405
     code = "method_not_allowed"
@@ -50,7 +50,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class CrossSiteRefused(KvrouterError):
-    """A page of another origin made a browser send this, and it may not."""
+    """A page of another origin made a browser send this request, which is not allowed."""
 
     status_hint = 403
     code = "cross_site_refused"
@@ -58,7 +58,7 @@ class CrossSiteRefused(KvrouterError):
 
 
 class UnknownHost(KvrouterError):
-    """The name in ``Host`` is none of this router's."""
+    """The name in ``Host`` is not one of this router's names."""
 
     status_hint = 403
     code = "unknown_host"
@@ -66,31 +66,31 @@ class UnknownHost(KvrouterError):
 
 
 class NotReady(Unavailable):
-    """No model has a worker, or a pair of workers, that may answer."""
+    """No model has a worker, or a pair of workers, that can take a request."""
 
     code = "not_ready"
 
 
 def refusal_counts(error: RoutingRefused) -> Mapping[str, int]:
-    """Worker ranks per reason, as JSON has them."""
+    """Return the refused worker ranks per reason, with reasons as in JSON."""
     return {reason.value: count for reason, count in sorted(error.refusals.items())}
 
 
 def error_body(error: KvrouterError) -> bytes:
-    """The JSON body that is this error; a refusal adds its role, its domain and its counts."""
-    said = ApiError(message=error.message, type=error.type, param=error.param, code=error.code)
+    """Return the JSON body of an error; a refusal adds its role, its domain and its counts."""
+    api_error = ApiError(message=error.message, type=error.type, param=error.param, code=error.code)
     if isinstance(error, RoutingRefused):
-        said = replace(said, refusals=refusal_counts(error), role=error.role, domain=error.domain)
-    return msgspec.json.encode(ErrorBody(said))
+        api_error = replace(api_error, refusals=refusal_counts(error), role=error.role, domain=error.domain)
+    return msgspec.json.encode(ErrorBody(api_error))
 
 
 def failure_body(error: KvrouterError, *, is_anthropic: bool) -> bytes:
-    """The JSON body of an error in the form of the API that was called."""
+    """Return the JSON body of an error in the form of the called API, OpenAI's or Anthropic's."""
     return anthropic_error_body(error) if is_anthropic else error_body(error)
 
 
 def error_event(error: KvrouterError) -> bytes:
-    """The one event that ends a stream which cannot go on."""
+    """Return the event that ends a failed stream."""
     return http.sse_event(error_body(error))
 
 
@@ -103,32 +103,32 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""What Anthropic's API calls errors, by the status that they have here; others by whose fault they are."""
+"""Anthropic's error types by HTTP status; other statuses have one for 4xx and one for 5xx."""
 
 
 def anthropic_error_body(error: KvrouterError) -> bytes:
-    """The same in Anthropic's form, with our code and field as further fields."""
+    """Return the JSON body of an error in Anthropic's form, with ``code`` and ``param`` added."""
     return _anthropic_body(error.status_hint, error.message, error.code, error.param)
 
 
 def anthropic_fault_body(fault: http.BadRequest) -> bytes:
-    """What the HTTP server answers by itself, in Anthropic's form."""
+    """Return the body of the HTTP server's own refusal in Anthropic's form."""
     return _anthropic_body(fault.status, fault.reason, fault.code, None)
 
 
 def _anthropic_body(status: int, message: str, code: str, param: str | None) -> bytes:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    said = {"type": kind, "message": message, "code": code, "param": param}
-    return msgspec.json.encode({"type": "error", "error": said})
+    error = {"type": kind, "message": message, "code": code, "param": param}
+    return msgspec.json.encode({"type": "error", "error": error})
 
 
 def anthropic_error_event(error: KvrouterError) -> bytes:
-    """The one event that ends a stream in Anthropic's form."""
+    """Return the event that ends a failed stream, in Anthropic's form."""
     return b"event: error\n" + http.sse_event(anthropic_error_body(error))
 
 
 def error_headers(error: KvrouterError) -> tuple[tuple[bytes, bytes], ...]:
-    """``Retry-After`` where waiting may help; what HTTP requires with a 401 and a 405."""
+    """Return an error's headers: ``Retry-After`` of a 503, and those that HTTP requires with 401 and 405."""
     if isinstance(error, MethodNotAllowed):
         return (*JSON_HEADERS, (b"allow", error.allow.encode()))
     if error.status_hint == 401:

@@ -1,4 +1,4 @@
-"""One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
+"""Reads the state of workers and models, for ``GET /v1/fleet`` and the gauges."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,13 @@ from math import inf
 
 import numpy as np
 
-from kvrouter.api import fleet as api
+from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.frontend.cordons import cordoned
+from kvrouter.frontend.cordon_routes import cordoned
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
 from kvrouter.kernel.feed.states import FeedState
@@ -40,7 +40,7 @@ from kvrouter.telemetry.families import GaugeFamily
 
 @dataclass(frozen=True, slots=True)
 class RankReading:
-    """One worker rank. What is not known is None: no report yet, no index, no feed."""
+    """The state of one worker rank. Unknown values are None: no report yet, no index, no feed."""
 
     rank: WorkerRank
     active_blocks: int
@@ -49,13 +49,13 @@ class RankReading:
     report: api.LoadSeen | None
     held_blocks: int | None
     feed: FeedReading | None
-    account: ReportReading
+    engine_reports: ReportReading
     speed: SpeedReading | None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReading:
-    """One worker and its ranks."""
+    """The state of one worker and its ranks."""
 
     card: WorkerCard
     alive: bool
@@ -97,7 +97,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     report=_report(columns, slot),
                     held_blocks=None if held_of is None else held_of(slot),
                     feed=None if feed is None else feed._replace(state=_state(card, feed)),
-                    account=model.engine_reports.reading(slot),
+                    engine_reports=model.engine_reports.reading(slot),
                     speed=model.placer.speeds.reading(slot),
                 )
             )
@@ -119,16 +119,14 @@ def _report(columns: Columns, slot: Slot) -> api.LoadSeen | None:
 
 
 def _state(card: WorkerCard, feed: FeedReading) -> FeedState:
-    """How far what is known of a rank can be trusted. All that its worker reports may have come, and yet the
-    worker itself may know its engine's cache in part only.
-    """
+    """Return the feed's state; PARTIAL if it is live but the worker knows only part of its engine's cache."""
     if card.cache_is_partial and feed.state is FeedState.LIVE:
         return FeedState.PARTIAL
     return feed.state
 
 
 def read_index(model: ModelRouter) -> IndexReading | None:
-    """Return the size of a model's index; None when none is kept."""
+    """Return the size of a model's index; None without an index."""
     cache = model.cache
     if isinstance(cache, EventCacheView):
         stats = cache.index.stats()
@@ -141,7 +139,7 @@ def read_index(model: ModelRouter) -> IndexReading | None:
 
 
 def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None) -> api.Fleet:
-    """Every worker with its ranks, every model with its queue and index, and the requests that run."""
+    """Return every worker with its ranks, every model with its queue and index, and the running requests."""
     models: list[api.Model] = []
     workers: list[api.Worker] = []
     for model in service.models():
@@ -167,14 +165,14 @@ def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None
 
 
 def _recording_state(traffic: TrafficRecorder | None) -> str | None:
-    """None where nothing is to be recorded."""
+    """Return ``active`` or ``ended``; None when recording is off."""
     if traffic is None:
         return None
     return "active" if traffic.is_recording else "ended"
 
 
 def _replicas_state(sync: ReplicaSync | None) -> api.Replicas | None:
-    """None where routers do not share what they book."""
+    """Return the counts of other replicas; None without replica sync."""
     if sync is None:
         return None
     others = sync.counts().others
@@ -238,7 +236,7 @@ def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer
 
 
 def _routing_of(model: ModelRouter, why_by_load: str | None) -> str:
-    """By what workers are picked: what is cached there and load, load alone, or as the mode says."""
+    """Return the basis of decisions: ``cache`` (and load), ``load`` alone, or the name of another mode."""
     if why_by_load is not None:
         return "load"
     if model.placer.settings.mode is not RouterMode.KV:
@@ -247,14 +245,14 @@ def _routing_of(model: ModelRouter, why_by_load: str | None) -> str:
 
 
 def _cache_view_of(model: ModelRouter) -> str:
-    """By what the router knows what is cached where."""
+    """Return the source of the cache view: ``events``, ``predicted`` or ``none``."""
     if isinstance(model.cache, EventCacheView):
         return "events"
     return "predicted" if isinstance(model.cache, PredictedCacheView) else "none"
 
 
 def flows_state(service: RouterService) -> api.Flows:
-    """KV that went between domains, for each model and pair of values."""
+    """Return the KV handed over between domains, for each model and pair of values."""
     return api.Flows(
         recent_s=RECENT_S,
         flows=[
@@ -277,7 +275,7 @@ def flows_state(service: RouterService) -> api.Flows:
 
 
 def _links_state(model: ModelRouter) -> api.Links | None:
-    """What handoffs showed of links; None where nobody learns from them."""
+    """Return the links learned from handoffs; None when the cost rule does not learn them."""
     if not cost_rule(model.placer.settings.cost).needs.learned:
         return None
     learned = model.placer.transfers.learned
@@ -311,7 +309,7 @@ def _engine_sums(sums: SumsReading | None) -> api.EngineSums | None:
 
 
 def _interval(low: float | None, high: float | None) -> tuple[float, float] | None:
-    """None where nothing bounds it."""
+    """Return the rounded interval; None unless both ends are bounded."""
     if low is None or high is None or high == inf:
         return None
     return round(low, 3), round(high, 3)
@@ -352,7 +350,7 @@ def _worker_state(
 
 
 def _kv_transfer_state(card: WorkerCard, default: RouterTopologyDefault | None) -> api.Policy | None:
-    """The policy that holds for KV from this worker; only prefill workers send any."""
+    """Return the policy for KV that a prefill worker sends; None for other roles, or without a policy."""
     if card.role is not Role.PREFILL:
         return None
     policy = policy_of(card.runtime_config, default)
@@ -360,7 +358,7 @@ def _kv_transfer_state(card: WorkerCard, default: RouterTopologyDefault | None) 
 
 
 def _rank_state(rank: RankReading) -> api.Rank:
-    account, speed = rank.account, rank.speed
+    engine_reports, speed = rank.engine_reports, rank.speed
     return api.Rank(
         dp_rank=rank.rank.dp_rank,
         active_blocks=rank.active_blocks,
@@ -369,10 +367,10 @@ def _rank_state(rank: RankReading) -> api.Rank:
         report=rank.report,
         index_blocks=rank.held_blocks,
         feed=None if rank.feed is None else _feed_state(rank.feed),
-        kv_events_skipped=account.events_skipped,
-        predictions=None if account.answers is None else _predictions_state(account.answers),
+        kv_events_skipped=engine_reports.events_skipped,
+        predictions=None if engine_reports.answers is None else _predictions_state(engine_reports.answers),
         speed=None if speed is None else _speed_state(speed),
-        kv_transfers=None if account.transfers is None else _transfers_state(account.transfers),
+        kv_transfers=None if engine_reports.transfers is None else _transfers_state(engine_reports.transfers),
     )
 
 
@@ -425,11 +423,11 @@ def _gb_per_s(bytes_per_s: float | None) -> float | None:
 
 
 LINK_SERIES_MAX = 64
-"""Of so many links a model's metrics have series; GET /v1/fleet has them all."""
+"""The most links per model that have metric series; ``GET /v1/fleet`` lists all."""
 
 
 class Gauges:
-    """Sets each gauge to what holds now; a worker that is gone is gone from the page."""
+    """Sets the gauges of the fleet to their current values, and removes the series of workers that left."""
 
     def __init__(self, telemetry: Telemetry, service: RouterService) -> None:
         self._telemetry = telemetry
@@ -437,7 +435,7 @@ class Gauges:
         self._values: dict[GaugeFamily, dict[tuple[str, ...], float]] = {}
 
     def refresh(self) -> None:
-        """Read everything once."""
+        """Read the state once and replace the series of every gauge."""
         telemetry = self._telemetry
         self._values = {gauge: {} for gauge in self._values}
         for model in self._service.models():
@@ -460,11 +458,11 @@ class Gauges:
             gauge.replace(values)
 
     def _set(self, gauge: GaugeFamily, value: float, *labels: str) -> None:
-        """Note a value; one that is not noted again at the next refresh is gone."""
+        """Set one series for this refresh; a series that the next refresh does not set is removed."""
         self._values.setdefault(gauge, {})[labels] = value
 
     def _add(self, worker: WorkerReading) -> None:
-        """Note one worker and its ranks."""
+        """Set the series of one worker and its ranks."""
         card, telemetry = worker.card, self._telemetry
         worker_id = str(card.worker_id)
         self._set(
@@ -482,8 +480,8 @@ class Gauges:
             self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
 
     def _add_links(self, model: str, links: Sequence[LinkReading], sums: SumsReading | None) -> None:
-        """Note what was learned of a model's links: of kinds first, then of those that differ from theirs;
-        and what engines say of it.
+        """Set the series of a model's learned links, kinds of links first, and of their ratio to the
+        bandwidth that engines report.
         """
         telemetry = self._telemetry
         if sums is not None:
@@ -494,7 +492,7 @@ class Gauges:
             self._set(telemetry.link_slow, float(link.is_slow), model, link.name)
 
     def _add_rank(self, labels: tuple[str, str], rank: RankReading) -> None:
-        telemetry, report, account = self._telemetry, rank.report, rank.account
+        telemetry, report, engine_reports = self._telemetry, rank.report, rank.engine_reports
         self._set(telemetry.ledger_active_blocks, rank.active_blocks, *labels)
         self._set(telemetry.ledger_prefill_tokens, rank.prefill_tokens, *labels)
         if rank.total_blocks is not None:
@@ -512,15 +510,15 @@ class Gauges:
             self._set(telemetry.feed_staleness, feed.stale_s, *labels)
             self._set(telemetry.event_lag, feed.lag_s, *labels)
             self._set(telemetry.kv_events_missing, float(feed.is_missing), *labels)
-        if account.transfers is not None:
-            self._set(telemetry.kv_transfer_slow, float(account.transfers.is_slow), *labels)
+        if engine_reports.transfers is not None:
+            self._set(telemetry.kv_transfer_slow, float(engine_reports.transfers.is_slow), *labels)
         if rank.speed is not None:
             self._set(telemetry.rank_slowness, rank.speed.relative, *labels)
             self._set(telemetry.rank_slow, float(rank.speed.is_slow), *labels)
 
 
 def _place(worker: WorkerReading) -> str:
-    """The worker's value of its transfer domain, else of its broadest level; ``none`` without either."""
+    """Return the worker's value of its transfer domain, else of its broadest level, else ``none``."""
     config = worker.card.runtime_config
     domains = topology_domains(config)
     for domain in (config.kv_transfer_domain, *config.topology_levels, *sorted(domains)):

@@ -1,4 +1,4 @@
-"""The two generation routes: from a parsed call to the last byte of its answer, and answers from tokens."""
+"""Handlers of the generation routes, from a request to the last byte of its answer."""
 
 import asyncio
 import re
@@ -40,7 +40,7 @@ from kvrouter.frontend.openai.passthrough import (
     parse_unread,
 )
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
-from kvrouter.frontend.response_passthrough import pass_events, pass_stream, pass_whole
+from kvrouter.frontend.response_passthrough import pass_body, pass_events, pass_stream
 from kvrouter.frontend.response_writer import (
     RequestIds,
     ResponseWriter,
@@ -59,28 +59,26 @@ if TYPE_CHECKING:
 
 SESSION_HEADERS = (b"x-dynamo-session-id", b"x-session-id")
 PARENT_HEADERS = (b"x-dynamo-parent-session-id", b"x-parent-session-id")
-"""Where a call says of which session it is, and of which that one is a part; of two for one thing the first
-wins.
-"""
+"""Headers with a call's session, and with the parent of its session; the first one present wins."""
 
 _SESSION_NAMES = frozenset((*SESSION_HEADERS, *PARENT_HEADERS))
 
 
 class ChunkReader:
-    """An engine's chunks as text, up to a stop string."""
+    """Reads an engine's chunks as text, up to a stop string."""
 
     __slots__ = ("_answer_text", "finish", "generation", "text_of")
 
     def __init__(self, generation: Generation, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
         self.generation = generation
         self.finish: FinishReason | None = None
-        """Why the answer is complete; None while it is not."""
+        """The finish reason; None until the answer is complete."""
         self._answer_text = AnswerText(detokenizer, matcher)
         self.text_of = detokenizer.push if matcher.is_idle else self._text_until_stop
-        """Returns the text that is certain with more tokens; a stop string in it sets ``finish``."""
+        """Adds tokens and returns the text that is now certain; a stop string in it sets ``finish``."""
 
     async def next_text(self) -> str:
-        """Read one chunk and return the text that is certain now; the last one sets ``finish``."""
+        """Read one chunk and return the text that is now certain; the last chunk sets ``finish``."""
         chunk = await anext(self.generation)
         text = self.text_of(chunk.token_ids)
         if self.finish is None and chunk.finish is not None:
@@ -98,45 +96,45 @@ class ChunkReader:
 
 
 async def answer_query(
-    exchange: ResponseWriter, call: Call, request: GenerateRequest, decision: Decision
+    writer: ResponseWriter, call: Call, request: GenerateRequest, decision: Decision
 ) -> None:
-    """Answer a call that only asked where it would go: no text, and an ``nvext`` with workers and tokens."""
+    """Answer a routing query: no text, and an ``nvext`` with the workers and the prompt's tokens."""
     nvext = {"worker_id": query_workers(decision), "token_ids": list(request.token_ids)}
-    answer, usage = exchange.answer_of(call), Usage(request.isl_tokens, 0)
+    answer, usage = writer.answer_of(call), Usage(request.isl_tokens, 0)
     if call.stream:
         body = answer.first_event() + answer.last_event(FinishReason.STOP, nvext=nvext)
         if call.stream_options.include_usage:
             body += answer.usage_event(usage)
         body += SSE_DONE
     else:
-        body = answer.whole("", FinishReason.STOP, usage, nvext=nvext)
-    await exchange.send_query(call, body)
+        body = answer.json_body("", FinishReason.STOP, usage, nvext=nvext)
+    await writer.send_query(call, body)
 
 
-async def answer_whole(exchange: ResponseWriter, call: Call, reading: ChunkReader) -> None:
+async def answer_json(writer: ResponseWriter, call: Call, reader: ChunkReader) -> None:
     """Answer with one JSON object."""
     texts: list[str] = []
-    while reading.finish is None:
-        texts.append(await reading.next_text())
-    generation = reading.generation
-    body = exchange.answer_of(call).whole(
+    while reader.finish is None:
+        texts.append(await reader.next_text())
+    generation = reader.generation
+    body = writer.answer_of(call).json_body(
         "".join(texts),
-        reading.finish,
+        reader.finish,
         generation.usage,
         nvext=routing_nvext(generation, call.nvext.extra_fields),
     )
-    await exchange.send(generation, body)
+    await writer.send(generation, body)
 
 
-async def answer_stream(exchange: ResponseWriter, call: Call, reading: ChunkReader) -> None:
-    """Answer with server-sent events; a client that reads slowly holds back its own engine stream."""
-    text = await reading.next_text()
-    generation = reading.generation
-    stream = exchange.begin_stream(generation)
-    answer = exchange.answer_of(call)
+async def answer_stream(writer: ResponseWriter, call: Call, reader: ChunkReader) -> None:
+    """Answer with server-sent events; a slow client slows its own engine stream down."""
+    text = await reader.next_text()
+    generation = reader.generation
+    stream = writer.begin_stream(generation)
+    answer = writer.answer_of(call)
     usage_each = call.stream_options.continuous_usage_stats
 
-    put, event_of, text_of = stream.write, answer.text_event, reading.text_of
+    put, event_of, text_of = stream.write, answer.text_event, reader.text_of
 
     def write(text: str) -> None:
         if not text:
@@ -150,24 +148,24 @@ async def answer_stream(exchange: ResponseWriter, call: Call, reading: ChunkRead
                 write(text)
             else:
                 put(event_of(text))
-        return stream.ready and reading.finish is None
+        return stream.ready and reader.finish is None
 
     stream.write(answer.first_event())
     write(text)
-    while reading.finish is None:
+    while reader.finish is None:
         if not stream.ready:
             generation.reader_waits()
             await stream.wait_ready()
         await generation.hand_over(take)
-        if reading.finish is None:
-            write(await reading.next_text())
+        if reader.finish is None:
+            write(await reader.next_text())
     generation.close(ANSWERED)
     nvext = routing_nvext(generation, call.nvext.extra_fields)
-    stream.write(answer.last_event(reading.finish, nvext=nvext))
+    stream.write(answer.last_event(reader.finish, nvext=nvext))
     if call.stream_options.include_usage:
         stream.write(answer.usage_event(generation.usage))
     stream.write(SSE_DONE)
-    exchange.end_stream(stream)
+    writer.end_stream(stream)
 
 
 CLIENT_LEFT_STATUS = 499
@@ -180,14 +178,14 @@ _ROUTES = {RouteKind.CHAT: CallRoute.CHAT, RouteKind.COMPLETION: CallRoute.COMPL
 
 
 class GenerateRoutes:
-    """Handles ``/v1/chat/completions``, ``/v1/completions`` and the routes whose calls pass as they are."""
+    """Handles ``/v1/chat/completions``, ``/v1/completions`` and the passed-through routes."""
 
     def __init__(
         self,
         service: RouterService,
         preparer: RequestPreparer,
         bodies: Bodies,
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         tracing: "RequestTracing | None" = None,
         *,
         keep_alive_s: float = 0.0,
@@ -197,7 +195,7 @@ class GenerateRoutes:
         self._service = service
         self._preparer = preparer
         self._bodies = bodies
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._ids = RequestIds()
 
     async def chat(self, request: Request, responder: Responder) -> None:
@@ -209,138 +207,139 @@ class GenerateRoutes:
         await self._answer(RouteKind.COMPLETION, request, responder)
 
     def passed(self) -> dict[str, Handler]:
-        """What handles the calls that pass as they are, by path."""
+        """Return the handlers of the passed-through routes, by path."""
         return {route.route.value: partial(self._answer, route) for route in PASSED_ROUTES}
 
     async def _answer(self, kind: RouteKind | PassedRoute, request: Request, responder: Responder) -> None:
-        """Answer one call; a client that leaves cancels whatever its request waits for."""
+        """Answer one call; it is cancelled when its client disconnects."""
         began_s = time.monotonic()
         trace = trace_of(request.headers)
         spans = None
         if self._tracing is not None:
             spans = self._tracing.begin(request, trace)
             trace = spans.trace
-        exchange = ResponseWriter(kind, responder, self._ids.take(request.header("x-request-id")))
+        writer = ResponseWriter(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
             client = 0 if responder.client is None else hash(responder.client[0])
-            await self._serve(exchange, request, trace, spans, client)
+            await self._serve(writer, request, trace, spans, client)
         except KvrouterError as error:
-            self._observed.failed(error, model=exchange.model)
-            exchange.fail(error)
+            self._instrumentation.failed(error, model=writer.model)
+            writer.fail(error)
         except (asyncio.CancelledError, Disconnected):
             if responder.disconnected is None:
                 raise
-            exchange.status = CLIENT_LEFT_STATUS
+            writer.status = CLIENT_LEFT_STATUS
         finally:
-            exchange.close()
-            self._ids.give_back(exchange.request_id)
-            self._observed.answered(
+            writer.close()
+            self._ids.release(writer.request_id)
+            self._instrumentation.answered(
                 route=request.path,
-                model=exchange.model,
-                status=exchange.status,
-                request_id=exchange.request_id,
+                model=writer.model,
+                status=writer.status,
+                request_id=writer.request_id,
                 trace=trace,
                 duration_s=time.monotonic() - began_s,
-                code=None if exchange.error is None else exchange.error.code,
-                generation=exchange.generation,
+                code=None if writer.error is None else writer.error.code,
+                generation=writer.generation,
             )
             if spans is not None:
                 spans.end(
-                    status=exchange.status,
-                    model=exchange.model,
-                    request_id=exchange.request_id,
-                    error=exchange.error,
-                    generation=exchange.generation,
+                    status=writer.status,
+                    model=writer.model,
+                    request_id=writer.request_id,
+                    error=writer.error,
+                    generation=writer.generation,
                 )
 
     async def _serve(
         self,
-        exchange: ResponseWriter,
+        writer: ResponseWriter,
         request: Request,
         trace: TraceContext,
         spans: "RequestSpans | None",
         client: int,
     ) -> None:
-        """``client`` distinguishes who asks from others, by its address."""
+        """Parse and route the call, and write its answer. ``client`` is a hash of the client's address."""
         received_s = time.monotonic()
         requests = self._service.requests
         origin = NO_ORIGIN if requests.traffic is None else origin_of(request.path, request.headers)
-        with self._refusals_recorded(exchange, request.path, received_s):
-            call, generate, text, matcher = await self._prepared(exchange, request)
+        with self._refusals_recorded(writer, request.path, received_s):
+            call, generate_request, text, matcher = await self._prepared(writer, request)
         request.read()
         if spans is not None:
             spans.prepared()
-        generate = replace(generate, trace=trace, client=client)
-        if call.nvext.asks_only:
-            decision = self._service.model(generate.model).explain(generate)
-            await answer_query(exchange, call, generate, decision)
+        generate_request = replace(generate_request, trace=trace, client=client)
+        if call.nvext.is_query:
+            decision = self._service.model(generate_request.model).explain(generate_request)
+            await answer_query(writer, call, generate_request, decision)
             return
-        with self._refusals_recorded(exchange, request.path, received_s):
-            running = requests.generate(generate, received_s=received_s, origin=origin, spans=spans)
-        exchange.generation = running
+        with self._refusals_recorded(writer, request.path, received_s):
+            running = requests.generate(generate_request, received_s=received_s, origin=origin, spans=spans)
+        writer.generation = running
         if call.stream and self._keep_alive_s:
-            exchange.keep_alive(running, self._keep_alive_s)
+            writer.keep_alive(running, self._keep_alive_s)
         async with running as generation:
             if matcher is None or text is None:
-                if call.stream and isinstance(exchange.kind, PassedRoute):
-                    await pass_events(exchange, generation)
+                if call.stream and isinstance(writer.kind, PassedRoute):
+                    await pass_events(writer, generation)
                 elif call.stream:
-                    await pass_stream(exchange, call, generation, text)
+                    await pass_stream(writer, call, generation, text)
                 else:
-                    await pass_whole(exchange, call, generation)
+                    await pass_body(writer, call, generation)
                 return
-            reading = ChunkReader(generation, text.detokenizer(), matcher)
+            reader = ChunkReader(generation, text.detokenizer(), matcher)
             if call.stream:
-                await answer_stream(exchange, call, reading)
+                await answer_stream(writer, call, reader)
             else:
-                await answer_whole(exchange, call, reading)
+                await answer_json(writer, call, reader)
 
     @contextmanager
-    def _refusals_recorded(self, exchange: ResponseWriter, route: str, received_s: float) -> Iterator[None]:
-        """Record, where that is asked for, what is refused before it is a request."""
+    def _refusals_recorded(self, writer: ResponseWriter, route: str, received_s: float) -> Iterator[None]:
+        """Record a call that is refused before it becomes a request, if a recording runs."""
         try:
             yield
         except KvrouterError as error:
             if self._service.requests.traffic is not None:
                 self._service.requests.traffic.call_refused(
-                    error, route=route, model=exchange.model, received_s=received_s
+                    error, route=route, model=writer.model, received_s=received_s
                 )
             raise
 
-    async def _prepared(self, exchange: ResponseWriter, request: Request) -> "_Prepared":
-        """Return the call, without its body: what is not needed of that ends here, and not with the answer.
-
-        Engines that take calls as clients write them get the body itself, again when one fails.
+    async def _prepared(self, writer: ResponseWriter, request: Request) -> "_Prepared":
+        """Return the parsed call. The body is released here, not at the end of the answer, except for engines
+        that take calls: they get the body itself, again after a failure.
         """
-        kind = exchange.kind
+        kind = writer.kind
         reader = self._preparer.nvext_reader(request.headers)
         if isinstance(kind, PassedRoute) and kind.is_form:
-            return await self._prepared_form(exchange, kind, request, reader)
+            return await self._prepared_form(writer, kind, request, reader)
         data = request.take_body()
         try:
             body = await self._scanned(data, kind.read_fields if isinstance(kind, PassedRoute) else None)
         except NotJson as error:
-            return await self._prepared_unread(exchange, data, error, reader)
+            return await self._prepared_unread(writer, data, error, reader)
         if isinstance(kind, PassedRoute):
-            return await self._prepared_passed(exchange, kind, body, reader)
+            return await self._prepared_passed(writer, kind, body, reader)
         called = self._preparer.called_model(body)
-        exchange.model = called.name
+        writer.model = called.name
         if called.router.fleet.takes_calls:
             text = self._preparer.passthrough_text(called.name)
             parse = partial(parse_passthrough, _ROUTES[kind], called.name, reader=reader)
-            passed = await self._bodies.parse(body, parse)
-            generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-            return _Prepared(passed.call, generate, text)
+            passthrough = await self._bodies.parse(body, parse)
+            generate_request = await self._preparer.prepare_passthrough(
+                passthrough, called, text, writer.request_id
+            )
+            return _Prepared(passthrough.call, generate_request, text)
         text = self._preparer.text_of(called, body)
         parsed = await self._bodies.parse(body, partial(_PARSERS[kind], nvext=reader, model=called.name))
         matcher = StopMatcher(parsed.call.stops)
-        generate = await self._preparer.prepare(parsed, called, text, exchange.request_id)
-        return _Prepared(parsed.call, generate, text, matcher)
+        generate_request = await self._preparer.prepare(parsed, called, text, writer.request_id)
+        return _Prepared(parsed.call, generate_request, text, matcher)
 
     async def _scanned(self, data: bytes, read_fields: frozenset[str] | None) -> ScannedBody:
-        """Look through a body as engines read it, with Python's own decoder: it may be in UTF-16 or UTF-32,
-        and where its engine takes calls numbers need not be finite. Raises :class:`InvalidRequest`.
+        """Scan a body as leniently as engines, which use Python's JSON decoder: it may be UTF-16 or UTF-32,
+        and for engines that take calls numbers may be NaN or infinite. Raises :class:`InvalidRequest`.
         """
         try:
             return await self._bodies.scan(data, read_fields)
@@ -356,10 +355,10 @@ class GenerateRoutes:
         return await self._scanned(written, read_fields)
 
     async def _prepared_unread(
-        self, exchange: ResponseWriter, data: bytes, error: NotJson, reader: NvextReader
+        self, writer: ResponseWriter, data: bytes, error: NotJson, reader: NvextReader
     ) -> "_Prepared":
-        """Return a call whose body is no JSON object: the engine of the only model says what is wrong with
-        it. Raises ``error`` where no engine is to be asked.
+        """Return a call whose body is no JSON object: the engine of the only model answers what is wrong.
+        Raises ``error`` when no engine may get it.
         """
         try:
             called = self._preparer.only_model()
@@ -367,41 +366,47 @@ class GenerateRoutes:
             raise error from None
         if not called.router.fleet.takes_calls or not is_surely_unreadable(data):
             raise error
-        exchange.model, kind = called.name, exchange.kind
+        writer.model, kind = called.name, writer.kind
         route = kind.route if isinstance(kind, PassedRoute) else _ROUTES[kind]
         text = self._preparer.passthrough_text(called.name)
-        passed = parse_unread(route, called.name, data, reader)
-        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-        return _Prepared(passed.call, replace(generate, whole=True), text)
+        passthrough = parse_unread(route, called.name, data, reader)
+        generate_request = await self._preparer.prepare_passthrough(
+            passthrough, called, text, writer.request_id
+        )
+        return _Prepared(passthrough.call, replace(generate_request, whole=True), text)
 
     async def _prepared_passed(
-        self, exchange: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
+        self, writer: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
     ) -> "_Prepared":
-        """Return a call of another route; one worker serves it, because nobody here knows its parts."""
+        """Return a call of a passed-through route; one worker serves it: the router cannot split it."""
         called = self._preparer.called_model(body)
-        exchange.model = called.name
+        writer.model = called.name
         _check_takes_calls(route, called)
         text = self._preparer.passthrough_text(called.name)
-        passed = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
-        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-        return _Prepared(passed.call, replace(generate, whole=True), text)
+        passthrough = await self._bodies.parse(body, partial(parse_passed, route, called.name, reader=reader))
+        generate_request = await self._preparer.prepare_passthrough(
+            passthrough, called, text, writer.request_id
+        )
+        return _Prepared(passthrough.call, replace(generate_request, whole=True), text)
 
     async def _prepared_form(
-        self, exchange: ResponseWriter, route: PassedRoute, request: Request, reader: NvextReader
+        self, writer: ResponseWriter, route: PassedRoute, request: Request, reader: NvextReader
     ) -> "_Prepared":
-        """The same of a call that is a form."""
+        """Return a call of a passed-through route whose body is a form."""
         form = await self._bodies.form(request.header("content-type") or "", request.take_body())
         called = self._preparer.called_model_of(form)
-        exchange.model = called.name
+        writer.model = called.name
         _check_takes_calls(route, called)
         text = self._preparer.passthrough_text(called.name)
-        passed = parse_form(route, called.name, form, reader)
-        generate = await self._preparer.prepare_passthrough(passed, called, text, exchange.request_id)
-        return _Prepared(passed.call, replace(generate, whole=True), text)
+        passthrough = parse_form(route, called.name, form, reader)
+        generate_request = await self._preparer.prepare_passthrough(
+            passthrough, called, text, writer.request_id
+        )
+        return _Prepared(passthrough.call, replace(generate_request, whole=True), text)
 
 
 def _check_takes_calls(route: PassedRoute, called: CalledModel) -> None:
-    """Raise :class:`RouteNotServed` for a model whose engines get tokens."""
+    """Raise :class:`RouteNotServed` for a model whose engines take tokens."""
     if len(called.router.fleet) and not called.router.fleet.takes_calls:
         raise RouteNotServed(
             f"{route.route}: the engines of {called.name!r} get tokens, and no calls as they are "
@@ -410,18 +415,16 @@ def _check_takes_calls(route: PassedRoute, called: CalledModel) -> None:
 
 
 class _Prepared(NamedTuple):
-    """A call to be served; ``matcher`` None: its engine writes the answer."""
+    """A parsed call; ``matcher`` is None when its engine writes the answer."""
 
     call: Call
-    generate: GenerateRequest
+    generate_request: GenerateRequest
     text: TextModel | None
     matcher: StopMatcher | None = None
 
 
 def origin_of(route: str, headers: Iterable[tuple[bytes, bytes]]) -> Origin:
-    """Return a call's route and the sessions that its headers name, for a recording: how it is served does
-    not depend on them.
-    """
+    """Return a call's route and the sessions that its headers name, for recordings; routing ignores them."""
     sent = {name: value.decode("latin-1").strip() for name, value in headers if name in _SESSION_NAMES}
     if not sent:
         return Origin(route)
@@ -431,19 +434,19 @@ def origin_of(route: str, headers: Iterable[tuple[bytes, bytes]]) -> Origin:
 TRACEPARENT = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?"
 )
-"""A ``traceparent`` of W3C's version 0, or a later one that may go on behind it."""
+"""A ``traceparent`` of W3C's version 0, or of a later version, which may have further fields."""
 
 _PLAIN_HEADER = re.compile(rb"[\t -~]*")
 
 TRACE_VALUE_MAX_BYTES = 8192
-"""Longer values are not forwarded: what W3C asks of those who forward baggage, and of ``tracestate`` less."""
+"""Longer values are not forwarded; W3C requires this much for ``baggage``, less for ``tracestate``."""
 
 _TRACE_NAMES = frozenset((b"traceparent", b"tracestate", b"baggage"))
 
 
 def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext:
-    """Return the trace that a call belongs to. As W3C wants it, a ``traceparent`` that is invalid or there
-    twice begins no trace, and other headers of one name are joined.
+    """Return the trace context of a call. As W3C specifies, an invalid or repeated ``traceparent`` is
+    ignored, and other repeated headers are joined.
     """
     sent: dict[bytes, list[bytes]] = {}
     for name, value in headers:
@@ -452,8 +455,8 @@ def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext:
     if not sent:
         return NO_TRACE
     parents = sent.get(b"traceparent", [])
-    is_one = len(parents) == 1 and len(parents[0]) <= TRACE_VALUE_MAX_BYTES
-    traceparent = parents[0] if is_one else b""
+    is_usable = len(parents) == 1 and len(parents[0]) <= TRACE_VALUE_MAX_BYTES
+    traceparent = parents[0] if is_usable else b""
     if TRACEPARENT.fullmatch(traceparent) is None or (traceparent[:2] == b"00" and len(traceparent) != 55):
         return TraceContext(baggage=_forwarded(sent.get(b"baggage", ())))
     return TraceContext(
@@ -465,7 +468,7 @@ def trace_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext:
 
 
 def _forwarded(values: Iterable[bytes]) -> str:
-    """The header's value for an engine; empty where none could be sent there."""
+    """Return the header's value for an engine; empty when it cannot be sent."""
     value = b",".join(filter(None, values))
     if len(value) > TRACE_VALUE_MAX_BYTES or _PLAIN_HEADER.fullmatch(value) is None:
         return ""

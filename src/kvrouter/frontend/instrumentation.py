@@ -16,33 +16,31 @@ from kvrouter.telemetry.logs import LogThrottle
 logger = logging.getLogger("kvrouter.frontend")
 
 HINTS_LOGGED_MAX = 64
-"""How many names of ignored routing hints are logged: clients can make up any number."""
+"""The most names of ignored routing hints that are logged: clients can invent any number."""
 
 UNKNOWN_ROUTE = "unknown"
-"""The label of requests at no path that is served, and of those of which no path was read."""
+"""The label of requests with an unknown path, or refused before their path was read."""
 
 UNKNOWN_MODEL = "unknown"
-"""The label of calls that name no model that is served: what a client made up is no label."""
+"""The label of calls without a served model: names that clients invent are not labels."""
 
 
 class RefusalCounts(NamedTuple):
-    """Worker ranks that decisions refused, by reason and role; and errors that were answered, by model and
-    code.
-    """
+    """Counts of worker ranks that decisions refused, and of error answers, as (label, label, count)."""
 
     ranks: list[tuple[str, str, int]]
     answers: list[tuple[str, str, int]]
 
 
 class FrontendInstrumentation:
-    """The events of the frontend. What happens to a request behind it, the service reports."""
+    """Counts and logs the frontend's events; :mod:`kvrouter.router.instrumentation` has those of routing."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._hints_logged: set[str] = set()
         self._by_engine_throttle = LogThrottle(again_after_s=inf)
         self.tokenized = telemetry.tokenization_duration.observe
-        """One prompt was templated and tokenized: seconds, and its model."""
+        """Records one templating and tokenization: seconds, and the model."""
         self.http_events, self.http_connections = telemetry.http_events, telemetry.http_connections
 
     def answered(
@@ -57,8 +55,8 @@ class FrontendInstrumentation:
         code: str | None = None,
         generation: Generation | None = None,
     ) -> None:
-        """One call was answered with this status (499: its client left first), and ``code`` where it ended
-        with an error. ``generation`` is None where it asked no engine.
+        """One call ended with this status (499: its client disconnected first), and with ``code`` after an
+        error. ``generation`` is None when no engine was asked.
         """
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
         if self._telemetry.gen_ai is not None and generation is not None:
@@ -78,7 +76,7 @@ class FrontendInstrumentation:
         log_event(logger, Event.REQUEST_ENDED, **fields)
 
     def body_refused(self, bound: str) -> None:
-        """A body held more than this bound allows."""
+        """A body exceeded this bound."""
         self._telemetry.bodies_refused.inc(bound)
 
     def failed(self, error: KvrouterError, *, model: str | None = None) -> None:
@@ -86,33 +84,35 @@ class FrontendInstrumentation:
         self._telemetry.errors.inc(model or UNKNOWN_MODEL, error.code)
 
     def error_answered(self, code: str) -> None:
-        """The HTTP server answered with an error by itself."""
+        """The HTTP server answered with an error without a handler."""
         self._telemetry.errors.inc(UNKNOWN_MODEL, code)
 
     def prompt_refused(self, code: str) -> None:
-        """A prompt was not tokenized, or not to its end."""
+        """A prompt was refused before or during its tokenization."""
         self._telemetry.prompts_refused.inc(code)
 
     def chat_unrendered(self, model: str, reason: str) -> None:
-        """A chat was not made into a prompt, and is routed by load."""
+        """A chat could not be rendered into a prompt, and is routed by load."""
         self._telemetry.chats_unrendered.inc(model, reason)
 
     def chat_template_failed(self, model: str, reason: str) -> None:
-        """Chats of a model cannot be made into prompts here, for a reason that is new."""
+        """Chats of a model cannot be rendered, for a reason that was not logged before."""
         log_event(logger, Event.CHAT_TEMPLATE_FAILED, model=model, reason=reason)
 
     def tokenizing(self, held_bytes: int) -> None:
-        """What the prompts that are being tokenized are counted to hold."""
+        """Set the estimated memory of the prompts that are being tokenized."""
         self._telemetry.tokenize_bytes.set(held_bytes)
 
     def tokenized_by_engine(self, model: str, why: str) -> None:
-        """An engine tokenized a prompt, for this reason; logged once for each."""
+        """An engine tokenized a prompt; logged once per model and reason."""
         if self._by_engine_throttle.allows(f"{model} {why}"):
             log_event(logger, Event.TOKENIZED_BY_ENGINE, model=model, reason=why)
 
     def by_load(self, models: Mapping[str, bool]) -> None:
-        """Which models are routed by load because their prompts cannot be read here."""
-        self._telemetry.routed_by_load.replace({(model,): float(is_so) for model, is_so in models.items()})
+        """Set which models are routed by load because the router cannot tokenize their prompts."""
+        self._telemetry.routed_by_load.replace(
+            {(model,): float(is_by_load) for model, is_by_load in models.items()}
+        )
 
     def thresholds_set(self, *, model: str, decode_blocks: float | None, prefill_tokens: int | None) -> None:
         """A model's busy thresholds were set."""
@@ -124,16 +124,16 @@ class FrontendInstrumentation:
             active_prefill_tokens_threshold=prefill_tokens,
         )
 
-    def routing_hint_ignored(self, at: str, what: str) -> None:
-        """A routing hint of a request was ignored; logged once for each name, as long as there are few."""
+    def routing_hint_ignored(self, at: str, why: str) -> None:
+        """A routing hint was ignored; logged once per name, for the first ``HINTS_LOGGED_MAX`` names."""
         name = at.partition("[")[0]
         if name in self._hints_logged or len(self._hints_logged) >= HINTS_LOGGED_MAX:
             return
         self._hints_logged.add(name)
-        log_event(logger, Event.ROUTING_HINT_IGNORED, detail=f"{at}: {what}")
+        log_event(logger, Event.ROUTING_HINT_IGNORED, detail=f"{at}: {why}")
 
     def refusals(self) -> RefusalCounts:
-        """What was refused since the process began."""
+        """Return the refusals since the process began."""
         telemetry = self._telemetry
         return RefusalCounts(
             ranks=sorted((reason, role, int(n)) for (reason, role), n in telemetry.refusals.counts().items()),
@@ -141,7 +141,7 @@ class FrontendInstrumentation:
         )
 
     def watch(self, server: HttpServer) -> Callable[[], None]:
-        """Read what the server holds before each scrape, until what is returned is called."""
+        """Read the server's held bytes before each scrape; return a function that ends that."""
         held = self._telemetry.http_upload_bytes
         return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
 
@@ -149,7 +149,7 @@ class FrontendInstrumentation:
 _OPERATIONS = {CallRoute.CHAT.value: "chat", CallRoute.COMPLETION.value: "text_completion"}
 
 PROVIDER = "kvrouter"
-"""OpenTelemetry's ``gen_ai.provider.name``: who answers, as far as a client can see."""
+"""OpenTelemetry's ``gen_ai.provider.name``: the answering system, as clients see it."""
 
 
 def _observe_gen_ai(
@@ -178,7 +178,7 @@ def _observe_gen_ai(
 
 
 def _served(generation: Generation) -> Fields:
-    """Where a request's last attempt went, how many there were, its time and its tokens."""
+    """Return the log fields of a request: workers of the last attempt, attempts, times and tokens."""
     placement, times, usage = generation.placement, generation.times, generation.usage
     first_s = times.first_token_s
     fields: Fields = {}

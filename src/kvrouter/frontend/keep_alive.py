@@ -8,7 +8,7 @@ from kvrouter.frontend.http import Stream
 from kvrouter.frontend.http.response import ResponseHeaders
 
 SSE_KEEP_ALIVE = b": keep-alive\n\n"
-"""What vLLM writes too."""
+"""The same comment as vLLM's."""
 
 _BETWEEN_EVENTS = re.compile(rb"(?:\n\n|\n\r\n?|\r\r\n?)\Z")
 
@@ -16,8 +16,8 @@ _TAIL_BYTES = 4
 
 
 class KeepAliveStream:
-    """A :class:`Stream` that gets a comment where nothing was written for ``interval_s``. It begins, by what
-    ``begin`` returns, with the first comment or with :meth:`begin`.
+    """A :class:`Stream` that gets a comment whenever nothing was written for ``interval_s``. The first
+    comment or :meth:`begin` starts the stream, by calling the ``begin`` argument.
     """
 
     def __init__(self, begin: Callable[[ResponseHeaders], Stream], interval_s: float) -> None:
@@ -31,11 +31,11 @@ class KeepAliveStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has a status."""
+        """Whether the stream has started, so that the client has a status."""
         return self._stream is not None
 
     def begin(self, headers: ResponseHeaders = ()) -> None:
-        """Begin it, where no comment did; ``headers`` are the engine's."""
+        """Start the stream unless a comment did; ``headers`` are the engine's."""
         if self._stream is None:
             self._stream = self._begin(headers)
 
@@ -78,7 +78,7 @@ class KeepAliveStream:
         self._timer = self._loop.call_at(due_s, self._check)
 
     def _comment(self) -> None:
-        """Write one, but not inside of an event, nor to a client that does not read."""
+        """Write a comment, unless inside an event or to a client that does not read."""
         self.begin()
         if self.ready and (not self._tail or _BETWEEN_EVENTS.search(self._tail)):
             self.write(SSE_KEEP_ALIVE)

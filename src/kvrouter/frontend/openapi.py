@@ -1,4 +1,4 @@
-"""``GET /openapi.json``, and ``GET /docs``: the same for people."""
+"""The OpenAPI description at ``GET /openapi.json``, and the same as HTML at ``GET /docs``."""
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
@@ -8,12 +8,12 @@ from html import escape
 import msgspec
 from msgspec import Struct
 
-from kvrouter.api.bookings import Booking, OutputBody, Prefilled, PrefillEnded, Routed
-from kvrouter.api.cordons import CordonBody, CordonChange, CordonList
-from kvrouter.api.decisions import Decisions, Explanation, LastDecisions
-from kvrouter.api.errors import ErrorBody
-from kvrouter.api.fleet import Fleet, Flows, Refusals
-from kvrouter.api.pages import (
+from kvrouter.api.booking_schema import Booking, OutputBody, Prefilled, PrefillEnded, Routed
+from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonList
+from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
+from kvrouter.api.error_schema import ErrorBody
+from kvrouter.api.fleet_schema import Fleet, Flows, Refusals
+from kvrouter.api.page_schema import (
     BusyBody,
     Health,
     ModelCard,
@@ -70,13 +70,13 @@ CALLS: Mapping[str, tuple[str, Json]] = {
     CallRoute.CHAT.value: ("A chat, whole or streamed, as OpenAI has it", _CHAT),
     CallRoute.COMPLETION.value: ("A completion of a text or of token ids, as OpenAI has it", _COMPLETION),
     **{
-        route.route.value: (f"To an engine as it is: {route.what}", _FORM if route.is_form else _ANY)
+        route.route.value: (f"To an engine as it is: {route.description}", _FORM if route.is_form else _ANY)
         for route in PASSED_ROUTES
     },
     "/v1/route": ("Where a request should go; it is booked there", _ANY),
     "/v1/prefill": ("Prefill a request; say where its KV waits", _ANY),
 }
-"""What is said of the calls with a prompt, and the least that their bodies have."""
+"""Summaries and minimal body schemas of the calls with a prompt, by path."""
 
 PAGES: Mapping[str, str] = {
     "/v1/models": "The models that are served",
@@ -110,7 +110,7 @@ ADMIN_PAGES: Mapping[str, str] = {
     "/v1/decisions/{request_id}": "Where one of the last requests went, attempt by attempt",
     "/v1/fleet": "Every worker, and what the router believes of it",
 }
-"""What is said of the other routes; the admin token opens the second ones."""
+"""Summaries of the other routes, public and admin."""
 
 ANSWERS: Mapping[str, type[Struct]] = {
     "/v1/route": Routed,
@@ -139,7 +139,7 @@ ANSWERS: Mapping[str, type[Struct]] = {
     },
     "/v1/prefill/{request_id}": PrefillEnded,
 }
-"""What a path answers in JSON, or one method of it; the others answer as an engine does, or no JSON."""
+"""JSON answer types by path, or by method and path; other paths answer as engines do, or without JSON."""
 
 BODIES: Mapping[str, type[Struct]] = {
     "POST /busy_threshold": BusyBody,
@@ -181,12 +181,12 @@ def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Js
 
 
 def _responses(method: str, path: str) -> Json:
-    """The schema of an answer, and that of an error."""
+    """Return the schemas of the answer and of an error."""
     answer = ANSWERS.get(f"{method} {path}") or ANSWERS.get(path)
-    said: Json = {"description": "As an engine answers" if path in CALLS else "A page, or nothing"}
+    response: Json = {"description": "As an engine answers" if path in CALLS else "A page, or nothing"}
     if answer is not None:
-        said = {"description": (answer.__doc__ or "").partition("\n")[0], **_content(answer)}
-    return {"200": said, "default": _ERROR}
+        response = {"description": (answer.__doc__ or "").partition("\n")[0], **_content(answer)}
+    return {"200": response, "default": _ERROR}
 
 
 def _call(path: str) -> Json:
@@ -204,18 +204,18 @@ def _page(page: Route, method: str, path: str) -> Json:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in page.parameters
     ]
-    described: Json = {
+    operation: Json = {
         "summary": PAGES.get(path) or ADMIN_PAGES[path],
         "responses": _responses(method, path),
     }
     body = BODIES.get(f"{method} {path}")
     if body is not None:
-        described["requestBody"] = {"required": True, **_content(body)}
+        operation["requestBody"] = {"required": True, **_content(body)}
     if parameters:
-        described["parameters"] = parameters
+        operation["parameters"] = parameters
     if path in ADMIN_PAGES:
-        described["security"] = [{"admin": []}, {}]
-    return described
+        operation["security"] = [{"admin": []}, {}]
+    return operation
 
 
 _STYLE = """
@@ -231,14 +231,14 @@ _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
 _DOCS_POLICY = f"{NO_CONTENT_POLICY}; style-src 'sha256-{_STYLE_HASH}'"
 
 
-class Described:
-    """The two routes that describe an app. They are among ``pages`` themselves."""
+class DescriptionRoutes:
+    """The routes ``/openapi.json`` and ``/docs``, which also describe themselves."""
 
     def __init__(self, calls: Iterable[str], pages: Iterable[Route], *, version: str) -> None:
         self._description = openapi(calls, (*pages, *self.routes()), version=version)
 
     def routes(self) -> list[Route]:
-        """The table of these routes."""
+        """Return the two routes."""
         return [
             PublicRoute("/openapi.json", self.description),
             PublicRoute("/docs", self.docs, policy=_DOCS_POLICY),
@@ -255,13 +255,13 @@ class Described:
 
 
 def docs_html(description: Mapping[str, object]) -> str:
-    """Return the routes of a description as a page that needs nothing else."""
+    """Return the routes of a description as a self-contained HTML page."""
     paths = description["paths"]
     rows = [
-        f"<tr><td><code>{method.upper()}&nbsp;{escape(path)}</code></td><td>{escape(said['summary'])}</td>"
-        f"<td>{'admin token' if 'security' in said else ''}</td></tr>"
+        f"<tr><td><code>{name.upper()}&nbsp;{escape(path)}</code></td><td>{escape(operation['summary'])}</td>"
+        f"<td>{'admin token' if 'security' in operation else ''}</td></tr>"
         for path, methods in (paths if isinstance(paths, dict) else {}).items()
-        for method, said in methods.items()
+        for name, operation in methods.items()
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

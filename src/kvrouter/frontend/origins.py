@@ -1,4 +1,4 @@
-"""What browsers may do for pages of other origins: CORS, and who may change or see the fleet."""
+"""Cross-origin rules for browsers: CORS, and the guard of routes that show or change the fleet."""
 
 import ipaddress
 import re
@@ -19,26 +19,30 @@ EXPOSED_HEADERS = b", ".join(
     (
         b"x-request-id",
         b"retry-after",
-        *(b"x-kvrouter-%b-%b" % (leg, what) for leg in LEGS for what in (b"worker", b"dp-rank", b"domain")),
+        *(
+            b"x-kvrouter-%b-%b" % (leg, suffix)
+            for leg in LEGS
+            for suffix in (b"worker", b"dp-rank", b"domain")
+        ),
         b"x-kvrouter-overlap-blocks",
     )
 )
-"""What of an answer's headers a page may read apart from those that any may."""
+"""Response headers that a page may read besides those that CORS always allows."""
 
 JSON_TYPE = "application/json"
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 
 def page_headers(route: Route | None) -> ResponseHeaders:
-    """Return the headers that protect a browser from the answers of a route; None for no route at all."""
+    """Return the security headers of a route's answers; ``route`` is None for an unknown path."""
     policy = NO_CONTENT_POLICY if route is None else route.policy
     return ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", policy.encode()))
 
 
 class Cors:
-    """What browsers are answered about pages of other origins; ``origins`` as the setting has them.
+    """Builds CORS headers; ``origins`` is the setting, separated by commas.
 
-    Raises ConfigError for what is no origin: browsers compare them letter by letter.
+    Raises ConfigError for an invalid origin: browsers compare origins character by character.
     """
 
     def __init__(self, origins: str) -> None:
@@ -52,12 +56,12 @@ class Cors:
                 )
 
     def headers(self, request: Request) -> ResponseHeaders:
-        """The headers of any answer: a page of an origin that may call is shown it."""
+        """Return the CORS headers of an answer, which let an admitted origin's page read it."""
         return self._headers(self._admitted((request.header("origin") or "").encode("latin-1")))
 
     def fault_headers(self, fault: BadRequest) -> ResponseHeaders:
-        """The same of what is refused before all of it was read. Where no origin was, and one alone may call,
-        the answer is for that one.
+        """Return the CORS headers of an early refusal. If no ``Origin`` was read and the setting names one
+        origin alone, the headers are for that one.
         """
         origin = fault.header(b"origin")
         if not origin and len(self._origins) == 1:
@@ -72,11 +76,11 @@ class Cors:
         return ((b"access-control-allow-origin", origin), exposed, *vary)
 
     def preflight(self, request: Request) -> ResponseHeaders:
-        """More headers of the answer to the question whether a page may send what it wants to."""
+        """Return the additional headers that answer a preflight request."""
         if self._admitted((request.header("origin") or "").encode("latin-1")) is None:
             return ()
-        asked = (request.header("access-control-request-headers") or "").encode("latin-1")
-        headers = (b"access-control-allow-headers", asked) if asked else (b"vary", b"origin")
+        requested = (request.header("access-control-request-headers") or "").encode("latin-1")
+        headers = (b"access-control-allow-headers", requested) if requested else (b"vary", b"origin")
         return ((b"access-control-allow-methods", METHODS), headers, (b"access-control-max-age", b"3600"))
 
     def _admitted(self, origin: bytes) -> bytes | None:
@@ -87,7 +91,7 @@ class Cors:
         return origin if origin in self._origins else None
 
     def names(self, origin: bytes) -> bool:
-        """Whether the setting names this very origin; ``*`` names none."""
+        """Whether the setting lists this origin by name, not by ``*``."""
         return origin in self._origins - {b"*"}
 
     @property
@@ -97,18 +101,19 @@ class Cors:
 
 
 class FleetGuard:
-    """Refuses what a page of another origin makes a browser send to routes that change or show the fleet.
+    """Refuses requests that a page of another origin makes a browser send to routes that show or change the
+    fleet.
 
-    A browser adds ``Origin`` or ``Sec-Fetch-Site``; clients, probes and scrapers send neither. Without an
-    admin token, on a loopback address, the name in ``Host`` is checked too: a page whose name leads to
-    127.0.0.1 (DNS rebinding) is of the router's own origin for its browser.
+    Browsers add ``Origin`` or ``Sec-Fetch-Site``; clients, probes and scrapers send neither. Without an admin
+    token, on a loopback address, the name in ``Host`` is checked too: after DNS rebinding to 127.0.0.1 a
+    foreign page has the router's own origin for its browser.
     """
 
     def __init__(self, settings: FrontendSettings, cors: Cors | None) -> None:
         token = settings.admin_token
         has_token = token is not None and bool(token.get_secret_value())
         self._cors = cors
-        # Without a token any page could change the fleet, and "*" was said with clients' calls in mind.
+        # Without a token any page could change the fleet; "*" is meant for clients' calls.
         self._admits_all = has_token and cors is not None and cors.admits_all
         names = {_plain_name(name) for name in (settings.allowed_hosts or "").split(",") if name.strip()}
         is_checked = settings.http_host in LOOPBACK_HOSTS and not has_token and "*" not in names
@@ -133,8 +138,8 @@ class FleetGuard:
             )
 
     def check_call(self, request: Request) -> None:
-        """Raise :class:`CrossSiteRefused` for a client's call in JSON that a page of another origin sent as
-        another type, as a form among them: so no browser asks beforehand whether the page may.
+        """Raise :class:`CrossSiteRefused` for a JSON call that a page of another origin sent with another
+        content type: browsers send those, forms for example, without a preflight.
         """
         if _media_type(request) == JSON_TYPE or (self._cors is not None and self._cors.admits_all):
             return
@@ -177,7 +182,7 @@ def _media_type(request: Request) -> str:
 
 
 def _plain_name(host: str) -> str:
-    """A host without its port and brackets, as names are compared."""
+    """Return a host in lower case, without port and brackets."""
     host = host.strip()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -185,7 +190,7 @@ def _plain_name(host: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Whether no other machine's page can have this name: addresses, this machine's own name, or none."""
+    """Whether no foreign page can have this host name: an IP address, localhost, or an empty name."""
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
     try:

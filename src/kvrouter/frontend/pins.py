@@ -1,4 +1,4 @@
-"""Checks the routing hints of a call against the fleet: workers that are asked for, and what they carry."""
+"""Checks the routing hints of a call against the fleet: pinned workers, their roles, taints and domains."""
 
 from collections.abc import Iterable
 
@@ -46,7 +46,7 @@ def check_pins(call: Call, model: ModelRouter) -> None:
 
 
 def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -> None:
-    """Without an index there is no overlap: a request may not weigh what nobody knows."""
+    """Refuse an override that weighs overlap: without an index the overlap is unknown."""
     why = f"no index is kept by this router (its mode is {settings.mode.value}, its overlap_score_weight "
     why += f"{settings.overlap_score_weight:g}), so there is no overlap to weigh"
     if override.overlap_score_weight is not None and override.overlap_score_weight > 0:
@@ -58,7 +58,7 @@ def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -
 
 
 def _pinned(fleet: Fleet, pin: Pin | None, *, field: str, rank_field: str) -> WorkerCard | None:
-    """Return the worker that is asked for by name; None when none is."""
+    """Return the card of the pinned worker; None without a pin. Raises UnknownWorker."""
     if pin is None:
         return None
     card = fleet.card(pin.worker_id)
@@ -86,8 +86,8 @@ def _check_sender_role(card: WorkerCard, fleet: Fleet) -> None:
 
 
 def _check_taints(taints: Iterable[Taint], card: WorkerCard, fleet: Fleet, *, field: str, at: str) -> None:
-    """A pin may not name a worker that does not carry what is required of its leg."""
-    slot = fleet.slots_of(card.worker_id)[0]  # the ranks of a worker carry the same
+    """Refuse a pinned worker that lacks a taint required of its leg."""
+    slot = fleet.slots_of(card.worker_id)[0]  # all ranks of a worker carry the same taints
     missing = [taint for taint in taints if not fleet.places.carries(taint)[slot]]
     if missing:
         names = ", ".join(map(repr, sorted(missing)))
@@ -100,16 +100,16 @@ def _check_domain(
     constraint = derive(sender.runtime_config, router_default=router_default)
     if constraint is None or not isinstance(constraint.policy, Required):
         return
-    domain, ours = constraint.domain, constraint.value
-    theirs = topology_domains(receiver.runtime_config).get(domain)
-    if ours is None or theirs is None or ours == theirs:
+    domain, sender_value = constraint.domain, constraint.value
+    receiver_value = topology_domains(receiver.runtime_config).get(domain)
+    if sender_value is None or receiver_value is None or sender_value == receiver_value:
         return
     raise _wrong(
         _PIN,
-        f"worker {receiver.worker_id} is in {domain}={theirs}, and KV of worker {sender.worker_id}, which "
-        f"{_PREFILL_PIN} asks for, may not leave {domain}={ours}",
+        f"worker {receiver.worker_id} is in {domain}={receiver_value}, and KV of worker {sender.worker_id}, "
+        f"which {_PREFILL_PIN} asks for, may not leave {domain}={sender_value}",
     )
 
 
-def _wrong(field: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: {what}", param=field)
+def _wrong(field: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {why}", param=field)

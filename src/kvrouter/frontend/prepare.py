@@ -1,4 +1,4 @@
-"""Prepares a request: from a body, read within bounds, to token ids, or an error that names the field."""
+"""Prepares requests: reads a body within bounds, parses the call, and tokenizes its prompt."""
 
 import asyncio
 import dataclasses
@@ -40,15 +40,15 @@ from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
 
 
-class Named(NamedTuple):
-    """What a call's ``model`` means: a model, and an adapter of it or none."""
+class NamedModel(NamedTuple):
+    """The model that a call's ``model`` names, and a LoRA adapter of it or None."""
 
     model: ModelName
     adapter: str | None
 
 
 class CalledModel(NamedTuple):
-    """The model that a call names, and the adapter; ``router`` has its workers, which may all have left."""
+    """The called model, a LoRA adapter or None, and the model's router, which may have no workers left."""
 
     name: ModelName
     adapter: str | None
@@ -56,8 +56,8 @@ class CalledModel(NamedTuple):
 
 
 def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
-    """Return ``text`` with the longest context of the workers who may answer, or with its own where that is
-    shorter: no single worker's card decides for all.
+    """Return ``text`` with the shorter of its own context length and the workers' longest one, so that no
+    single worker's card decides for all.
     """
     context_tokens = None if router is None else router.fleet.context_length_tokens
     if context_tokens is None or context_tokens >= text.context_length_tokens:
@@ -66,44 +66,44 @@ def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
 
 
 class RequestPreparer:
-    """One way in, for requests that are sent and for those that are only explained."""
+    """Prepares requests from calls, both for sending and for explanations."""
 
     def __init__(
         self,
         service: RouterService,
         texts: ModelTexts,
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         settings: FrontendSettings,
     ) -> None:
         self._service = service
         self._texts = texts.texts
-        self._observed = observed
-        self.tokenizer = PromptTokenizer(service, texts, observed, settings)
+        self._instrumentation = instrumentation
+        self.tokenizer = PromptTokenizer(service, texts, instrumentation, settings)
         refuses_unknown = settings.unknown_nvext is UnknownNvext.REFUSE
-        self._on_unknown = refuse_unknown if refuses_unknown else observed.routing_hint_ignored
+        self._on_unknown = refuse_unknown if refuses_unknown else instrumentation.routing_hint_ignored
 
     def nvext_reader(self, headers: Iterable[Header]) -> NvextReader:
-        """Return what reads the routing hints of a call with these headers."""
-        return NvextReader(headers, self._on_unknown, self._observed.routing_hint_ignored)
+        """Return a reader of the routing hints of a call with these headers."""
+        return NvextReader(headers, self._on_unknown, self._instrumentation.routing_hint_ignored)
 
-    def named(self, name: str) -> Named:
-        """Return the model that calls mean by ``name``, and the adapter; an unknown name as it is."""
+    def named(self, name: str) -> NamedModel:
+        """Return the model and adapter that ``name`` stands for; an unknown name is returned as a model."""
         if self._service.find(ModelName(name)) is None:
             for model in self._service.models():
                 if name in model.fleet.names:
-                    return Named(model.fleet.model, model.fleet.names[name])
-        return Named(ModelName(name), None)
+                    return NamedModel(model.fleet.model, model.fleet.names[name])
+        return NamedModel(ModelName(name), None)
 
-    def names(self) -> dict[str, Named]:
-        """All that can be asked for: models, their other names, and their adapters."""
+    def names(self) -> dict[str, NamedModel]:
+        """Return the names that calls can use: models, their aliases and their adapters."""
         known = set(self.models())
         names = (name for model in self._service.models() for name in model.fleet.names)
         found = {name: self.named(name) for name in (*known, *names)}
         return {name: found[name] for name in sorted(found) if found[name].model in known}
 
     def models(self) -> list[ModelName]:
-        """The models that can be asked for: they have workers, who take calls as they are written, or their
-        tokenizer is here.
+        """Return the models that calls can use: they have workers, and either those take passed-through calls
+        or the router has their tokenizer.
         """
         return sorted(
             model.fleet.model
@@ -112,11 +112,10 @@ class RequestPreparer:
         )
 
     def called_model(self, body: ScannedBody) -> CalledModel:
-        """Return the model of the call in ``body``, the only one that is served where it names none.
+        """Return the model of the call in ``body``; the only served model if it names none.
 
-        Raises :class:`InvalidRequest` where there are several then, :class:`UnknownModel`, and
-        :class:`ModelNotReady` while its workers may be on their way: engines may take what is refused without
-        them.
+        Raises :class:`InvalidRequest` for a call without a name if several are served, :class:`UnknownModel`,
+        and :class:`ModelNotReady` while the model's workers may still register.
         """
         name = named_model(body)
         return self.only_model() if name is None else self._called(name)
@@ -126,13 +125,13 @@ class RequestPreparer:
         return CalledModel(name, adapter, self._service.model(name))
 
     def called_model_of(self, form: Form) -> CalledModel:
-        """The same of a form; engines take an empty field for none."""
+        """Return the model of a form; an empty name counts as none, as engines have it."""
         model = form.text("model", "")
         return self._called(model) if model else self.only_model()
 
     def only_model(self) -> CalledModel:
-        """Return the only model that is served. Raises :class:`InvalidRequest` where there are several,
-        :class:`ModelNotReady` where there is none.
+        """Return the only served model. Raises :class:`InvalidRequest` if there are several,
+        :class:`ModelNotReady` if there is none.
         """
         models = self.models()
         if not models:
@@ -142,11 +141,10 @@ class RequestPreparer:
         return CalledModel(models[0], None, self._service.model(models[0]))
 
     def text_of(self, called: CalledModel, body: ScannedBody) -> TextModel | None:
-        """Return what turns the model's text into tokens, once the prompt in ``body`` is known to be no
-        longer than any that it takes: of a longer one nothing is built. None where engines tokenize, and it
-        is not here.
+        """Return the text model of a call, after refusing a prompt in ``body`` that is too long, before it is
+        decoded. None if the engines take calls and the router has no tokenizer.
 
-        Raises :class:`ModelNotReady`, and what :meth:`TextModel.refuse_chat_size` raises.
+        Raises :class:`ModelNotReady`, and as :meth:`TextModel.refuse_chat_size` does.
         """
         if called.router.fleet.takes_calls and called.name not in self._texts:
             return None
@@ -159,9 +157,8 @@ class RequestPreparer:
         return text
 
     def text(self, model: ModelName) -> TextModel:
-        """Return what turns the model's text into tokens; raise :class:`ModelNotReady` if it is not here.
-
-        Its context is the one that :func:`served_text` says.
+        """Return the text model with the context of :func:`served_text`; raise :class:`ModelNotReady` without
+        one.
         """
         text = self._texts.get(model)
         if text is None:
@@ -169,42 +166,40 @@ class RequestPreparer:
         return served_text(text, self._service.find(model))
 
     def passthrough_text(self, model: ModelName) -> TextModel | None:
-        """The same for a model whose engines tokenize: None where it is not here, and the call is routed by
-        load.
-        """
+        """Return the text model for a passed-through call; None without one: the call is routed by load."""
         text = self._texts.get(model)
         return None if text is None else served_text(text, self._service.find(model))
 
     def context_length_tokens(self, model: ModelName) -> int | None:
-        """What prompt and answer of a model may have together; None where nobody tells."""
+        """Return the context length of a model, prompt and answer together, in tokens; None if unknown."""
         text, router = self._texts.get(model), self._service.find(model)
         known = None if router is None else router.fleet.context_length_tokens
         is_unknown = known is None and router is not None and len(router.fleet) > 0
         return known if text is None or is_unknown else served_text(text, router).context_length_tokens
 
     async def prepare_passthrough(
-        self, passed: PassthroughCall, called: CalledModel, text: TextModel | None, request_id: RequestId
+        self, passthrough: PassthroughCall, called: CalledModel, text: TextModel | None, request_id: RequestId
     ) -> GenerateRequest:
-        """Tokenize a call that goes to its engine as it was written, so far as it is known here.
+        """Return the request of a passed-through call, tokenized as far as the router can.
 
-        Where it is not (images, a template of the client's own), routing sees the part that is, and names
-        that stand for images; no other worker could go on with the answer. Without a ``text`` only the length
-        of the prompt is estimated.
+        For images or a template of the client's, routing gets the known part, with a placeholder name for
+        each image, and no other worker can resume the answer. Without a ``text`` only the length of the
+        prompt is estimated.
         """
-        call, written = passed.call, passed.client_call
+        call, written = passthrough.call, passthrough.client_call
         model, adapter, router = called
         check_pins(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
-            tokens, shape = await self.tokenizer.tokens_of(passed, router, text)
+            tokens, shape = await self.tokenizer.tokens_of(passthrough, router, text)
         if text is not None:
-            self._observed.tokenized(time.perf_counter() - began_s, model)
+            self._instrumentation.tokenized(time.perf_counter() - began_s, model)
         context_tokens = router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
         if text is not None:
             context_tokens = text.context_length_tokens
         isl_tokens = len(tokens.token_ids)
         room_tokens = max(1, context_tokens - isl_tokens)
-        wanted_tokens = isl_tokens + (call.max_tokens or 1)  # more than anybody has is the engine's to judge
+        wanted_tokens = isl_tokens + (call.max_tokens or 1)  # the engine judges a prompt over every context
         return GenerateRequest(
             request_id=request_id,
             model=model,
@@ -230,8 +225,8 @@ class RequestPreparer:
         text: TextModel | None,
         request_id: RequestId,
     ) -> GenerateRequest:
-        """Check what can never be met, template, tokenize and check the lengths; long texts are tokenized off
-        the event loop. Without a ``text`` an engine is asked, or the length of the prompt estimated.
+        """Return the request of a call: check its pins, render, tokenize, check the lengths. Long texts are
+        tokenized off the event loop. Without a ``text`` an engine tokenizes, or the length is estimated.
         """
         check_pins(parsed.call, called.router)
         if text is None:
@@ -239,21 +234,21 @@ class RequestPreparer:
             prompt = parsed.messages if isinstance(parsed, ChatCall) else parsed.prompt
             if not request.is_prompt_unknown or isinstance(prompt, array):
                 return request
-            asked = await self.tokenizer.unread_tokens(prompt, called.router)
-            return request if asked is None else replace(request, token_ids=asked, isl_tokens_estimate=0)
+            token_ids = await self.tokenizer.unread_tokens(prompt, called.router)
+            return (
+                request if token_ids is None else replace(request, token_ids=token_ids, isl_tokens_estimate=0)
+            )
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
-        self._observed.tokenized(time.perf_counter() - began_s, called.name)
+        self._instrumentation.tokenized(time.perf_counter() - began_s, called.name)
         return _request(parsed.call, called.name, token_ids, text, request_id, field=field)
 
     def refresh_gauges(self) -> None:
-        """Set the gauges of the memory that the prompts being tokenized are counted to hold, and of the
-        models that are routed by load.
-        """
+        """Set the gauges of the memory of prompts being tokenized and of the models routed by load."""
         pools = {text.pool for text in self._texts.values()}
-        self._observed.tokenizing(sum(pool.held_bytes for pool in pools))
-        self._observed.by_load(
+        self._instrumentation.tokenizing(sum(pool.held_bytes for pool in pools))
+        self._instrumentation.by_load(
             {
                 model.fleet.model: self.tokenizer.why_by_load(model) is not None
                 for model in self._service.models()
@@ -265,12 +260,12 @@ class RequestPreparer:
         try:
             yield
         except (ContextLengthExceeded, EncodePoolFull, PromptOverBudget) as refused:
-            self._observed.prompt_refused(refused.code)
+            self._instrumentation.prompt_refused(refused.code)
             raise
 
 
 def _with_adapter(constraints: RoutingConstraints, adapter: str) -> RoutingConstraints:
-    """Only a worker whose engine has the adapter can answer."""
+    """Return constraints that also require a worker with the adapter."""
     return replace(constraints, required_taints=constraints.required_taints | {adapter_taint(adapter)})
 
 
@@ -282,7 +277,7 @@ def answer_tokens(
     prompt_field: str,
     max_tokens_field: str,
 ) -> int:
-    """Return how long the answer may be, in tokens: ``max_tokens``, or None for all that the context leaves.
+    """Return the longest answer in tokens: ``max_tokens``, or the rest of the context for None.
 
     Raises :class:`InvalidRequest` for an empty prompt, :class:`ContextLengthExceeded` when prompt and answer
     do not fit into the context together; both name the field to blame.
@@ -308,7 +303,7 @@ def answer_tokens(
 
 
 async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tuple[TokenBuffer, str]:
-    """Return the prompt, and the field that it came from."""
+    """Return the prompt's token ids, and the field that it came from."""
     token_data = parsed.call.nvext.token_data
     if token_data is not None:
         field = "nvext.token_data"
@@ -364,7 +359,7 @@ def _request(
 def _estimated_request(
     parsed: ChatCall | CompletionCall, called: CalledModel, request_id: RequestId
 ) -> GenerateRequest:
-    """A request whose prompt cannot be read here, unless it is in token ids."""
+    """Return a request whose prompt the router cannot tokenize, unless it is in token ids."""
     call = parsed.call
     prompt = parsed.messages if isinstance(parsed, ChatCall) else parsed.prompt
     token_ids, estimate = call.nvext.token_data or array("I"), 0
@@ -388,29 +383,29 @@ def _estimated_request(
 
 
 OFF_LOOP_BYTES = 128 * 1024
-"""A longer body is read in a thread: a tenth of a millisecond to scan, some tenths to decode."""
+"""Longer bodies are read in a thread; this many bytes take 0.1 ms to scan and some 0.1 ms to decode."""
 
 THREADS = 2
 BODY_BYTES_MAX = 64 * 1024 * 1024
-"""No body is longer than this unless a setting says so, whatever contexts could need."""
+"""The longest body, whatever contexts need, unless a setting allows more."""
 
 PAGE_BYTES_MAX = 64 * 1024
-"""For the routes of operators, whose bodies are a few numbers."""
+"""The longest body of the admin routes, whose bodies are small."""
 
 OUTSIDE_PROMPT_BYTES = 2 * 1024 * 1024
-"""The rest of a body, next to the text of a prompt: names of fields, quotes, everything that is no prompt."""
+"""Allowance for the parts of a body besides the prompt's text: field names, quotes, other fields."""
 
 ESCAPED_BYTES_PER_BYTE = 3
-"""JSON that is written in ASCII has six bytes for a character of two, and twelve for one of four."""
+"""JSON escaped to ASCII takes 6 bytes for a character of 2 bytes of UTF-8, and 12 for one of 4."""
 
 TOKEN_CHARS_MIN = 16
-"""Characters of a token, though the longest of a vocabulary be shorter: escaped ones are written longer."""
+"""The least characters per token that a body may have: JSON escapes lengthen characters."""
 
 TOKEN_ID_BYTES = 12
-"""A token id in a list: ten digits, a comma, a space."""
+"""The length of a token id in a JSON list: ten digits, a comma, a space."""
 
 NUMBERS_MAX = 16_777_216
-"""Token ids, though a worker say that its context is longer."""
+"""The most token ids of a body, even if a worker announces a longer context."""
 
 Parsed = TypeVar("Parsed")
 
@@ -418,20 +413,19 @@ Parsed = TypeVar("Parsed")
 class Bodies:
     """Scans and parses the bodies of one HTTP app; :meth:`close` ends its threads.
 
-    A body that is refused costs one scan, without the interpreter. One that is not costs what its bounds
-    allow to be built of it.
+    A refused body costs one native scan. An accepted one also costs its decoding, within its bounds.
     """
 
     def __init__(
         self,
         service: RouterService,
         texts: Mapping[ModelName, TextModel],
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         settings: FrontendSettings,
     ) -> None:
         self._service = service
         self._texts = texts
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._settings = settings
         self._bounds = BodyBounds(
             depth=settings.body_max_depth,
@@ -445,8 +439,8 @@ class Bodies:
     async def scan(
         self, data: bytes, read_fields: frozenset[str] | None = None, *, takes_nan: bool = False
     ) -> ScannedBody:
-        """Look through a body of which ``read_fields`` are read, None: all. Raises :class:`InvalidRequest`
-        with the field's path as ``param``.
+        """Scan a body; ``read_fields`` are the fields to be decoded, None for all. Raises
+        :class:`InvalidRequest` with the field's path as ``param``.
         """
         bounds = self._bounds_of(data)
         if read_fields is not None or takes_nan:
@@ -457,17 +451,17 @@ class Bodies:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, scanned, data, bounds)
         except BodyOverBounds as refused:
-            self._observed.body_refused(refused.bound)
+            self._instrumentation.body_refused(refused.bound)
             raise
 
     async def parse(self, body: ScannedBody, parse: Callable[[ScannedBody], Parsed]) -> Parsed:
-        """Return ``parse(body)``."""
+        """Return ``parse(body)``, run in a thread for a long body."""
         if len(body.data) <= OFF_LOOP_BYTES:
             return parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._threads, parse, body)
 
     async def form(self, content_type: str, data: bytes) -> Form:
-        """Look through a body that is a form; raise :class:`InvalidRequest` naming the field."""
+        """Read a form; raise :class:`InvalidRequest` naming the field."""
         if len(data) <= OFF_LOOP_BYTES:
             return read_form(content_type, data)
         loop = asyncio.get_running_loop()
@@ -478,16 +472,16 @@ class Bodies:
         return await self.parse(await self.scan(data), parse)
 
     def prompt_limit(self) -> BodyLimit:
-        """Return how long a body with a prompt may be: what the longest context here can need."""
+        """Return the longest body with a prompt: as much as the longest served context can need."""
         if self._settings.body_max_bytes is not None:
             return BodyLimit(self._settings.body_max_bytes, "as KVROUTER_BODY_MAX_BYTES says")
         needed_bytes: list[int] = []
         for model in self._service.models():
             needed_bytes.append(TOKEN_ID_BYTES * (model.fleet.context_length_tokens or 0))
             if model.fleet.takes_calls:
-                needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold images, of which nobody here knows
+                needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold images of unknown size
         for name, text in self._texts.items():
-            # Of a model without any worker so far nobody knows whether it takes calls.
+            # Whether a model takes calls is unknown before its first worker.
             router = self._service.find(name)
             needed = BODY_BYTES_MAX if router is None else _needed_bytes(served_text(text, router))
             needed_bytes.append(needed)
@@ -498,15 +492,15 @@ class Bodies:
         )
 
     def page_limit(self) -> BodyLimit:
-        """Return how long the body of an operator's route may be."""
+        """Return the longest body of an admin route."""
         return BodyLimit(PAGE_BYTES_MAX, "which no body of this route needs")
 
     def close(self) -> None:
-        """Read no more bodies."""
+        """End the threads; no further body is read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _bounds_of(self, data: bytes) -> BodyBounds:
-        """The bounds of a long body: as many token ids as the longest context here holds."""
+        """Return a body's bounds; a long one may have as many token ids as the longest served context."""
         if self._settings.body_max_token_ids is not None or len(data) < 2 * NUMBERS_MIN:
             return self._bounds
         texts = (served_text(text, self._service.find(name)) for name, text in self._texts.items())
@@ -517,6 +511,6 @@ class Bodies:
 
 
 def _needed_bytes(text: TextModel) -> int:
-    """How long the text of a prompt may be in JSON."""
+    """Return the longest JSON of a prompt's text, in bytes."""
     chars = max(text.prompt_max_chars, TOKEN_CHARS_MIN * text.context_length_tokens)
     return max(ESCAPED_BYTES_PER_BYTE * chars, TOKEN_ID_BYTES * text.context_length_tokens)

@@ -1,6 +1,6 @@
 """Passthrough responses: the engine's bytes go to the client unchanged, and its tokens are counted.
 
-When the engine is lost in mid-answer another one goes on from the tokens, and the rest is written here, in
+When an engine is lost in mid-answer, another one resumes from the tokens, and the router writes the rest in
 the same form and under the same id.
 """
 
@@ -32,8 +32,8 @@ from kvrouter.text.template_budget import TemplateOverBounds
 from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodePoolFull, utf8_bytes
 
 
-async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
-    """Answer with the engine's JSON object; of a form, perhaps with its text, which may be empty."""
+async def pass_body(writer: ResponseWriter, call: Call, generation: Generation) -> None:
+    """Answer with the engine's JSON object, or for a form possibly with its text, which may be empty."""
     pieces: list[bytes] = []
     headers: Headers = ()
     async for chunk in generation:
@@ -43,35 +43,35 @@ async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generatio
             break
     body = b"".join(pieces)
     if not body and generation.generated:
-        raise _not_their_own()
+        raise _missing_engine_bytes()
     nvext = routing_nvext(generation, call.nvext.extra_fields)
     if nvext and _FILLED_OBJECT.fullmatch(body):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
-    await exchange.send(generation, body, headers)
+    await writer.send(generation, body, headers)
 
 
 async def pass_stream(
-    exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel | None
+    writer: ResponseWriter, call: Call, generation: Generation, text: TextModel | None
 ) -> None:
-    """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
+    """Answer with the engine's events; a slow client slows its own engine stream down."""
     chunk = await anext(generation)
-    stream = exchange.begin_stream(generation, chunk.headers)
-    passing = _PassthroughStream(exchange.generates, call, generation, text, stream)
+    stream = writer.begin_stream(generation, chunk.headers)
+    passed_stream = _PassthroughStream(writer.generates, call, generation, text, stream)
     while True:
-        if passing.pass_on(chunk):
+        if passed_stream.write_chunk(chunk):
             break
         if not stream.ready:
             generation.reader_waits()
             await stream.wait_ready()
         chunk = await anext(generation)
     generation.close(ANSWERED)
-    exchange.end_stream(stream)
+    writer.end_stream(stream)
 
 
-async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
-    """Answer with the engine's events, whatever they are; nobody could go on in mid-answer."""
+async def pass_events(writer: ResponseWriter, generation: Generation) -> None:
+    """Answer with the engine's events of any form; such an answer cannot be resumed."""
     chunk = await anext(generation)
-    stream = exchange.begin_stream(generation, chunk.headers)
+    stream = writer.begin_stream(generation, chunk.headers)
     while True:
         stream.write(chunk.comments + chunk.raw)
         if chunk.finish is not None:
@@ -81,11 +81,11 @@ async def pass_events(exchange: ResponseWriter, generation: Generation) -> None:
             await stream.wait_ready()
         chunk = await anext(generation)
     generation.close(ANSWERED)
-    exchange.end_stream(stream)
+    writer.end_stream(stream)
 
 
 class _PassthroughStream:
-    """One stream, and what is kept of it in case that somebody else must go on."""
+    """One passed-through stream, with the state to resume it from another engine."""
 
     def __init__(
         self, kind: RouteKind, call: Call, generation: Generation, text: TextModel | None, stream: EventStream
@@ -98,13 +98,13 @@ class _PassthroughStream:
         self._first_raw = b""
         self._text_chars = 0
         self._has_nvext = False
-        self._rest: _Rest | None = None
+        self._resumed: _ResumedAnswer | None = None
 
-    def pass_on(self, chunk: EngineChunk) -> bool:
-        """Send what ``chunk`` brings; return whether the answer is complete."""
+    def write_chunk(self, chunk: EngineChunk) -> bool:
+        """Write a chunk to the client; return whether the answer is complete."""
         if not self._generation.resumes:
             if chunk.token_ids and not (chunk.raw or self._first_raw):
-                raise _not_their_own()
+                raise _missing_engine_bytes()
             self._first_raw = self._first_raw or chunk.raw
             self._text_chars += chunk.text_chars or 0
             self._stream.write(chunk.comments + self._with_nvext(chunk))
@@ -112,20 +112,20 @@ class _PassthroughStream:
         self._stream.write(chunk.comments)
         if not chunk.token_ids and chunk.finish is None:
             return False
-        if self._rest is None:
-            self._rest = self._go_on(chunk)
-        finish = self._rest.push(chunk.token_ids, chunk.finish)
+        if self._resumed is None:
+            self._resumed = self._resume(chunk)
+        finish = self._resumed.push(chunk.token_ids, chunk.finish)
         if finish is None:
             return False
-        self._end(self._rest.answer, finish)
+        self._end(self._resumed.answer, finish)
         return True
 
-    def _go_on(self, chunk: EngineChunk) -> "_Rest":
+    def _resume(self, chunk: EngineChunk) -> "_ResumedAnswer":
         if not self._first_raw or self._text is None:
-            raise _not_their_own()
+            raise _missing_engine_bytes()
         generated = self._generation.generated
         before = generated[: len(generated) - len(chunk.token_ids)]
-        return _Rest(
+        return _ResumedAnswer(
             _answer_like(self._first_raw, self._kind, self._call),
             self._stream,
             self._text,
@@ -142,7 +142,7 @@ class _PassthroughStream:
         write(SSE_DONE)
 
     def _with_nvext(self, chunk: EngineChunk) -> bytes:
-        """The engine's bytes, with the event that the client asked of the router at their end."""
+        """Return the engine's bytes; the last ones get the ``nvext`` event if the client asked for one."""
         raw = chunk.raw
         is_done = raw.endswith(SSE_DONE)
         if self._has_nvext or not (is_done or chunk.finish is not None):
@@ -158,8 +158,8 @@ class _PassthroughStream:
         return routing_nvext(self._generation, self._call.nvext.extra_fields)
 
 
-class _Rest:
-    """The rest of an answer that another engine began, from its tokens."""
+class _ResumedAnswer:
+    """Writes the rest of an answer that another engine began, from its tokens."""
 
     def __init__(
         self,
@@ -174,12 +174,12 @@ class _Rest:
         self.answer = answer
         self._stream = stream
         self._answer_text = AnswerText(text.detokenizer(), StopMatcher(stops))
-        self._known_chars = sent_chars
-        """How many characters of what is generated the client has already."""
+        self._delivered_chars = sent_chars
+        """How many of the generated characters the client has already."""
         self._write(self._answer_text.push(before))
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None) -> FinishReason | None:
-        """More tokens, and perhaps the end; return why the answer is complete, None while it is not."""
+        """Add tokens; return the finish reason, None until the answer is complete."""
         answer_text = self._answer_text
         if not answer_text.stopped:
             self._write(answer_text.push(token_ids))
@@ -188,19 +188,19 @@ class _Rest:
         return FinishReason.STOP if answer_text.stopped else finish
 
     def _write(self, text: str) -> None:
-        known = min(self._known_chars, len(text))
-        self._known_chars -= known
-        if len(text) > known:
-            self._stream.write(self.answer.text_event(text[known:]))
+        delivered = min(self._delivered_chars, len(text))
+        self._delivered_chars -= delivered
+        if len(text) > delivered:
+            self._stream.write(self.answer.text_event(text[delivered:]))
 
 
 _DATA_LINE = re.compile(rb"(?:\A|[\r\n])data:([^\r\n]*)")
 
 _FILLED_OBJECT = re.compile(rb"\s*+\{\s*+[^}\s].*\}\s*+", re.DOTALL)
-"""What a field can be added to at its end."""
+"""A non-empty JSON object, to which a field can be appended."""
 
 
-def _not_their_own() -> InternalError:
+def _missing_engine_bytes() -> InternalError:
     return InternalError("a worker that takes calls answered without its engine's own bytes")
 
 
@@ -214,7 +214,7 @@ _head = msgspec.json.Decoder(_Head)
 
 
 def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
-    """Return what writes on an answer that began with ``first_raw``."""
+    """Return the format of an answer that began with ``first_raw``: same id, model and time of creation."""
     line = _DATA_LINE.search(first_raw)
     try:
         head = parsed(_head, b"" if line is None else line[1])
@@ -230,14 +230,15 @@ def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
 
 
 LONG_BODY_BYTES = 64 * 1024
-"""The prompt of a longer call is made in a thread: images in it are hashed, and take a while to read."""
+"""The prompt of a longer call is rendered in a thread, because hashing its images takes time."""
 
 
 class PassthroughTokens(NamedTuple):
-    """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
-    for what is no text, and nobody here knows what an engine makes of it. Without any tokens
-    ``estimate`` is how many there may be, 0 where nothing is known. ``missing`` tells
-    why no prompt could be made of a chat; these are the first of its texts then.
+    """A prompt's tokens; ``is_exact`` if they are certainly the engine's, and all of them.
+
+    With ``has_media`` some are placeholders for images and other media. Without tokens, ``estimate`` is their
+    estimated number, 0 if unknown. ``missing`` is the reason why a chat could not be rendered; the tokens are
+    then the beginning of its texts.
     """
 
     token_ids: TokenBuffer
@@ -248,89 +249,89 @@ class PassthroughTokens(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether no prompt could be made of the call, for another reason than its length."""
+        """Whether the chat could not be rendered, for another reason than its length."""
         return self.missing is not None and self.missing.reason is not UnrenderedReason.TOO_LONG
 
 
 async def passthrough_tokens(
-    passed: PassthroughCall, text: TextModel | None, engine_kind: str
+    passthrough: PassthroughCall, text: TextModel | None, engine_kind: str
 ) -> PassthroughTokens:
-    """Return what routing may know of the prompt that an engine of this kind makes; without a ``text`` only a
-    prompt in token ids is known.
+    """Return the tokens of the prompt as an engine of this kind makes it. Without a ``text`` only token ids
+    are exact; the length of a text is estimated.
     """
-    if text is None or (passed.chat is None and passed.prompt is None):
-        return _estimated(passed)
+    if text is None or (passthrough.chat is None and passthrough.prompt is None):
+        return _estimated(passthrough)
     try:
-        return await _known_tokens(passed, text, engine_kind)
+        return await _rendered_tokens(passthrough, text, engine_kind)
     except EncodePoolFull:
-        return _estimated(passed)  # others' prompts are no reason to refuse a call that its engine would take
+        return _estimated(passthrough)  # a full pool must not refuse a call that its engine would take
 
 
-async def _known_tokens(passed: PassthroughCall, text: TextModel, engine_kind: str) -> PassthroughTokens:
-    if passed.chat is None:
-        return await _prompt_tokens(passed, text)
-    known: Sequence[object] = _said(passed.chat)
+async def _rendered_tokens(
+    passthrough: PassthroughCall, text: TextModel, engine_kind: str
+) -> PassthroughTokens:
+    if passthrough.chat is None:
+        return await _prompt_tokens(passthrough, text)
+    messages: Sequence[object] = _items(passthrough.chat)
     has_media = False
     try:
-        make = partial(prompt_maker(engine_kind), passed.chat, text.chat_template.traits)
-        is_long = len(passed.client_call.body) > LONG_BODY_BYTES
+        make = partial(prompt_maker(engine_kind), passthrough.chat, text.chat_template.traits)
+        is_long = len(passthrough.client_call.body) > LONG_BODY_BYTES
         prompt = await asyncio.to_thread(make) if is_long else make()
-        known, has_media = prompt.messages, prompt.has_media
+        messages, has_media = prompt.messages, prompt.has_media
         token_ids = await text.encode_made(prompt)
     except (InvalidRequest, TemplateOverBounds) as error:
-        # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
-        beginning = await text.encode_beginning(_beginning(known, text.prompt_max_chars))
+        # The engine judges whether these messages are wrong or too long: its template may differ.
+        beginning = await text.encode_beginning(_beginning(messages, text.prompt_max_chars))
         missing = unrendered(text, error)
         return PassthroughTokens(beginning, is_exact=False, has_media=has_media, missing=missing)
-    goes_on = prompt.continues or bool(prompt.continuation)
-    is_exact = prompt.is_whole and not has_media and not goes_on and not passed.is_partial
+    is_continued = prompt.continues or bool(prompt.continuation)
+    is_exact = prompt.is_complete and not has_media and not is_continued and not passthrough.is_partial
     return PassthroughTokens(token_ids, is_exact, has_media)
 
 
-def _estimated(passed: PassthroughCall) -> PassthroughTokens:
-    """A prompt that is counted by its text, and not read."""
-    if passed.chat is not None:
-        chat = passed.chat
-        said = chat.messages if chat.messages is not None else chat.input
-        tokens = estimated_tokens(said, chat.tools, chat.instructions, chat.system)
-    elif passed.prompt is None:
-        tokens = passed.unread_tokens
-    elif not isinstance(passed.prompt.content, str):
-        return PassthroughTokens(passed.prompt.content, is_exact=False)
+def _estimated(passthrough: PassthroughCall) -> PassthroughTokens:
+    """Return token ids as they are, or the estimated length of a text or chat."""
+    if passthrough.chat is not None:
+        chat = passthrough.chat
+        items = chat.messages if chat.messages is not None else chat.input
+        tokens = estimated_tokens(items, chat.tools, chat.instructions, chat.system)
+    elif passthrough.prompt is None:
+        tokens = passthrough.unread_tokens
+    elif not isinstance(passthrough.prompt.content, str):
+        return PassthroughTokens(passthrough.prompt.content, is_exact=False)
     else:
-        tokens = estimated_tokens(passed.prompt.content)
+        tokens = estimated_tokens(passthrough.prompt.content)
     return PassthroughTokens(array("I"), is_exact=False, estimate=tokens)
 
 
 def estimated_tokens(prompt: object, *more: object) -> int:
-    """Return how many tokens a text, or the messages of a chat, and what goes with them may have, by their
-    bytes.
-    """
+    """Return the estimated tokens of a text or a chat's messages, and of ``more`` fields, by their bytes."""
     texts = (prompt,) if isinstance(prompt, str) else _texts(prompt if isinstance(prompt, list) else ())
     return -(-(sum(map(utf8_bytes, texts)) + text_chars(more)) // TOKEN_TEXT_BYTES)
 
 
-def _said(chat: PromptFields) -> Sequence[object]:
-    said = chat.messages if chat.messages is not None else chat.input
-    return said if isinstance(said, list) else ()
+def _items(chat: PromptFields) -> Sequence[object]:
+    items = chat.messages if chat.messages is not None else chat.input
+    return items if isinstance(items, list) else ()
 
 
-async def _prompt_tokens(passed: PassthroughCall, text: TextModel) -> PassthroughTokens:
-    if passed.prompt is None:
+async def _prompt_tokens(passthrough: PassthroughCall, text: TextModel) -> PassthroughTokens:
+    if passthrough.prompt is None:
         return PassthroughTokens(array("I"), is_exact=False)
-    content, is_only = passed.prompt
-    is_exact = is_only and not passed.is_partial
+    content, is_only = passthrough.prompt
+    is_exact = is_only and not passthrough.is_partial
     if not isinstance(content, str):
         return PassthroughTokens(content, is_exact)
     try:
         return PassthroughTokens(await text.encode_prompt(content), is_exact)
     except InvalidRequest:
-        # Too long is what its engine calls too long: it may cut prompts.
+        # The engine judges whether a prompt is too long: it may truncate it.
         return PassthroughTokens(await text.encode_beginning(content), is_exact=False)
 
 
 def _beginning(messages: Sequence[object], chars_max: int) -> str:
-    """The first characters of the texts in messages. No more of them is looked at: they may be megabytes."""
+    """Return the first ``chars_max`` characters of the messages' texts, without reading the rest."""
     found: list[str] = []
     for text in _texts(messages):
         found.append(text[:chars_max])

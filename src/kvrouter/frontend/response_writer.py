@@ -29,11 +29,11 @@ from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import prefilling
 
 QUOTED_MAX = 4096
-"""How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""
+"""Cache size for the header encoding of domains and values: a fleet has few, and answers repeat them."""
 
 
 def routing_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
-    """The workers that answered, their domains, and the overlap that was counted on."""
+    """Return headers with the workers that answered, their domains, and the predicted overlap."""
     placement = generation.placement
     if placement is None:
         return ()
@@ -50,7 +50,7 @@ def routing_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def routing_nvext(generation: Generation, extra_fields: Collection[str]) -> Mapping[str, object] | None:
-    """``nvext`` of the answer: what ``nvext.extra_fields`` asked for, None when it asked for nothing."""
+    """Return the answer's ``nvext`` with the requested ``extra_fields``; None if there are none."""
     placement = generation.placement
     if placement is None or not extra_fields:
         return None
@@ -63,7 +63,7 @@ def routing_nvext(generation: Generation, extra_fields: Collection[str]) -> Mapp
 
 
 def query_workers(decision: Decision) -> Mapping[str, object]:
-    """The workers that a request would go to; one that serves all of it is named for both legs."""
+    """Return the workers that a request would go to; a worker for both legs is named twice."""
     workers = _workers(decision)
     rank = decision.decode.rank
     return {"prefill_worker_id": rank.worker_id, "prefill_dp_rank": rank.dp_rank} | workers
@@ -101,7 +101,7 @@ def _rank_headers(leg: bytes, rank: WorkerRank) -> tuple[tuple[bytes, bytes], ..
 
 
 def _domains(domains: Mapping[str, str]) -> bytes:
-    """``zone=a,rack=r1``; what a header cannot carry is percent-encoded, and so are ``,`` and ``=``."""
+    """Return ``zone=a,rack=r1``; ``,``, ``=`` and characters not allowed in headers are percent-encoded."""
     text = ",".join(f"{_quoted(domain)}={_quoted(value)}" for domain, value in domains.items())
     return text.encode()
 
@@ -121,11 +121,11 @@ EVENT_HEADERS = (
 
 
 EventStream = Stream | KeepAliveStream
-"""What an answer's events are written to."""
+"""A stream of server-sent events."""
 
 
 class ResponseWriter:
-    """One call's answer on the wire."""
+    """Writes the response to one call, and keeps its status, error and model for the log."""
 
     __slots__ = (
         "_keep_alive",
@@ -144,38 +144,38 @@ class ResponseWriter:
         self.model: ModelName | None = None
         self.request_id = request_id
         self.status = KvrouterError.status_hint
-        """The status that the call ended with: a mistake of ours until it is answered."""
+        """The status that the call ended with; 500 until it is answered."""
         self.error: KvrouterError | None = None
-        """What it was answered with instead, or its stream ended with."""
+        """The error that the call was answered with, or that ended its stream."""
         self.generation: Generation | None = None
-        """The answer as the service has it; None until an engine is asked."""
+        """The running request; None until it is routed."""
         self._responder = responder
         self._stream: EventStream | None = None
         self._keep_alive: KeepAliveStream | None = None
 
     async def send(self, generation: Generation, body: bytes, headers: ResponseHeaders = ()) -> None:
-        """Answer with one JSON object, or what an engine writes instead; ``headers`` are the engine's."""
+        """Send a complete answer, JSON or an engine's text; ``headers`` are the engine's."""
         self.status = 200
         is_text = isinstance(self.kind, PassedRoute) and self.kind.is_form and body[:1] != b"{"
         fixed = TEXT_HEADERS if is_text else JSON_HEADERS
         await self._responder.send(200, self._headers(fixed, generation, headers), body)
 
     async def send_query(self, call: Call, body: bytes) -> None:
-        """Answer a call that only asked where it would go, with all of its answer."""
+        """Send the complete answer to a routing query."""
         self.status = 200
         fixed = EVENT_HEADERS if call.stream else JSON_HEADERS
         await self._responder.send(200, (*fixed, (b"x-request-id", self.request_id.encode())), body)
 
     def keep_alive(self, generation: Generation, interval_s: float) -> None:
-        """Write a comment wherever nothing else goes to the client for so long, also before its stream has
-        begun: then it begins with it, and what fails has no status any more.
+        """Write a comment whenever nothing else was written for ``interval_s``. A comment before the first
+        event starts the stream, after which an error can no longer have a status.
         """
         self._keep_alive = KeepAliveStream(partial(self._start_stream, generation), interval_s)
 
     def begin_stream(self, generation: Generation, headers: ResponseHeaders = ()) -> EventStream:
-        """Begin to answer with server-sent events; ``headers`` are the engine's.
+        """Start the stream of server-sent events; ``headers`` are the engine's.
 
-        Not before the first of them is here, so that what fails until then has a status.
+        Callers do so once they have the first event, so that earlier errors have a status.
         """
         if self._keep_alive is None:
             self._stream = self._start_stream(generation, headers)
@@ -189,18 +189,18 @@ class ResponseWriter:
         return self._responder.start_stream(200, headers, filler=SSE_FILLER)
 
     def end_stream(self, stream: EventStream) -> None:
-        """The stream is whole."""
+        """End a complete stream."""
         stream.end()
         self.status = 200
 
     def close(self) -> None:
-        """Nothing more is written. Idempotent."""
+        """Stop the keep-alive comments. Idempotent."""
         if self._keep_alive is not None:
             self._keep_alive.stop()
 
     def fail(self, error: KvrouterError) -> None:
-        """Answer with an error: as a status, or as the last event of a stream that has begun. What an engine
-        answered passes as it is.
+        """Answer with an error: as a status, or as the last event of a started stream. An engine's own error
+        answer passes through unchanged.
         """
         self.status = error.http_status
         self.error = error
@@ -222,7 +222,7 @@ class ResponseWriter:
         self._responder.answer(error.status_hint, (*error_headers(error), request_id), body)
 
     def answer_of(self, call: Call) -> AnswerFormat:
-        """Return what writes an answer to ``call`` in OpenAI's form, on one of its two routes."""
+        """Return the format of the answer to ``call``, a chat or a completion in OpenAI's form."""
         kind = self.generates
         return AnswerFormat(
             kind,
@@ -234,7 +234,7 @@ class ResponseWriter:
 
     @property
     def generates(self) -> RouteKind:
-        """The kind of a call that is understood here. Raises RuntimeError for one that passes."""
+        """The kind of a chat or completion call. Raises RuntimeError for a passed-through route."""
         if isinstance(self.kind, RouteKind):
             return self.kind
         raise RuntimeError(f"answers of {self.kind.route} are their engines' own")
@@ -250,7 +250,7 @@ class ResponseWriter:
 
 
 def cancel_with(responder: Responder) -> None:
-    """Cancel the running task when its client leaves: nothing else stops it while it waits for an engine."""
+    """Cancel the running task when its client disconnects, since it may wait for an engine."""
     task = asyncio.current_task()
 
     def leave(_: Disconnect) -> None:
@@ -261,30 +261,30 @@ def cancel_with(responder: Responder) -> None:
 
 
 USABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
-"""What an id of a client's own must match as a whole: it goes into headers, paths and log lines."""
+"""The full pattern of a client's request id, which goes into headers, paths and log lines."""
 
 
 def usable_request_id(requested: str | None) -> RequestId:
-    """Return ``requested`` when it may be used, else an id of our own."""
+    """Return ``requested`` if it is usable, else a new id."""
     if requested is None or USABLE_REQUEST_ID.fullmatch(requested) is None:
         return RequestId(uuid4().hex)
     return RequestId(requested)
 
 
 class RequestIds:
-    """Hands out ids that no running request has."""
+    """Assigns request ids that are unique among running requests."""
 
     def __init__(self) -> None:
         self._running: set[RequestId] = set()
 
     def take(self, requested: str | None) -> RequestId:
-        """Return ``requested`` when it is usable; with a suffix when a request of this id runs already."""
+        """Return ``requested`` if usable, with a suffix if a running request has it, else a new id."""
         request_id = usable_request_id(requested)
         if request_id in self._running:
             request_id = RequestId(f"{request_id}-{uuid4().hex[:8]}")
         self._running.add(request_id)
         return request_id
 
-    def give_back(self, request_id: RequestId) -> None:
-        """The request has ended."""
+    def release(self, request_id: RequestId) -> None:
+        """Release the id of an ended request."""
         self._running.discard(request_id)

@@ -1,4 +1,4 @@
-"""Routes of pages: which of them is at a path, and the request and the answer that its handler works with."""
+"""Routes of pages: path matching, and the request and answer types of their handlers."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,13 +13,13 @@ from kvrouter.frontend.http import Request
 from kvrouter.frontend.http.response import ResponseHeaders
 
 NO_CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-"""The policy of an answer that is no page for people: a browser loads and runs nothing of it."""
+"""The Content-Security-Policy of answers that are not web pages: a browser loads and runs nothing."""
 
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
 
 
 class Page(NamedTuple):
-    """An answer: it is sent whole."""
+    """A complete answer, sent with its length."""
 
     body: bytes = b""
     status: int = 200
@@ -27,13 +27,13 @@ class Page(NamedTuple):
 
 
 def json_page(value: msgspec.Struct) -> Page:
-    """An answer in JSON."""
+    """Return an answer in JSON."""
     return Page(msgspec.json.encode(value), headers=JSON_HEADERS)
 
 
 class PageRequest:
-    """A request for a page, with the ``parameters`` of its path. ``model`` is set once it is known, for the
-    count of errors.
+    """A request for a page, with the ``parameters`` of its path. Handlers set ``model`` for the count of
+    errors.
     """
 
     def __init__(self, request: Request, parameters: Mapping[str, str]) -> None:
@@ -46,7 +46,7 @@ class PageRequest:
 
     @cached_property
     def query(self) -> dict[str, str]:
-        """The parameters of the query; of one that comes twice the last."""
+        """The query parameters; the last value of a repeated one."""
         return dict(parse_qsl(self._query, keep_blank_values=True))
 
 
@@ -54,7 +54,7 @@ Endpoint = Callable[[PageRequest], Awaitable[Page]]
 
 
 class Route:
-    """A page at the paths of a template: ``{name}`` is one part of a path, ``{name:path}`` any number."""
+    """A page at a path template: ``{name}`` matches one path segment, ``{name:path}`` any number."""
 
     policy = NO_CONTENT_POLICY
     """The Content-Security-Policy of its answers."""
@@ -70,14 +70,14 @@ class Route:
         self._pattern = re.compile(pattern)
 
     def match(self, path: str) -> Mapping[str, str] | None:
-        """Return the parameters of a path; None where the page is not there."""
+        """Return the parameters of a matching path; None for another path."""
         found = self._pattern.fullmatch(path)
         return None if found is None else found.groupdict()
 
 
 class PublicRoute(Route):
-    """A route that changes nothing and shows nothing of the fleet: a page of any origin may ask it. Every
-    other route is guarded by :class:`~kvrouter.frontend.origins.FleetGuard`.
+    """A route that pages of any origin may request: it neither changes nor shows the fleet. Every other route
+    is guarded by :class:`~kvrouter.frontend.origins.FleetGuard`.
     """
 
     def __init__(

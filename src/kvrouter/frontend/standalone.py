@@ -1,4 +1,4 @@
-"""The HTTP API of a standalone router: calls that decide, bookings and prefills."""
+"""The HTTP API of a standalone router: routing calls, bookings and prefills."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from kvrouter.api import bookings as api
-from kvrouter.api.cordons import Name
+from kvrouter.api import booking_schema as api
+from kvrouter.api.cordon_schema import Name
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
@@ -45,7 +45,6 @@ from kvrouter.frontend.openai.parse import (
     call_of,
     one_prompt,
 )
-from kvrouter.frontend.pages import Pages
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.prepare import (
     Bodies,
@@ -53,6 +52,7 @@ from kvrouter.frontend.prepare import (
     RequestPreparer,
     answer_tokens,
 )
+from kvrouter.frontend.public_pages import Pages
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
@@ -78,7 +78,7 @@ def routed(
     bootstrap: Bootstrap | None,
     lease_ttl_s: float | None,
 ) -> api.Routed:
-    """Where a request goes; ``lease_ttl_s`` is None when nothing was booked."""
+    """Return the answer of ``/v1/route``; ``lease_ttl_s`` is None when the request was not booked."""
     return api.Routed(
         request_id=request.request_id,
         model=request.model,
@@ -86,7 +86,7 @@ def routed(
         **asdict(_picked(decision.decode, fleet)),
         prefill=None if decision.prefill is None else _picked(decision.prefill, fleet),
         bootstrap=_bootstrap(bootstrap),
-        constraint=obeyed(decision.constraint),
+        constraint=obeyed_constraint(decision.constraint),
         fallback_used=decision.fallback_used,
         isl_tokens=request.isl_tokens,
         block_size=fleet.block_size,
@@ -95,31 +95,31 @@ def routed(
     )
 
 
-def prefilled(request: GenerateRequest, fleet: Fleet, done: Prefilled) -> api.Prefilled:
-    """Where a request's KV is, or will be, and how its decode leg gets it."""
+def prefilled(request: GenerateRequest, fleet: Fleet, result: Prefilled) -> api.Prefilled:
+    """Return the answer of ``/v1/prefill``."""
     return api.Prefilled(
         request_id=request.request_id,
         model=request.model,
-        **asdict(_picked(done.placement.prefill_pick, fleet)),
-        cached_tokens=done.cached_tokens,
-        kv_transfer_params=done.kv_transfer_params,
-        bootstrap=_bootstrap(done.bootstrap),
-        constraint=obeyed(done.placement.decision.constraint),
+        **asdict(_picked(result.placement.prefill_pick, fleet)),
+        cached_tokens=result.cached_tokens,
+        kv_transfer_params=result.kv_transfer_params,
+        bootstrap=_bootstrap(result.bootstrap),
+        constraint=obeyed_constraint(result.placement.decision.constraint),
         isl_tokens=request.isl_tokens,
         block_size=fleet.block_size,
     )
 
 
 def _bootstrap(bootstrap: Bootstrap | None) -> api.Bootstrap | None:
-    """Where both legs of a bootstrap handoff meet."""
+    """Return a bootstrap address as the API has it."""
     return None if bootstrap is None else api.Bootstrap(bootstrap.host, bootstrap.port, bootstrap.room)
 
 
-def obeyed(constraint: TransferConstraint | None) -> api.ObeyedConstraint | None:
-    """What the prefill worker asks of the decode worker, also in the form in which a request asks for it.
+def obeyed_constraint(constraint: TransferConstraint | None) -> api.ObeyedConstraint | None:
+    """Return the prefill worker's constraint on the decode worker, also as the taints of a request.
 
-    ``routing_constraints`` go into ``nvext`` of the request that picks decode. Under ``fallback`` they hold
-    while somebody meets them; where nobody does, decode is picked without.
+    ``routing_constraints`` go into ``nvext`` of the request that picks decode. Under ``fallback`` the caller
+    drops them when no worker meets them.
     """
     if constraint is None:
         return None
@@ -143,20 +143,20 @@ def obeyed(constraint: TransferConstraint | None) -> api.ObeyedConstraint | None
 
 def _picked(pick: Pick, fleet: Fleet) -> api.PickedWorker:
     card = fleet.card_at(Slot(pick.slot))
-    here = card if card is not None and card.worker_id == pick.rank.worker_id else None
+    current = card if card is not None and card.worker_id == pick.rank.worker_id else None
     return api.PickedWorker(
         worker_id=pick.rank.worker_id,
         dp_rank=pick.rank.dp_rank,
-        address=None if here is None else here.address,
-        domains={} if here is None else here.runtime_config.topology_domains,
+        address=None if current is None else current.address,
+        domains={} if current is None else current.runtime_config.topology_domains,
         overlap_blocks=pick.overlap_blocks,
         cost=pick.cost,
     )
 
 
 class RouteBody(GenerateBody, frozen=True, kw_only=True):
-    """``POST /v1/route`` and ``/v1/prefill``: a body of one of OpenAI's two routes, or ``token_ids``, and
-    what a request is called. As at the frontend, other fields are left alone.
+    """``POST /v1/route`` and ``/v1/prefill``: the body of a chat or completion, or ``token_ids``, and a
+    request id. Other fields are ignored, as at the frontend.
     """
 
     max_completion_tokens: PositiveInt | None = None
@@ -171,7 +171,7 @@ _OUTPUT = msgspec.json.Decoder(api.OutputBody)
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """A request to be routed. ``parsed`` has its prompt."""
+    """A parsed routing call. ``parsed`` has its prompt."""
 
     parsed: ChatCall | CompletionCall
     request_id: str | None
@@ -180,16 +180,16 @@ class RoutedCall:
 
 
 def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> RoutedCall:
-    """Return what is to be routed; raise :class:`InvalidRequest` naming the field."""
+    """Return the routing call in a body; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_ROUTE, scanned)
-    given = [name for name in ("token_ids", "prompt", "messages") if name in scanned.fields]
-    if len(given) != 1:
-        what = (
-            f"give one of them, not {' and '.join(given)}"
-            if given
+    prompt_fields = [name for name in ("token_ids", "prompt", "messages") if name in scanned.fields]
+    if len(prompt_fields) != 1:
+        detail = (
+            f"give one of them, not {' and '.join(prompt_fields)}"
+            if prompt_fields
             else "or prompt, or messages, must be given"
         )
-        raise InvalidRequest(f"token_ids: {what}", param="token_ids")
+        raise InvalidRequest(f"token_ids: {detail}", param="token_ids")
     if body.request_id is not None and USABLE_REQUEST_ID.fullmatch(body.request_id) is None:
         raise InvalidRequest(
             "request_id: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ / -", param="request_id"
@@ -204,7 +204,7 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> RoutedCall
     call = call_of(body, nvext, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
     if call.nvext.token_data is not None:
         raise InvalidRequest("nvext.token_data: give token_ids instead", param="nvext.token_data")
-    if call.nvext.asks_only:
+    if call.nvext.is_query:
         raise InvalidRequest("nvext.annotations: ask with ?book=false instead", param="nvext.annotations")
     cache_namespace = body.cache_namespace or call.cache_namespace
     if call.cache_namespace is not None and cache_namespace != call.cache_namespace:
@@ -212,9 +212,9 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> RoutedCall
             "cache_namespace: cache_salt says something else, and they are the same", param="cache_namespace"
         )
     parsed: ChatCall | CompletionCall
-    if "messages" in given:
+    if "messages" in prompt_fields:
         parsed = ChatCall(call, read_messages(scanned))
-    elif "prompt" in given:
+    elif "prompt" in prompt_fields:
         parsed = CompletionCall(call, one_prompt(scanned))
     else:
         token_ids, _ = read_token_ids(scanned.data, scanned.fields["token_ids"][0], at="token_ids")
@@ -223,38 +223,38 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> RoutedCall
 
 
 def has_own_path(request_id: str) -> bool:
-    """Whether the paths below ``/v1/route/`` with this id are no other id's: clients take empty parts and
-    dots out of a path, and ``DELETE /v1/route/x/free`` frees ``x``.
+    """Whether the id's paths below ``/v1/route/`` are unambiguous: clients normalize empty and dot segments
+    away, and ``DELETE /v1/route/x/free`` frees ``x``.
     """
     *before, last = request_id.split("/")
     return {"", ".", ".."}.isdisjoint((*before, last)) and not (before and last == "free")
 
 
 def parse_output(scanned: ScannedBody) -> int:
-    """Return how many more blocks are full; raise :class:`InvalidRequest` naming the field."""
+    """Return the number of new full blocks; raise :class:`InvalidRequest` naming the field."""
     return decode_body(_OUTPUT, scanned).blocks
 
 
 class TokenRequestParser:
-    """One way in for everything that is routed here. Token ids are taken as they are, without a tokenizer."""
+    """Prepares the requests of routing calls. Token ids are used as they are, without a tokenizer."""
 
     def __init__(self, preparer: RequestPreparer) -> None:
         self._preparer = preparer
 
     async def prepare(
-        self, wanted: RoutedCall, called: CalledModel, text: TextModel | None, request_id: RequestId
+        self, routed_call: RoutedCall, called: CalledModel, text: TextModel | None, request_id: RequestId
     ) -> GenerateRequest:
-        """Tokenize where that is needed, and check what can be checked before routing. ``text`` is None for a
-        request in token ids, and where no text can be read here.
+        """Return the request of a routing call, tokenized and checked. ``text`` is None for a call with token
+        ids, and for a model without a tokenizer here.
 
         Raises :class:`InvalidRequest` naming the field.
         """
-        parsed = wanted.parsed
+        parsed = routed_call.parsed
         if text is None and isinstance(parsed, CompletionCall) and not isinstance(parsed.prompt, str):
             request = self._of_tokens(parsed.call, parsed.prompt, called, request_id)
         else:
             request = await self._preparer.prepare(parsed, called, text, request_id)
-        return replace(request, lora_name=wanted.lora_name, cache_namespace=wanted.cache_namespace)
+        return replace(request, lora_name=routed_call.lora_name, cache_namespace=routed_call.cache_namespace)
 
     @staticmethod
     def _of_tokens(
@@ -265,7 +265,7 @@ class TokenRequestParser:
         max_tokens = answer_tokens(
             len(token_ids),
             call.max_tokens,
-            context_length_tokens=context_tokens or 2**31 - 1,  # nobody is here: routing will refuse
+            context_length_tokens=context_tokens or 2**31 - 1,  # without workers: routing refuses
             prompt_field="token_ids",
             max_tokens_field=call.max_tokens_field,
         )
@@ -282,10 +282,10 @@ class TokenRequestParser:
         )
 
 
-def id_of(wanted: RoutedCall, header: str | None) -> RequestId:
-    """What the request is called: as its body says, else as its header, else a new id."""
-    if wanted.request_id is not None:
-        return RequestId(wanted.request_id)
+def id_of(routed_call: RoutedCall, header: str | None) -> RequestId:
+    """Return the request id: of the body, else of the header if usable, else a new one."""
+    if routed_call.request_id is not None:
+        return RequestId(routed_call.request_id)
     if header is not None and USABLE_REQUEST_ID.fullmatch(header) and has_own_path(header):
         return RequestId(header)
     return RequestId(uuid4().hex)
@@ -305,7 +305,7 @@ class Calls:
         bodies: Bodies,
         bookings: Bookings,
         prefills: PrefillDispatch,
-        observed: FrontendInstrumentation,
+        instrumentation: FrontendInstrumentation,
         *,
         lease_ttl_s: float,
         tracing: "RequestTracing | None",
@@ -317,11 +317,11 @@ class Calls:
         self._bodies = bodies
         self._bookings = bookings
         self._prefills = prefills
-        self._observed = observed
+        self._instrumentation = instrumentation
         self._lease_ttl_s = lease_ttl_s
 
     async def route(self, request: Request, responder: Responder) -> None:
-        """``POST /v1/route``: decide and book; with ``?book=false`` only decide."""
+        """``POST /v1/route``: decide and book; ``?book=false``: only decide."""
         await self._answer(request, responder, self._route)
 
     async def prefill(self, request: Request, responder: Responder) -> None:
@@ -333,7 +333,7 @@ class Calls:
     ) -> None:
         call = _Call(request, self._tracing)
         status = KvrouterError.status_hint
-        failed: KvrouterError | None = None
+        failure: KvrouterError | None = None
         cancel_with(responder)
         try:
             if self._service.requests.is_draining:
@@ -342,29 +342,29 @@ class Calls:
             status = 200
             await responder.send(status, JSON_HEADERS, body)
         except KvrouterError as error:
-            status, failed = error.status_hint, error
-            self._observed.failed(error, model=call.model)
+            status, failure = error.status_hint, error
+            self._instrumentation.failed(error, model=call.model)
             responder.answer(status, error_headers(error), error_body(error))
         except (asyncio.CancelledError, Disconnected):
             if responder.disconnected is None:
                 raise
             status = CLIENT_LEFT_STATUS
         finally:
-            self._observed.answered(
+            self._instrumentation.answered(
                 route=request.path,
                 model=call.model,
                 status=status,
                 request_id=call.request_id,
                 trace=call.trace,
                 duration_s=time.monotonic() - call.began_s,
-                code=None if failed is None else failed.code,
+                code=None if failure is None else failure.code,
             )
             if call.spans is not None:
                 call.spans.end_routed(
                     status=status,
                     model=call.model,
                     request_id=call.request_id,
-                    error=failed,
+                    error=failure,
                     decision=call.decision,
                     decided_s=call.decided_s,
                 )
@@ -396,9 +396,9 @@ class Calls:
         call.model = called.name
         text = None if "token_ids" in body.fields else self._preparer.text_of(called, body)
         reader = self._preparer.nvext_reader(call.request.headers)
-        wanted = await self._bodies.parse(body, partial(parse_route, nvext=reader))
-        call.request_id = id_of(wanted, call.request.header("x-request-id"))
-        request = await self._parser.prepare(wanted, called, text, call.request_id)
+        routed_call = await self._bodies.parse(body, partial(parse_route, nvext=reader))
+        call.request_id = id_of(routed_call, call.request.header("x-request-id"))
+        request = await self._parser.prepare(routed_call, called, text, call.request_id)
         call.request.read()
         if call.spans is not None:
             call.spans.prepared()
@@ -409,14 +409,14 @@ class Calls:
             raise InvalidRequest("query: this route takes none", param="query")
         request = await self._prepared(call)
         model_router = self._service.model(request.model)
-        done = await self._prefills.prefill(model_router, request)
-        call.decision = done.placement.decision
-        return prefilled(request, model_router.fleet, done)
+        result = await self._prefills.prefill(model_router, request)
+        call.decision = result.placement.decision
+        return prefilled(request, model_router.fleet, result)
 
 
 class _Call:
-    """One call, and what is known of it: its model once that is known to be served, its id once its body is
-    read, and at last what was decided.
+    """The state of one call: ``model`` is set once it is known to be served, ``request_id`` once the body is
+    read, ``decision`` and ``decided_s`` after the decision.
     """
 
     __slots__ = ("began_s", "decided_s", "decision", "model", "request", "request_id", "spans", "trace")
@@ -434,7 +434,7 @@ class _Call:
 
 
 def _books(query: str) -> bool:
-    """Whether a route is booked. A misspelt query is refused: it would leave load that nobody knows of."""
+    """Whether the call books its route. A misspelt query is refused: it could leave an unwanted booking."""
     books = True
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name != "book" or value.lower() not in _YES_NO:
@@ -444,7 +444,7 @@ def _books(query: str) -> bool:
 
 
 class BookingPages:
-    """The routes of what is booked; a draining router answers them too."""
+    """The routes of bookings; a draining router answers them too."""
 
     def __init__(self, bookings: Bookings, bodies: Bodies, *, lease_ttl_s: float) -> None:
         self._bookings = bookings
@@ -452,7 +452,7 @@ class BookingPages:
         self._lease_ttl_s = lease_ttl_s
 
     def routes(self) -> list[Route]:
-        """The table of these routes."""
+        """Return the routes of bookings."""
         booked = "/v1/route/{request_id:path}"
         return [
             Route(f"{booked}/prefill_complete", self.prefill_complete, methods=["POST"]),
@@ -463,12 +463,12 @@ class BookingPages:
         ]
 
     async def prefill_complete(self, request: PageRequest) -> Page:
-        """``POST …/prefill_complete``: the first token is there."""
+        """``POST …/prefill_complete``: the request has its first token."""
         self._bookings.first_token(_id_of(request))
         return self._renewed(request)
 
     async def output_blocks(self, request: PageRequest) -> Page:
-        """``POST …/output_blocks``: so many more blocks are full of output."""
+        """``POST …/output_blocks``: the request has this many more full blocks of output."""
         blocks = await self._bodies.read(request.take_body(), parse_output)
         self._bookings.output_blocks(_id_of(request), blocks)
         return self._renewed(request)
@@ -488,17 +488,17 @@ class BookingPages:
 
 
 class PrefillPages:
-    """The routes of prefills that run, or whose KV waits."""
+    """The route that ends a prefill that runs or has KV waiting."""
 
     def __init__(self, prefills: PrefillDispatch) -> None:
         self._prefills = prefills
 
     def routes(self) -> list[Route]:
-        """The table of these routes."""
-        return [Route("/v1/prefill/{request_id:path}", self.let_go, methods=["DELETE"])]
+        """Return the route of prefills."""
+        return [Route("/v1/prefill/{request_id:path}", self.discard, methods=["DELETE"])]
 
-    async def let_go(self, request: PageRequest) -> Page:
-        """``DELETE /v1/prefill/{request_id}``: no decode worker will fetch the KV."""
+    async def discard(self, request: PageRequest) -> Page:
+        """``DELETE /v1/prefill/{request_id}``: end the prefill; no decode worker will fetch its KV."""
         self._prefills.discard(_id_of(request))
         return json_page(api.PrefillEnded(_id_of(request)))
 
@@ -508,7 +508,7 @@ def _id_of(request: PageRequest) -> RequestId:
 
 
 class RouterApp(HttpApp):
-    """The HTTP app over decisions and bookings; with ``takes_prefills`` also over prefill legs.
+    """The HTTP app of a standalone router: decisions, bookings and, with ``takes_prefills``, prefill legs.
 
     Gauges are refreshed before each scrape of ``telemetry`` until :meth:`close`.
     """
@@ -526,9 +526,9 @@ class RouterApp(HttpApp):
         takes_prefills: bool,
         tracing: "RequestTracing | None" = None,
     ) -> None:
-        observed = FrontendInstrumentation(telemetry)
-        preparer = RequestPreparer(service, texts, observed, settings)
-        bodies = Bodies(service, texts.texts, observed, settings)
+        instrumentation = FrontendInstrumentation(telemetry)
+        preparer = RequestPreparer(service, texts, instrumentation, settings)
+        bodies = Bodies(service, texts.texts, instrumentation, settings)
         parser = TokenRequestParser(preparer)
         calls = Calls(
             service,
@@ -537,14 +537,14 @@ class RouterApp(HttpApp):
             bodies,
             bookings,
             prefills,
-            observed,
+            instrumentation,
             lease_ttl_s=lease_ttl_s,
             tracing=tracing,
         )
         by_path = {"/v1/route": calls.route}
         routes = [
             *Pages(service, preparer, telemetry).routes(),
-            *AdminRoutes(service, preparer, bodies, observed, settings=settings).routes(),
+            *AdminRoutes(service, preparer, bodies, instrumentation, settings=settings).routes(),
             *WebPage().routes(),
             *BookingPages(bookings, bodies, lease_ttl_s=lease_ttl_s).routes(),
         ]
@@ -556,7 +556,7 @@ class RouterApp(HttpApp):
             routes,
             bodies=bodies,
             settings=settings,
-            observed=observed,
+            instrumentation=instrumentation,
             traffic=service.requests.traffic,
         )
         self._telemetry = telemetry
@@ -569,7 +569,7 @@ class RouterApp(HttpApp):
         )
 
     def close(self) -> None:
-        """Refresh no gauge and read no body any more."""
+        """Stop refreshing gauges and reading bodies."""
         for end in self._ends:
             end()
         self._bodies.close()

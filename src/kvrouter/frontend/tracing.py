@@ -1,17 +1,17 @@
-"""The spans of a request, in OpenTelemetry's API: of its call, and of what is done for it.
+"""The OpenTelemetry spans of a request: one for its call, and children for the work on it.
 
 ::
 
     POST /v1/chat/completions   the call, under the span that its ``traceparent`` names
       receive                   from its head to the last byte of its body
-      tokenize                  to parse it, to render and tokenize its prompt
-      queue, decide             of each attempt: until a worker may take it, and which one does
-      prefill, decode           of each attempt: its legs, under which engines put spans of their own; or
-      aggregated                one leg that does both, which then has both inside
+      tokenize                  parsing the call, rendering and tokenizing its prompt
+      queue, decide             of each attempt: the wait for a worker, and the decision
+      prefill, decode           of each attempt: its legs, the parents of the engines' spans; or
+      aggregated                one leg for both, with a prefill and a decode span inside
       transfer                  between a pair's legs: from the end of prefill to the first token
 
-The legs of an attempt are linked to those of the attempt before it. A standalone router's call has what the
-router does for it: ``receive``, ``tokenize``, and ``queue`` and ``decide``, or ``prefill``.
+The legs of an attempt are linked to those of the attempt before it. A standalone router's call has
+``receive``, ``tokenize``, and either ``queue`` and ``decide`` or ``prefill``.
 """
 
 import time
@@ -35,32 +35,32 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class RequestTracing:
-    """Begins the spans of requests."""
+    """Starts the spans of calls."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
-    def begin(self, request: Request, sent: TraceContext) -> "RequestSpans":
-        """Begin the span of a call; ``sent`` is the trace that its client says it belongs to."""
-        return RequestSpans(self._tracer, request, sent)
+    def begin(self, request: Request, client_trace: TraceContext) -> "RequestSpans":
+        """Start the span of a call; ``client_trace`` is the trace context of its client."""
+        return RequestSpans(self._tracer, request, client_trace)
 
 
 class RequestSpans:
-    """The spans of one call. Those of its legs begin as the legs are sent, because engines are given their
-    ids; the others are made once the call has ended, of the moments that were noted.
+    """The spans of one call. Spans of legs start as the legs are sent, because engines get their ids; the
+    others are created at the end of the call from recorded times.
     """
 
-    def __init__(self, tracer: Tracer, request: Request, sent: TraceContext) -> None:
+    def __init__(self, tracer: Tracer, request: Request, client_trace: TraceContext) -> None:
         self._tracer = tracer
         self._wall_ns = time.time_ns() - time.monotonic_ns()
-        self._baggage = sent.baggage
+        self._baggage = client_trace.baggage
         self._received_s = time.monotonic()
         self._began_s = request.began_s or self._received_s
         self._prepared_s: float | None = None
         self._legs: list[tuple[int, Leg, Span]] = []
         self._span = tracer.start_span(
             f"{request.method} {request.path}",
-            _PROPAGATOR.extract(sent.headers(), Context()),
+            _PROPAGATOR.extract(client_trace.headers(), Context()),
             SpanKind.SERVER,
             {
                 "http.request.method": request.method,
@@ -73,14 +73,14 @@ class RequestSpans:
         )
         self._inside = set_span_in_context(self._span, Context())
         self.trace = self._carried_by(self._span)
-        """The trace that the call belongs to from here on."""
+        """The trace context of the call's own span."""
 
     def prepared(self) -> None:
-        """The call is parsed, and its prompt tokenized."""
+        """Record that the call is parsed and its prompt tokenized."""
         self._prepared_s = time.monotonic()
 
     def leg(self, attempt: Attempt, leg: Leg) -> TraceContext:
-        """Begin the span of a leg, which is about to be sent; return what its engine is given."""
+        """Start the span of a leg that is about to be sent; return the trace context for its engine."""
         if not self._span.is_recording():
             return self.trace
         decision = attempt.placement.decision
@@ -106,13 +106,13 @@ class RequestSpans:
         error: KvrouterError | None,
         generation: Generation | None,
     ) -> None:
-        """The call has its answer, or an error, or its client left."""
+        """End all spans of a call that was answered, failed, or lost its client."""
         now_s = time.monotonic()
         if self._span.is_recording() and generation is not None:
             self._add_attempts(generation.trail, self._prepared_s or now_s, now_s)
             self._span.set_attributes(_answer_attributes(generation))
         for _, _, span in self._legs:
-            span.end(self._at_ns(now_s))  # of none that has ended
+            span.end(self._at_ns(now_s))  # a second end has no effect
         self._end_call(now_s, status=status, model=model, request_id=request_id, error=error)
 
     def end_routed(
@@ -125,8 +125,8 @@ class RequestSpans:
         decision: Decision | None,
         decided_s: float | None,
     ) -> None:
-        """A call of a standalone router has its answer, or an error, or its client left. ``decided_s`` is how
-        long the decision took; None where a prefill leg followed, which took what is left.
+        """End all spans of a standalone router's call. ``decided_s`` is the duration of the decision in
+        seconds; None for a prefill, whose leg took the rest of the time.
         """
         now_s = time.monotonic()
         if self._span.is_recording() and self._prepared_s is not None and decision is not None:
@@ -208,14 +208,14 @@ class RequestSpans:
         *,
         inside: Context | None = None,
     ) -> None:
-        """Add a span that is over, of a moment on the monotonic clock to another."""
+        """Add an ended span between two times of the monotonic clock."""
         span = self._tracer.start_span(
             name, inside or self._inside, attributes=attributes, start_time=self._at_ns(from_s)
         )
         span.end(self._at_ns(max(from_s, to_s)))
 
     def _at_ns(self, moment_s: float) -> int:
-        """Return a moment of the monotonic clock as one of the wall clock, in nanoseconds since 1970."""
+        """Convert a monotonic time to the wall clock, in nanoseconds since 1970."""
         return round(moment_s * 1e9) + self._wall_ns
 
     def _carried_by(self, span: Span) -> TraceContext:
@@ -240,7 +240,7 @@ def _set_tokens(span: Span, placement: Placement, cached_tokens: int | None) -> 
 
 
 def _decision_attributes(decision: Decision) -> Attributes:
-    """What was decided, and the terms of its cost, for each leg."""
+    """Return the attributes of a decision, with the terms of the cost of each leg."""
     constraint = decision.constraint
     found: Attributes = {
         "kvrouter.attempt": decision.attempt,

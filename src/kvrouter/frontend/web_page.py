@@ -1,4 +1,4 @@
-"""The web page at ``/ui``: static files of this package, which hold no data and ask for no token."""
+"""The web page at ``/ui``: static files of this package, without data, served without a token."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ CONTENT_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""The types of the page's files, by the end of their names; no other file is served."""
+"""Content types by file suffix; files with another suffix are not served."""
 
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 """Scripts, styles and data come from the router alone, and no other page may frame this one: it holds the
@@ -24,7 +24,7 @@ admin token of the user who entered it.
 """
 
 HEADERS: ResponseHeaders = (
-    (b"cache-control", b"no-cache"),  # a browser asks whether its copy is the installed version's
+    (b"cache-control", b"no-cache"),  # browsers revalidate their copy
     (b"referrer-policy", b"no-referrer"),
 )
 
@@ -37,13 +37,13 @@ class _Asset:
 
 
 class WebPage:
-    """The routes of the page's files, which are read once."""
+    """The routes of the page's files, which are read at construction."""
 
     def __init__(self) -> None:
         self._assets = _read_assets()
 
     def routes(self) -> list[Route]:
-        """The table of these routes."""
+        """Return the routes of the page."""
         return [
             PublicRoute("/ui", self.page, policy=POLICY),
             PublicRoute("/ui/", self.with_slash, policy=POLICY),
@@ -55,7 +55,7 @@ class WebPage:
         return self._answer(request, PAGE)
 
     async def with_slash(self, _: PageRequest) -> Page:
-        """``GET /ui/``: the page's addresses are relative, so that it works behind a path of a proxy."""
+        """``GET /ui/``: redirect to ``../ui``. The page's URLs are relative, to work behind a proxy path."""
         return Page(status=307, headers=(*HEADERS, (b"location", b"../ui")))
 
     async def asset(self, request: PageRequest) -> Page:

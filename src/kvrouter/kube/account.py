@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.http_client import HttpClient
 from kvrouter.core.secret import secret_file
-from kvrouter.http_client import HttpClient
 from kvrouter.kube.client import ClusterLost, Query
 
 TOKEN_GOOD_S = 60.0

@@ -17,8 +17,8 @@ import msgspec
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.http_client import connection_failure
 from kvrouter.core.json import Unreadable, parsed
-from kvrouter.http_client import connection_failure
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, fields_of, key_of, metadata_of
 
 ANSWER_S = 10.0

@@ -1,7 +1,7 @@
-"""The library: kvrouter inside your own program."""
+"""The library: kvrouter as objects inside another program."""
 
 from kvrouter.library.inputs import AnswerPiece, AnswerPieces
-from kvrouter.library.router import BestWorker, BestWorkers, KvIndexer, KvRouter, PotentialLoad
+from kvrouter.library.kv_router import BestWorker, BestWorkers, KvIndexer, KvRouter, PotentialLoad
 from kvrouter.library.runtime import Client, Component, Endpoint, Namespace, Runtime, mock_fleet
 
 KvPushRouter = KvRouter

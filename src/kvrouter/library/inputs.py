@@ -1,4 +1,4 @@
-"""Input and output types of the library, with the limits of the frontend."""
+"""Input and output types of the library; inputs have the frontend's limits."""
 
 import math
 from array import array
@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta
 
-from kvrouter.api.pages import NonNegativeInt
+from kvrouter.api.page_schema import NonNegativeInt
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import RequestId
@@ -46,7 +46,7 @@ class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Probability = 1.0
@@ -58,7 +58,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def token_buffer(token_ids: TokenBuffer | Sequence[int]) -> TokenBuffer:
-    """Return the ids as an unsigned 32-bit buffer; raise :class:`InvalidRequest` when they are none."""
+    """Return the ids as an unsigned 32-bit buffer. Raises :class:`InvalidRequest`, also for an empty list."""
     if isinstance(token_ids, array) and token_ids.typecode == "I":
         buffer = token_ids
     elif isinstance(token_ids, bytes | bytearray):  # array() would take them for its own memory
@@ -122,12 +122,12 @@ def hints_of(
 
 
 def new_request_id() -> RequestId:
-    """Return an id that no other request has."""
+    """Return a new unique request id."""
     return RequestId(uuid4().hex)
 
 
 def request_id_of(requested: str | None) -> RequestId:
-    """Return the caller's own id, when it is one that the frontend would take, or a new one."""
+    """Return ``requested``, or a new id for None; raise :class:`InvalidRequest` for an unusable one."""
     if requested is None:
         return new_request_id()
     if USABLE_REQUEST_ID.fullmatch(requested) is None:
@@ -157,7 +157,7 @@ def _plain(constraints: RoutingConstraints) -> object:
 
 
 def _check_finite(value: object, path: str) -> None:
-    """JSON has neither NaN nor infinity, so that the frontend's limits need not speak of them."""
+    """Refuse NaN and infinity: JSON has neither, so the frontend's limits do not exclude them."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{path}: must be a finite number", param=path)
     if isinstance(value, Mapping):
@@ -168,8 +168,8 @@ def _check_finite(value: object, path: str) -> None:
 CLIENT_LEFT = "client left"
 
 
-class Meeting(TypedDict):
-    """Where both legs of a bootstrap handoff meet."""
+class BootstrapAddress(TypedDict):
+    """The address and room at which both legs of a bootstrap handoff connect."""
 
     host: str
     port: int
@@ -177,24 +177,24 @@ class Meeting(TypedDict):
 
 
 class AnswerPiece(TypedDict, total=False):
-    """One piece of an answer; ``finish_reason`` is there in the last one.
+    """One piece of an answer; the last one has ``finish_reason``.
 
-    What a prefill worker answers ends with where the KV is that a decode worker fetches:
-    ``kv_transfer_params``, or ``bootstrap`` while the leg still runs; and with who it is.
+    The last piece of a prefill worker says where a decode worker fetches the KV: ``kv_transfer_params``, or
+    ``bootstrap`` while the leg still runs, and ``prefill_worker_id``.
     """
 
     token_ids: list[int]
     finish_reason: str
     kv_transfer_params: KvTransferParams
-    bootstrap: Meeting
+    bootstrap: BootstrapAddress
     prefill_worker_id: int
 
 
 class AnswerPieces:
-    """One request's answer, piece by piece, to be read once.
+    """One request's answer as an async iterator of pieces, read once.
 
-    Who stops before the last piece calls ``aclose`` (or reads inside ``async with``): the engine then stops
-    too. Pieces that were never asked for are no exception.
+    A reader that stops before the last piece, even before the first, calls ``aclose`` (or reads inside
+    ``async with``), so that the engine stops too.
     """
 
     def __init__(self, pieces: AsyncGenerator[AnswerPiece, None], stream: EngineStream | None = None) -> None:
@@ -219,19 +219,19 @@ class AnswerPieces:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Read no more; what still runs for this request is cancelled. Idempotent."""
+        """Stop reading, and cancel what still runs for this request. Idempotent."""
         await self._pieces.aclose()
-        if self._stream is not None and not self._has_ended:  # it may not even have begun
+        if self._stream is not None and not self._has_ended:  # the iterator may not have been started
             self._stream.cancel(CLIENT_LEFT)
 
 
 def answers_of(stream: EngineStream) -> AnswerPieces:
-    """The answer that an open stream brings."""
+    """Return the answer of an open stream."""
     return AnswerPieces(_read(stream), stream)
 
 
 async def pieces_of(chunks: AsyncIterable[EngineChunk]) -> AsyncGenerator[AnswerPiece, None]:
-    """Turn an engine's chunks into what a library caller reads."""
+    """Turn an engine's chunks into answer pieces."""
     async for chunk in chunks:
         piece: AnswerPiece = {"token_ids": list(chunk.token_ids)}
         if chunk.finish is not None:
@@ -242,7 +242,7 @@ async def pieces_of(chunks: AsyncIterable[EngineChunk]) -> AsyncGenerator[Answer
 
 
 def piece_of(prefilled: Prefilled) -> AnswerPiece:
-    """What a library caller reads of a prefill leg: it is the only piece."""
+    """Return the only answer piece of a prefill leg."""
     piece: AnswerPiece = {
         "token_ids": [],
         "finish_reason": FinishReason.LENGTH.value,
@@ -263,5 +263,5 @@ async def _read(stream: EngineStream) -> AsyncGenerator[AnswerPiece, None]:
             has_ended |= "finish_reason" in piece
             yield piece
     finally:
-        if not has_ended:  # else the KV of a prefill that has ended would not wait for its decode worker
+        if not has_ended:  # cancelling a finished prefill would drop KV that its decode worker fetches
             stream.cancel(CLIENT_LEFT)

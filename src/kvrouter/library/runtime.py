@@ -48,32 +48,32 @@ from kvrouter.transports.records.port import CordonStore, Discovery, Gone
 from kvrouter.transports.requests.port import RequestTransport
 
 NO_PORT = 0
-"""A program has no frontend, after whose port its connection to NATS would be called."""
+"""A program has no frontend; NATS connections are otherwise named after its port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The planes that everything in a program shares."""
+    """The transports that the objects of a program share."""
 
     discovery: Discovery
     requests: RequestTransport
     events: EventSubscriber
     router_config: KvRouterConfig = field(default_factory=KvRouterConfig)
-    """What a :class:`KvRouter` of this runtime decides by, when it is given nothing else."""
+    """The default configuration of a :class:`KvRouter` of this runtime."""
 
     replica_sync: Callable[[], ReplicaSync | None] = lambda: None
-    """Returns a router's part in replica sync; None where the runtime was connected without it."""
+    """Returns the replica sync of a router; None when the runtime was connected without it."""
 
     cordons: CordonStore | None = None
-    """Where cordons are kept that hold for a :class:`KvRouter` of this runtime; None for one of its own."""
+    """The store of the cordons that a :class:`KvRouter` of this runtime obeys; None: a store in memory."""
 
     @classmethod
     @asynccontextmanager
     async def connect(cls, settings: Settings | None = None) -> AsyncIterator[Self]:
-        """Join the worker processes that these settings find, as a frontend does; left again at the end.
+        """Connect to the worker processes that ``settings`` find, as a frontend does, until the context ends.
 
-        ``settings`` are those of the planes, and of the router; None reads the environment, as the commands
-        do. Raises ConfigError that names the setting, NatsUnreachable where NATS is needed and away.
+        ``settings`` are those of the transports and of the router; None reads the environment, as commands
+        do. Raises ConfigError that names the setting, NatsUnreachable when a NATS that is needed is away.
         """
         if settings is None:
             settings = load_settings(flags={}, environ=os.environ).settings
@@ -94,7 +94,7 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What keeps deployments apart that share a fleet."""
+    """Separates deployments that share a fleet."""
 
     runtime: Runtime
     name: str
@@ -106,7 +106,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A set of workers that are alike."""
+    """A group of interchangeable workers."""
 
     runtime: Runtime
     namespace: str
@@ -119,7 +119,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a component's workers serve."""
+    """A service of a component's workers, such as ``generate``."""
 
     runtime: Runtime
     namespace: str
@@ -138,10 +138,10 @@ class Endpoint:
 
 
 class Client:
-    """Sends to an endpoint's workers: to any, in turn, or to a named one. ``close`` it at the end.
+    """Sends requests to an endpoint's workers: to a random, the next, or a named one. ``close`` it after use.
 
-    A request is sent at once. Its answer is read to its last piece, or left with ``aclose`` or the end of an
-    ``async with``: otherwise the worker goes on for nobody.
+    A request is sent at once. Read its answer to the last piece, or leave it with ``aclose`` or the end of an
+    ``async with``: otherwise the worker keeps generating.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -157,7 +157,7 @@ class Client:
         self._stop = await self._endpoint.runtime.discovery.watch(self._on_card, self._on_gone)
 
     def close(self) -> None:
-        """Follow no longer; nothing is sent from now on."""
+        """Stop following discovery; every later send raises :class:`ShuttingDown`."""
         if self._stop is not None:
             self._stop()
             self._stop = None
@@ -189,11 +189,11 @@ class Client:
         return await self.direct(request, workers[(self._turn - 1) % len(workers)])
 
     async def direct(self, request: Mapping[str, object], worker_id: int) -> AnswerPieces:
-        """Send to this worker.
+        """Send to the worker ``worker_id``.
 
         ``request`` has ``token_ids`` and may have ``stop_conditions``, ``sampling_options`` and ``dp_rank``.
-        A prefill worker prefills, and its last piece says where the KV is; with that in its request
-        (``kv_transfer_params`` or ``bootstrap``, and ``prefill_worker_id``) another one only decodes.
+        A prefill worker only prefills, and its last piece says where the KV is. A request with those fields
+        (``kv_transfer_params`` or ``bootstrap``, and ``prefill_worker_id``) is only decoded.
         Raises :class:`InvalidRequest` for an unknown worker or a request that it can't serve,
         ``WorkerUnreachable`` when it does not accept, :class:`ShuttingDown` after :meth:`close`.
         """
@@ -230,7 +230,7 @@ class Client:
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The dictionary that a client takes."""
+    """The request dictionary of :meth:`Client.direct`."""
 
     token_ids: list[int]
     stop_conditions: dict[str, object] = {}
@@ -276,7 +276,7 @@ def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRe
 async def mock_fleet(path: Path | None = None) -> AsyncIterator[Runtime]:
     """Run the fleet of a fleet file (by default two zones, 1 prefill and 2 decode workers each).
 
-    Raises ConfigError with a line for each mistake in the file; an engine that is no mock engine is one.
+    Raises ConfigError with a line for each mistake in the file, such as an engine that is not a mock engine.
     """
     document = default_fleet_document() if path is None else read_document(path)
     described = load_fleet(document).fleet

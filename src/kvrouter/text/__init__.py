@@ -1,1 +1,1 @@
-"""Text: tokenizer, chat template, incremental detokenizer, stop strings."""
+"""Text of models: tokenizer, chat template, prompts, incremental detokenizer, stop strings."""

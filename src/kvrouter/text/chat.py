@@ -1,8 +1,8 @@
-"""Chat: checked messages, and a model's chat template.
+"""Chats: checked messages, and a model's chat template.
 
-Templates come from the model's folder and run sandboxed. They see what Hugging Face's own renderer shows:
+Templates come from the model's folder and run sandboxed. They get the names of Hugging Face's renderer:
 ``messages``, ``tools``, ``add_generation_prompt``, the special tokens, ``raise_exception``, ``strftime_now``,
-``tojson``, loop controls and ``generation`` blocks. A folder may be anybody's, so a rendering has bounds of
+``tojson``, loop controls and ``generation`` blocks. Folders are not trusted, so a rendering has bounds of
 time and memory (:mod:`kvrouter.text.template_sandbox`).
 """
 
@@ -19,19 +19,19 @@ from jinja2.parser import Parser
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.text.prompts.fields import MESSAGES_MAX, Arguments, Prompt, TemplateTraits, wrong
 from kvrouter.text.prompts.traits import traits_of
-from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP, Budget, Spending, TemplateOverBounds
-from kvrouter.text.template_sandbox import BoundedEnvironment, Spender
+from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP, Budget, Charging, TemplateOverBounds
+from kvrouter.text.template_sandbox import BoundedEnvironment, Limited
 from kvrouter.text.tokenizer import read_json_object, token_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return a copy of ``messages`` that every chat template understands.
+    """Return a copy of ``messages`` in the form that every chat template takes.
 
-    Content becomes one string (the text parts, a newline between them; empty for an assistant that only calls
-    tools), the arguments of tool calls become objects, fields that are not known here stay as they are.
-    Raises ``InvalidRequest`` whose ``param`` is the path of the field, such as ``messages[2].content``.
+    Content becomes one string (the text parts, joined by newlines; empty for an assistant that only calls
+    tools), the arguments of tool calls become objects, unknown fields stay unchanged. Raises
+    ``InvalidRequest`` with the path of the field as ``param``, such as ``messages[2].content``.
     """
     if not messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
@@ -44,9 +44,9 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
 
 
 def text_chars(messages: Sequence[object]) -> int:
-    """Return how many characters of text stand in ``messages``, well formed or not, names of fields included.
+    """Return the number of characters in ``messages``, well formed or not, including names of fields.
 
-    It indicates, before anything is rendered, how long that will take.
+    It estimates the time of a rendering beforehand.
     """
     chars = 0
     left: list[object] = [messages]
@@ -83,7 +83,7 @@ def _template_message(message: object, path: str, arguments: Arguments) -> dict[
 
 
 def _content_text(content: object, path: str) -> str:
-    """Return the text of a content: a string, or a list of text parts."""
+    """Return the text of a message's content: a string, or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -109,7 +109,7 @@ def _template_calls(calls: object, path: str, arguments: Arguments) -> list[dict
 
 
 def _template_call(call: object, path: str, all_arguments: Arguments) -> dict[str, object]:
-    """Return a tool call whose arguments are an object: templates print them as JSON themselves."""
+    """Return a tool call with its arguments as an object, which templates print as JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise wrong(f"{path}.function", "must be an object with a name and arguments")
@@ -124,33 +124,33 @@ def _template_call(call: object, path: str, all_arguments: Arguments) -> dict[st
 
 
 RANGE_STEPS_MAX = 100_000
-"""What all ``range`` calls of one rendering may add up to."""
+"""The most steps of all ``range`` calls of one rendering."""
 
 RENDERED_CHARS_MAX = 16_000_000
 
 SOURCE_CHARS_MAX = 256 * 1024
-"""The longest template; those of real models have up to about 20,000 characters."""
+"""The longest template; real models' templates have up to about 20,000 characters."""
 
 ERROR_CHARS_MAX = 500
-"""How much of a template's own words an error repeats."""
+"""The most characters of a template's error that ours repeats."""
 
 TIME_PATTERN_CHARS_MAX = 100
 
 RESERVED_NAMES = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
-CONTINUED_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of a last message that an answer goes on with, as transformers does."""
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a last message that the answer continues, as transformers does."""
 
 
 class TemplateFailed(InvalidRequest):
-    """A chat template failed on messages, other than by a refusal of its own."""
+    """A chat template failed on messages, without refusing them by ``raise_exception``."""
 
 
 class _TemplateRefusal(TemplateError):
     """A template called ``raise_exception``."""
 
 
-# What a template can raise when messages are not as it expects: its own refusals and Python's.
+# Exceptions of a template on unexpected messages: its refusals and Python's errors.
 TEMPLATE_FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -162,12 +162,12 @@ TEMPLATE_FAULTS = (
 
 
 def local_time(pattern: str) -> str:
-    """Return the local date and time in ``pattern``, as ``strftime`` reads it."""
+    """Return the local date and time formatted by ``pattern``, a ``strftime`` format."""
     return datetime.now().strftime(pattern)
 
 
 class ChatTemplate:
-    """One model's template, compiled. Safe to use from several threads at once."""
+    """One model's compiled template. Thread-safe."""
 
     def __init__(
         self,
@@ -179,9 +179,9 @@ class ChatTemplate:
         rendered_chars_max: int = RENDERED_CHARS_MAX,
         name: str = "the model",
     ) -> None:
-        """Compile ``source``; ``tool_source`` serves requests with tools. ``name`` stands in errors.
+        """Compile ``source``; ``tool_source`` is for requests with tools. ``name`` is used in errors.
 
-        ``ConfigError`` for one that does not compile, or that goes over its bounds on a first message.
+        Raises ``ConfigError`` when it does not compile, or exceeds its bounds on a test message.
         """
         self._name = name
         self._template = _compile(source, strftime_now)
@@ -189,14 +189,14 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._rendered_chars_max = rendered_chars_max
         self.fault = self._probe()
-        """Why the template fails on a first message; None where it renders or refuses it."""
+        """Why the template fails on a test message; None if it renders or refuses it."""
         self.traits: TemplateTraits = traits_of(source, self._template.environment.parse(source), self._tried)
 
     @classmethod
     def from_folder(
         cls, folder: Path, *, strftime_now: Callable[[str], str] = local_time
     ) -> "ChatTemplate | None":
-        """Read a folder's template where engines look for it; None when there is none."""
+        """Read a folder's template from the files that engines read; None without one."""
         config = read_json_object(folder / "tokenizer_config.json")
         sources = _sources_of(folder, config.get("chat_template"))
         if "default" not in sources:
@@ -211,19 +211,19 @@ class ChatTemplate:
         )
 
     def render(self, messages: Sequence[Mapping[str, object]], *, cpu_s_max: float = CPU_S_MAX) -> str:
-        """Return the prompt text of a chat's messages, made within so much processor time.
+        """Return the prompt text of messages, rendered within ``cpu_s_max`` seconds of processor time.
 
-        Raises ``InvalidRequest`` naming ``messages``, or a field in them, when they are malformed; and what
-        :meth:`render_prompt` raises.
+        Raises ``InvalidRequest`` naming the malformed field in ``messages``, and as :meth:`render_prompt`
+        does.
         """
         return self.render_prompt(Prompt(template_messages(messages)), cpu_s_max=cpu_s_max)
 
     def render_prompt(self, prompt: Prompt, *, cpu_s_max: float = CPU_S_MAX) -> str:
-        """Return the text of a prompt, made within so much processor time.
+        """Return the text of a prompt, rendered within ``cpu_s_max`` seconds of processor time.
 
         Raises ``InvalidRequest`` naming ``messages`` when the template refuses them, ``TemplateFailed`` when
-        it fails on them, and ``InvalidRequest`` naming ``chat_template_kwargs`` when that takes a reserved
-        name. Raises ``TemplateOverBounds`` when the template takes too long or makes too much.
+        it fails on them, ``InvalidRequest`` naming ``chat_template_kwargs`` for a reserved name in that, and
+        ``TemplateOverBounds`` when the template takes too much time or memory.
         """
         if taken := sorted(RESERVED_NAMES & prompt.names.keys()):
             raise InvalidRequest(
@@ -234,7 +234,7 @@ class ChatTemplate:
         names.update(messages=messages, add_generation_prompt=prompt.add_generation_prompt)
         with_budget = (prompt.messages, prompt.tools, prompt.names)
         try:
-            with Spending(Budget(with_budget, cpu_s_max=cpu_s_max)):
+            with Charging(Budget(with_budget, cpu_s_max=cpu_s_max)):
                 text = self._text_with_tools(names, prompt)
         except TemplateOverBounds as error:
             raise self._over_bounds(error.message) from error
@@ -279,8 +279,8 @@ class ChatTemplate:
         return TemplateOverBounds(f"the chat template of {self._name} goes over its bounds: {why}")
 
     def _probe(self) -> str | None:
-        """Return why the template fails on one message; None where it renders or refuses it. Raises
-        ConfigError.
+        """Return why the template fails on a test message; None if it renders or refuses it. Raises
+        ConfigError when it exceeds its bounds.
         """
         try:
             self.render([{"role": "user", "content": "a"}])
@@ -304,35 +304,35 @@ class ChatTemplate:
 
 
 def _marked(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
-    """Mark the end of the last message's text."""
+    """Return the messages with a mark at the end of the last one's text."""
     last = dict(messages[-1])
     content = last.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
         part = content[-1]
-        last["content"] = [*content[:-1], {**part, "text": f"{part['text']}{CONTINUED_HERE}"}]
+        last["content"] = [*content[:-1], {**part, "text": f"{part['text']}{CONTINUE_MARK}"}]
     elif isinstance(content, str):
-        last["content"] = content + CONTINUED_HERE
+        last["content"] = content + CONTINUE_MARK
     else:
         raise InvalidRequest("messages: the last one has no text to go on with", param="messages")
     return [*messages[:-1], last]
 
 
 def _until_mark(text: str) -> str:
-    """The text up to the mark; where the template has cut blanks at it, without them."""
-    at = text.rfind(CONTINUED_HERE.strip())
+    """Return the text up to the mark, without trailing blanks if the template stripped those of the mark."""
+    at = text.rfind(CONTINUE_MARK.strip())
     if at < 0:
         raise InvalidRequest("messages: the chat template leaves the last one out", param="messages")
-    return text[:at] if text.startswith(CONTINUED_HERE, at) else text[:at].rstrip()
+    return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()
 
 
-class RangeBudget(Spender):
-    """The ``range`` of one rendering: nested loops share one number of steps."""
+class RangeBudget(Limited):
+    """The ``range`` function of one rendering: all its calls share one budget of steps."""
 
     def __init__(self, steps_max: int) -> None:
         self._steps_left = steps_max
 
     def __call__(self, *bounds: int) -> range:
-        """Return ``range(*bounds)``; ``TemplateOverBounds`` when the budget does not cover it."""
+        """Return ``range(*bounds)``; raise ``TemplateOverBounds`` over the budget."""
         steps = range(*bounds)
         try:
             self._steps_left -= len(steps)
@@ -344,7 +344,7 @@ class RangeBudget(Spender):
 
 
 class GenerationBlock(Extension):
-    """``{% generation %}`` marks the assistant's own tokens for training; for serving it is its content."""
+    """The tag ``{% generation %}``, which marks the assistant's tokens for training; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the type that jinja2 declares
 
@@ -388,8 +388,8 @@ _WIDE_TIME = re.compile(r"%[^a-zA-Z]*[0-9]")
 
 
 def _sources_of(folder: Path, entry: object) -> dict[str, str]:
-    """Return the templates of a folder by name: its files, else ``entry``. A ``chat_template.json`` is that
-    of a model with images; engines take it for calls without tools.
+    """Return the templates of a folder by name: its files, else ``entry``. Engines use
+    ``chat_template.json``, the template of a model with images, for calls without tools.
     """
     path = folder / "chat_template.jinja"
     if path.exists():
@@ -425,7 +425,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return plain JSON; jinja2's own filter escapes for HTML, which models were not trained on."""
+    """Return plain JSON; jinja2's filter would escape HTML, which models were not trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,7 +1,6 @@
-"""Tokenizers in other formats than ``tokenizer.json``, by the converters of the transformers library.
+"""Converts tokenizers in other formats than ``tokenizer.json``, with the transformers library.
 
-That is the extra ``tokenizers``; nothing of it is imported before such a tokenizer is read. Code that a
-folder brings along is never run.
+The library is the extra ``tokenizers``, imported only for such a tokenizer. Code in a folder is never run.
 """
 
 import os
@@ -24,19 +23,19 @@ OTHER_FORMATS = (
     "vocab.json",
     "merges.txt",
 )
-"""SentencePiece or tiktoken, SentencePiece twice, tiktoken, Mistral's, the two files of a byte-level BPE."""
+"""SentencePiece or tiktoken, twice SentencePiece, tiktoken, Mistral's, and byte-level BPE in two files."""
 
 TEKKEN_BEGIN = "<s>"
 
 
 def other_formats(folder: Path) -> list[str]:
-    """Return the files of a folder that hold a tokenizer in another format."""
+    """Return the files of a folder that hold a tokenizer in another format than ``tokenizer.json``."""
     return [name for name in OTHER_FORMATS if (folder / name).is_file()]
 
 
 def is_read_by_mistral(folder: Path) -> bool:
-    """Whether vLLM reads a folder's tokenizer by mistral-common, though it have a ``tokenizer.json`` too: its
-    weights are in Mistral's own format, or it has none and no other tokenizer.
+    """Whether vLLM reads a folder's tokenizer with mistral-common, even next to a ``tokenizer.json``: the
+    weights are in Mistral's format, or the folder has neither weights nor a ``tokenizer.json``.
     """
     if not (folder / TEKKEN).is_file():
         return False
@@ -46,12 +45,11 @@ def is_read_by_mistral(folder: Path) -> bool:
 
 
 def converted_backend(folder: Path) -> Backend:
-    """Return the tokenizer of a folder from another format than ``tokenizer.json``: what an engine that reads
-    it by the same library makes of it. Takes seconds. Raises ConfigError that says what to install, or what
-    is wrong.
+    """Return the converted tokenizer of a folder, equal to that of an engine with the same library. Takes
+    seconds. Raises ConfigError with the package to install, or the reason.
     """
     names = ", ".join(other_formats(folder))
-    # Without it the library says on standard error that it has no PyTorch.
+    # Without it the library warns on standard error that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         transformers = import_module("transformers")
@@ -69,7 +67,7 @@ def converted_backend(folder: Path) -> Backend:
             loaded = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=False, local_files_only=True
             )
-    except Exception as error:  # a converter raises whatever it meets
+    except Exception as error:  # converters raise arbitrary exceptions
         why = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ConfigError(
             f"{folder}: {names} cannot be converted: {type(error).__name__}: {why}", param=str(folder)
@@ -87,7 +85,7 @@ def converted_backend(folder: Path) -> Backend:
 
 
 def _begin_prompts(backend: Backend) -> None:
-    """Let a completion's prompt begin as mistral-common begins it."""
+    """Make completions' prompts begin with ``TEKKEN_BEGIN``, as mistral-common does."""
     begin_id = backend.token_to_id(TEKKEN_BEGIN)
     if begin_id is not None:
         backend.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""The text side of one model: tokenizer, template, limits, and the detokenizer of its answers."""
+"""One model's text: tokenizer, template, limits, detokenizer and stop strings."""
 
 import codecs
 import re
@@ -20,25 +20,25 @@ from kvrouter.text.tokenizer import TOKEN_CHARS_UNKNOWN, EncodePool, Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 HELD_TOKENS_MAX = 16
-"""A character has at most four bytes; what is broken after so many tokens is broken for good."""
+"""The most tokens held back for an incomplete character, which has at most four bytes."""
 
 
 class Detokenizer(Protocol):
-    """One stream of token ids."""
+    """Turns one stream of token ids into text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that is now certain; bytes of an unfinished character are held back."""
         ...
 
     def finish(self) -> str:
-        """Return what was held back, with U+FFFD for bytes that never became a character."""
+        """Return the held-back text, with U+FFFD for incomplete characters."""
         ...
 
 
 def make_detokenizer(tokenizer: Tokenizer, *, context: Sequence[int] = ()) -> Detokenizer:
-    """Return a detokenizer for the ids that follow ``context``, whose own text was given out before.
+    """Return a detokenizer for the ids after ``context``, whose text was delivered before.
 
-    A stream that is resumed passes the ids that it has already delivered.
+    A resumed stream passes the ids that it has already delivered as ``context``.
     """
     if tokenizer.pieces is not None:
         return ByteLevelDetokenizer(tokenizer.pieces, context=context)
@@ -46,12 +46,12 @@ def make_detokenizer(tokenizer: Tokenizer, *, context: Sequence[int] = ()) -> De
 
 
 class ByteLevelDetokenizer:
-    """Joins the pieces of tokens; a decoder's state is at most three bytes."""
+    """Joins the texts of tokens; its state is at most three bytes of an incomplete character."""
 
-    __slots__ = ("_held", "_raw", "_whole")
+    __slots__ = ("_held", "_raw", "_texts")
 
     def __init__(self, pieces: TokenPieces, *, context: Sequence[int] = ()) -> None:
-        self._whole, self._raw = pieces
+        self._texts, self._raw = pieces
         self._held = b""
         if context:
             self.push(context)
@@ -60,9 +60,9 @@ class ByteLevelDetokenizer:
         """Return the text that is now certain."""
         if not self._held:
             try:
-                return "".join(map(self._whole.__getitem__, token_ids))
+                return "".join(map(self._texts.__getitem__, token_ids))
             except KeyError:
-                # Part of a character, or an id that means nothing: the bytes decide.
+                # Part of a character, or an unknown id: decode the bytes.
                 pass
         raw = self._raw
         pending = self._held + b"".join([raw.get(token_id, b"") for token_id in token_ids])
@@ -71,14 +71,14 @@ class ByteLevelDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the held-back bytes as text."""
         text = self._held.decode(errors="replace")
         self._held = b""
         return text
 
 
 class WindowDetokenizer:
-    """Decodes the ids since the last text but one, and gives out what the newest ids added to it."""
+    """Decodes a window of the newest ids, and returns the text that the last ids added to it."""
 
     __slots__ = ("_base_chars", "_context", "_held", "_tokenizer")
 
@@ -87,17 +87,17 @@ class WindowDetokenizer:
         self._context: list[int] = []
         self._base_chars = 0
         self._held: list[int] = []
-        # From the start: a window that began inside a character would spoil what follows.
+        # Push it from the start: a window that begins inside a character would corrupt the text.
         self.push(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that is now certain."""
-        # One by one: only so does every end of a character show.
+        # One by one, to find every end of a character.
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
-        """Return what was held back."""
-        return self._give_out(self._tokenizer.decode(self._context + self._held))
+        """Return the text of the held-back ids."""
+        return self._deliver(self._tokenizer.decode(self._context + self._held))
 
     def _push_one(self, token_id: int) -> str:
         self._held.append(token_id)
@@ -106,13 +106,13 @@ class WindowDetokenizer:
             text.endswith(REPLACEMENT) or len(text) <= self._base_chars
         ):
             return ""
-        return self._give_out(text)
+        return self._deliver(text)
 
-    def _give_out(self, text: str) -> str:
+    def _deliver(self, text: str) -> str:
         new = text[self._base_chars :]
         chars = len(self._tokenizer.decode(self._held))
         if chars:
-            # Ids without text (special ones) make no context: a decoder would strip the space that follows.
+            # Ids without text (special ones) are no context: the decoder would strip the next space.
             self._context = self._held
             self._base_chars = chars
         self._held = []
@@ -124,17 +124,17 @@ STOP_CHARS_MAX = 256
 
 
 def stops_fit(stops: Sequence[str]) -> bool:
-    """Whether a :class:`StopMatcher` takes these."""
+    """Whether a :class:`StopMatcher` accepts these stop strings."""
     return len(stops) <= STOPS_MAX and all(0 < len(stop) <= STOP_CHARS_MAX for stop in stops)
 
 
 class StopMatcher:
-    """Watches one stream. Text that may still turn out to be a stop string is held back."""
+    """Finds stop strings in one stream. It holds back text that may be the beginning of one."""
 
     __slots__ = ("_held", "_hold_chars", "_openers", "_prefixes", "_stops", "stopped")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Take up to ``STOPS_MAX`` strings of 1 to ``STOP_CHARS_MAX`` characters, else ``InvalidRequest``."""
+        """Take up to ``STOPS_MAX`` strings of 1 to ``STOP_CHARS_MAX`` characters. Raises InvalidRequest."""
         if len(stops) > STOPS_MAX:
             raise InvalidRequest(f"stop: at most {STOPS_MAX} strings, not {len(stops)}", param="stop")
         for stop in stops:
@@ -142,7 +142,7 @@ class StopMatcher:
                 raise InvalidRequest(
                     f"stop: a string has 1 to {STOP_CHARS_MAX} characters, not {len(stop)}", param="stop"
                 )
-        # The longest first: of equal ends, the earliest start wins.
+        # The longest first: of stops with the same end, the one that starts first wins.
         self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
         self._prefixes = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
         self._openers = (
@@ -151,15 +151,15 @@ class StopMatcher:
         self._hold_chars = len(self._stops[0]) - 1 if stops else 0
         self._held = ""
         self.stopped: str | None = None
-        """The stop string that ended the stream."""
+        """The stop string that ended the stream; None before that."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no stop string, so that all text may be given out."""
+        """Whether there are no stop strings, so that no text is held back."""
         return self._openers is None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may be given out and, once it has come, the stop string."""
+        """Return the text that can be delivered and the stop string that was found, or None."""
         if self._openers is None:
             return text, None
         if self.stopped is not None:
@@ -176,12 +176,12 @@ class StopMatcher:
         return pending[:keep_from], None
 
     def finish(self) -> str:
-        """Return what was held back: the stream has ended without a stop string."""
+        """Return the held-back text of a stream that ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, pending: str) -> int | None:
-        """Note the stop string that is complete first and return where it starts."""
+        """Set ``stopped`` to the stop string that ends first and return its start; None without one."""
         best_end = len(pending) + 1
         best_start = None
         for stop in self._stops:
@@ -191,7 +191,7 @@ class StopMatcher:
         return best_start
 
     def _hold_from(self, pending: str) -> int:
-        """Return where the longest end of ``pending`` that begins a stop string starts."""
+        """Return the start of the longest suffix of ``pending`` that begins a stop string."""
         if self._openers is not None:
             for opener in self._openers.finditer(pending, max(0, len(pending) - self._hold_chars)):
                 if pending[opener.start() :] in self._prefixes:
@@ -200,7 +200,7 @@ class StopMatcher:
 
 
 class AnswerText:
-    """An answer's text: what is certain, piece by piece, and nothing after a stop string."""
+    """Turns an answer's tokens into text, up to a stop string."""
 
     __slots__ = ("_detokenizer", "_matcher", "stopped")
 
@@ -208,16 +208,16 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self.stopped = False
-        """Whether a stop string ended the answer: nothing after it is given out."""
+        """Whether a stop string ended the answer."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain with these tokens; a stop string in it sets ``stopped``."""
+        """Add tokens and return the text that is now certain; a stop string in it sets ``stopped``."""
         text, stopped = self._matcher.push(self._detokenizer.push(token_ids))
         self.stopped = self.stopped or stopped is not None
         return text
 
     def finish(self) -> str:
-        """Return what was held back: no more tokens come."""
+        """Return the held-back text after the last token."""
         text, stopped = self._matcher.push(self._detokenizer.finish())
         if stopped is None:
             return text + self._matcher.finish()
@@ -230,10 +230,10 @@ FIRST_WORD_ID = 256
 
 @cache
 def mock_words() -> tuple[str, ...]:
-    """Return the words, all different.
+    """Return the words of the mock tokenizer, all different.
 
-    Any text ``"".join(" " + word for …)`` of n of them encodes into exactly n tokens, wherever it stands:
-    at the start, after a newline, a special token or punctuation. The i-th word, with its space, is the token
+    A text ``"".join(" " + word for …)`` of n words encodes into exactly n tokens in any position: at the
+    start, after a newline, a special token or punctuation. The i-th word, with its space, is the token
     ``FIRST_WORD_ID + i``.
     """
     return tuple((MOCK_FOLDER / "words.txt").read_text(encoding="utf-8").split())
@@ -242,7 +242,7 @@ def mock_words() -> tuple[str, ...]:
 MOCK_CONTEXT_TOKENS = 131_072
 
 RENDERED_ANYWAY_CHARS = 1_000_000
-"""So many characters of messages are rendered however short the context is."""
+"""Messages up to this length are rendered even for a short context."""
 
 
 _Chat = TypeVar("_Chat")
@@ -250,25 +250,25 @@ _Chat = TypeVar("_Chat")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """One model's tokenizer, chat template and context length; ``pool`` is shared and not closed here."""
+    """One model's tokenizer, chat template and context length; ``pool`` is shared, its owner closes it."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     context_length_tokens: int
     pool: EncodePool
     unread: str | None = None
-    """Why its chats cannot be made into prompts here; None where they can, or where it has no template."""
+    """Why the model's chats cannot be rendered; None if they can, or if it has no template."""
 
     @property
     def why_by_load(self) -> str | None:
-        """Why its chats are routed by load as far as is known before any came; None where they are not."""
+        """Why the model's chats are routed by load, as known at load time; None if they are not."""
         if self.unread is not None or self.template is None or self.template.fault is None:
             return self.unread
         return f"chats cannot be read here: {self.template.fault}"
 
     @property
     def prompt_max_chars(self) -> int:
-        """How many characters a text may have whose tokens fit into the context."""
+        """The most characters of a text whose tokens can fit into the context."""
         per_token = self.pool.limits.token_max_chars or self.tokenizer.token_max_chars or TOKEN_CHARS_UNKNOWN
         return per_token * self.context_length_tokens
 
@@ -276,8 +276,8 @@ class TextModel:
     def load(
         cls, folder: Path, *, context_length_tokens: int, pool: EncodePool, needs_template: bool = True
     ) -> "TextModel":
-        """Read a model's folder; a second for a large vocabulary. ``ConfigError`` says what is wrong; with
-        the chat template nothing has to be right unless it is needed.
+        """Read a model's folder, about a second for a large vocabulary. Raises ``ConfigError``; for an
+        invalid chat template only if ``needs_template``.
         """
         if context_length_tokens < 1:
             raise ConfigError(
@@ -304,34 +304,34 @@ class TextModel:
     def load_mock(
         cls, *, context_length_tokens: int = MOCK_CONTEXT_TOKENS, pool: EncodePool | None = None
     ) -> "TextModel":
-        """Read the model that ships with the package."""
+        """Read the mock model in the package."""
         return cls.load(MOCK_FOLDER, context_length_tokens=context_length_tokens, pool=pool or EncodePool())
 
     @property
     def chat_max_chars(self) -> int:
-        """How many characters the messages of a chat may have: a template may leave half of them out, such as
-        what a model once thought.
+        """The most characters of a chat's messages: a template may drop half of them, such as earlier
+        reasoning.
         """
         return max(2 * self.prompt_max_chars, RENDERED_ANYWAY_CHARS)
 
     def refuse_chat_size(self, chars: int, text_bytes: int) -> None:
-        """Raise for messages that are too long whatever the template makes of them, by their size alone:
-        ContextLengthExceeded, or PromptOverBudget.
+        """Raise ContextLengthExceeded or PromptOverBudget for messages that are too long for any rendering,
+        by their size alone.
         """
         self._refuse_chars(chars, self.chat_max_chars, "messages")
         most_bytes = max(2 * self.pool.text_max_bytes, RENDERED_ANYWAY_CHARS)
         self.pool.refuse_over_budget(text_bytes, field="messages", bytes_max=most_bytes)
 
     def refuse_prompt_size(self, chars: int, text_bytes: int) -> None:
-        """Raise for the prompt of a completion that is too long, by its size alone: ContextLengthExceeded, or
-        PromptOverBudget.
+        """Raise ContextLengthExceeded or PromptOverBudget for a too long prompt of a completion, by its size
+        alone.
         """
         self._refuse_chars(chars, self.prompt_max_chars, "prompt")
         if self.pool.leaves_loop(chars):
             self.pool.refuse_over_budget(text_bytes, field="prompt")
 
     def prepare_chat(self, messages: Sequence[Mapping[str, object]], *, cpu_s_max: float = CPU_S_MAX) -> str:
-        """Return the prompt text of a chat, made within so much processor time.
+        """Return the prompt text of a chat, rendered within ``cpu_s_max`` seconds of processor time.
 
         Raises InvalidRequest that names the field, and TemplateOverBounds.
         """
@@ -339,21 +339,22 @@ class TextModel:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The template; InvalidRequest where the model has none."""
+        """The template; raises InvalidRequest for a model without one."""
         if self.template is None:
             raise InvalidRequest("messages: this model has no chat template", param="messages")
         return self.template
 
     async def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> TokenBuffer:
-        """Return the ids of a chat, whose special tokens the template writes; raise as ``prepare_chat`` does.
+        """Return the ids of a chat; its template writes the special tokens. Raises as ``prepare_chat`` does,
+        and ContextLengthExceeded for a text that is longer than the context can hold.
 
-        A long chat is rendered in a thread, too: over many short messages the template takes as long as the
-        tokenizer. Raises ContextLengthExceeded for a text that is longer than the context can hold.
+        A long chat is also rendered in a thread: for many short messages the template takes as long as the
+        tokenizer.
         """
         return await self._encoded_chat(self.prepare_chat, messages, text_chars(messages))
 
     async def encode_made(self, prompt: Prompt) -> TokenBuffer:
-        """Return the ids of a prompt as an engine makes it; raise as ``encode_chat`` does."""
+        """Return the ids of a prompt in an engine's form; raise as ``encode_chat`` does."""
         chars = text_chars(prompt.messages) + text_chars(prompt.tools or ())
         return await self._encoded_chat(self.chat_template.render_prompt, prompt, chars)
 
@@ -366,14 +367,14 @@ class TextModel:
         return await self._encoded(self.tokenizer.encode, text, "messages")
 
     async def encode_prompt(self, text: str) -> TokenBuffer:
-        """Return the ids of a completion's prompt, begun as the tokenizer's post-processor begins a text.
+        """Return the ids of a completion's prompt, after those that the post-processor puts first.
 
         Raises ContextLengthExceeded for a text that is longer than the context can hold.
         """
         return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
 
     async def encode_beginning(self, text: str) -> TokenBuffer:
-        """Return the first ids of a prompt that may be too long, as many as can be had."""
+        """Return the ids of the longest beginning of ``text`` that fits into the context and the budget."""
         text = self.pool.fits(text[: self.prompt_max_chars])
         return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
 

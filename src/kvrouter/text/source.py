@@ -1,8 +1,8 @@
-"""The source of a tokenizer: packaged, a folder, or a Hugging Face repository.
+"""Finds a tokenizer's folder: packaged, local, or of a Hugging Face repository.
 
-A repository is looked for in the local cache of the Hugging Face tools first, and downloaded where it is not
-there. Their own variables apply: ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, and ``HF_HUB_OFFLINE=1``, which
-forbids the download.
+A repository is looked up in the local cache of the Hugging Face tools first, and downloaded if it is not
+there. Their environment variables apply: ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, and
+``HF_HUB_OFFLINE=1``, which forbids the download.
 """
 
 import logging
@@ -16,7 +16,7 @@ MOCK_TOKENIZER = "mock"
 """The name of the tokenizer that ships with the package."""
 
 ENGINE_TOKENIZER = "engine"
-"""Says that the model's engines tokenize its prompts, at their ``/tokenize``, and nothing is read here."""
+"""The name that makes the model's engines tokenize its prompts, at their ``/tokenize``."""
 
 _WORDS = (MOCK_TOKENIZER, ENGINE_TOKENIZER)
 
@@ -41,27 +41,27 @@ FILES = (
     "config.json",
     *OTHER_FORMATS,
 )
-"""What is read of a repository; weights are not downloaded."""
+"""The files that are downloaded of a repository; weights are not."""
 
 DOWNLOAD_MAX_BYTES = 256 * 1024 * 1024
 """A repository whose :data:`FILES` are larger is refused before anything is downloaded."""
 
 
 def is_repository(source: str) -> bool:
-    """Whether ``source`` is read as a repository: it has the form of one, and no folder here is called so."""
+    """Whether ``source`` has the form of a repository, and is not a local folder."""
     return REPOSITORY.fullmatch(source) is not None and not Path(source).is_dir()
 
 
 def settled_source(source: str) -> str:
-    """Return ``source`` as other processes on this host understand it too: folders are absolute."""
+    """Return ``source`` with a folder made absolute, for other processes on this host."""
     if source in _WORDS or is_repository(source):
         return source
     return str(Path(source).resolve())
 
 
 def checked_source(source: str) -> str:
-    """Return ``source`` as :func:`settled_source` does; raise :class:`ConfigError` for what is neither a
-    folder here nor the name of a repository. Nothing is read.
+    """Return ``source`` as :func:`settled_source` does; raise :class:`ConfigError` unless it is a local
+    folder or the name of a repository. Nothing is read.
     """
     if source not in _WORDS and not is_repository(source) and not Path(source).is_dir():
         raise ConfigError(f"{source} is no folder here, nor the name of a repository", param=source)
@@ -69,9 +69,9 @@ def checked_source(source: str) -> str:
 
 
 def tokenizer_folder(source: str) -> Path:
-    """Return the folder that has the tokenizer of ``source``; a repository may be downloaded meanwhile.
+    """Return the folder with the tokenizer of ``source``, after downloading a repository that is not cached.
 
-    Blocks: for how long, the Hugging Face client's own timeouts say. Raises :class:`ConfigError`.
+    Blocks up to the Hugging Face client's timeouts. Raises :class:`ConfigError`.
     """
     if source == MOCK_TOKENIZER:
         return MOCK_FOLDER
@@ -91,7 +91,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _repository_folder(source: str) -> Path:
-    # The client takes a third of a second to import: only those who name a repository wait for it.
+    # Importing the client takes a third of a second; only a repository needs it.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         HfHubHTTPError,

@@ -1,4 +1,4 @@
-"""The budget of one rendering of a chat template: bytes and processor time."""
+"""The budget of bytes and processor time of one rendering of a chat template."""
 
 import re
 import threading
@@ -13,20 +13,20 @@ from kvrouter.core.errors import KvrouterError
 BYTES_MIN = 16 * 1024 * 1024
 BYTES_PER_INPUT_BYTE = 200
 BYTES_MAX = 256 * 1024 * 1024
-"""What a rendering may make, all its steps together: 200 times what it is given, within these bounds."""
+"""The most bytes that all steps of a rendering produce: 200 times its input, within these bounds."""
 
 CPU_S_MAX = 2.0
-"""Processor time of one rendering in a thread of its own."""
+"""The processor time of one rendering in a thread."""
 
 CPU_S_MAX_ON_LOOP = 0.05
-"""Processor time of one rendering on the event loop, where short chats are rendered."""
+"""The processor time of one rendering on the event loop, for short chats."""
 
 ITEM_BYTES = 32
 STEP_BYTES = 64
 DEPTH_MAX = 64
 NUMBER_BITS_MAX = 8192
 LOOKS_AFTER = 32
-"""Charges between two looks at the clock; one of more than LARGE_BYTES is followed by a look at once."""
+"""Charges between two checks of the clock; a charge over LARGE_BYTES is followed by a check."""
 
 LARGE_BYTES = 64 * 1024
 
@@ -34,49 +34,49 @@ T = TypeVar("T")
 
 
 class TemplateOverBounds(KvrouterError):
-    """A model's chat template wants more than a rendering may use, or what cannot be bounded."""
+    """A chat template exceeds the bounds of a rendering, or uses an unbounded operation."""
 
     code = "chat_template_over_bounds"
 
 
 class Budget:
-    """One rendering's."""
+    """The budget of one rendering."""
 
-    __slots__ = ("_bytes_left", "_bytes_max", "_cpu_s_max", "_cpu_until_s", "_given", "_unseen")
+    __slots__ = ("_bytes_left", "_bytes_max", "_charges_left", "_cpu_s_max", "_cpu_until_s", "_inputs")
 
-    def __init__(self, given: object, *, cpu_s_max: float, bytes_max: int = BYTES_MIN) -> None:
-        """``given`` is what the template is given: it is weighed only when the least budget is used up."""
-        self._given: object | None = given
+    def __init__(self, inputs: object, *, cpu_s_max: float, bytes_max: int = BYTES_MIN) -> None:
+        """``inputs`` are the template's; they are weighed only when ``bytes_max`` is used up."""
+        self._inputs: object | None = inputs
         self._bytes_left = self._bytes_max = bytes_max
         self._cpu_s_max = cpu_s_max
         self._cpu_until_s = time.thread_time() + cpu_s_max
-        self._unseen = LOOKS_AFTER
+        self._charges_left = LOOKS_AFTER
 
     def charge(self, n_bytes: int) -> None:
-        """What comes next takes so many bytes, or as much time as writing them. Raises TemplateOverBounds."""
+        """Charge for an operation before it runs, in bytes or equivalent time. Raises TemplateOverBounds."""
         self._bytes_left -= n_bytes
         if self._bytes_left < 0:
             self._grow()
-        self._unseen -= 1
-        if self._unseen < 0 or n_bytes > LARGE_BYTES:
-            self._unseen = LOOKS_AFTER
+        self._charges_left -= 1
+        if self._charges_left < 0 or n_bytes > LARGE_BYTES:
+            self._charges_left = LOOKS_AFTER
             if time.thread_time() > self._cpu_until_s:
                 raise TemplateOverBounds(
                     f"it takes more than {self._cpu_s_max * 1000:g} ms of processor time"
                 )
 
     def _grow(self) -> None:
-        if self._given is not None:
-            bytes_max = BYTES_PER_INPUT_BYTE * weight(self._given, BYTES_MAX)
+        if self._inputs is not None:
+            bytes_max = BYTES_PER_INPUT_BYTE * weight(self._inputs, BYTES_MAX)
             grown = max(0, min(bytes_max, BYTES_MAX) - self._bytes_max)
-            self._given = None
+            self._inputs = None
             self._bytes_max += grown
             self._bytes_left += grown
         if self._bytes_left < 0:
             raise TemplateOverBounds(f"it makes more than {self._bytes_max} bytes")
 
     def charge_for(self, value: object) -> None:
-        """Reading all of ``value`` comes next, or writing it as text."""
+        """Charge for reading all of ``value``, or for writing it as text."""
         if type(value) is str:
             self.charge(str.__sizeof__(value))
         else:
@@ -84,7 +84,7 @@ class Budget:
 
 
 class Current(threading.local):
-    """The budget of the rendering that this thread is in; outside of one nothing may be spent."""
+    """The budget of this thread's rendering; outside of one it is zero."""
 
     def __init__(self) -> None:
         self.budget = Budget(None, cpu_s_max=0.0, bytes_max=0)
@@ -93,8 +93,8 @@ class Current(threading.local):
 current = Current()
 
 
-class Spending:
-    """Inside, this thread's charges go to ``budget``."""
+class Charging:
+    """A context in which this thread's charges go to ``budget``."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -108,7 +108,7 @@ class Spending:
 
 
 def weight(value: object, bytes_max: int) -> int:
-    """About the bytes of ``value`` written out, a part as often as it is met; at most ``bytes_max``."""
+    """Return the approximate bytes of ``value`` written out, repeated parts included, up to ``bytes_max``."""
     left = bytes_max
 
     def count(n_bytes: int) -> None:
@@ -125,7 +125,7 @@ def weight(value: object, bytes_max: int) -> int:
 
 
 def _weigh(value: object, count: Callable[[int], None], depth: int) -> None:
-    """Call ``count`` for each part. Raises TemplateOverBounds for what is nested too deeply."""
+    """Call ``count`` for each part. Raises TemplateOverBounds for a too deeply nested value."""
     if isinstance(value, str):
         count(str.__sizeof__(value))
         return
@@ -152,13 +152,13 @@ def _weigh(value: object, count: Callable[[int], None], depth: int) -> None:
 
 
 def namespace_items(value: Namespace) -> tuple[object, ...]:
-    """The attributes of a template's ``namespace``, which has no way to ask for all of them."""
+    """Return the attributes of a template's ``namespace``, which has no public method for that."""
     attrs: dict[str, object] = object.__getattribute__(value, "_Namespace__attrs")
     return tuple(attrs.items())
 
 
 def counted(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each charged for."""
+    """Yield the items, charging for each."""
     budget = current.budget
     for item in items:
         budget.charge_for(item)
@@ -172,16 +172,16 @@ _WIDE_BRACES = re.compile(
     r"\{(?:"
     r"[^{}]*+\{"  # a field inside
     r"|[^{}:]*+:[^{}]*[0-9]{4}"
-    r"|[^{}\[:!]*+(?:\[[^]{}]*+\][^{}\[:!]*+)*+\[[^]{}]*+\}"  # a brace inside a key: the field goes on
+    r"|[^{}\[:!]*+(?:\[[^]{}]*+\][^{}\[:!]*+)*+\[[^]{}]*+\}"  # a brace inside a key does not end the field
     r")"
 )
-"""Each looks at a character a few times at most, also where nothing is found."""
+"""Each pattern visits a character a few times at most, even without a match."""
 
 
 def check_percent(pattern: str) -> None:
-    """Refuse a pattern of ``%`` that pads or rounds to thousands of places: ``%9999d``, ``%*d``.
+    """Refuse a ``%`` pattern that pads or rounds to thousands of places: ``%9999d``, ``%*d``.
 
-    A key may hold parentheses, so behind one the places are taken for a field's whatever they stand in.
+    A key may contain parentheses, so places after any parenthesis count as a field's.
     """
     wide = _WIDE_PERCENT_OR_KEY if "%(" in pattern else _WIDE_PERCENT
     if wide.search(pattern.replace("%%", "")):
@@ -189,6 +189,6 @@ def check_percent(pattern: str) -> None:
 
 
 def check_braces(pattern: str) -> None:
-    """Refuse a pattern of ``str.format`` that does: ``{:9999}``, ``{:{}}``."""
+    """Refuse a ``str.format`` pattern that pads or rounds to thousands of places: ``{:9999}``, ``{:{}}``."""
     if _WIDE_BRACES.search(pattern.replace("{{", "")):
         raise TemplateOverBounds("it formats to a width that is not bounded")

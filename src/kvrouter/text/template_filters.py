@@ -1,4 +1,4 @@
-"""Filters and tests of chat templates, each charged against the budget."""
+"""The filters and tests of chat templates, which charge the budget."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -15,7 +15,7 @@ from kvrouter.text.template_budget import (
 )
 
 NUMBER_ARGUMENT_MAX = 10_000
-"""The largest number that a filter takes: a width, a count, a number of digits."""
+"""The largest number that a filter takes as a width, a count or a number of digits."""
 
 ROUND_DIGITS_MAX = 100
 SEPARATOR_CHARS_MAX = 16
@@ -73,7 +73,7 @@ FILTERS = frozenset(
         "wordcount",
     }
 )
-"""The filters that are bounded. Others do not exist: a template that names one does not compile."""
+"""The bounded filters. The others are removed: a template that names one does not compile."""
 
 PLAIN_TESTS = frozenset(
     {
@@ -99,27 +99,27 @@ PLAIN_TESTS = frozenset(
     }
 )
 PLAIN_FILTERS = frozenset({"count", "d", "default", "length"})
-"""Tests and filters that look at no more than a type or a length."""
+"""Tests and filters that read only a type or a length, and are not charged."""
 
 
 def bounded_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
-    """Return the filter, or test, with its arguments and its result charged for."""
+    """Return a filter or test that charges for its arguments and its result."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:
         budget = current.budget
         budget.charge(STEP_BYTES)
-        given = [_listed(name, arg) for arg in args[first:]]
-        for arg in (*given, *kwargs.values()):
+        values = [_listed(name, arg) for arg in args[first:]]
+        for arg in (*values, *kwargs.values()):
             budget.charge_for(arg)
-        for arg in (*given[1:], *kwargs.values()):
+        for arg in (*values[1:], *kwargs.values()):
             if isinstance(arg, int) and abs(arg) > NUMBER_ARGUMENT_MAX:
                 raise TemplateOverBounds(f"it calls {name} with a number above {NUMBER_ARGUMENT_MAX}")
         check = _CHECKS.get(name)
         if check is not None:
-            check(budget, given, kwargs)
-        result = function(*args[:first], *given, **kwargs)
+            check(budget, values, kwargs)
+        result = function(*args[:first], *values, **kwargs)
         if isinstance(result, Iterator):
             return counted(result)
         charge_result(budget, result)
@@ -129,7 +129,7 @@ def bounded_filter(name: str, function: Callable[..., object]) -> Callable[..., 
 
 
 def _listed(name: str, value: object) -> object:
-    """A value that can be walked over as often as is needed to charge for it."""
+    """Return an iterator's items as a list where a filter reads them twice, else charged one by one."""
     if not isinstance(value, Iterator):
         return value
     return list(counted(value)) if name in {"join", "list", "sort", "unique", "groupby"} else counted(value)
@@ -201,7 +201,7 @@ def _check_json(budget: Budget, args: list[object], kwargs: dict[str, object]) -
 
 
 def charge_result(budget: Budget, result: object) -> None:
-    """Charge for a text or a container that was made."""
+    """Charge for a produced text or container."""
     if isinstance(result, str):
         budget.charge(str.__sizeof__(result))
     elif isinstance(result, list | tuple | dict):
@@ -209,14 +209,14 @@ def charge_result(budget: Budget, result: object) -> None:
 
 
 def charge_replace(budget: Budget, text: str, args: tuple[object, ...]) -> None:
-    """Charge for what replacing the first argument by the second in ``text`` adds to it."""
+    """Charge for the text that replacing the first argument by the second adds."""
     old, new = (*args, "", "")[:2]
     if isinstance(old, str) and isinstance(new, str):
         budget.charge((text.count(old) + 1) * str.__sizeof__(new))
 
 
 def joints(items: object) -> int:
-    """Return how many separators joining ``items`` takes at most."""
+    """Return the most separators that joining ``items`` takes."""
     return len(items) if isinstance(items, list | tuple | dict | range | str) else 0
 
 

@@ -1,9 +1,8 @@
 """A sandbox for chat templates, bounded in time and memory.
 
-Jinja2's sandbox keeps a template from Python's inside, and not from ``"a" * 10**9``. Here each operation of a
-template is charged for before it is done: operators, comparisons, literals, slices, calls, filters, tests,
-steps of a loop, and what is written. What is not known to be bounded is refused by its name. Nothing is
-computed when a template is compiled.
+Jinja2's sandbox blocks access to Python's internals, but not ``"a" * 10**9``. This one charges a budget
+before each operation of a template: operators, comparisons, literals, slices, calls, filters, tests, loop
+steps and output. Operations not known to be bounded are refused by name. Compilation computes nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ from kvrouter.text.template_filters import (
 )
 
 SHORT_CHARS = 4096
-"""A text that is compared for free."""
+"""The longest text that is compared without a charge."""
 
 STR_METHODS = frozenset(
     {
@@ -103,7 +102,7 @@ PLAIN_STR_METHODS = STR_METHODS - {
     "splitlines",
     "zfill",
 }
-"""Those that take no longer, and make no more, than one look at the text."""
+"""Methods whose time and result are bounded by the length of the text."""
 
 HELPER_METHODS = frozenset({"changed", "cycle", "next", "reset"})
 HELPERS = (Macro, LoopContext, BlockReference, Joiner, Undefined)
@@ -122,7 +121,7 @@ _COMPARES: dict[str, Callable[[object, object], object]] = {
 
 
 class BoundedGenerator(CodeGenerator):
-    """Writes what jinja2 would compile to plain Python as calls of the environment."""
+    """Compiles operations that jinja2 would compile to plain Python to calls of the environment."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2's name
         """``a ~ b``."""
@@ -148,7 +147,7 @@ class BoundedGenerator(CodeGenerator):
         self.write(")")
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
-        """``(a, b)``, where it is no target of an assignment."""
+        """``(a, b)``, unless it is the target of an assignment."""
         if node.ctx != "load":
             super().visit_Tuple(node, frame)
             return
@@ -168,7 +167,7 @@ class BoundedGenerator(CodeGenerator):
         self.write("))")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """``a[b]``, and slices, which jinja2 leaves to Python."""
+        """``a[b]``, and slices, which jinja2 would compile to Python."""
         if not isinstance(node.arg, nodes.Slice):
             super().visit_Getitem(node, frame)
             return
@@ -187,7 +186,7 @@ class BoundedGenerator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles templates that charge :func:`current_budget` for all that they do."""
+    """Compiles templates whose operations charge the budget of :data:`current`."""
 
     code_generator_class = BoundedGenerator
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "-", "*", "/", "//", "%", "**"})  # type: ignore[misc]
@@ -205,11 +204,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.allow(*(self.globals[name] for name in ("dict", "namespace", "cycler", "joiner")))
 
     def allow(self, *functions: object) -> None:
-        """Let templates call these, which live as long as this environment; their arguments are charged."""
+        """Allow templates to call ``functions``, which must live as long as this environment."""
         self.allowed.update(map(id, functions))
 
     def bound_filters(self) -> None:
-        """Wrap the filters and tests that there are now; drop those that are not bounded."""
+        """Wrap the registered filters and tests, and remove the unbounded ones."""
         self.filters = {
             name: function if name in PLAIN_FILTERS else bounded_filter(name, function)
             for name, function in self.filters.items()
@@ -230,26 +229,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 node.test = nodes.And(nodes.EnvironmentAttribute("step", **at), node.test, **at)
         return template
 
-    # What compiled templates call.
+    # Called by compiled templates.
 
     @property
     def step(self) -> bool:
-        """A loop's body, or a macro's, begins."""
+        """Charge for one step of a loop, or one call of a macro."""
         current.budget.charge(STEP_BYTES)
         return True
 
     def data(self, text: str) -> str:
-        """The template's own text is written."""
+        """Charge for literal text of the template, and return it."""
         current.budget.charge(str.__sizeof__(text))
         return text
 
     def made(self, value: Sequence[object]) -> Sequence[object]:
-        """A list or tuple was made."""
+        """Charge for a new list or tuple, and return it."""
         current.budget.charge(ITEM_BYTES * (2 + len(value)))
         return value
 
     def mapped(self, pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
-        """A dict is made."""
+        """Charge for a new dict, and return it."""
         budget = current.budget
         for key, _ in pairs:
             budget.charge_for(key)
@@ -257,7 +256,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return dict(pairs)
 
     def concatenated(self, parts: Sequence[object]) -> str:
-        """``~``."""
+        """Return the result of ``~``."""
         budget = current.budget
         for part in parts:
             budget.charge_for(part)
@@ -266,7 +265,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return text
 
     def compared(self, left: object, *rest: object) -> object:
-        """Comparisons, as Python chains them."""
+        """Return the result of comparisons, chained as in Python."""
         if len(rest) == 2 and type(left) is str:
             operator, right = rest
             if operator == "eq":
@@ -282,7 +281,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.charge_for(left)
             budget.charge_for(right)
             if isinstance(right, Iterator):
-                right = counted(right)  # noqa: PLW2901 - ``in`` walks over it
+                right = counted(right)  # noqa: PLW2901 - ``in`` iterates over it
             result = _COMPARES[cast("str", operator)](left, right)
             if not result:
                 return result
@@ -290,7 +289,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def sliced(self, value: object, start: object, stop: object, step: object) -> object:
-        """``value[start:stop:step]``."""
+        """Return ``value[start:stop:step]``."""
         if isinstance(value, str):
             current.budget.charge(str.__sizeof__(value))
         elif isinstance(value, list | tuple | range):
@@ -298,13 +297,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value[start:stop:step]  # type: ignore[index]
 
     def getitem(self, obj: object, argument: object) -> object:
-        """``obj[argument]``."""
+        """Return ``obj[argument]``."""
         if type(argument) is not str and type(argument) is not int:
             current.budget.charge_for(argument)
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Arithmetic, on numbers, texts and lists."""
+        """Return the result of an arithmetic operator on numbers, texts or lists."""
         budget = current.budget
         if operator == "+" and type(left) is str and type(right) is str:
             budget.charge(left.__sizeof__() + right.__sizeof__())
@@ -323,13 +322,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(
-        __self,  # noqa: N805 - jinja2's way to leave all names to the call
+        __self,  # noqa: N805 - as in jinja2, all keyword names stay free
         __context: Context,
         __obj: object,
         *args: object,
         **kwargs: object,
     ) -> object:
-        """Macros, methods and the functions that are given to templates."""
+        """Call a macro, a method or an allowed function, charging for arguments and result."""
         budget = current.budget
         if type(__obj) is BuiltinMethodType and not kwargs and type(__obj.__self__) is str:
             is_plain = __obj.__name__ in PLAIN_STR_METHODS and all(type(arg) is str for arg in args)
@@ -340,7 +339,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for argument in (*args, *kwargs.values()):
             budget.charge_for(argument)
         args = tuple(_walkable(argument) for argument in args)
-        if not (isinstance(__obj, HELPERS) or id(__obj) in __self.allowed or isinstance(__obj, Spender)):
+        if not (isinstance(__obj, HELPERS) or id(__obj) in __self.allowed or isinstance(__obj, Limited)):
             _charge_method(budget, __obj, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         if not isinstance(__obj, HELPERS):
@@ -350,13 +349,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
 
-class Spender:
-    """A callable of ours that keeps an account of its own."""
+class Limited:
+    """Base of the router's callables that enforce a limit themselves."""
 
 
 @pass_context
 def _written(_: Context, value: object) -> object:
-    """What ``{{ }}`` writes."""
+    """Charge for the output of ``{{ }}``."""
     if type(value) is str:
         current.budget.charge(str.__sizeof__(value))
     else:
@@ -373,7 +372,7 @@ def _walkable(value: object) -> object:
 
 
 def _flat_bytes(value: object) -> int:
-    """The bytes of a copy of ``value`` that shares its items."""
+    """Return the bytes of a shallow copy of ``value``."""
     if isinstance(value, str):
         return str.__sizeof__(value)
     if isinstance(value, list | tuple):
@@ -394,7 +393,7 @@ def _check_number(operator: str, left: int, right: int) -> None:
 def _charge_method(
     budget: Budget, function: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    """Charge for a method before it runs. Raises TemplateOverBounds for one that is not bounded."""
+    """Charge for a method before it runs. Raises TemplateOverBounds for an unbounded one."""
     method = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if isinstance(method, MethodType):

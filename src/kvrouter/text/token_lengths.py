@@ -1,4 +1,4 @@
-"""How long the text of one token can be, which bounds the text that a context can hold."""
+"""The longest text of one token, which bounds the text of a context."""
 
 import json
 import unicodedata
@@ -12,9 +12,9 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 
 def byte_alphabet() -> str:
-    """Return the characters that stand for the bytes 0 to 255 in a byte-level vocabulary.
+    """Return the characters that represent the bytes 0 to 255 in a byte-level vocabulary.
 
-    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and up, as in GPT-2.
+    Printable Latin-1 characters represent themselves, the other 68 bytes are U+0100 and up, as in GPT-2.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = iter(range(0x100, 0x200))
@@ -22,7 +22,7 @@ def byte_alphabet() -> str:
 
 
 def _to_latin_1() -> dict[int, int]:
-    """Return, for ``str.translate``, character → the Latin-1 one of its byte, or one outside Latin-1."""
+    """Return a ``str.translate`` table from the byte alphabet to Latin-1; others map outside Latin-1."""
     outside = 0xFFFF
     table = dict.fromkeys(range(256), outside)
     table.update({ord(char): byte for byte, char in enumerate(byte_alphabet())})
@@ -30,35 +30,35 @@ def _to_latin_1() -> dict[int, int]:
 
 
 class TokenPieces(NamedTuple):
-    """Two tables by token id; an id that is in neither has no text."""
+    """Two tables by token id; an id in neither has no text."""
 
-    whole: dict[int, str]
-    """The text of the tokens that are whole characters; empty for those that detokenizing leaves out."""
+    texts: dict[int, str]
+    """The text of tokens with complete characters; empty for tokens that detokenizing leaves out."""
     raw: dict[int, bytes]
-    """The bytes of every token that has any."""
+    """The bytes of every token, except those that detokenizing leaves out."""
 
     @classmethod
     def of(cls, vocabulary: Mapping[str, int], *, skipped: Set[int]) -> "TokenPieces":
         """Return the pieces of ``vocabulary`` (token → id); ``skipped`` ids have no text."""
-        whole: dict[int, str] = {}
+        texts: dict[int, str] = {}
         raw: dict[int, bytes] = {}
         table = _to_latin_1()
         for token, token_id in vocabulary.items():
             if token_id in skipped:
-                whole[token_id] = ""
+                texts[token_id] = ""
                 continue
             try:
                 piece = token.translate(table).encode("latin-1")
             except UnicodeEncodeError:
-                # An added token holds its text as it is, not in the byte alphabet.
+                # An added token has plain text, not in the byte alphabet.
                 piece = token.encode()
             raw[token_id] = piece
             try:
-                whole[token_id] = piece.decode()
+                texts[token_id] = piece.decode()
             except UnicodeDecodeError:
-                # Part of a character: only its bytes mean something.
+                # Part of a character: it has bytes and no text.
                 continue
-        return cls(whole=whole, raw=raw)
+        return cls(texts=texts, raw=raw)
 
 
 NormalForm: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -71,13 +71,13 @@ _FORMS: Mapping[str, NormalForm] = {
     "BertNormalizer": "NFD",
     "Precompiled": "NFKC",
 }
-"""The form that a step of a normalizer brings text into; SentencePiece's own tables are near to NFKC."""
+"""The Unicode form that a normalizer step produces; SentencePiece's tables are close to NFKC."""
 
 _NORMALIZED_AT_ONCE_CHARS = 16 * 1024
-"""Python normalizes under the interpreter's lock: 1 ms of it, then the event loop has its turn."""
+"""The piece that is normalized at once: it holds the GIL for about 1 ms."""
 
 _COMPOSED_CHARS = 4
-"""A character that is composed (NFC) stood as no more than four."""
+"""The most characters that NFC composes into one."""
 
 _KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})
 _SHORTENS: Mapping[str, int] = {
@@ -92,10 +92,10 @@ _SHORTENS: Mapping[str, int] = {
 
 
 def longest_token_chars(backend: Backend) -> int | None:
-    """Return how many characters of a text one token stands for at most; None where that has no bound.
+    """Return the most characters of a text that one token represents; None without a bound.
 
-    It has none where a tokenizer leaves characters out (spaces, accents), or makes one token of any number of
-    them: an unknown word, or an added token that takes the spaces next to it.
+    There is no bound for a tokenizer that drops characters (spaces, accents), or that makes one token of any
+    number of them: an unknown word, or an added token that strips the spaces next to it.
     """
     vocabulary = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
@@ -118,14 +118,14 @@ def longest_token_chars(backend: Backend) -> int | None:
 
 
 def normal_forms(backend: Backend) -> list[NormalForm]:
-    """Return the Unicode forms that the steps of a tokenizer's normalizer bring a text into."""
+    """Return the Unicode forms that the steps of a tokenizer's normalizer produce."""
     kinds = {str(part.get("type")) for part in _parts(backend.normalizer)}
     return sorted({_FORMS[kind] for kind in kinds if kind in _FORMS})
 
 
 def normalized_bytes(text: str, forms: Sequence[NormalForm]) -> int:
-    """Return how many bytes of UTF-8 the longest of a text and its normal forms has: one ligature of 3 bytes
-    becomes 33 in NFKC.
+    """Return the UTF-8 length of a text or of its longest normal form: a ligature of 3 bytes becomes 33 in
+    NFKC.
     """
     longest = 0
     for begin in range(0, len(text), _NORMALIZED_AT_ONCE_CHARS):
@@ -136,7 +136,7 @@ def normalized_bytes(text: str, forms: Sequence[NormalForm]) -> int:
 
 
 def _knows_all(backend: Backend, vocabulary: Mapping[str, int], *, in_bytes: bool) -> bool:
-    """Whether any text becomes tokens of the vocabulary, with nothing unknown in it."""
+    """Whether every text has tokens in the vocabulary, without an unknown token."""
     if not isinstance(backend.model, models.BPE):
         return False
     if in_bytes:

@@ -1,4 +1,4 @@
-"""The tokenizer of ``tokenizer.json``, and a pool of threads that encodes within a memory budget."""
+"""A model's tokenizer, and a pool of threads that encodes within a memory budget."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from kvrouter.text.token_lengths import TokenPieces, longest_token_chars, normal
 
 
 def read_json_object(path: Path) -> Mapping[str, object]:
-    """Return the object in ``path``, empty when there is no such file; ``ConfigError`` for anything else."""
+    """Return the JSON object in ``path``, empty without the file; ``ConfigError`` for other content."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -38,7 +38,7 @@ def read_json_object(path: Path) -> Mapping[str, object]:
 
 
 def token_content(entry: object) -> str | None:
-    """Return the text of a token that a configuration gives as a string or as ``{"content": …}``."""
+    """Return the text of a token in a configuration, a string or ``{"content": …}``."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
@@ -48,7 +48,7 @@ EOS_FILES = ("generation_config.json", "config.json")
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads at once; nothing in it changes."""
+    """One model's tokenizer. Immutable and thread-safe."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         reads_specials: bool = True,
     ) -> None:
-        """Take over ``backend``. ``eos_tokens`` that the vocabulary lacks are an error. Unless it
-        ``reads_specials``, a special token that a completion's prompt spells out is text.
+        """Take over ``backend``. An ``eos_tokens`` entry outside the vocabulary raises ConfigError. Without
+        ``reads_specials``, a special token written in a completion's prompt is text.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -72,13 +72,13 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id."""
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """Ids that detokenizing leaves out."""
+        """The ids without text in detokenizing."""
         self.eos_ids = frozenset(eos_ids) | {_id_of(vocabulary, token) for token in eos_tokens}
-        """Ids after which the model has nothing more to say."""
+        """The ids that end an answer."""
         self.bos_ids = _ids_before_text(backend)
-        """Ids that the post-processor puts before a text; usually one or none."""
+        """The ids that the post-processor puts before a text, usually one or zero."""
         self.token_max_chars = longest_token_chars(backend)
-        """How many characters of a text one token stands for at most; None where that has no bound."""
+        """The most characters of a text that one token represents; None without a bound."""
         self._normal_forms = normal_forms(backend)
         self.pieces = None
         """The text of each token, for models whose decoder is byte-level; None for all others."""
@@ -103,9 +103,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> TokenBuffer:
-        """Return the ids of ``text`` alone, for text that a chat template made. The GIL is free meanwhile.
+        """Return the ids of ``text`` without additions, for rendered chats. Releases the GIL.
 
-        A special token written out in ``text`` becomes that special token, as in every engine.
+        A special token written in ``text`` becomes that special token, as in every engine.
         """
         return _encoded(self._backend, text)
 
@@ -115,7 +115,7 @@ class Tokenizer:
         return self.bos_ids + ids if self.bos_ids else ids
 
     def normalized_bytes(self, text: str) -> int:
-        """Return how many bytes of UTF-8 the normalizer makes of ``text``: what encoding takes memory for."""
+        """Return the UTF-8 length of the normalized ``text``, which determines the memory of its encoding."""
         return normalized_bytes(text, self._normal_forms)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -124,7 +124,7 @@ class Tokenizer:
 
 
 def _encoded(backend: Backend, text: str) -> TokenBuffer:
-    # The batch form is the only one that skips offsets: two thirds of the time of a plain encode.
+    # Only the batch form skips offsets; it takes two thirds of the time of a plain encode.
     try:
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     except TypeError as error:
@@ -137,7 +137,7 @@ def _backend_of(folder: Path) -> Backend:
     if not path.exists() and other_formats(folder):
         return converted_backend(folder)
     if is_read_by_mistral(folder) and find_spec("transformers") is not None:
-        return converted_backend(folder)  # the two may differ, and the engine takes this one
+        return converted_backend(folder)  # the two may differ, and the engine uses this one
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -149,7 +149,7 @@ def _backend_of(folder: Path) -> Backend:
 
 
 def _as_ids(entry: object) -> list[int]:
-    """Return the ids of an entry that is an id, a list of ids, or absent."""
+    """Return the ids of an entry: an id, a list of ids, or None."""
     entries = entry if isinstance(entry, list) else [entry]
     return [each for each in entries if isinstance(each, int)]
 
@@ -162,7 +162,7 @@ def _id_of(vocabulary: Mapping[str, int], token: str) -> int:
 
 
 def _ids_before_text(backend: Backend) -> TokenBuffer:
-    """Return the ids that the post-processor adds in front; what it adds behind would end the prompt."""
+    """Return the ids that the post-processor adds in front, without those that it adds at the end."""
     plain = backend.encode("a", add_special_tokens=False).ids
     processed = backend.encode("a", add_special_tokens=True).ids
     start = next((at for at in range(len(processed)) if processed[at : at + len(plain)] == plain), 0)
@@ -170,18 +170,18 @@ def _ids_before_text(backend: Backend) -> TokenBuffer:
 
 
 OFF_LOOP_CHARS = 8_192
-"""About one millisecond of encoding; a hop to a thread and back costs a tenth of that."""
+"""About 1 ms of encoding; passing it to a thread and back costs a tenth of that."""
 
 TOKEN_CHARS_UNKNOWN = 128
-"""What a token is counted on to hold at most, where it could hold any number of characters."""
+"""The assumed limit of a token's characters for tokenizers without a bound."""
 
 BYTES_PER_BYTE = 512
-"""What encoding holds for each byte of normalized text: 140 to 190 of prose, code or one letter again and
-again, 330 to 460 where each character is a token and a word of its own, by the kind of tokenizer.
+"""The assumed memory of encoding per byte of normalized text. Measured, by tokenizer: 140 to 190 for prose,
+code or one repeated letter, 330 to 460 where each character is a word and a token.
 """
 
 TRIMMED_BYTES = 64 * 1024 * 1024
-"""After an encoding of this size memory goes back to the system: much of it stays with the allocator else."""
+"""An encoding of this memory is followed by a trim, else the allocator keeps much of the memory."""
 
 _COUNTED_ON_LOOP_CHARS = 16 * 1024
 
@@ -190,77 +190,78 @@ R = TypeVar("R")
 
 
 TOKEN_TEXT_BYTES = 4
-"""The text of a token, on the average of English prose and code."""
+"""The average text of a token in English prose and code."""
 
 
 def utf8_bytes(text: str) -> int:
-    """Return the bytes of UTF-8 that a text has, half surrogate pairs too."""
+    """Return the UTF-8 length of a text, which may have halves of surrogate pairs."""
     return len(text.encode("utf-8", "surrogatepass"))
 
 
 class EncodePoolFull(Unavailable):
-    """More long prompts wait to be tokenized than may, or one waited too long."""
+    """Too many long prompts wait to be tokenized, or one waited too long."""
 
     code = "encode_pool_full"
 
 
 class PromptOverBudget(BodyTooLarge):
-    """To tokenize this prompt alone would take more memory than all may."""
+    """Tokenizing this prompt alone would exceed the memory budget of all."""
 
     code = "prompt_over_budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeLimits:
-    """What tokenizing may hold, and how long prompts wait for it."""
+    """The limits of tokenizing: memory, threads and waiting."""
 
     off_loop_chars: int = OFF_LOOP_CHARS
     """Longer prompts are encoded in a thread."""
     bytes_max: int = 512 * 1024 * 1024
-    """The memory of all encodings that run, counted as ``BYTES_PER_BYTE``."""
+    """The memory budget of all running encodings, counted by ``BYTES_PER_BYTE``."""
     waiting_max: int = 256
-    """Prompts that wait for a thread or for memory."""
+    """The most prompts that wait for a thread or for memory."""
     wait_s: float = 10.0
-    """How long one waits."""
+    """The longest wait of a prompt."""
     token_max_chars: int | None = None
-    """The characters of one token at most; None: as the vocabulary says."""
+    """The most characters of a token; None: as the vocabulary has it."""
 
 
 class EncodePool:
-    """A few threads that encode long prompts; shared by all models of a process.
+    """Threads that encode long prompts, shared by all models of a process.
 
-    What runs is within the budget; what comes then waits in one line, so that the largest comes to its turn.
+    Running encodings stay within the budget; further prompts wait in one FIFO queue, so that large ones get
+    their turn.
     """
 
     def __init__(self, limits: EncodeLimits | None = None, *, threads: int = 2) -> None:
         self.limits = EncodeLimits() if limits is None else limits
         self.held_bytes = 0
-        """What encodings that run are counted to hold."""
+        """The counted memory of running encodings."""
         self._free_threads = threads
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvrouter-encode")
 
     def leaves_loop(self, chars: int) -> bool:
-        """Whether a prompt of so many characters is encoded in a thread."""
+        """Whether a prompt of ``chars`` characters is encoded in a thread."""
         return chars > self.limits.off_loop_chars
 
     @property
     def text_max_bytes(self) -> int:
-        """How long a text may be that can be encoded within the budget, in UTF-8."""
+        """The longest text that can be encoded within the budget, in bytes of UTF-8."""
         return self.limits.bytes_max // BYTES_PER_BYTE
 
     @staticmethod
     def needed_bytes(text_bytes: int) -> int:
-        """Return the memory that encoding a text is counted to take."""
+        """Return the counted memory of encoding a text."""
         return BYTES_PER_BYTE * text_bytes
 
     def fits(self, text: str) -> str:
-        """Return as much of the beginning of ``text`` as can be encoded within the budget."""
+        """Return the longest beginning of ``text`` that can be encoded within the budget."""
         return text[: self.text_max_bytes // _char_bytes_max(text)]
 
     def refuse_over_budget(self, text_bytes: int, *, field: str, bytes_max: int | None = None) -> None:
-        """Raise PromptOverBudget, which names the field, for a text of more bytes of UTF-8 than can be
-        encoded within the budget, or than ``bytes_max`` if that is more.
+        """Raise PromptOverBudget, which names the field, for a text over ``text_max_bytes``, or over
+        ``bytes_max`` if that is more.
         """
         most_bytes = max(self.text_max_bytes, bytes_max or 0)
         if text_bytes > most_bytes:
@@ -279,12 +280,12 @@ class EncodePool:
         field: str,
         count_bytes: Callable[[str], int] = utf8_bytes,
     ) -> TokenBuffer:
-        """Return ``encode(text)``; ``field`` is where the text came from, and ``count_bytes`` says how many
-        bytes of text that is not ASCII the tokenizer's normalizer makes.
+        """Return ``encode(text)``; ``field`` is the text's field, ``count_bytes`` returns the UTF-8 length of
+        a normalized text that is not ASCII.
 
-        Raises PromptOverBudget, which names the field, for a text that can never be encoded here, and
-        EncodePoolFull when too many wait, or it waited too long. A caller that is cancelled gives its place
-        up; encoding that has begun ends unheard, and holds its memory until then.
+        Raises PromptOverBudget, which names the field, for a text over the budget, and EncodePoolFull when
+        too many prompts wait, or this one waited too long. Cancelling the caller gives up its place; a
+        started encoding runs to its end and holds its memory until then.
         """
         if not self.leaves_loop(len(text)):
             return encode(text)
@@ -293,11 +294,11 @@ class EncodePool:
         need_bytes = self.needed_bytes(text_bytes)
         return await self.run(partial(_then_trim, encode, need_bytes), text, need_bytes=need_bytes)
 
-    async def run(self, work: Callable[[T], R], what: T, *, need_bytes: int = 0) -> R:
-        """Return ``work(what)``, done in a thread once one is free and the memory that it needs."""
+    async def run(self, work: Callable[[T], R], argument: T, *, need_bytes: int = 0) -> R:
+        """Return ``work(argument)``, run in a thread once a thread and ``need_bytes`` of memory are free."""
         await self._admit(need_bytes)
         try:
-            done = self._threads.submit(work, what)
+            done = self._threads.submit(work, argument)
         except BaseException:
             self._release(need_bytes)
             raise
@@ -306,7 +307,7 @@ class EncodePool:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Take no more prompts and end the threads once what they hold is encoded."""
+        """Refuse further prompts, and end the threads after their current encodings."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _count(self, count_bytes: Callable[[str], int], text: str) -> int:
@@ -334,7 +335,7 @@ class EncodePool:
         except BaseException as error:
             if place in self._waiting:
                 self._waiting.remove(place)
-                self._let_in()
+                self._admit_waiting()
             elif turn.done() and not turn.cancelled():
                 self._release(need_bytes)
             if isinstance(error, TimeoutError):
@@ -351,15 +352,15 @@ class EncodePool:
         self.held_bytes += need_bytes
 
     def _release_soon(self, loop: asyncio.AbstractEventLoop, need_bytes: int, _: "Future[R]") -> None:
-        with suppress(RuntimeError):  # the loop ended first, and nobody waits any more
+        with suppress(RuntimeError):  # the loop has ended, and no caller waits
             loop.call_soon_threadsafe(self._release, need_bytes)
 
     def _release(self, need_bytes: int) -> None:
         self._free_threads += 1
         self.held_bytes -= need_bytes
-        self._let_in()
+        self._admit_waiting()
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and self._has_room(self._waiting[0][0]):
             need_bytes, turn = self._waiting.popleft()
             if not turn.done():
@@ -368,7 +369,7 @@ class EncodePool:
 
 
 def _char_bytes_max(text: str) -> int:
-    """How many bytes of UTF-8 the widest character of a text may have, by what the text is stored as."""
+    """Return the most UTF-8 bytes of a character in a text, by Python's storage width of the text."""
     if text.isascii():
         return 1
     return 2 if sys.getsizeof(text) < 2 * len(text) else 4

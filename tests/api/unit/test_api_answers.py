@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from kvrouter.api.client import AskFailed, _error, decode_answer
-from kvrouter.api.cordons import CordonList
-from kvrouter.api.decisions import Decisions, Explanation, LastDecisions
-from kvrouter.api.fleet import Fleet, Flows
-from kvrouter.api.pages import ModelList
+from kvrouter.api.cordon_schema import CordonList
+from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
+from kvrouter.api.fleet_schema import Fleet, Flows
+from kvrouter.api.page_schema import ModelList
 from kvrouter.cli.doctor.findings import Problem, Severity
 from kvrouter.cli.doctor.place_checks import zones
 from kvrouter.cli.doctor.reading import Counts, Reading

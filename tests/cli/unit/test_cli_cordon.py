@@ -6,7 +6,7 @@ import json
 import pytest
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
-from kvrouter.api.cordons import CordonBody, CordonChange
+from kvrouter.api.cordon_schema import CordonBody, CordonChange
 from kvrouter.cli import main
 from kvrouter.cli.cordon.run import wait_empty
 from tests.support.fleets import card, decode_card, prefill_card

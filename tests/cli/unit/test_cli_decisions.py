@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvrouter.api.client import decode_answer
-from kvrouter.api.decisions import Decisions
+from kvrouter.api.decision_schema import Decisions
 from kvrouter.cli import main
 from kvrouter.cli.explain.report import draw_decisions
 from kvrouter.core.workers import Enforcement, Role

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from pydantic import SecretStr
 from rich.console import Console
 
-from kvrouter.api.fleet import Fleet
+from kvrouter.api.fleet_schema import Fleet
 from kvrouter.cli import main
 from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.doctor.diagnosis import CHECKS, examine

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from kvrouter.api.decisions import Candidate, Explanation, Leg, RankId, Refusal
+from kvrouter.api.decision_schema import Candidate, Explanation, Leg, RankId, Refusal
 from kvrouter.cli import main
 from kvrouter.cli.explain.report import draw
 

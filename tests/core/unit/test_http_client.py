@@ -13,8 +13,8 @@ import trustme
 from aiohttp import web
 
 from kvrouter.api.client import AskFailed, RouterClient
+from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_server import ScriptedEngine
 
@@ -166,6 +166,6 @@ def test_only_one_place_makes_sessions() -> None:
         for path in source.rglob("*.py")
         if "aiohttp.ClientSession(" in path.read_text()
     }
-    assert makers == {"http_client.py"}
+    assert makers == {"core/http_client.py"}
     rules = (source.parents[1] / "pyproject.toml").read_text()
     assert '"aiohttp.ClientSession".msg' in rules

@@ -40,7 +40,7 @@ def chunk_of(event: bytes) -> ChatCompletionChunk:
 
 
 def test_a_whole_chat() -> None:
-    body = answer(RouteKind.CHAT).whole("Paris", FinishReason.STOP, USAGE, nvext=None)
+    body = answer(RouteKind.CHAT).json_body("Paris", FinishReason.STOP, USAGE, nvext=None)
     read = ChatCompletion.model_validate_json(body, strict=True)
     assert read.id == "chatcmpl-r1"
     assert read.choices[0].message.content == "Paris"
@@ -52,7 +52,9 @@ def test_a_whole_chat() -> None:
 
 
 def test_a_whole_completion() -> None:
-    body = answer(RouteKind.COMPLETION).whole("Paris", FinishReason.LENGTH, USAGE, nvext={"worker_id": {}})
+    body = answer(RouteKind.COMPLETION).json_body(
+        "Paris", FinishReason.LENGTH, USAGE, nvext={"worker_id": {}}
+    )
     read = Completion.model_validate_json(body, strict=True)
     assert read.id == "cmpl-r1"
     assert read.choices[0].text == "Paris"

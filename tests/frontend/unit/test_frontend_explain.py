@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvrouter.api.client import decode_answer
-from kvrouter.api.decisions import Explanation
+from kvrouter.api.decision_schema import Explanation
 from kvrouter.cli.explain.report import draw
 from kvrouter.core.constraints import PdSelection
 from kvrouter.core.timing import Timing

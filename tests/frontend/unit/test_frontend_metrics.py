@@ -4,7 +4,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from kvrouter.frontend.pages import METRICS_TIME_SHARE, MetricsRenderer
+from kvrouter.frontend.public_pages import METRICS_TIME_SHARE, MetricsRenderer
 from kvrouter.telemetry import MetricsFormat, Telemetry
 
 

@@ -157,7 +157,7 @@ def test_what_is_ignored_is_left_out_and_reported() -> None:
     )
     assert wished.pin == Pin(WorkerId(3), None)
     assert wished.nvext.extra_fields == ("worker_id",)
-    assert not wished.nvext.asks_only
+    assert not wished.nvext.is_query
     assert reported[:4] == [
         "nvext.agent_hints",
         "nvext.colour",
@@ -171,8 +171,8 @@ def test_what_is_ignored_is_left_out_and_reported() -> None:
 
 @pytest.mark.parametrize("written", ["query_instance_id:", "query_instance_id", "query_instance_id:abc"])
 def test_a_question_is_known_however_it_is_written(written: str) -> None:
-    assert call(annotations=[written]).nvext.asks_only
-    assert not call().nvext.asks_only
+    assert call(annotations=[written]).nvext.is_query
+    assert not call().nvext.is_query
 
 
 def test_the_log_names_each_hint_once_and_not_any_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 import kvrouter
-from kvrouter.api.decisions import Attempt, Decisions, Explanation, LastDecisions, Leg, Pick
-from kvrouter.api.fleet import BrokenPair, Fleet, Flow, Flows, Links, Model, Rank, Refusals, Worker
+from kvrouter.api.decision_schema import Attempt, Decisions, Explanation, LastDecisions, Leg, Pick
+from kvrouter.api.fleet_schema import BrokenPair, Fleet, Flow, Flows, Links, Model, Rank, Refusals, Worker
 from kvrouter.frontend.openapi import SCHEMAS
 
 SCRIPTS = sorted((Path(kvrouter.__file__).parent / "frontend" / "ui").glob("*.js"))

@@ -372,5 +372,5 @@ async def test_a_worker_with_another_block_size_is_refused_and_logged(
         for n in range(4):
             worker_id, _, _ = await router.best_worker(PROMPT, request_id=f"r{n}")
             assert worker_id == 2
-    refused = [record for record in caplog.records if record.name == "kvrouter.library.router"]
+    refused = [record for record in caplog.records if record.name == "kvrouter.library.kv_router"]
     assert [(record.levelname, event_of(record)) for record in refused] == [("ERROR", "worker_refused")]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec import structs
 
-from kvrouter.api.fleet import BrokenPair
+from kvrouter.api.fleet_schema import BrokenPair
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId

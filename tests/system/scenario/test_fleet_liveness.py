@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.api.fleet import Discovery
+from kvrouter.api.fleet_schema import Discovery
 from kvrouter.app.router_transports import CombinedSubscriber
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason

@@ -44,7 +44,7 @@ def whole_calls() -> Iterator[tuple[Shape, str, str, Prompt]]:
 )
 def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits: str, wanted: Prompt) -> None:
     again = asked(fields_of(shape), kind)
-    assert (again is not None) is wanted.is_whole
+    assert (again is not None) is wanted.is_complete
     assert again is None or prompt_maker(kind)(again, TRAITS[traits]) == wanted
 
 

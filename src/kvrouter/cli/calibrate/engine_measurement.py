@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.http_client import connection_failure
 from kvrouter.engines.openai.answer_events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
 from kvrouter.engines.openai.failures import failure_inside
 from kvrouter.engines.openai.request_times import (
@@ -24,7 +25,6 @@ from kvrouter.engines.openai.request_times import (
 )
 from kvrouter.engines.openai.server import EngineServer, let_end
 from kvrouter.engines.openai.sse import DONE, EventCutter
-from kvrouter.http_client import connection_failure
 from kvrouter.sim.calibrate.client_run import ClientRequest
 from kvrouter.sim.calibrate.engine_load import EngineLoad, LoadPhase, LoadRequest
 from kvrouter.text.model import mock_words

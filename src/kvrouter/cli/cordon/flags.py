@@ -96,7 +96,7 @@ def drain(
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
     from kvrouter.api.client import decode_answer  # noqa: PLC0415
-    from kvrouter.api.cordons import CordonChange  # noqa: PLC0415
+    from kvrouter.api.cordon_schema import CordonChange  # noqa: PLC0415
     from kvrouter.cli.cordon.run import put_cordon, show_change, wait_empty  # noqa: PLC0415
 
     client = router_at(router.url)

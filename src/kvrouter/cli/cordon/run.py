@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
-from kvrouter.api.cordons import CordonBody, CordonChange, CordonedWorker, CordonList, CordonState
+from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonedWorker, CordonList, CordonState
 from kvrouter.cli.ask import plain_console
 from kvrouter.cli.cordon.flags import CordonOptions
 from kvrouter.cli.output import Output, echo
@@ -91,7 +91,7 @@ def put_cordon(client: RouterClient, level: str, name: str, options: CordonOptio
         body = CordonBody(level, name, reason=options.reason, by=who, force=options.force)
         return client.cordon(body)
     except AskFailed as error:
-        if error.said != "nobody_left":
+        if error.router_code != "nobody_left":
             raise
         raise AskFailed(error.message.replace("force: must be true:", "needs --force:", 1)) from error
 

@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 
 from kvrouter.api.client import RouterClient
-from kvrouter.api.fleet import Fleet, Worker
-from kvrouter.api.pages import ModelList
+from kvrouter.api.fleet_schema import Fleet, Worker
+from kvrouter.api.page_schema import ModelList
 from kvrouter.cli.doctor import (
     engine_checks,
     kv_event_checks,
@@ -47,6 +47,7 @@ from kvrouter.cli.doctor.reading import (
 )
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.hosts import bracketed
+from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 from kvrouter.core.workers import Role
@@ -54,7 +55,6 @@ from kvrouter.engines.attach import AttachEngine, AttachSpec
 from kvrouter.engines.openai.metrics import Samples, read_metrics
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.registry import ENGINES
-from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 CHECKS: Sequence[Check] = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvrouter.api.fleet import Model, Worker
+from kvrouter.api.fleet_schema import Model, Worker
 from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import EngineReading, Reading, TokenProbe, first_of
 

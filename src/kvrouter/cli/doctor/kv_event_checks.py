@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet import Feed, Model, Rank, Worker
+from kvrouter.api.fleet_schema import Feed, Model, Rank, Worker
 from kvrouter.cli.doctor.findings import (
     CacheShares,
     Check,
@@ -66,7 +66,7 @@ def events_off(reading: Reading) -> Iterator[Outcome]:
             yield NotMade(
                 f"model {model.model}", "this router is too old to say whether it follows KV events"
             )
-        if not model.hears_events:
+        if not model.indexes_events:
             continue
         for worker in reading.fleet.workers_of(model):
             if worker.event_lane is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet import Model
+from kvrouter.api.fleet_schema import Model
 from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading
 from kvrouter.core.workers import Role

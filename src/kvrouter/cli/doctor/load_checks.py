@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from kvrouter.api.fleet import Model, Rank
+from kvrouter.api.fleet_schema import Model, Rank
 from kvrouter.cli.doctor.findings import Check, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet import Model, Policy, Worker
+from kvrouter.api.fleet_schema import Model, Policy, Worker
 from kvrouter.cli.doctor.findings import Check, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, first_of, policies_of
 from kvrouter.core.workers import Enforcement, Role

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvrouter.api.fleet import Fleet, Model, Policy, Worker
+from kvrouter.api.fleet_schema import Fleet, Model, Policy, Worker
 from kvrouter.engines.openai.metrics import Samples
 
 COUNTERS = (

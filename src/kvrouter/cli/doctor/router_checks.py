@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet import Fleet
+from kvrouter.api.fleet_schema import Fleet
 from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity, severity_of_strangers
 from kvrouter.cli.doctor.reading import OtherRouter, Reading, counted, first_of
 

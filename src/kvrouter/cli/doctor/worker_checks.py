@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet import Model, Worker
+from kvrouter.api.fleet_schema import Model, Worker
 from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
 from kvrouter.core.workers import Role

@@ -58,7 +58,7 @@ def explain(request: RequestOptions, router: RouterOptions, about: PromptOptions
 
 def _show_explanation(answer: bytes, output: Output) -> None:
     from kvrouter.api.client import decode_answer  # noqa: PLC0415
-    from kvrouter.api.decisions import Explanation  # noqa: PLC0415
+    from kvrouter.api.decision_schema import Explanation  # noqa: PLC0415
     from kvrouter.cli.explain.report import draw  # noqa: PLC0415
 
     explanation = decode_answer(answer, Explanation)
@@ -67,7 +67,7 @@ def _show_explanation(answer: bytes, output: Output) -> None:
 
 def _show_decisions(answer: bytes, output: Output) -> None:
     from kvrouter.api.client import decode_answer  # noqa: PLC0415
-    from kvrouter.api.decisions import Decisions  # noqa: PLC0415
+    from kvrouter.api.decision_schema import Decisions  # noqa: PLC0415
     from kvrouter.cli.explain.report import draw_decisions  # noqa: PLC0415
 
     decisions = decode_answer(answer, Decisions)

@@ -8,7 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.api.decisions import Attempt, Candidate, Constraint, Decisions, Explanation, Leg, Pick, Times
+from kvrouter.api.decision_schema import (
+    Attempt,
+    Candidate,
+    Constraint,
+    Decisions,
+    Explanation,
+    Leg,
+    Pick,
+    Times,
+)
 
 ROWS_MAX = 50
 """Candidates that a table shows; ``--output json`` has them all."""

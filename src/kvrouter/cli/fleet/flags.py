@@ -104,7 +104,7 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
         shown = file_shown(str(file), load_fleet(read_document(file)).fleet)
     else:
         from kvrouter.api.client import decode_answer  # noqa: PLC0415
-        from kvrouter.api.fleet import Fleet  # noqa: PLC0415
+        from kvrouter.api.fleet_schema import Fleet  # noqa: PLC0415
 
         shown = running_shown(str(url), decode_answer(router_at(str(url)).read("/v1/fleet"), Fleet))
     output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvrouter.api.fleet import Fleet, Worker
+from kvrouter.api.fleet_schema import Fleet, Worker
 from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.fleetfile.fleet_checks import settings_in
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
-from kvrouter.api.decisions import LastDecision, LastDecisions, RankId
-from kvrouter.api.fleet import Fleet, Flow, Flows, Worker
+from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
+from kvrouter.api.fleet_schema import Fleet, Flow, Flows, Worker
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200

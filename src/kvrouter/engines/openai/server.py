@@ -13,10 +13,10 @@ from weakref import WeakSet
 import aiohttp
 
 from kvrouter.core.engine_answer import Headers, passed_headers
+from kvrouter.core.http_client import Connection, HttpClient, connection_failure
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
 from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, error_message, read_error, read_failure
 from kvrouter.engines.openai.metrics import MetricLines
-from kvrouter.http_client import Connection, HttpClient, connection_failure
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0

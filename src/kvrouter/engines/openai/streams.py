@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.engine_answer import BODY_MAX_BYTES, EngineAnswer, passed_headers
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.http_client import connection_failure
 from kvrouter.core.json import OFF_LOOP_BYTES
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
 from kvrouter.engines.openai.answer_events import (
@@ -32,7 +33,6 @@ from kvrouter.engines.openai.server import (
     AnswerHeaders,
 )
 from kvrouter.engines.openai.sse import DONE, EVENT_MAX_BYTES, AnswerReading, EventCutter, RawEvents
-from kvrouter.http_client import connection_failure
 from kvrouter.transports.requests.port import StreamBroken
 
 RAW_CHUNK_BYTES = 2048

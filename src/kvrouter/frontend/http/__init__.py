@@ -1,7 +1,7 @@
 """An HTTP/1.1 server for streams: a sans-I/O connection, an asyncio driver.
 
-It knows nothing of routing or OpenAI beyond the shape of an error. A handler gets a :class:`Request` and a
-:class:`Responder`.
+It is independent of routing and of OpenAI's API, except for the form of errors. A handler gets a
+:class:`Request` and a :class:`Responder`.
 """
 
 from kvrouter.frontend.http.limits import BodyLimit, Limits

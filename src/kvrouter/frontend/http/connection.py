@@ -8,21 +8,19 @@
       ▼                    ▼                      ▼
     ENDED ◀── fault ───────┴──────────────────────┘        also: EOF, "Connection: close"
 
-Next to the phase, a connection counts the requests that were reported and not answered yet. At
+Besides the phase, a connection counts the requests that were reported and are not answered yet. At
 ``Limits.pipelined_requests``, or when their bodies reach ``Limits.body_bytes``, parsing stops between two
-messages and ``wants_read`` is False until ``request_done``; no clock runs against the client meanwhile.
+messages and ``wants_read`` is False until ``request_done``; no timeout of the client runs meanwhile.
 
-A body has ``body_s`` to arrive. Each byte puts the deadline off by the time that it needs at
-``body_bytes_per_s``, but never further than ``body_s`` from now: a body that stands still ends then, however
-much of it is there.
+A body has ``body_s`` to arrive. Each byte extends the deadline by its time at ``body_bytes_per_s``, but never
+to more than ``body_s`` from now: a body that stalls for ``body_s`` is refused, however much of it arrived.
 
-The grammar is llhttp's, strict. What is added here are the refusals that a server behind other proxies
-owes them (RFC 9112 §3.2, §6.3): a request that frames its body twice, or carries no or several Host
-headers, is not read in one of its two possible ways; it ends the connection. The request line is read here
-before llhttp sees it, which also takes RTSP and ICE, and any number of spaces.
+The grammar is llhttp's, strict. This module adds the refusals that protect proxies in front (RFC 9112 §3.2,
+§6.3): a request with two framings of its body, or without exactly one Host header, ends the connection. It
+also checks the request line before llhttp, which accepts RTSP, ICE and any number of spaces.
 
-The framing is read here in addition to llhttp, which judges it. It is read only to hand llhttp one
-message at a time: where the two disagree, the message that begins inside a piece is refused.
+The framing is parsed here as well, only to hand llhttp one message at a time. Llhttp's reading counts: where
+the two disagree, a message that begins inside a piece is refused.
 """
 
 import re
@@ -63,17 +61,17 @@ _UNKNOWN_METHOD = "Invalid method"
 
 
 class _Fault(Exception):
-    """Raised inside a parser callback: the one way to stop the parser there."""
+    """Raised inside a parser callback to stop the parser."""
 
 
 def after_empty_lines(data: bytes | bytearray, at: int) -> int:
-    """Return the position behind the empty lines at ``at``; a request may begin with some (RFC 9112 §2.2)."""
+    """Return the position after the empty lines at ``at``; a request may start with some (RFC 9112 §2.2)."""
     found = _EMPTY_LINES.match(data, at)
     return at if found is None else found.end()
 
 
 class MessageParser:
-    """Collects messages. ``fault`` is set by the first one that is refused; nothing is fed after it."""
+    """Parses requests. The first refused one sets ``fault``; ``feed`` must not be called after that."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -83,7 +81,7 @@ class MessageParser:
         self._fresh_head: RequestHead | None = None
         self._is_resuming = False
         self._line: bytearray | None = bytearray()
-        self._line_begin = self._line_seen = 0
+        self._line_begin = self._line_checked = 0
         self._begin()
 
     @property
@@ -93,21 +91,21 @@ class MessageParser:
 
     @property
     def awaits_line(self) -> bool:
-        """Whether nothing of the next message was fed but empty lines before it."""
+        """Whether only empty lines of the next message were fed."""
         return self._line is not None and self._line_begin == len(self._line)
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the current body that arrived."""
+        """The bytes of the current body received so far."""
         return self._body.tell()
 
     @property
     def body_left_bytes(self) -> int | None:
-        """Bytes of the current body that are still to come, or None when it is chunked."""
+        """The missing bytes of the current body; None when it is chunked."""
         return None if self._content_bytes is None else self._content_bytes - self._body.tell()
 
     def refusal(self, status: int, reason: str, code: str = InvalidRequest.code) -> BadRequest:
-        """A refusal of the message that is being read, with what was read of its head."""
+        """Return a refusal of the current message, with the parts of its head that were read."""
         path = None if self._head is None else self._head.path
         if path is None and self._target:
             with suppress(UnicodeDecodeError, _InvalidTarget):
@@ -115,10 +113,10 @@ class MessageParser:
         return BadRequest(status, reason, code, path, tuple(self._headers))
 
     def feed(self, data: memoryview) -> int:
-        """Parses; sets ``fault`` instead of raising. Returns the bytes taken: fewer than all at an upgrade.
+        """Parse ``data``; set ``fault`` instead of raising. Return the bytes taken: not all at an upgrade.
 
-        An upgrade is not made: the request is served as if it had not asked (RFC 9110 §7.8). Java's HTTP
-        client asks with every first POST over plain text.
+        An upgrade request is served as a plain one (RFC 9110 §7.8). Java's HTTP client asks for an upgrade
+        with its first POST over plain text.
         """
         kept_bytes = 0
         if self._line is not None:
@@ -140,12 +138,12 @@ class MessageParser:
         return len(data) - kept_bytes
 
     def _has_line(self, line: bytearray) -> bool:
-        """Whether the request line is whole, and may be parsed; sets ``fault`` when it may not."""
+        """Whether the request line is complete and valid; sets ``fault`` for an invalid one."""
         begin = self._line_begin = after_empty_lines(line, self._line_begin)
-        seen, end = max(self._line_seen, begin), line.find(b"\n", max(self._line_seen, begin))
+        checked, end = max(self._line_checked, begin), line.find(b"\n", max(self._line_checked, begin))
         until = end - 1 if end > begin else len(line) - line.endswith(b"\r")
-        self._line_seen = max(until, begin)
-        if _NOT_IN_LINE.search(line, seen, until) or (end > begin and line[until] != _CR):
+        self._line_checked = max(until, begin)
+        if _NOT_IN_LINE.search(line, checked, until) or (end > begin and line[until] != _CR):
             self.fault = BadRequest(400, "malformed HTTP: a character that no request line has")
         elif end > begin:
             found = _REQUEST_LINE.fullmatch(line, begin, until)
@@ -157,28 +155,28 @@ class MessageParser:
         return False
 
     def close(self) -> None:
-        """Drop the message that is being read. Nothing may be fed any more.
+        """Drop the current message; ``feed`` must not be called again.
 
-        Parser and grammar hold each other, so without this the bytes of an unfinished body would stay until
-        the garbage collector comes by.
+        This breaks the reference cycle of parser and grammar, which would keep the bytes of an unfinished
+        body until the garbage collector runs.
         """
         self._parser = None
         self._begin()
 
     def take_head(self) -> RequestHead | None:
-        """The head that became complete since the last call."""
+        """Return the head completed since the last call, or None."""
         head, self._fresh_head = self._fresh_head, None
         return head
 
     def take_requests(self) -> list[Request]:
-        """The requests that became complete since the last call."""
+        """Return the requests completed since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
-    # What httptools calls.
+    # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
-        """Starts a message; one whose request line was not seen here is refused."""
+        """Start a message; refuse one without a checked request line."""
         if self._line is not None:
             self._refuse(400, "malformed HTTP: bytes behind the body")
         if not self._is_resuming:
@@ -187,22 +185,22 @@ class MessageParser:
     def _begin(self) -> None:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._body = BytesIO()  # its value is had without a copy
+        self._body = BytesIO()  # getvalue() makes no copy
         self._head: RequestHead | None = None
         self._content_bytes: int | None = 0
         self._body_fits_bytes = min(self._limits.body_bytes, BODY_UNASKED_BYTES)
 
     def _await_line(self) -> None:
         self._line = bytearray()
-        self._line_begin = self._line_seen = 0
+        self._line_begin = self._line_checked = 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request target."""
+        """Add a part of the request target."""
         if not self._is_resuming:
             self._target += url
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
-        """One header line, or one trailer, which is counted and dropped."""
+        """Add a header; a trailer is counted and dropped."""
         if self._is_resuming:
             return
         self._headers.append((name.lower(), (value or b"").strip(b" \t")))
@@ -210,7 +208,7 @@ class MessageParser:
             self._refuse(431, f"more than {self._limits.headers} headers")
 
     def on_headers_complete(self) -> None:
-        """The head is complete: everything about it is judged here, before its body is read."""
+        """Check the complete head, before its body is read."""
         if self._is_resuming:
             self._is_resuming = False
             return
@@ -239,23 +237,23 @@ class MessageParser:
         )
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Add a part of the body."""
         if self._head is not None:
             self._check_body(self._body.tell() + len(body), self._head.path)
         self._body.write(body)
 
     def on_message_complete(self) -> None:
-        """The message is whole."""
+        """Finish a complete message."""
         if self._head is None:
             self._refuse(400, "malformed HTTP: no head")
         if self._grammar.should_upgrade() and self._content_bytes != 0:
-            return  # llhttp takes the body for another protocol's bytes; ``feed`` sees to it
+            return  # llhttp takes the body for another protocol; ``feed`` resumes it
         self._finished.append(Request(self._head, self._body.getvalue()))
         self._begin()
         self._await_line()
 
     def _resume_body(self) -> None:
-        """Has the body behind an upgrade request read after all, by a parser that saw no upgrade."""
+        """Continue with the body of an upgrade request in a new parser that saw no upgrade."""
         length = self._content_bytes
         framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
         self._parser = httptools.HttpRequestParser(self)
@@ -279,7 +277,7 @@ class MessageParser:
             self._refuse(400, "invalid Host")
 
     def _framing(self, version: str) -> int | None:
-        """The body's length in bytes, None when it is chunked; two framings, or an odd one, are refused."""
+        """Return the body's length in bytes, None when chunked; refuse ambiguous or unknown framings."""
         lengths, codings = self._values(b"content-length"), self._values(b"transfer-encoding")
         if codings:
             if lengths or len(codings) > 1 or version == "1.0":
@@ -294,7 +292,7 @@ class MessageParser:
         return int(lengths[0])
 
     def _judged_target(self, method: str) -> tuple[bytes, str, str]:
-        """(path as sent, path decoded, query) of the target, or of ``*``."""
+        """Return (path as sent, decoded path, query) of the target, also of ``*``."""
         if self._target == b"*" and method == "OPTIONS":
             return b"*", "*", ""
         try:
@@ -305,7 +303,7 @@ class MessageParser:
             self._refuse(400, "the request target is not UTF-8")
 
     def _check_body(self, body_bytes: int, path: str) -> None:
-        """Refuse a body that is too long for its path; a limit that was asked for holds for all of it."""
+        """Refuse a body that is too long for its path; the path's limit is looked up once."""
         if body_bytes <= self._body_fits_bytes:
             return
         most, why = self._limits.body_bytes, ""
@@ -324,11 +322,11 @@ class MessageParser:
 
 
 class _InvalidTarget(Exception):
-    """A request target that is none."""
+    """The request target is invalid."""
 
 
 def _split_target(target: bytes) -> tuple[bytes, str, str]:
-    """(path as sent, path decoded, query) of an origin-form or absolute-form target.
+    """Return (path as sent, decoded path, query) of an origin-form or absolute-form target.
 
     Raises :class:`_InvalidTarget`, and UnicodeDecodeError for one that is not UTF-8.
     """
@@ -351,16 +349,16 @@ _LINE_END_BYTES = 2
 
 
 class ChunkScanner:
-    """Finds the end of one chunked body, whatever parts it comes in."""
+    """Finds the end of one chunked body in data that arrives in any parts."""
 
     def __init__(self) -> None:
-        self._skip_bytes = 0  # what is left of a chunk and of the line end behind it
-        self._line = b""  # the first bytes of a line that is not whole
+        self._skip_bytes = 0  # the rest of a chunk and of the line end after it
+        self._line = b""  # the first bytes of an incomplete line
         self._in_trailers = False
-        self._over = False  # at its end, or at a line that is no chunk's
+        self._over = False  # at the end, or at an invalid line
 
     def end(self, data: bytes, at: int) -> int:
-        """The position behind the body, or the length of ``data``, all of which then belongs to it."""
+        """Return the position after the body; the length of ``data`` when all of it belongs to the body."""
         size = len(data)
         if self._over:
             return size
@@ -406,7 +404,7 @@ def _at_end(pattern: re.Pattern[bytes], data: bytes, at: int) -> int:
 
 
 _HEAD_END = b"\r\n\r\n"
-# A chunk of one byte costs five bytes of framing; a client that needs more than eight is padding.
+# A chunk of one byte takes five bytes of framing; more than eight per byte is padding.
 _FRAMING_PER_BODY_BYTE = 8
 
 
@@ -418,7 +416,7 @@ class _Phase(Enum):
 
 
 class ServerConnection:
-    """Turns bytes into events; never raises on what a client sends.
+    """Turns received bytes into events; no input of a client makes it raise.
 
     After a :class:`BadRequest` or :class:`ConnectionClosed` no further event comes, and bytes are dropped.
     """
@@ -429,42 +427,42 @@ class ServerConnection:
         self._phase = _Phase.IDLE
         self._since_s = now_s
         self._body_due_s = now_s
-        self._body_seen_bytes = 0
+        self._body_counted_bytes = 0
         self._first = True
         self._unfed = b""
         self._unfed_at = 0
-        self._tail = b""  # the last three bytes fed: a head's end may straddle two reads
+        self._tail = b""  # the last three bytes: the end of a head may straddle two reads
         self._head_bytes = 0
         self._framing_bytes = 0
         self._chunks = ChunkScanner()
-        self._waiting_bytes: deque[int] = deque()  # bodies of the requests not answered yet
+        self._waiting_bytes: deque[int] = deque()  # body lengths of unanswered requests
 
     @property
     def wants_read(self) -> bool:
-        """False while as many requests wait as may; more bytes would only pile up."""
+        """False while the limit of waiting requests is reached."""
         return not self._is_full()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is owed to the client and nothing of a request has arrived."""
+        """Whether no request is unanswered and no part of a new one has arrived."""
         return self._phase in (_Phase.IDLE, _Phase.ENDED) and not self._waiting_bytes
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes that are kept here: of a request that is not complete, and those not yet parsed."""
+        """The held bytes of an incomplete request, and of unparsed data."""
         kept_bytes = len(self._unfed) - self._unfed_at + self._head_bytes
         return kept_bytes + (self._parser.body_bytes if self._phase is _Phase.BODY else 0)
 
     def refusal(self, status: int, reason: str, code: str) -> BadRequest:
-        """A refusal of the request that is being received."""
+        """Return a refusal of the request that is being received."""
         return self._parser.refusal(status, reason, code)
 
     def end(self) -> None:
-        """Drop what was received of an unfinished request; nothing more is taken."""
+        """Drop the unfinished request, and ignore all further bytes."""
         self._end()
 
     def receive(self, data: bytes, now_s: float) -> list[Event]:
-        """Takes what was read from the socket."""
+        """Parse bytes from the socket; return the events."""
         if self._phase is _Phase.ENDED:
             return []
         self._unfed = self._unfed[self._unfed_at :] + data if self._unfed else data
@@ -472,17 +470,17 @@ class ServerConnection:
         return self._parse(now_s)
 
     def receive_eof(self) -> list[Event]:
-        """The client shut its writing side; it may still read what it is owed."""
+        """Handle the client's half-close; it may still read its answers."""
         if self._phase is _Phase.ENDED:
             return []
-        whole = self._phase is _Phase.IDLE and not self._unfed
+        is_clean = self._phase is _Phase.IDLE and not self._unfed
         self._end()
-        return [ConnectionClosed(CloseReason.EOF if whole else CloseReason.EOF_IN_REQUEST)]
+        return [ConnectionClosed(CloseReason.EOF if is_clean else CloseReason.EOF_IN_REQUEST)]
 
     def request_done(self, now_s: float) -> list[Event]:
-        """The oldest request was answered; parses on where the limit had stopped it.
+        """Count the oldest request as answered, and continue parsing if the limit had stopped it.
 
-        Raises IndexError when no request waits for an answer.
+        Raises IndexError when no request is unanswered.
         """
         was_full = self._is_full()
         self._waiting_bytes.popleft()
@@ -493,7 +491,7 @@ class ServerConnection:
         return self._parse(now_s)
 
     def deadline_s(self) -> float | None:
-        """When ``on_time`` will have something to say, on the clock of ``now_s``; None: no clock runs."""
+        """Return the time of the next timeout, on the clock of ``now_s``; None when no timeout runs."""
         if self._phase is _Phase.ENDED or self._is_full():
             return None
         if self._phase is _Phase.BODY:
@@ -505,7 +503,7 @@ class ServerConnection:
         return self._since_s + (self._limits.header_s if self._first else self._limits.idle_s)
 
     def on_time(self, now_s: float) -> list[Event]:
-        """What the time brings: nothing before the deadline, the end of the connection after it."""
+        """Check the timeout: no events before the deadline, the end of the connection after it."""
         deadline_s = self.deadline_s()
         if deadline_s is None or now_s < deadline_s:
             return []
@@ -541,7 +539,7 @@ class ServerConnection:
         return events
 
     def _piece_end(self) -> int:
-        """Where the next piece ends. A message ends with a piece, so that a pause can fall between two."""
+        """Return the end of the next piece. A message ends a piece, so that parsing can pause after it."""
         at, size = self._unfed_at, len(self._unfed)
         if self._phase is _Phase.BODY:
             left = self._parser.body_left_bytes
@@ -595,12 +593,12 @@ class ServerConnection:
     def _enter(self, phase: _Phase, now_s: float) -> None:
         if self._phase is not phase:
             self._phase, self._since_s = phase, now_s
-            self._body_due_s, self._body_seen_bytes = now_s + self._limits.body_s, 0
+            self._body_due_s, self._body_counted_bytes = now_s + self._limits.body_s, 0
             self._chunks = ChunkScanner()
 
     def _put_off(self, now_s: float) -> None:
         body_bytes, body_s = self._parser.body_bytes, self._limits.body_s
-        arrived_bytes, self._body_seen_bytes = body_bytes - self._body_seen_bytes, body_bytes
+        arrived_bytes, self._body_counted_bytes = body_bytes - self._body_counted_bytes, body_bytes
         due_s = self._body_due_s + arrived_bytes / self._limits.body_bytes_per_s
         self._body_due_s = min(due_s, now_s + body_s)
 

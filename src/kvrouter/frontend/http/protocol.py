@@ -1,8 +1,7 @@
 """One HTTP connection on asyncio: drives :class:`ServerConnection`, one request at a time.
 
-A request that came early (pipelining) waits until the answer before it has ended, its handler has returned
-and the client has taken enough of it. So answers keep their order, and a client that does not read cannot
-make the server pile them up.
+A pipelined request waits until the answer before it has ended, its handler has returned and the client has
+received enough of it. So answers keep their order, and a client that does not read cannot fill the memory.
 """
 
 import asyncio
@@ -41,13 +40,13 @@ from kvrouter.telemetry import log_event
 __all__ = ["Handler", "HttpEvent", "HttpProtocol", "ServerSide"]
 
 Handler: TypeAlias = Callable[[Request, Responder], Coroutine[None, None, None]]
-"""Answers one request through its responder."""
+"""A function that answers one request through its responder."""
 
 _log = logging.getLogger("kvrouter.frontend.http")
 
 
 class HttpEvent(StrEnum):
-    """What is worth counting; handed to the observer, one call each."""
+    """The events that the server reports to its observer, for counting."""
 
     CONNECTION_OPENED = "connection_opened"
     CONNECTION_CLOSED = "connection_closed"
@@ -64,46 +63,44 @@ class HttpEvent(StrEnum):
 
 
 class ServerSide(Protocol):
-    """What a connection needs of its server."""
+    """The server's interface for its connections."""
 
     limits: Limits
     """The limits of every connection."""
 
     uploads: ByteBudget
-    """The budget of requests that no handler has yet."""
+    """The memory budget of requests without a handler yet."""
 
     is_draining: bool
-    """Whether answers should end their connections."""
+    """Whether every answer must end its connection."""
 
     def opened(self, connection: "HttpProtocol") -> None:
-        """A connection is there; ``closed`` will be called."""
+        """Register an open connection; ``closed`` will follow."""
 
     def closed(self, connection: "HttpProtocol") -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
 
     def handle(self, request: Request, responder: Responder) -> "asyncio.Task[None]":
-        """Runs the handler."""
+        """Start the handler in a task."""
 
     def flush_soon(self, connection: "HttpProtocol") -> None:
-        """Has ``connection.flush`` called before the event loop waits for sockets again."""
+        """Schedule ``connection.flush`` to run before the event loop next waits."""
 
     def date_line(self) -> bytes:
-        """The Date header line of this second."""
+        """Return the Date header line of this second."""
 
     def observe(self, event: HttpEvent) -> None:
-        """Counts."""
+        """Count an event."""
 
     def refused(self, fault: BadRequest) -> ErrorAnswer:
-        """Counts what is refused before any handler sees it, and logs it once in a while; returns what it is
-        answered.
-        """
+        """Count and log (throttled) a request that is refused before a handler; return the answer."""
 
     def failed(self, fault: BadRequest) -> ErrorAnswer:
-        """Counts a request whose handler failed before it answered; returns what is answered instead."""
+        """Count a request whose handler failed before it answered; return the answer."""
 
 
 class TakenBytes:
-    """When the client last took a byte of what waits for it, on a clock that stops while the loop does."""
+    """Tracks when the client last received a byte, on a clock that stops while the event loop stalls."""
 
     def __init__(self) -> None:
         self.written_bytes = 0
@@ -111,7 +108,7 @@ class TakenBytes:
         self._at_s = 0.0
 
     def stalled_s(self, waiting_bytes: int, awake_s: float) -> float:
-        """How long nothing of ``waiting_bytes`` was taken, as far as was looked."""
+        """Return the seconds, up to this call, without progress while ``waiting_bytes`` were unsent."""
         taken_bytes = self.written_bytes - waiting_bytes
         if waiting_bytes == 0 or taken_bytes != self._taken_bytes:
             self._taken_bytes, self._at_s = taken_bytes, awake_s
@@ -120,24 +117,24 @@ class TakenBytes:
 
 @dataclass(slots=True)
 class LastAnswer:
-    """An answer that ends its connection, which is closed once its client had the time to read it."""
+    """An answer that ends its connection, which lingers so that the client can read it."""
 
     data: bytes
     is_of_long_body: bool = False
     until_s: float | None = None
-    """Until when leftover bytes are read; None before it was written."""
+    """The end of lingering; None before the answer is written."""
 
     end_s: float = 0.0
-    """How far bytes that still come may put that off."""
+    """The latest time to which further bytes extend ``until_s``."""
 
 
 class HttpProtocol(asyncio.Protocol):
-    """The transport's other half, and the :class:`Wire` of its responders."""
+    """The asyncio protocol of one connection, and the :class:`ResponseConnection` of its responders."""
 
     def __init__(
         self, server: ServerSide, loop: asyncio.AbstractEventLoop, *, refusal: bytes | None = None
     ) -> None:
-        """``refusal``: what this connection is answered, without being served."""
+        """With a ``refusal``, the connection is answered with it and not served."""
         self._server = server
         self._last = None if refusal is None else LastAnswer(refusal)
         self._loop = loop
@@ -146,7 +143,7 @@ class HttpProtocol(asyncio.Protocol):
         self._held_bytes = 0
         self._responder: Responder | None = None
         self.is_writable = True
-        """Whether the bytes not yet taken by the client are below the high-water mark."""
+        """Whether the unsent bytes are below the high-water mark."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._client: tuple[str, int] | None = None
@@ -160,10 +157,10 @@ class HttpProtocol(asyncio.Protocol):
         self._probed_at_s = 0.0
         self._taken = TakenBytes()
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begins to serve, or answers why not."""
+        """Begin to serve, or write the refusal."""
         self._transport = cast("asyncio.Transport", transport)
         self._server.opened(self)
         self._transport.set_write_buffer_limits(
@@ -179,7 +176,7 @@ class HttpProtocol(asyncio.Protocol):
             self._answer_last(self._last)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client; those after its last request are dropped."""
+        """Take bytes of the client; bytes after its last request are dropped."""
         last = self._last
         if not self._closing and last is None:
             self._take(self._connection.receive(data, self._loop.time()))
@@ -188,7 +185,7 @@ class HttpProtocol(asyncio.Protocol):
             last.until_s = max(last.until_s, min(until_s, last.end_s))
 
     def eof_received(self) -> bool:
-        """The client shut its writing side. True keeps our side open while something is owed to it."""
+        """Handle the client's half-close; True keeps the connection open for pending answers."""
         self._input_ended = True
         if self._last is not None and self._last.until_s is not None:
             return False
@@ -196,7 +193,7 @@ class HttpProtocol(asyncio.Protocol):
         return self._responder is not None or bool(self._requests) or self._last is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone; a handler that still answers is notified."""
+        """Clean up after a lost connection, and notify a handler that still answers."""
         self._lost = True
         self.is_writable = True
         self._writable.set()
@@ -209,26 +206,26 @@ class HttpProtocol(asyncio.Protocol):
                 self._server.observe(HttpEvent.CLIENT_LEFT)
                 why = "closed" if exc is None else type(exc).__name__
                 log_event(_log, LogEvent.HTTP_CLIENT_LEFT, started=responder.started, reason=why)
-            responder.tell(self._cut_reason or Disconnect.CLIENT_LEFT)
+            responder.set_disconnected(self._cut_reason or Disconnect.CLIENT_LEFT)
         self._server.closed(self)
 
     def pause_writing(self) -> None:
-        """The client does not keep up."""
+        """Mark the connection not writable: the unsent bytes are over the high-water mark."""
         self.is_writable = False
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Mark the connection writable again, and start the next request."""
         self.is_writable = True
         self._writable.set()
         self._advance()
         self._account()
 
-    # What responders call.
+    # Called by responders.
 
     @property
     def flush_at_bytes(self) -> int:
-        """Unflushed bytes of a stream from which it is flushed at once."""
+        """The unflushed bytes at which a stream is flushed at once."""
         return self._server.limits.high_water_bytes
 
     @property
@@ -238,25 +235,25 @@ class HttpProtocol(asyncio.Protocol):
         return not (self._server.is_draining or is_last)
 
     async def wait_writable(self) -> None:
-        """Returns once ``is_writable``, or once the connection is lost."""
+        """Return once ``is_writable``, or once the connection is lost."""
         await self._writable.wait()
 
     def date_line(self) -> bytes:
-        """The Date header line of this second."""
+        """Return the Date header line of this second."""
         return self._server.date_line()
 
     def write(self, data: bytes) -> None:
-        """Hands bytes to the transport."""
+        """Write bytes to the socket transport."""
         if not self._lost:
             self._taken.written_bytes += len(data)
             self._transport.write(data)
 
     def flush_soon(self) -> None:
-        """Has ``flush`` called before the event loop waits for sockets again."""
+        """Schedule ``flush`` to run before the event loop next waits."""
         self._server.flush_soon(self)
 
     def flush(self) -> None:
-        """Sends what the open stream holds; cuts off a client for which too much waits."""
+        """Send the pieces of the open stream; cut off a client with too many unsent bytes."""
         responder = self._responder
         if responder is None or responder.stream is None or responder.disconnected is not None:
             return
@@ -270,12 +267,12 @@ class HttpProtocol(asyncio.Protocol):
         ):
             self.cut(Disconnect.WRITE_OVERFLOW)
 
-    # What the server calls.
+    # Called by the server.
 
     def sweep(self, now_s: float, awake_s: float) -> None:
-        """Looks at the clocks: request and idle time, stalled writes, lingering, clients that may be gone.
+        """Check the timeouts: request and idle time, lingering, stalled writes, and half-closed clients.
 
-        ``awake_s`` stops while the event loop does: while it stands still nothing is written to the client.
+        ``awake_s`` is a clock that stops while the event loop stalls, because nothing is written then.
         """
         if self._last is not None and self._last.until_s is not None:
             if now_s >= self._last.until_s:
@@ -290,12 +287,12 @@ class HttpProtocol(asyncio.Protocol):
             self._probe()
 
     def drain(self) -> None:
-        """Closes if nothing is owed; otherwise the answer being given, or asked for, is the last one."""
+        """Close an idle connection; otherwise the current answer is the last one."""
         if self._responder is None and self._connection.is_idle and not self._lost:
             self._close()
 
     def cut(self, reason: Disconnect) -> None:
-        """Drops the connection at once, with unsent bytes; the handler is given the reason."""
+        """Abort the connection, with its unsent bytes, and pass the reason to the handler."""
         if self._lost or self._cut_reason is not None:
             return
         self._server.observe(HttpEvent(reason.value))
@@ -304,13 +301,13 @@ class HttpProtocol(asyncio.Protocol):
         self._cut_reason = reason
         self._closing = True
         if self._responder is not None:
-            self._responder.tell(reason)
+            self._responder.set_disconnected(reason)
         self._transport.abort()
 
     def shed(self) -> None:
-        """Refuses what was received and has not begun: the server's budget of uploads is full."""
+        """Refuse the requests without a handler: the server's budget of uploads is full."""
         fault = self._connection.refusal(503, "too many bytes of requests are arriving", UPLOADS_FULL)
-        if self._requests:  # the answer is that of the first
+        if self._requests:  # the refusal answers the first
             first = self._requests[0]
             fault = replace(fault, path=first.path, headers=first.headers, began_s=first.began_s)
         self._held_bytes = 0
@@ -318,7 +315,7 @@ class HttpProtocol(asyncio.Protocol):
         self._connection.end()
         self._take([fault])
 
-    # What moves a connection on.
+    # Progress of the connection.
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
@@ -351,7 +348,7 @@ class HttpProtocol(asyncio.Protocol):
         self._account()
 
     def _account(self) -> None:
-        """Reports to the server how much is held here that no handler has."""
+        """Report the bytes of requests without a handler to the server's budget."""
         held_bytes = self._connection.unfinished_bytes
         if self._requests:
             held_bytes += sum(request.held_bytes for request in self._requests)
@@ -360,7 +357,7 @@ class HttpProtocol(asyncio.Protocol):
             self._server.uploads.hold(self, held_bytes)
 
     def _advance(self) -> None:
-        """Starts what is next, unless something is in progress or the client must first read more."""
+        """Start the next request or close, unless an answer is in progress or the client must read first."""
         if self._responder is not None or self._closing or self._lost or not self._writable.is_set():
             return
         if self._requests:
@@ -413,10 +410,10 @@ class HttpProtocol(asyncio.Protocol):
         return True
 
     def _answer_last(self, last: LastAnswer) -> None:
-        """Answers, and reads on for a while before closing: bytes left unread would reset the answer.
+        """Write the last answer, and linger before closing: unread bytes would reset the connection.
 
-        A client whose body is too long reads its answer once it has sent that: as long as bytes of it come it
-        has the time for a body.
+        A client may read only after it has sent all of a too long body: while its bytes arrive, it has as
+        long as for a body.
         """
         self.write(last.data)
         self._closing = True

@@ -1,4 +1,4 @@
-"""The HTTP server: listens, keeps its connections' clocks, and drains."""
+"""The HTTP server: listens, checks its connections' timeouts, and drains."""
 
 import asyncio
 import logging
@@ -34,10 +34,10 @@ from kvrouter.transports.listener import NO_DESCRIPTOR, Listener
 __all__ = ["HttpServer", "Observer"]
 
 Observer: TypeAlias = Callable[[HttpEvent], None]
-"""Called with everything that is worth counting."""
+"""Called with each event to count."""
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""The most connections that wait to be accepted."""
 
 _log = logging.getLogger("kvrouter.frontend.http")
 _COUNTED = {
@@ -52,7 +52,7 @@ _LOGGED = {
 
 
 FaultAnswerer: TypeAlias = Callable[[BadRequest], ErrorAnswer]
-"""Called with what the server answers by itself; returns the answer."""
+"""Called with each request that no handler answers; returns the answer."""
 
 
 def _observe_nothing(_: HttpEvent) -> None:
@@ -60,8 +60,8 @@ def _observe_nothing(_: HttpEvent) -> None:
 
 
 class Sweep:
-    """Calls ``look`` every ``every_s`` seconds with the loop's time and that of an :class:`AwakeClock`; once
-    later when the loop stood still, for what came meanwhile is not read yet.
+    """Calls ``look`` every ``every_s`` seconds with the loop's time and that of an :class:`AwakeClock`.
+    After a stall of the loop it skips one call, so that bytes received meanwhile are read first.
     """
 
     def __init__(self, every_s: float, look: Callable[[float, float], None]) -> None:
@@ -72,12 +72,12 @@ class Sweep:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin; idempotent."""
+        """Start the timer. Idempotent."""
         if self._timer is None:
             self._await(loop)
 
     def stop(self) -> None:
-        """End; idempotent."""
+        """Stop the timer. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -97,12 +97,12 @@ class Sweep:
 class HttpServer:
     """Serves ``handler`` over HTTP/1.1 and 1.0: a task per request, one request at a time per connection.
 
-    A handler that raises before its answer has begun is answered for with a 500; after that its connection
-    is cut, so that the client cannot take the part for the whole. A handler is not cancelled when its
-    client leaves: it is notified (:class:`Responder`). Only ``drain`` cancels, at its very end.
+    When a handler raises before its answer has started, the client gets a 500; later, its connection is cut,
+    so that it cannot take the answer for complete. A handler is not cancelled when its client disconnects: it
+    is notified (:class:`Responder`). Only ``drain`` cancels handlers, at its end.
 
-    ``on_refused`` gets everything that is refused before a handler sees it, connections too, ``on_failed``
-    requests whose handler failed.
+    ``on_refused`` is called for requests and connections that are refused before a handler, ``on_failed`` for
+    requests whose handler failed. Both return the answer.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class HttpServer:
         self._on_refused = on_refused
         self.failed = on_failed
         self._connections: set[HttpProtocol] = set()
-        self._served = 0  # connections accepted and not refused, those that are not opened yet included
+        self._served = 0  # accepted connections, also those not opened yet
         self._refused_connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unflushed: list[HttpProtocol] = []
         self.uploads = ByteBudget(self.limits.uploads_bytes)
-        """The budget of requests that no handler has yet."""
+        """The memory budget of requests without a handler yet."""
         self._throttle = LogThrottle()
         self._date = DateHeader()
         self._sweep = Sweep(self.limits.sweep_s, self._sweep_all)
         self._quiet = asyncio.Event()
         self.is_draining = False
-        """Whether answers should end their connections."""
+        """Whether every answer must end its connection."""
 
     async def serve(
         self,
@@ -143,9 +143,9 @@ class HttpServer:
         *,
         sockets: Sequence[socket.socket] | None = None,
     ) -> None:
-        """Starts to accept on ``host:port`` (port 0: any), or on bound ``sockets``; returns at once.
+        """Start to accept on ``host:port`` (port 0: any free one), or on bound ``sockets``; return at once.
 
-        Raises OSError when an address cannot be had, RuntimeError after ``drain``.
+        Raises OSError when the address cannot be bound, RuntimeError after ``drain``.
         """
         if self.is_draining:
             raise RuntimeError("this server has drained")
@@ -160,25 +160,25 @@ class HttpServer:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """(host, port) of every listening socket."""
+        """The (host, port) of every listening socket."""
         return [listener.address for listener in self._listeners]
 
     @property
     def connections(self) -> int:
-        """Open connections."""
+        """The number of open connections."""
         return len(self._connections)
 
     @property
     def running(self) -> int:
-        """Handlers that have not returned."""
+        """The number of running handlers."""
         return len(self._tasks)
 
     async def drain(self, limit_s: float) -> int:
-        """Stops accepting, lets what runs finish for ``limit_s`` seconds, then cuts it.
+        """Stop accepting, wait up to ``limit_s`` seconds for running requests, then cut their connections.
 
-        Returns how many connections were cut. Handlers learn of it (``Disconnect.DRAIN_CUT``) and are
+        Return how many connections were cut. Their handlers are notified (``Disconnect.DRAIN_CUT``) and
         cancelled after ``Limits.handler_grace_s`` more. Idle connections close at once, busy ones after
-        their answer; a request that is half received is still served.
+        their answer; a partly received request is still served.
         """
         self.is_draining = True
         for listener in self._listeners:
@@ -199,14 +199,14 @@ class HttpServer:
         self._listeners.clear()
         return len(cut)
 
-    # What connections call.
+    # Called by connections.
 
     def opened(self, connection: HttpProtocol) -> None:
-        """A connection is there; ``closed`` will be called."""
+        """Register an open connection; ``closed`` will follow."""
         self._connections.add(connection)
 
     def closed(self, connection: HttpProtocol) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         self._connections.discard(connection)
         if connection in self._refused_connections:
             self._refused_connections.remove(connection)
@@ -216,26 +216,24 @@ class HttpServer:
         self._note_quiet()
 
     def handle(self, request: Request, responder: Responder) -> "asyncio.Task[None]":
-        """Runs the handler."""
+        """Start the handler in a task."""
         task = self._loop.create_task(self._handler(request, responder))
         self._tasks.add(task)
         task.add_done_callback(self._handled)
         return task
 
     def flush_soon(self, connection: HttpProtocol) -> None:
-        """Has ``connection.flush`` called before the event loop waits for sockets again."""
+        """Schedule ``connection.flush`` to run before the event loop next waits."""
         if not self._unflushed:
             self._loop.call_soon(self._flush_all)
         self._unflushed.append(connection)
 
     def date_line(self) -> bytes:
-        """The Date header line of this second."""
+        """Return the Date header line of this second."""
         return self._date.line(time.time())
 
     def refused(self, fault: BadRequest) -> ErrorAnswer:
-        """Counts what is refused before any handler sees it, and logs it once in a while; returns what it is
-        answered.
-        """
+        """Count and log (throttled) a request that is refused before a handler; return the answer."""
         self.observe(_COUNTED.get(fault.code, HttpEvent.BAD_REQUEST))
         if self._throttle.allows(f"{fault.status} {fault.code} {fault.reason}"):
             event = _LOGGED.get(fault.code, LogEvent.HTTP_BAD_REQUEST)
@@ -243,7 +241,7 @@ class HttpServer:
         return self._on_refused(fault)
 
     def _take(self, sock: socket.socket) -> None:
-        """Serve a connection, or refuse it: it may stay until its client has read why if few others do."""
+        """Serve a connection, or refuse it; a refused one lingers unless too many others do."""
         refusal = self._refusal(sock.fileno())
         if refusal is not None and len(self._refused_connections) >= self.limits.refused_connections:
             self._refuse(sock, refusal)
@@ -268,7 +266,7 @@ class HttpServer:
             self.closed(connection)
 
     def _turn_away(self, sock: socket.socket) -> None:
-        """No file descriptor is left."""
+        """Refuse a connection because no file descriptor is left."""
         self._refuse(sock, BadRequest(503, NO_DESCRIPTOR, CONNECTIONS_FULL))
 
     def _refusal(self, descriptor: int) -> BadRequest | None:
@@ -279,7 +277,7 @@ class HttpServer:
         return None
 
     def _refuse(self, sock: socket.socket, refusal: BadRequest) -> None:
-        """Answer and close at once. What came already is read: left unread, it would reset the answer."""
+        """Answer and close at once, after reading received bytes: unread, they would reset the connection."""
         answer = self._answer_of(refusal)
         with sock, suppress(OSError):
             sock.send(answer)
@@ -300,7 +298,7 @@ class HttpServer:
             connection.flush()
 
     def _sweep_all(self, now_s: float, awake_s: float) -> None:
-        """Look at every connection's clocks."""
+        """Check every connection's timeouts."""
         for connection in list(self._connections):
             connection.sweep(now_s, awake_s)
 
@@ -309,7 +307,7 @@ class HttpServer:
             self._quiet.set()
 
     async def _wait_quiet(self, limit_s: float) -> bool:
-        """Waits until no connection is open and no handler runs; False when the limit came first."""
+        """Wait until no connection is open and no handler runs; return False after ``limit_s``."""
         self._quiet.clear()
         self._note_quiet()
         try:

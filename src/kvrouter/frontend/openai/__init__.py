@@ -1,1 +1,1 @@
-"""OpenAI's chat and completions: request and response formats."""
+"""Request and response formats of OpenAI's API, and the calls that pass through to engines."""

@@ -1,6 +1,6 @@
-"""OpenAI responses: JSON, and the pieces of server-sent events.
+"""OpenAI responses, as JSON and as server-sent events.
 
-A stream's event differs from the one before it in one string. The rest is encoded once a request.
+The events of a stream differ in one string only; the rest is encoded once per request.
 """
 
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ _encode = msgspec.json.encode
 
 
 class RouteKind(Enum):
-    """The two routes; the values are the id prefix and the ``object`` of whole and of streamed answers."""
+    """Chat or completion; values: the id prefix, and the ``object`` of complete and streamed answers."""
 
     CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")
     COMPLETION = ("cmpl", "text_completion", "text_completion")
 
 
 def answer_id(kind: RouteKind, request_id: str) -> str:
-    """What an answer is called."""
+    """Return the ``id`` of an answer."""
     return f"{kind.value[0]}-{request_id}"
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
-    """OpenAI's usage object."""
+    """Return OpenAI's usage object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -37,7 +37,7 @@ def usage_json(usage: Usage) -> dict[str, object]:
 
 
 class AnswerFormat:
-    """The answer to one call, whole or streamed. ``created_s`` is the wall clock in whole seconds.
+    """Encodes the answer to one call, complete or streamed. ``created_s`` is in seconds since 1970.
 
     An event of a stream is ``_open``, the delta's fields, ``_close``, the finish reason, ``_end``.
     """
@@ -58,22 +58,22 @@ class AnswerFormat:
         self._text_tail = self._close + b"null" + self._end
 
     def first_event(self) -> bytes:
-        """The chat's first event, which carries the role; completions have none."""
+        """Return a chat's first event, with the role; empty for completions."""
         if not self._chat:
             return b""
         return self._open + b'"role":"assistant","content":""' + self._text_tail
 
     def text_event(self, text: str) -> bytes:
-        """One event with new text: the hot path, one encode and one join."""
+        """Return an event with new text: the hot path, one encode and one join."""
         return b"".join((self._text_head, _encode(text), self._text_tail))
 
     def text_event_with_usage(self, text: str, usage: Usage) -> bytes:
-        """One event with new text and the usage so far."""
+        """Return an event with new text and the usage so far."""
         event = self._text_head + _encode(text) + self._close + b"null}],"
         return event + _encode({"usage": usage_json(usage)})[1:] + b"\n\n"
 
     def last_event(self, finish: FinishReason, *, nvext: Mapping[str, object] | None = None) -> bytes:
-        """The event that says why the answer ended."""
+        """Return the event with the finish reason."""
         head = self._open if self._chat else self._text_head + b'""'
         event = head + self._close + _encode(finish.value)
         if nvext:
@@ -81,14 +81,14 @@ class AnswerFormat:
         return event + self._end
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The event after the last: no choices, only the usage."""
+        """Return the final event with the usage and no choices."""
         body = {**self._id, "object": self._kind.value[2], "choices": [], "usage": usage_json(usage)}
         return sse_event(_encode(body))
 
-    def whole(
+    def json_body(
         self, text: str, finish: FinishReason, usage: Usage, *, nvext: Mapping[str, object] | None
     ) -> bytes:
-        """The answer in one piece."""
+        """Return the complete answer as JSON."""
         choice: dict[str, object] = {"index": 0, "finish_reason": finish.value, "logprobs": None}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text}

@@ -1,12 +1,12 @@
-"""The bodies of the OpenAI API: their schema, what a scan finds in them, and how they are decoded.
+"""The bodies of the OpenAI API: their schema, their scan within bounds, and their decoding.
 
-A scan says where the fields of a body are; a field is decoded to typed values, or to an error that names it.
-Fields that change the answer, or where it is computed, and that are not supported here are refused: left
-alone in silence, a client would take text without its grammar for what it asked for.
+A scan finds the fields of a body; each is decoded to typed values, or to an error that names it. Unsupported
+fields that change the answer, or the place of its computation, are refused: if they were ignored, a client
+would take text without its grammar for the requested one.
 
-Messages and prompts are decoded after everything else of a call was checked: they are what is long. Token ids
-are read natively and stay packed: as Python objects a million of them would hold the interpreter for a tenth
-of a second, and ten times the memory.
+Messages and prompts, which are long, are decoded after the rest of a call was checked. Token ids are read
+natively and stay packed: a million of them as Python objects would block the interpreter for 0.1 s, and take
+ten times the memory.
 """
 
 import re
@@ -21,8 +21,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from kvrouter.api.cordons import NAME_CHARS_MAX, Name
-from kvrouter.api.pages import NonNegativeInt
+from kvrouter.api.cordon_schema import NAME_CHARS_MAX, Name
+from kvrouter.api.page_schema import NonNegativeInt
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, UnknownModel
 from kvrouter.core.json import Unreadable, parsed_counted
@@ -41,10 +41,10 @@ CacheSalt = Annotated[str, Meta(max_length=SALT_CHARS_MAX)]
 
 
 WORDS_MAX = 64
-"""How many extra fields, or annotations, one request may name."""
+"""The most extra fields, or annotations, of one request."""
 
 EXTRA_FIELDS = ("worker_id", "timing")
-"""What an answer's own ``nvext`` can report."""
+"""The fields that an answer's ``nvext`` can report."""
 
 
 class StreamOptions(Struct, frozen=True):
@@ -55,7 +55,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
-    """``nvext``: what a request asks of routing, and what it wants to know about it."""
+    """``nvext``: a request's routing hints, and the extra fields that its answer is to report."""
 
     routing_constraints: RoutingConstraints = RoutingConstraints()
     router_config_override: RouterConfigOverride = RouterConfigOverride()
@@ -70,12 +70,12 @@ class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
     backend_instance_id: WorkerNumber | None = None
     """As ``worker_id``."""
     token_data: TokenBuffer | None = None
-    """The prompt, tokenized already. Not decoded with the rest, see :mod:`.nvext`."""
+    """The prompt's token ids. They are decoded apart from the rest, see :class:`.parse.NvextReader`."""
     annotations: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
 
     @property
-    def asks_only(self) -> bool:
-        """Whether the call is not to be sent: it asks where it would go."""
+    def is_query(self) -> bool:
+        """Whether the call is a routing query: it is decided and not sent."""
         return bool(self.annotations)
 
 
@@ -86,7 +86,7 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class MisplacedFields(Struct, frozen=True, kw_only=True):
-    """Fields of ``nvext``, placed next to it: nothing would read them there; see :mod:`.refused`."""
+    """Fields of ``nvext`` that a client put next to it; they are refused (:func:`refuse_misplaced`)."""
 
     routing_constraints: object = None
     router_config_override: object = None
@@ -101,7 +101,7 @@ class MisplacedFields(Struct, frozen=True, kw_only=True):
 
 
 class RefusedFields(MisplacedFields, frozen=True, kw_only=True):
-    """Fields that ask for what an engine that takes tokens does not have; see :mod:`.refused`."""
+    """Fields that engines without text input cannot serve; they are refused (:func:`refuse_fields`)."""
 
     audio: object = None
     best_of: PositiveInt | None = None
@@ -122,10 +122,10 @@ class RefusedFields(MisplacedFields, frozen=True, kw_only=True):
 
 
 class GenerateBody(RefusedFields, frozen=True, kw_only=True):
-    """What both routes share."""
+    """The fields that chats and completions share."""
 
     model: Annotated[str, Meta(max_length=NAME_CHARS_MAX)] | None = None
-    """Without one, or with an empty one, the call is for the only model that is served."""
+    """Absent or empty, the call is for the only served model."""
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -144,14 +144,14 @@ class GenerateBody(RefusedFields, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     cache_salt: CacheSalt | None = None
     nvext: Raw = Raw(b"null")
-    """See :mod:`.nvext`."""
+    """Decoded by :class:`.parse.NvextReader`."""
 
 
 class ChatBody(GenerateBody, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Raw
-    """See :mod:`.prompts`."""
+    """Decoded by :func:`read_messages`."""
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -161,7 +161,7 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Raw
-    """See :mod:`.prompts`."""
+    """Decoded by :func:`read_prompt`."""
     logprobs: int | None = None
 
 
@@ -169,33 +169,33 @@ DEPTH_MAX = 64
 VALUES_MAX = 65_536
 ITEMS_MAX = 8_192
 NUMBERS_MIN = 262_144
-"""As many token ids are decoded whatever the contexts are, so that the error can say how many they were."""
+"""The least limit of token ids, whatever the contexts are, so that an error can give their number."""
 
 TEXT_BYTES_MAX = 16 * 1024 * 1024
 SHORT_BYTES_MAX = 16_384
 KEY_BYTES_MAX = 4_096
 NUMBER_BYTES_MAX = 512
 BLANKS_PER_NUMBER = 8
-"""A list of token ids that is indented has about as many before each."""
+"""An indented list of token ids has about this many blanks before each."""
 
 SHOWN_BYTES_MAX = 16
 TOKEN_FIELDS = ("prompt", "token_ids", "nvext.token_data")
 SHORT_FIELDS = ("nvext",)
-"""What an error about them quotes is short."""
+"""Fields with short strings only."""
 
 _NAME = msgspec.json.Decoder(str)
 
 
 class NotJson(InvalidRequest):
-    """The body is no JSON, or no object."""
+    """The body is not JSON, or not an object."""
 
 
 class NotFinite(InvalidRequest):
-    """The body holds NaN or an infinity: JSON has neither, and Python's own decoder takes them."""
+    """The body holds NaN or an infinity, which JSON lacks and Python's decoder accepts."""
 
 
 class BodyOverBounds(InvalidRequest):
-    """The body is JSON, and would become more objects than a request needs."""
+    """The body is JSON, but holds more than its bounds allow."""
 
     code = "body_over_bounds"
 
@@ -206,51 +206,51 @@ class BodyOverBounds(InvalidRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyBounds:
-    """What one body may hold. The scan itself takes about a millisecond a megabyte, whatever it holds."""
+    """The bounds of one body. The scan takes about a millisecond per megabyte, whatever the body holds."""
 
     depth: int = DEPTH_MAX
-    """Lists and objects inside each other."""
+    """The deepest nesting of lists and objects."""
     values: int = VALUES_MAX
-    """Values of all kinds, token ids apart."""
+    """The most values of all kinds, except token ids."""
     items: int = ITEMS_MAX
-    """Elements of one list, token ids apart, or fields of one object."""
+    """The most elements of one list, except token ids, or fields of one object."""
     numbers: int = NUMBERS_MIN
-    """Token ids."""
+    """The most token ids."""
     text_bytes: int = TEXT_BYTES_MAX
-    """Strings that are not plain ASCII, as images are: as they are written or as Python holds them,
-    whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
-    of its string take four bytes."""
+    """The most bytes of strings, as written or as Python holds them, whichever is more. Plain ASCII strings,
+    such as images, do not count. Decoding a megabyte blocks the interpreter for some 3 ms, and one wide
+    character makes all characters of its string take four bytes."""
 
     read_fields: frozenset[str] | None = None
-    """The fields of which anything is built here, None: all of them. Of the others only depth, names, numbers
-    and blanks are bounded: they pass as they are."""
+    """The fields that are decoded, None: all. The others pass through; only their depth, names, numbers and
+    blanks are bounded."""
     takes_nan: bool = False
-    """Whether NaN and infinities pass too."""
+    """Whether NaN and infinities are accepted."""
 
     @property
     def blanks(self) -> int:
-        """Blanks outside of strings: those of an indented body with as many token ids as may be."""
+        """The most blanks outside of strings: enough for an indented body with the most token ids."""
         return max(BLANKS_MAX, BLANKS_PER_NUMBER * self.numbers)
 
 
 class ScannedBody(NamedTuple):
     """A body that is JSON within its bounds.
 
-    ``fields`` are those of the outermost object: where each begins and ends, and how many characters, and
-    bytes of UTF-8, the strings in it have.
+    ``fields`` has, for each field of the outermost object, its begin and end in ``data``, and the number of
+    characters and of UTF-8 bytes of the strings in it.
     """
 
     data: bytes
     fields: Mapping[str, tuple[int, int, int, int]]
 
     def raw(self, field: str) -> memoryview | None:
-        """The JSON of a field, None where it is absent."""
+        """Return the JSON of a field; None if it is absent."""
         found = self.fields.get(field)
         return None if found is None else memoryview(self.data)[found[0] : found[1]]
 
 
 def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
-    """Look through a body; others run meanwhile, if it is long. A byte order mark is left out, as engines do.
+    """Scan a body natively, without the GIL if it is long. A byte order mark is dropped, as engines do.
 
     Raises :class:`InvalidRequest` with the field's path as ``param``, :class:`BodyOverBounds` for one that
     holds too much.
@@ -263,14 +263,14 @@ def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
     if not fields and data.lstrip()[:1] != b"{":
         raise NotJson("the body must be a JSON object")
     if any("\\" in name for name in fields):
-        # Of a name that is written in two ways the last field counts, as for the engine that gets the body.
+        # Of a field written twice, with different escapes, the last counts, as for the engine.
         in_order = sorted(fields.items(), key=itemgetter(1))
         fields = {_unescaped(name): span for name, span in in_order}
     return ScannedBody(data, fields)
 
 
 def _unescaped(name: str) -> str:
-    """The name that is meant; one with half a surrogate pair, which no decoder takes, as it is written."""
+    """Return the decoded name; a name with half a surrogate pair, which decoders refuse, unchanged."""
     try:
         return parsed_counted(_NAME, f'"{name}"'.encode())
     except Unreadable:
@@ -324,7 +324,7 @@ def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRe
 Body = TypeVar("Body")
 
 SHOWN_CHARS_MAX = 300
-"""What an error quotes of a body is cut here: a client knows what it sent."""
+"""The most characters of a body that an error quotes."""
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
@@ -332,7 +332,7 @@ _UNKNOWN = re.compile(r"contains unknown field `(?P<field>[^`]+)`")
 
 
 def decode_body(decoder: "msgspec.json.Decoder[Body]", body: ScannedBody) -> Body:
-    """Return what ``body`` means; raise :class:`InvalidRequest` with the field's path as ``param``."""
+    """Return the decoded ``body``; raise :class:`InvalidRequest` with the field's path as ``param``."""
     try:
         return parsed_counted(decoder, body.data)
     except Unreadable as error:
@@ -342,7 +342,7 @@ def decode_body(decoder: "msgspec.json.Decoder[Body]", body: ScannedBody) -> Bod
 
 
 def named_error(message: str, *, at: str = "") -> InvalidRequest:
-    """Turn msgspec's message, which ends in the path, into one that begins with it, below ``at``."""
+    """Return an error from msgspec's message, with the path moved to the front and below ``at``."""
     found = _PATH.search(message)
     below = found["path"] if found else ""
     path = f"{at}.{below}" if at and below and not below.startswith("[") else at + below
@@ -356,7 +356,7 @@ def named_error(message: str, *, at: str = "") -> InvalidRequest:
 
 
 def shown(text: str) -> str:
-    """Return ``text`` short enough for an error, and without halves of surrogate pairs."""
+    """Return ``text`` shortened for an error, without halves of surrogate pairs."""
     cut = text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
     return cut.encode("utf-8", "replace").decode()
 
@@ -379,15 +379,15 @@ _HARMLESS: Mapping[str, Sequence[object]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-"""The values, apart from null, with which a field asks for nothing; ``auto`` without tools chooses none."""
+"""Values, besides null, with which a field has no effect; ``auto`` without tools calls no tool."""
 
 _HARMLESS_IN_CHAT: Mapping[str, Sequence[object]] = {"logprobs": (False,), "top_logprobs": (0,)}
 _HARMLESS_IN_COMPLETION: Mapping[str, Sequence[object]] = {"logprobs": ()}
-"""A number: at 0 it asks for the log probability of each chosen token."""
+"""The number 0 is refused too: it asks for the log probability of each chosen token."""
 
 
 def refuse_fields(body: GenerateBody) -> None:
-    """Raise :class:`InvalidRequest` naming the first field that cannot be honoured where it is."""
+    """Raise :class:`InvalidRequest` naming the first misplaced or unsupported field."""
     refuse_misplaced(body)
     _refuse(body, _HARMLESS)
     if isinstance(body, ChatBody):
@@ -403,7 +403,7 @@ def refuse_misplaced(body: MisplacedFields) -> None:
 
 
 def refuse_misplaced_field(field: str, value: object) -> None:
-    """Raise :class:`InvalidRequest` for a field that belongs into ``nvext`` and is set outside of it."""
+    """Raise :class:`InvalidRequest` for a field of ``nvext`` that is set outside of it."""
     if value is not None:
         raise InvalidRequest(
             f"{field}: belongs into nvext, as nvext.{field}; elsewhere nothing reads it", param=field
@@ -432,14 +432,14 @@ _END = re.compile(rb"\s*+\]")
 
 
 class Prompt(NamedTuple):
-    """The first prompt of a field that may hold several; ``is_only``: it holds no other."""
+    """The first prompt of a field; ``is_only`` if the field has no other."""
 
     content: str | TokenBuffer
     is_only: bool = True
 
 
 def read_messages(body: ScannedBody) -> list[dict[str, object]]:
-    """Return the messages of a body that has them; raise :class:`InvalidRequest` naming what is wrong."""
+    """Return the messages of a body; raise :class:`InvalidRequest` naming the wrong part."""
     begin, end, _, _ = body.fields["messages"]
     messages = _decoded(_MESSAGES, memoryview(body.data)[begin:end], "messages")
     if not messages:
@@ -467,9 +467,9 @@ def read_prompt(data: bytes, begin: int, end: int, *, at: str) -> Prompt:
 
 
 def read_token_ids(data: bytes, begin: int, *, at: str) -> tuple[TokenBuffer, int]:
-    """Return the token ids of the list that begins at ``begin`` in JSON, and where it ends.
+    """Return the token ids of the JSON list that begins at ``begin``, and the list's end.
 
-    Raises :class:`InvalidRequest` naming the element of the field ``at`` that is none.
+    Raises :class:`InvalidRequest` naming the element of the field ``at`` that is not a token id.
     """
     try:
         packed, end = token_ids(data, begin)
@@ -491,12 +491,12 @@ def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str
 
 
 _NAME_BYTES_MAX = 4_096
-"""Far more than the longest name, whatever its characters are written as."""
+"""More than the longest model name takes with any JSON escapes."""
 
 
 def named_model(scanned: ScannedBody) -> str | None:
-    """Return the model that a body names, None where it names none: engines take null and an empty text for
-    none too, and refuse what is no text. Raises :class:`UnknownModel` for what is too long for a name.
+    """Return the model that a body names; None for an absent, null, empty or non-string one: engines treat
+    those alike, or refuse them. Raises :class:`UnknownModel` for a too long name.
     """
     raw = scanned.raw("model")
     if raw is not None and len(raw) > _NAME_BYTES_MAX:

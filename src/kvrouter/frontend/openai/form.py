@@ -1,7 +1,7 @@
-"""Bodies that are forms with files: only their short fields are read, and where the name of the model is.
+"""Forms with files: reads their short fields, and the position of the model's name.
 
-The parser is the one of Starlette, by which vLLM and SGLang read forms too: what it takes for a field here is
-one there. It is not made for hostile bodies of any length, so what would cost it time is refused first.
+The parser is Starlette's, which vLLM and SGLang use too, so that fields are the same for both. It is not made
+for long hostile bodies; inputs that would take it much time are refused first.
 """
 
 import logging
@@ -14,43 +14,41 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from kvrouter.core.errors import InvalidRequest
 
-# Its warnings are about each wrong body: clients could write as many lines as they like.
+# It warns about every wrong body: clients could fill the log.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 PARTS_MAX = 64
-"""Fields and files of a form."""
+"""The most fields and files of a form."""
 
 FIELD_MAX_BYTES = 64 * 1024
-"""A field that is no file: a prompt for a transcription, or a name."""
+"""The longest field that is not a file, such as the prompt of a transcription."""
 
 NAME_MAX_BYTES = 256
-"""A field's name."""
+"""The longest name of a field."""
 
 PART_HEADERS_MAX = 8
 PART_HEADER_MAX_BYTES = 4096
-"""Headers of a part, and one of them."""
+"""The most headers of a part, and the longest header."""
 
 BOUNDARY_MAX_BYTES = 70
-"""What separates parts; as RFC 2046 has it."""
+"""The longest boundary, by RFC 2046."""
 
 CONTENT_TYPE = b"multipart/form-data"
 
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _PADDING = rb"[ \t]{16}"
-"""RFC 2046 allows any number of blanks behind a boundary; the parser looks at each."""
+"""RFC 2046 allows any number of blanks after a boundary, and the parser handles each one by one."""
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is of another type than the route takes."""
+    """The body has a content type that the route does not take."""
 
     status_hint = 415
     code = "unsupported_media_type"
 
 
 class Form(NamedTuple):
-    """A form: its bytes, the type that says how to read them, the fields that are no files, and where each
-    value is.
-    """
+    """A form: its bytes and content type, its fields that are not files, and the position of each value."""
 
     data: bytes
     content_type: str
@@ -58,14 +56,12 @@ class Form(NamedTuple):
     spans: Mapping[str, tuple[int, int]]
 
     def text(self, name: str, default: str) -> str:
-        """The value of a field."""
+        """Return the value of a field, or ``default``."""
         return self.fields.get(name, default)
 
 
 def read_form(content_type: str, data: bytes) -> Form:
-    """Look through a form. Raises :class:`UnsupportedMediaType`, and :class:`InvalidRequest` naming the
-    field.
-    """
+    """Read a form. Raises :class:`UnsupportedMediaType`, and :class:`InvalidRequest` naming the field."""
     boundary = _boundary_of(content_type)
     separator = b"\r\n--" + boundary
     if data.count(separator) > PARTS_MAX:
@@ -83,7 +79,7 @@ def read_form(content_type: str, data: bytes) -> Form:
             "on_headers_finished": parts.named,
             "on_part_data": parts.value,
             "on_part_end": parts.end,
-            "on_end": parts.whole,
+            "on_end": parts.finish,
         },
         max_header_count=PART_HEADERS_MAX,
         max_header_size=PART_HEADER_MAX_BYTES,
@@ -93,7 +89,7 @@ def read_form(content_type: str, data: bytes) -> Form:
         parser.finalize()
     except FormParserError as error:
         raise InvalidRequest(f"the body is no form: {error}") from None
-    if not parts.is_whole:
+    if not parts.is_complete:
         raise InvalidRequest("the form is not whole: its last boundary is missing")
     return Form(data, f'{CONTENT_TYPE.decode()}; boundary="{boundary.decode()}"', parts.fields, parts.spans)
 
@@ -114,12 +110,12 @@ def _boundary_of(content_type: str) -> bytes:
 
 
 class _Parts:
-    """What the parser finds."""
+    """Collects the parser's callbacks: fields, and positions of their values."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
         self.spans: dict[str, tuple[int, int]] = {}
-        self.is_whole = False
+        self.is_complete = False
         self.begin()
 
     def begin(self) -> None:
@@ -168,16 +164,16 @@ class _Parts:
         if self._span is not None:
             self.spans[self._name] = self._span
 
-    def whole(self) -> None:
-        self.is_whole = True
+    def finish(self) -> None:
+        self.is_complete = True
 
 
 _READ = frozenset({"model", "stream"})
-"""Fields that are read here: of two the engine might take the other one."""
+"""Fields that the router reads; a repeated one is refused, because the engine may take the other value."""
 
 
 def _text(value: bytes) -> str:
-    """A text as Starlette reads it."""
+    """Return a decoded text as Starlette reads it: UTF-8, else Latin-1."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""A call from its body and headers: sampling, ``nvext`` and routing hints, before anything is tokenized."""
+"""Parses a call from its body and headers: sampling, ``nvext`` and routing hints."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +37,10 @@ TAINT_CHARS_MAX = 512
 
 
 def check_hints(nvext: NvExt, *, at: str = "nvext.") -> None:
-    """Raise :class:`InvalidRequest` naming the field of a hint that cannot be meant, or that nobody can meet.
+    """Raise :class:`InvalidRequest` naming the field of an invalid hint, or of one that no worker can meet.
 
-    ``at`` is what stands before a field's name: where the hints are in what the caller gave. A taint may be
-    both required and avoided (a negative preference): that contradicts nothing.
+    ``at`` is the prefix of field names in errors. A taint may be both required and avoided (a negative
+    preference).
     """
     constraints, override = nvext.routing_constraints, nvext.router_config_override
     required = f"{at}routing_constraints.required_taints"
@@ -78,7 +78,7 @@ def _check_taints(path: str, taints: Iterable[Taint]) -> None:
 
 
 def _check_one_value_each(path: str, required: Iterable[Taint]) -> None:
-    """No worker is in two places: a domain with two required values can never be met."""
+    """Refuse two required values of one domain: a worker has one value of each."""
     value_of: dict[str, str] = {}
     for taint in sorted(required):
         place = named_domain(taint)
@@ -90,12 +90,12 @@ def _check_one_value_each(path: str, required: Iterable[Taint]) -> None:
             raise _wrong(path, f"no worker has two values of {domain!r}: {other!r} and {value!r} contradict")
 
 
-def _wrong(path: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{path}: {what}", param=path)
+def _wrong(path: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {why}", param=path)
 
 
 QUERY = "query_instance_id"
-"""The annotation of a call that only asks where it would go; Dynamo's clients write a colon after it."""
+"""The annotation of a routing query; Dynamo's clients write a colon after it."""
 
 WORKER_HEADERS = (b"x-dynamo-worker-instance-id", b"x-worker-instance-id")
 HEADERS: Mapping[bytes, str] = {
@@ -109,7 +109,7 @@ HEADERS: Mapping[bytes, str] = {
     b"x-prefill-dp-rank": "prefill_dp_rank",
     b"x-tenant-id": "cache_salt",
 }
-"""The field of ``nvext`` that a header sets. All begin with ``x-``; of two for one field the first wins."""
+"""The ``nvext`` field that each header sets. Of two headers for one field, the first in this table wins."""
 
 _PRIORITY = "requests have no priorities, and wait in one line"
 _SESSION = "requests of one session are not kept together"
@@ -123,7 +123,8 @@ HEADERS_WITHOUT_EFFECT: Mapping[bytes, str] = {
     b"x-dynamo-session-id": _SESSION,
     b"x-dynamo-parent-session-id": _SESSION,
 }
-"""Headers of Dynamo's that ask for what is not here: only the log says so, as HTTP asks for unknown headers.
+"""Headers of Dynamo's for unsupported features, with the reason. They are logged and ignored, as HTTP
+requires for unknown headers.
 """
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
@@ -137,10 +138,10 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "allowed_worker_ids": "required taints say which workers may take a request",
     "router": "router_config_override changes the decision of one request",
 }
-"""Fields of Dynamo's that ask for what is not here."""
+"""Fields of Dynamo's for unsupported features, with the reason."""
 
 FIELDS_MAX = 64
-"""Far more than there are: each unknown one is compared with all known ones, and logged."""
+"""The most fields of ``nvext``: each unknown one is compared with all known ones, and logged."""
 
 _NULL = Raw(b"null")
 _KNOWN = frozenset(NvExt.__struct_fields__)
@@ -148,28 +149,28 @@ _FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str,
 _NVEXT = msgspec.json.Decoder(NvExt)
 _NUMBER_DIGITS_MAX = 19
 _UNSET_RANK = 2**32 - 1
-"""What Dynamo's gateway plugin sends as the rank of a prefill worker that it has not chosen."""
+"""The rank that Dynamo's gateway plugin sends for a prefill worker that it has not chosen."""
 
 _ALIASES = {"decode_worker_id": "worker_id", "backend_instance_id": "worker_id"}
 
 Header = tuple[bytes, bytes]
 
 
-def refuse_unknown(at: str, what: str) -> None:
-    """Refuse what is not known."""
-    raise InvalidRequest(f"{at}: {what}", param=at)
+def refuse_unknown(at: str, why: str) -> None:
+    """Raise :class:`InvalidRequest` for an unknown field or value."""
+    raise InvalidRequest(f"{at}: {why}", param=at)
 
 
-def ignore_silently(_at: str, _what: str) -> None:
-    """Log nothing."""
+def ignore_silently(_at: str, _why: str) -> None:
+    """Ignore a hint without logging it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvextReader:
     """Reads the routing hints of one call: ``nvext`` in its body, and headers.
 
-    ``on_unknown`` is called with the place and the reason of each thing that is not known; when it returns,
-    that is left out. ``on_header`` is called with headers that have no effect.
+    ``on_unknown`` is called with the path and the reason for each unknown field or value, which is ignored
+    unless the callback raises. ``on_header`` is called with headers that have no effect.
     """
 
     headers: Iterable[Header] = ()
@@ -177,9 +178,9 @@ class NvextReader:
     on_header: Callable[[str, str], None] = ignore_silently
 
     def read(self, raw: Raw, cache_salt: str | None) -> NvExt:
-        """Return the hints under one name each; ``cache_salt`` is the one outside ``nvext``, next to it.
+        """Return the hints, without aliases; ``cache_salt`` is the body's field next to ``nvext``.
 
-        A header wins over the body. Raises :class:`InvalidRequest` naming the field, or both fields where two
+        A header wins over the body. Raises :class:`InvalidRequest` naming the field, or both fields if two
         names of one hint differ in the body.
         """
         nvext = self._decoded(raw) if raw != _NULL else NvExt()
@@ -196,10 +197,10 @@ class NvextReader:
         return nvext
 
     def _header_values(self) -> dict[str, object]:
-        """The fields that headers set.
+        """Return the fields that headers set.
 
-        Raises :class:`InvalidRequest` for a malformed header, and for one that is there twice and differs: a
-        proxy that adds its own must not lose to the client's.
+        Raises :class:`InvalidRequest` for a malformed header, and for a repeated one with different values:
+        the client's must not win over a proxy's.
         """
         sent: dict[bytes, int | str | None] = {}
         for header, value in self.headers:
@@ -238,7 +239,7 @@ class NvextReader:
         )
 
     def _known(self, words: tuple[str, ...], known: tuple[str, ...], field: str) -> tuple[str, ...]:
-        """Return the words that are known; what follows a colon belongs to an annotation."""
+        """Return the known words; of an annotation only the part before a colon counts."""
         found = []
         for place, written in enumerate(words):
             word = written.partition(":")[0] if field == "annotations" else written
@@ -251,14 +252,14 @@ class NvextReader:
 
 
 class _BodyHints:
-    """The hints of a body, by field, and the name that gave each one first."""
+    """The hints of a body by field, with the name under which each one was first found."""
 
     def __init__(self) -> None:
         self.values: dict[str, object] = {}
         self._named: dict[str, str] = {}
 
     def add(self, name: str, at: str, value: object) -> None:
-        """Add one hint. Raises :class:`InvalidRequest` where it differs from one that was added."""
+        """Add a hint. Raises :class:`InvalidRequest` if the field has another value already."""
         if value is None or value == "":
             return
         if name not in self.values:
@@ -269,7 +270,7 @@ class _BodyHints:
 
 
 def _header_value(header: bytes, value: bytes) -> int | str | None:
-    """What a header sets its field to; None where it sets nothing."""
+    """Return the value that a header sets its field to; None for an unset value."""
     field, name, text = HEADERS[header], header.decode(), value.decode("latin-1").strip()
     if field == "cache_salt":
         if len(text) > 1024:
@@ -302,7 +303,7 @@ _COMPLETION = msgspec.json.Decoder(CompletionBody)
 
 STOP_TOKENS_MAX = 64
 READER = NvextReader()
-"""Reads a call without headers, and refuses what is not known."""
+"""The reader of calls without headers; it refuses unknown fields."""
 
 COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's default for ``max_tokens`` of a completion."""
@@ -310,9 +311,9 @@ COMPLETION_TOKENS_DEFAULT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a generation call asks for, whatever its route; nothing here refers to its body.
+    """A parsed generation call of any route, without references to its body.
 
-    ``max_tokens`` None: up to the context length.
+    ``max_tokens`` is None for up to the context length.
     """
 
     model: ModelName
@@ -334,7 +335,7 @@ class Call:
 
     @property
     def override(self) -> RouterConfigOverride:
-        """Settings of the decision for this request alone."""
+        """Routing settings for this request only."""
         return self.nvext.router_config_override
 
     @property
@@ -349,11 +350,11 @@ class Call:
 
     @property
     def cache_namespace(self) -> str | None:
-        """What keeps this request's KV blocks apart from other tenants'."""
+        """The salt that separates this request's KV blocks from other tenants'."""
         return self.nvext.cache_salt or None
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """The sampling that an engine gets, once the number of tokens is known."""
+        """Return an engine's sampling. Raises InvalidRequest when ``min_tokens`` is above ``max_tokens``."""
         if self.unbounded_sampling.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens: must not be above max_tokens, which is {max_tokens}", param="min_tokens"
@@ -363,7 +364,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A chat; the messages are plain JSON values, for the template to judge."""
+    """A chat; its messages are plain JSON values, which the template checks."""
 
     call: Call
     messages: Sequence[Mapping[str, object]]
@@ -378,8 +379,8 @@ class CompletionCall:
 
 
 def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER, *, model: str = "") -> ChatCall:
-    """Return the chat call in a body, for ``model`` where it names none; raise :class:`InvalidRequest` naming
-    the field.
+    """Return the chat in a body, for ``model`` if it names none; raise :class:`InvalidRequest` naming the
+    field.
     """
     body = decode_body(_CHAT, scanned)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -404,7 +405,7 @@ def parse_either(
 
 
 def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER, *, model: str = "") -> CompletionCall:
-    """The same of a completion."""
+    """Return the completion in a body, for ``model`` if it names none; raise as :func:`parse_chat` does."""
     body = decode_body(_COMPLETION, scanned)
     max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
     call = call_of(body, nvext, max_tokens=max_tokens, field="max_tokens", model=model)
@@ -412,7 +413,7 @@ def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER, *, model
 
 
 def one_prompt(scanned: ScannedBody) -> str | TokenBuffer:
-    """Return the one prompt of a body; raise :class:`InvalidRequest` where it has none, or several."""
+    """Return the only prompt of a body; raise :class:`InvalidRequest` for an empty or a second one."""
     begin, end, _, _ = scanned.fields["prompt"]
     prompt = read_prompt(scanned.data, begin, end, at="prompt")
     if not prompt.is_only:
@@ -425,8 +426,8 @@ def one_prompt(scanned: ScannedBody) -> str | TokenBuffer:
 def call_of(
     body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, field: str, model: str = ""
 ) -> Call:
-    """Return what a body asks for, whatever its route, of ``model`` where it names none; raise
-    :class:`InvalidRequest` naming the field.
+    """Return the call in a body of any route, for ``model`` if it names none; raise :class:`InvalidRequest`
+    naming the field.
     """
     refuse_fields(body)
     if body.n is not None and body.n > 1:
@@ -467,7 +468,7 @@ def call_of(
 
 
 def pin_of(worker_id: int | None, dp_rank: int | None) -> Pin | None:
-    """Return the worker, and the rank of it, that are requested; None when no worker is."""
+    """Return the requested worker and rank; None without a worker."""
     if worker_id is None:
         return None
     return Pin(WorkerId(worker_id), None if dp_rank is None else DpRank(dp_rank))

@@ -1,4 +1,4 @@
-"""Calls of routes that pass as they are: what of them routing can know, and what no client may say."""
+"""Passed-through routes: their table, and the parsing of their calls for routing."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,14 +24,14 @@ from kvrouter.text.prompts.fields import PromptFields
 
 
 class PassedRoute(NamedTuple):
-    """How calls of one route are passed. Where it ``is_chat`` its prompt is known, and the worker is picked
-    that has most of it cached, else by load. Without ``takes_salt`` engines read no salt
-    there, so that a tenant's KV would not be kept apart. Where it ``is_anthropic`` errors have their form.
-    Calls of a route that ``is_form`` are forms with a file, and none of JSON.
+    """How calls of one route pass through. If it ``is_chat``, its prompt is known and routed by cache, else
+    calls are routed by load. Without ``takes_salt`` engines ignore a cache salt there, so that a call with
+    one is refused. If it ``is_anthropic``, errors have Anthropic's form. If it ``is_form``, bodies are forms
+    with a file instead of JSON.
     """
 
     route: CallRoute
-    what: str
+    description: str
     is_chat: bool = False
     streams: bool = False
     takes_salt: bool = True
@@ -40,7 +40,7 @@ class PassedRoute(NamedTuple):
 
     @property
     def read_fields(self) -> frozenset[str] | None:
-        """The fields of its calls that are read here, None where the prompt is: then any may be."""
+        """The fields of its calls that the router reads; None, for all, when it reads the prompt."""
         return None if self.is_chat else _READ_FIELDS
 
 
@@ -91,7 +91,7 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
     PassedRoute(CallRoute.PARSE_FUNCTION_CALL, "SGLang's calls of functions in a text", takes_salt=False),
     PassedRoute(CallRoute.SEPARATE_REASONING, "SGLang's reasoning in a text", takes_salt=False),
 )
-"""Every route that passes, and the only place where one is named."""
+"""The table of all passed-through routes."""
 
 
 def parse_passed(
@@ -121,17 +121,17 @@ def parse_passed(
 
 
 def _chat_of(route: PassedRoute, fields: LaxFields, nvext: NvExt) -> PromptFields | None:
-    """What the prompt is made from; None where it goes on from what one engine keeps."""
+    """Return the fields of the prompt; None if it continues from state that one engine keeps."""
     if not route.is_chat or fields.has_unknown_salt(nvext):
         return None
-    goes_on = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
-    return None if goes_on else chat_of(fields, route.route)
+    is_continued = any(fields.value(name) is not None for name in ("previous_response_id", "prompt"))
+    return None if is_continued else chat_of(fields, route.route)
 
 
 def parse_form(
     route: PassedRoute, model: ModelName, form: Form, reader: NvextReader = READER
 ) -> PassthroughCall:
-    """The same of a form, whose routing hints are headers. Raises :class:`InvalidRequest`."""
+    """Return the call in a form, whose routing hints are headers; raise :class:`InvalidRequest`."""
     for name in form.fields:
         if name in ROUTERS_FIELDS or name in _NOT_IN_FORMS:
             raise InvalidRequest(
@@ -155,7 +155,7 @@ def parse_form(
 
 
 _NOT_IN_FORMS = frozenset({"nvext", "cache_salt", "vllm_xargs"})
-"""What is read, or changed, of bodies in JSON."""
+"""Fields that the router reads or changes in JSON bodies, and refuses in forms."""
 
 
 def _check_hints(route: PassedRoute, nvext: NvExt) -> None:

@@ -1,6 +1,6 @@
-"""Passthrough calls: the body goes to the engine unchanged; only what routing needs is parsed.
+"""Passthrough calls: the body goes to the engine unchanged; only the fields that routing needs are parsed.
 
-The engine is the judge of everything else, fields that nobody here has heard of included.
+The engine validates everything else, also fields that the router does not know.
 """
 
 import json
@@ -35,27 +35,27 @@ from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class PassthroughCall:
-    """A call and its bytes. ``call`` holds the routing hints; its sampling is the engine's business."""
+    """A passed-through call and its bytes. ``call`` has the routing hints; the engine reads the sampling."""
 
     call: Call
     prompt: Prompt | None
-    """The first prompt, None where there is no text and no token id."""
+    """The first prompt; None if there is neither text nor token ids."""
     client_call: ClientCall
     chat: PromptFields | None = None
-    """What a chat's prompt is made from; None where it is no chat, or nobody knows how it goes on."""
+    """The fields of a chat's prompt; None for another call, or if the prompt cannot be known."""
     unread_tokens: int = 0
-    """How many tokens a prompt that is not read is taken to have."""
+    """The estimated tokens of a prompt that is not read."""
     is_partial: bool = False
-    """Whether a field changes the prompt in a way that is not known here."""
+    """Whether a field changes the prompt in a way that the router does not know."""
 
 
 READ_BYTES_MAX = 8 * 1024 * 1024
-"""A longer field, as one with large images, goes to its engine unread, and the request to a worker by load:
-to build objects of it takes other requests more time than routing gains.
+"""Longer fields, such as large images, are not decoded, and the request is routed by load: decoding would
+delay other requests by more than routing gains.
 """
 
 UNREAD_TOKENS_MAX = 8192
-"""As many tokens such a field counts as at most: images have more bytes than tokens."""
+"""The most tokens that an unread field is estimated at: images have more bytes than tokens."""
 
 _PLAIN = frozenset(
     {
@@ -85,7 +85,7 @@ _PLAIN = frozenset(
         "chat_template_kwargs",
     }
 )
-"""Fields with which an answer is plain text that depends on nothing but the tokens before."""
+"""Fields with which an answer stays plain text that depends only on the tokens before it."""
 
 _HARMLESS: Mapping[str, Sequence[bytes]] = {
     "add_generation_prompt": (b"true",),
@@ -102,7 +102,7 @@ _HARMLESS: Mapping[str, Sequence[bytes]] = {
     "tools": (b"[]",),
     "top_logprobs": (b"0",),
 }
-"""The values, apart from null, with which other fields change nothing."""
+"""Values, besides null, with which other fields have no effect."""
 
 _HARMLESS_BYTES_MAX = max(len(value) for values in _HARMLESS.values() for value in values)
 
@@ -114,7 +114,7 @@ _BETWEEN_ENGINES = (
     "bootstrap_port",
     "bootstrap_room",
 )
-"""Fields that say where engines fetch KV: hosts that they connect to, and blocks that may be anybody's."""
+"""Fields that tell engines where to fetch KV: hosts to connect to, and blocks of any tenant."""
 
 _DECIDED_BY_ROUTER: Mapping[str, str] = {
     "extra_key": "keeps KV apart as the tenant's salt does, and is joined to it: use cache_salt",
@@ -123,28 +123,28 @@ _DECIDED_BY_ROUTER: Mapping[str, str] = {
     "data_parallel_rank": "which rank serves is the router's to say: use nvext.dp_rank",
     "disagg_prefill_dp_rank": "which rank prefills is the router's to say: use nvext.prefill_dp_rank",
 }
-"""What else the router decides: why it is refused, and what a client has instead."""
+"""Other fields that the router decides, with the reason for the refusal and the alternative."""
 
 ROUTERS_FIELDS = frozenset((*_BETWEEN_ENGINES, *_DECIDED_BY_ROUTER))
-"""All that is the router's to say."""
+"""All fields that only the router may set."""
 
 _EXTRA = "vllm_xargs"
-"""What vLLM takes ``kv_transfer_params`` from where a call has none."""
+"""vLLM takes ``kv_transfer_params`` from this field if a call has none."""
 
 _OBJECT: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 
 _NULL = Raw(b"null")
 
 UNREAD_BYTES_MAX = 64 * 1024
-"""The longest body that is no JSON and goes to an engine, which says so in its own words."""
+"""The longest body that is not JSON and still goes to an engine, for the engine's own error."""
 
 
 def parse_passthrough(
     route: CallRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
 ) -> PassthroughCall:
-    """Return the call for ``model`` in a body, whose fields are read as leniently as engines read them.
+    """Return the call for ``model`` in a body; fields are read as leniently as engines read them.
 
-    Raises :class:`InvalidRequest` naming a field that is the router's to judge.
+    Raises :class:`InvalidRequest` naming a field that the router validates.
     """
     fields = LaxFields(scanned)
     for name in MisplacedFields.__struct_fields__:
@@ -200,7 +200,7 @@ def parse_passthrough(
 def parse_unread(
     route: CallRoute, model: ModelName, data: bytes, reader: NvextReader = READER
 ) -> PassthroughCall:
-    """Return a call whose body is no JSON object: its engine says so, and gets it byte for byte."""
+    """Return a call whose body is not a JSON object; its engine gets it byte for byte, and refuses it."""
     return PassthroughCall(
         passed_call_of(model, reader.read(_NULL, None), stream=False, max_tokens=1),
         None,
@@ -211,8 +211,8 @@ def parse_unread(
 
 
 def is_surely_unreadable(data: bytes) -> bool:
-    """Whether no engine finds a field in a body that is no JSON object here. Engines read with Python's own
-    parser, which also takes NaN and UTF-16: there they could find fields that are the router's to say.
+    """Whether engines, too, find no JSON object in the body. They use Python's parser, which accepts NaN and
+    UTF-16: otherwise they could find fields that only the router may set.
     """
     if len(data) > UNREAD_BYTES_MAX:
         return False
@@ -226,8 +226,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_utf8(data: bytes) -> bytes | None:
-    """Return in UTF-8 a body that engines read and that is not: in UTF-16 or UTF-32, or with halves of
-    surrogate pairs. None where it is, or is too long, or in none of these.
+    """Return a body in UTF-16 or UTF-32, or with halves of surrogate pairs, as UTF-8. None if it is UTF-8
+    already, too long, or in another encoding.
     """
     if len(data) > UNREAD_BYTES_MAX:
         return None
@@ -240,7 +240,7 @@ def as_utf8(data: bytes) -> bytes | None:
 
 
 def passed_call_of(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: int | None) -> Call:
-    """Return what is known of a call of which no more is known."""
+    """Return a call with only these fields known."""
     return Call(
         model=model,
         stream=stream,
@@ -254,26 +254,24 @@ def passed_call_of(model: ModelName, nvext: NvExt, *, stream: bool, max_tokens: 
 
 
 class LaxFields:
-    """The fields of a body; one that cannot be read is unknown, and wrong is what its engine says."""
+    """The fields of a body; an unreadable one is ``UNKNOWN``, and its engine judges it."""
 
     def __init__(self, scanned: ScannedBody) -> None:
         self._scanned = scanned
 
     def raw(self, name: str) -> Raw:
-        """The JSON of a field; null where it is absent."""
+        """Return the JSON of a field; ``null`` if it is absent."""
         raw = self._scanned.raw(name)
         return _NULL if raw is None else Raw(raw)
 
     def value(self, name: str) -> object:
-        """The value of a field; None where it is absent or null. Nothing is built of one that is too long for
-        routing to read: it is unknown.
-        """
+        """Return the value of a field; None if absent or null, ``UNKNOWN`` if over ``READ_BYTES_MAX``."""
         raw = self._scanned.raw(name)
         return UNKNOWN if raw is not None and len(raw) > READ_BYTES_MAX else lax_json(raw)
 
     def salt(self) -> str | None:
-        """``cache_salt``, None where it is absent, or no text. Raises :class:`InvalidRequest` for a text that
-        is over our limit.
+        """Return ``cache_salt``; None unless it is a string. Raises :class:`InvalidRequest` for a too long
+        one.
         """
         salt = self.value("cache_salt")
         if not isinstance(salt, str):
@@ -283,18 +281,18 @@ class LaxFields:
         return salt
 
     def has_unknown_salt(self, nvext: NvExt) -> bool:
-        """Whether the call names a salt that cannot be read, and ``nvext`` puts none in its place: then
-        nothing can be known to be cached for it.
+        """Whether the call has an unreadable salt that ``nvext`` does not replace: its cached blocks are then
+        unknown.
         """
         return not nvext.cache_salt and not isinstance(self.value("cache_salt"), str | None)
 
     def unread_tokens(self) -> int:
-        """How many tokens a prompt is taken to have of which nothing is read: 0 where there is none."""
+        """Return the estimated tokens of an unread prompt; 0 without a prompt."""
         lengths = (len(self._scanned.raw(name) or b"") for name in ("messages", "prompt", "input"))
         return min(max(lengths) // TOKEN_TEXT_BYTES, UNREAD_TOKENS_MAX)
 
     def stream_options(self) -> StreamOptions | Unknown:
-        """``stream_options``."""
+        """Return ``stream_options``, or ``UNKNOWN``."""
         options = self.value("stream_options")
         if options is None:
             return StreamOptions()
@@ -307,21 +305,21 @@ class LaxFields:
 
 
 def chat_of(fields: LaxFields, route: CallRoute) -> PromptFields | None:
-    """Return what a chat's prompt is made from; None where a part of it cannot be read."""
+    """Return the fields of a chat's prompt; None if one of them cannot be read."""
     values = {name: fields.value(name) for name in PromptFields.__struct_fields__ if name != "route"}
     return None if UNKNOWN in values.values() else PromptFields(route=route, **values)
 
 
 class WrittenCall(NamedTuple):
-    """What an engine gets of a body: its fields, and the JSON of them."""
+    """The body for an engine: its fields, and their JSON."""
 
     fields: Mapping[str, Raw]
     data: bytes
 
 
 def written_call(scanned: ScannedBody, *, salt: str | None, nvext: NvExt) -> WrittenCall:
-    """Return a body without what is for the router alone, and with the salt that ``nvext`` asks for where
-    ``salt`` is another. Raises :class:`InvalidRequest` naming a field that is the router's to say.
+    """Return the body for an engine: without ``nvext``, and with its salt if that differs from ``salt``.
+    Raises :class:`InvalidRequest` naming a field that only the router may set.
     """
     data = scanned.data
     fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}
@@ -330,20 +328,20 @@ def written_call(scanned: ScannedBody, *, salt: str | None, nvext: NvExt) -> Wri
         if _is_set(fields, name):
             raise InvalidRequest(f"{name}: {why}", param=name)
     written = {name: value for name, value in fields.items() if name != "nvext"}
-    if nvext.cache_salt and nvext.cache_salt != salt:  # the engine keeps tenants apart, or nobody
+    if nvext.cache_salt and nvext.cache_salt != salt:  # only the engine separates tenants
         written["cache_salt"] = Raw(msgspec.json.encode(nvext.cache_salt))
     return WrittenCall(written, data if written == fields else msgspec.json.encode(written))
 
 
 def _first_prompt(scanned: ScannedBody) -> Prompt | None:
-    """Of several prompts the first one is where the request goes; None where it cannot be read."""
+    """Return the first prompt, which decides the route; None if it cannot be read."""
     begin, end, _, _ = scanned.fields.get("prompt", (0, 0, 0, 0))
     if scanned.data[begin : begin + 1] not in (b'"', b"[") or end - begin > READ_BYTES_MAX:
         return None
     try:
         return read_prompt(scanned.data, begin, end, at="prompt")
     except InvalidRequest:
-        return None  # the engine says what is wrong with it
+        return None  # the engine answers with the error
 
 
 def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:
@@ -361,7 +359,7 @@ def _is_set(fields: Mapping[str, Raw], name: str) -> bool:
 
 
 def _fields_inside(raw: Raw | None) -> Mapping[str, Raw]:
-    """The fields of an object; what is none has none."""
+    """Return the fields of a JSON object; empty for any other value."""
     if raw is None or bytes(memoryview(raw)[:1]) != b"{":
         return {}
     try:
@@ -371,11 +369,11 @@ def _fields_inside(raw: Raw | None) -> Mapping[str, Raw]:
 
 
 def _is_resumable(fields: Mapping[str, Raw]) -> bool:
-    """Whether another worker could go on with the answer and nobody would notice."""
+    """Whether another worker can resume the answer without a visible difference."""
     for name, raw in fields.items():
         if name in _PLAIN:
             continue
-        value = bytes(memoryview(raw)[: _HARMLESS_BYTES_MAX + 1])  # the whole may be megabytes
+        value = bytes(memoryview(raw)[: _HARMLESS_BYTES_MAX + 1])  # the value may be megabytes
         if value == b"null" or value in _HARMLESS.get(name, ()):
             continue
         if name == "seed" and bytes(fields.get("temperature", b"")) in (b"0", b"0.0"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from kvrouter.http_client import HttpClient
+from kvrouter.core.http_client import HttpClient
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api.status import DeploymentStatus, LinkStatus
 from kvrouter.operator.status.link_status import LINK_SERIES, MetricsEndpoint, read_links, steadied

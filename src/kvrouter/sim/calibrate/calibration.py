@@ -1,8 +1,8 @@
-"""The timing of a mock engine that explains the first requests of a measured run, and how well it predicts
+"""Fits the timing of a mock engine to the first requests of a measured run, and measures how well it predicts
 the others.
 
-What is looked for is the likeliest timing: what the model's size and the GPU lead one to expect, each figure
-within its own spread, moved by what the first requests show. Their stamps are compared with those of the same
+The result is the likeliest timing: each figure starts at the value expected from the model's size and the
+GPU, and moves within its own spread by the first requests. Their stamps are compared with those of the same
 requests on a mock engine, to which all requests come; of the later ones only arrivals and lengths are read.
 """
 
@@ -31,7 +31,7 @@ SPREADS = {
     "decode_kv_token": 0.4,
     "mixed_kv_token": 0.5,
 }
-"""How far each figure of a timing may be from what is expected, one standard deviation, as a logarithm."""
+"""The spread of each figure around its expected value: one standard deviation, as a logarithm."""
 
 DECODE_SPREAD = 0.02
 """How far the time from first to last token may be from the mock engine's, as a logarithm."""
@@ -42,48 +42,45 @@ first token, as a share of its mean. Where only a client measured, the first one
 """
 
 OUTLIER = 1.5
-"""From so many standard deviations on a difference counts by its size, no longer by its square: the first
-request of an engine, which warms up, says nothing of the others.
-"""
+"""From this many standard deviations on a difference counts linearly, no longer by its square: the first
+request of an engine, which warms up, does not represent the others."""
 
 INDEPENDENT_REQUESTS = 10
-"""Requests that run together say much the same: however many, they count as so many."""
+"""Requests that run together are correlated: any number of them counts as this many."""
 
 REQUESTS_MIN = 5
-"""With fewer requests, and more than none, there is nothing to fit figures to."""
+"""The fewest requests to fit figures to."""
 
 ROUNDS = 8
 """How often each stage of the fit looks for a better timing."""
 
 GRID_POINTS = 7
 GRID_LOG = 1.05
-"""The grid in which a fit looks for where to begin: so many points each way, and how far, as a logarithm."""
+"""The grid of starting points for a fit: the points in each direction, and the distance, as a logarithm."""
 
 STARTS = 2
-"""From so many points of the grid a fit begins too; what is expected alone may lead to an unlikely timing."""
+"""A fit also begins from this many points of the grid: the expected values may lead to an unlikely timing."""
 
 LIKELIER = 0.7
-"""Less than this share of the squared deviations is better; of timings that are nearly as likely the one to
-which the expectation leads is taken.
-"""
+"""A timing is better below this share of the squared deviations; of timings that are nearly as likely the one
+reached from the expected values is taken."""
 
 TRIES = 5
 """How often a round takes a smaller step."""
 
 STAGES = ((0.1, True), (0.08, False), (0.03, False))
-"""By how much figures are moved to see what changes, as a logarithm, and whether those of prefill are moved
-together, and those of decoding. A small move may only take a request from one step to another, which says
-little of where the best timing is: the first stages look far, the last one closely.
-"""
+"""The steps of the differences, as a logarithm, and whether the figures of prefill are moved together, and
+those of decoding. A small step may only move a request from one engine step to another, which tells little
+about the best timing: the first stages use large steps, the last one small ones."""
 
 STEP_LARGEST = 0.7
-"""By how much a figure changes at most in one round, as a logarithm."""
+"""The largest change of a figure in one round, as a logarithm."""
 
 GAIN_LEAST = 3e-3
 """A stage ends when a round gains less than this share."""
 
 SIMULATIONS = 20
-"""Over so many simulations a prediction is averaged."""
+"""How many simulations a prediction averages."""
 
 JITTER = DECODE_SPREAD
 """How far the figures of these are apart, as a logarithm: as far as few requests leave them open."""
@@ -91,15 +88,15 @@ JITTER = DECODE_SPREAD
 PERCENTILES = (50, 90, 99)
 
 LEAST_S = 1e-4
-"""Of a shorter time an error says nothing: who finds the scheduler idle waits some microseconds."""
+"""Errors of shorter times have no meaning: a request at an idle scheduler waits some microseconds."""
 
 QUEUE = "queue"
 TOKEN_TIME = "time per output token"  # noqa: S105 -- a quantity, no password
 
 
 class Calibrated(NamedTuple):
-    """A mock engine for a measured run: with the timing that its hardware alone leads one to expect, and with
-    the one that ``n_fitted`` requests led to.
+    """A mock engine for a measured run: with the timing expected from its hardware alone, and with the one
+    fitted to ``n_fitted`` requests.
     """
 
     expected: MockConfig
@@ -109,9 +106,9 @@ class Calibrated(NamedTuple):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One percentile of one quantity over the requests that were not seen; seconds, and relative errors.
+    """One percentile of one quantity over the requests that were not fitted to; seconds, and relative errors.
 
-    Errors of what is shorter than ``step_s`` are None: where in a step a request came is chance.
+    Errors of times shorter than ``step_s`` are None: where in a step a request arrives is random.
     """
 
     quantity: str
@@ -123,12 +120,12 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float | None:
-        """Of the calibrated engine; None where nothing that can be compared was measured."""
+        """The error of the calibrated engine; None without a comparable measurement."""
         return self._error(self.calibrated_s)
 
     @property
     def expected_error(self) -> float | None:
-        """With no request seen; None where nothing that can be compared was measured."""
+        """The error without fitting; None without a comparable measurement."""
         return self._error(self.expected_s)
 
     def _error(self, predicted_s: float) -> float | None:
@@ -139,7 +136,7 @@ class Comparison(msgspec.Struct, frozen=True):
 def calibrate(
     run: MeasuredRun, shape: ModelShape, *, n_fitted: int, on_round: Callable[[int], None] = lambda _: None
 ) -> Calibrated:
-    """Fit a timing to the first ``n_fitted`` requests; with 0, expect it from model and hardware alone.
+    """Fit a timing to the first ``n_fitted`` requests; with 0, derive it from model and hardware alone.
 
     Raises ConfigError where there are too few requests to fit to or none left to predict, and for a model
     that does not fit into its GPUs.
@@ -183,7 +180,7 @@ def check_fitted(run: MeasuredRun, n_fitted: int) -> None:
 
 
 def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
-    """Predict the requests that were not seen, and compare them with what was measured."""
+    """Predict the requests that were not fitted to, and compare them with the measured ones."""
     n_fitted = calibrated.n_fitted
     measured = {name: _percentiles(values[n_fitted:]) for name, values in quantities(run, run.stamps).items()}
     expected = _predicted(run, calibrated.expected, n_fitted)
@@ -204,9 +201,9 @@ def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
 
 
 def _predicted(run: MeasuredRun, config: MockConfig, n_fitted: int) -> dict[str, list[float]]:
-    """Return the mean of each percentile over simulations whose timings differ a little.
+    """Return the mean of each percentile over simulations with slightly different timings.
 
-    Which step a request just meets, and what else is in it, is chance, and so is the p99 of one simulation.
+    The step that a request joins, with its other requests, is random, and so is the p99 of one simulation.
     """
     draws = np.random.default_rng(0)
     found: dict[str, list[list[float]]] = {}
@@ -227,10 +224,10 @@ def _percentiles(values: F64) -> list[float]:
 
 
 def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
-    """Return what a request waits for, in seconds, an entry a request; NaN where an answer of ``run`` has one
-    token, or came at once.
+    """Return the waiting times of requests in seconds, an entry a request; NaN for an answer of ``run`` with
+    one token, or that came at once.
 
-    Where the scheduler's stamps are not known of every request, queue and service are one: TTFT.
+    Without the scheduler's stamps of every request, queue and service are one quantity: TTFT.
     """
     between = np.where(run.decodes, run.output_tokens - 1, np.nan)
     if not run.knows_scheduler:
@@ -280,7 +277,7 @@ class _Fit:
         return self._timing_at(best if self._cost(best) < LIKELIER * self._cost(expected) else expected)
 
     def _starts(self) -> list[F64]:
-        """Return where to look from: what is expected, and the likeliest timings of a grid, in which the
+        """Return the starting points: the expected values, and the likeliest timings of a grid, in which the
         figures of prefill are moved together, and all others.
         """
         moves = np.linspace(-GRID_LOG, GRID_LOG, GRID_POINTS)
@@ -356,7 +353,7 @@ class _Fit:
         return np.concatenate((self._weight * robust, (at - self._expected) / self._spreads))
 
     def _began(self, stamps: Stamps) -> F64:
-        """When requests came into a step; when they arrived, where no measured stamp says the first."""
+        """Return when requests came into a step; when they arrived, without a measured stamp of that."""
         return np.where(self._is_scheduled, stamps.scheduled, stamps.arrival)
 
 

@@ -1,4 +1,4 @@
-"""A measured run from what a client saw of a live engine, and what the engine's metrics add."""
+"""A measured run from a client's observation of a live engine, and the engine's metrics."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,18 +13,17 @@ WAY_SHARE = 0.5
 
 
 AT_ONCE_SHARE = 0.1
-"""The largest share of answers whose tokens may all come at once: a busy server or client holds one back now
-and then, a proxy in between holds all.
-"""
+"""The largest share of answers with all tokens at once: a busy server or client holds one back now and then,
+a proxy in between holds back all."""
 
 
 class ClientRequest(NamedTuple):
     """One request: tokens, and seconds of the client's clock.
 
-    ``queue_s`` and ``prefill_s`` are the engine's own: how long it waited for the scheduler, and how long it
-    took from there to its first token. They are None where the engine does not say: metrics have sums, which
-    are of one request where it ran alone. Of requests that ran together, the sums say ``way_share``: how much
-    of their TTFT, all in all, was before the scheduler or behind it.
+    ``queue_s`` and ``prefill_s`` are the engine's own times: in the queue, and from there to its first token.
+    They are None if the engine does not report them: metrics have sums, which are of one request if it ran
+    alone. For requests that ran together, the sums give ``way_share``: the share of their total TTFT before
+    the scheduler or behind it.
     """
 
     prompt_tokens: int
@@ -38,7 +37,7 @@ class ClientRequest(NamedTuple):
 
     @property
     def came_at_once(self) -> bool:
-        """Whether several tokens came with the first: nothing says how long they took."""
+        """Whether several tokens came with the first: their times are unknown."""
         return self.answer_tokens > 1 and self.last_s <= self.first_s
 
 
@@ -47,12 +46,12 @@ def client_run(
 ) -> MeasuredRun:
     """Return the run of ``requests``, by arrival, on the client's clock from the first arrival on.
 
-    A request arrives at the scheduler later than it was sent: by what its TTFT was longer than the engine's
-    own times, where these are known; by the share that is known of those it ran with; by the median of all
-    ways that are known, for other requests; and by ``round_trip_s``, which a small question takes, where the
-    engine says no times. Stamps of the scheduler that nobody says are NaN.
+    A request arrives at the scheduler later than it was sent: by the difference of its TTFT and the engine's
+    own times, if these are known; by the known share of the requests that it ran with; by the median of all
+    known delays, for other requests; and by ``round_trip_s``, the time of a small request, if the engine
+    reports no times. Unknown stamps of the scheduler are NaN.
 
-    Raises ConfigError for stamps that no stream of tokens has, and where many answers came at once.
+    Raises ConfigError for stamps that no stream of tokens has, and if many answers came at once.
     """
     for number, request in enumerate(requests):
         _check(number, request)

@@ -1,4 +1,4 @@
-"""The requests that a live engine is sent to calibrate its timing, and how many of them run at once."""
+"""The requests that calibrate the timing of a live engine, and how many of them run at once."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -33,13 +33,13 @@ WARM_UP_ANSWER_TOKENS = 8
 """The prompt of a request that warms up, and its answer."""
 
 CONTEXT_SHARE = 0.8
-"""The share of a context that prompt and answer fill: how many tokens a text has is known later."""
+"""The share of a context that prompt and answer fill: a text's number of tokens is known later."""
 
 CONTEXT_LEAST = 128
 """Tokens of a context in which prompts can differ in length."""
 
 KV_SHARE = 0.5
-"""The share of the KV blocks that requests of one load fill together, so that none waits for blocks."""
+"""The share of the KV blocks that requests of one load fill together, so that no request waits for blocks."""
 
 
 class LoadRequest(NamedTuple):
@@ -57,7 +57,7 @@ class LoadPhase(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """What an engine is sent: the requests to fit to, then those to predict."""
+    """The load of an engine: the requests to fit to, then those to predict."""
 
     fitted: tuple[LoadPhase, ...]
     checked: LoadPhase
@@ -69,8 +69,8 @@ class EngineLoad(NamedTuple):
 
     @property
     def warm_up(self) -> tuple[LoadRequest, ...]:
-        """What is sent before and not measured: an engine's first requests warm it up. They grow, so that how
-        many tokens a text has is known before one nearly fills the context.
+        """The requests before the measurement, which warm up the engine. They grow, so that the number of
+        tokens in a text is known before one nearly fills the context.
         """
         longest = max(request.prompt_tokens for request in self.fitted[0].requests)
         middle = min(WARM_UP_TOKENS, max(1, longest // 4))
@@ -87,12 +87,12 @@ class EngineLoad(NamedTuple):
 def engine_load(
     n_fitted: int, *, context_tokens: int, kv_tokens: int | None = None, max_num_seqs: int | None = None
 ) -> EngineLoad:
-    """Return a load that shows each figure of a timing, and in which requests hardly queue.
+    """Return a load that shows each figure of a timing, with hardly any queueing.
 
     The first quarter of the ``n_fitted`` requests runs one at a time: these have the longest prompts, and no
     other request makes them wait. In the second quarter four run at once, in the others up to 32, with short
-    prompts of which many fit into one step. ``context_tokens`` bounds a request, ``kv_tokens`` all that run
-    at once, and ``max_num_seqs`` how many these are.
+    prompts of which many fit into one step. ``context_tokens`` limits a request, ``kv_tokens`` and
+    ``max_num_seqs`` all that run at once.
 
     Raises ConfigError for too few or too many requests, and for too short a context.
     """
@@ -127,14 +127,14 @@ def engine_load(
 
 
 class _Room(NamedTuple):
-    """What an engine has room for."""
+    """The capacity of an engine."""
 
     context_tokens: int
     kv_tokens: int | None
     max_num_seqs: int | None
 
     def phase(self, n_requests: int, *, concurrency: int, longest: int) -> LoadPhase:
-        """Return a phase whose prompts grow by equal factors up to ``longest``, in mixed order."""
+        """Return a phase with prompts that grow by equal factors up to ``longest``, in mixed order."""
         at_once = min(concurrency, n_requests, self.max_num_seqs or concurrency)
         most = int(CONTEXT_SHARE * self.context_tokens)
         if self.kv_tokens is not None:

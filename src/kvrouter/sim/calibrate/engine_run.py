@@ -36,9 +36,9 @@ def engine_config(run: MeasuredRun, kv_tokens: int) -> MockConfig:
 
 
 def simulate(run: MeasuredRun, config: MockConfig, *, first: int | None = None) -> Stamps:
-    """Return the stamps of all requests, or go on only until the ``first`` so many have ended.
+    """Return the stamps of all requests; with ``first``, stop when the first ``first`` have ended.
 
-    Raises ContextLengthExceeded for a request that the engine has no room for.
+    Raises ContextLengthExceeded for a request that does not fit into the engine.
     """
     return _EngineRun(run, config).stamps(run.n_requests if first is None else first)
 
@@ -92,7 +92,7 @@ class _EngineRun:
     def _send(
         self, now: float, number: int, rank: int, *, n_tokens: int, n_output: int, n_cached: int
     ) -> SequenceKey:
-        """Submit a request whose first ``n_cached`` tokens are those that all prompts begin with."""
+        """Submit a request with a first ``n_cached`` tokens that all prompts share."""
         request = EngineRequest(
             request_id=RequestId(str(number)),
             attempt=0,
@@ -117,7 +117,7 @@ class _EngineRun:
             self._engine.take_outputs()
 
     def _note(self, time: float, first: int) -> int:
-        """Take what the engine did at ``time``; return how many of the ``first`` requests ended."""
+        """Take the engine's outputs at ``time``; return how many of the ``first`` requests ended."""
         ended = 0
         outputs = self._engine.take_outputs()
         for key, at_s in outputs.scheduled:
@@ -147,5 +147,5 @@ class _RankLoad:
 
     @property
     def score(self) -> int:
-        """What the front end of vLLM compares."""
+        """The value by which vLLM's front end compares ranks."""
         return WAITING_WEIGHT * self.waiting + self.running

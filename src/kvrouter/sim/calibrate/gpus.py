@@ -1,18 +1,18 @@
-"""GPUs that are known by the names that engines print: memory, bandwidth and peak, as their vendors say."""
+"""Known GPUs by the names that engines print: memory, bandwidth and peak, from their vendors' documents."""
 
 import re
 from typing import NamedTuple
 
 LINK_GB_S = 16.0
-"""GB/s between GPUs of which nothing is said: half of what sixteen lanes of PCIe 4.0 carry."""
+"""GB/s between GPUs without a known link: half the rate of sixteen lanes of PCIe 4.0."""
 
 
 class Gpu(NamedTuple):
     """One GPU: the GiB of memory that programs see, GB/s of its bandwidth, dense 16-bit TFLOP/s with 32-bit
     sums.
 
-    ``link_gb_s`` is what it sends to its neighbours, one way. ``fp8`` and ``fp4``: whether it multiplies in
-    these types faster than in 16 bits. ``source`` names the vendor's document.
+    ``link_gb_s`` is the rate to its neighbours, one way. ``fp8`` and ``fp4``: whether it multiplies in these
+    types faster than in 16 bits. ``source`` names the vendor's document.
     """
 
     name: str
@@ -86,7 +86,7 @@ _KNOWN = (
     ("tpuv5e|tpuv5lite", Gpu("TPU v5e", 16, 819, 197, "Google Cloud TPU v5e page", 50)),
     ("tpuv6e", Gpu("TPU v6e", 32, 1_640, 918, "Google Cloud TPU v6e page", 112)),
 )
-"""By the beginning of the name in small letters and digits alone; the first that matches counts."""
+"""By the beginning of the name in small letters and digits alone; the first match counts."""
 
 KNOWN_GPUS = tuple(gpu for _, gpu in _KNOWN)
 
@@ -94,9 +94,9 @@ _MAKERS = re.compile(r"nvidia|amd|google|geforce|instinct|tesla|quadro")
 
 
 def known_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
-    """Return the GPU that an engine or ``nvidia-smi`` calls ``name``; None for one that is not known.
+    """Return the GPU that an engine or ``nvidia-smi`` calls ``name``; None for an unknown one.
 
-    ``memory_gib``, where it is said, sets those of one name apart that were built in several sizes.
+    ``memory_gib``, if given, distinguishes GPUs of one name that were built in several sizes.
     """
     letters = re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
     found = [gpu for pattern, gpu in _KNOWN if re.match(pattern, letters)]

@@ -171,4 +171,4 @@ STORED_AS = {
     "deepseek-r1": "fp8",
     "kimi-k2": "fp8",
 }
-"""How models are quantized whose makers publish them so, under names that do not say it."""
+"""Quantizations of models that are published quantized, under names that do not show it."""

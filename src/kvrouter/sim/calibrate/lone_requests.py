@@ -1,4 +1,4 @@
-"""The timing to begin a fit with where nothing is known of the GPUs: that of requests which ran alone."""
+"""The start of a fit without known GPUs: the timing of requests that ran alone."""
 
 import numpy as np
 
@@ -17,9 +17,8 @@ LONE_SPREADS = {
     "decode_kv_token": 2.0,
     "mixed_kv_token": 2.0,
 }
-"""How far each figure may be from where the fit begins, one standard deviation, as a logarithm: far enough
-that what is fitted comes from the stamps.
-"""
+"""The spread of each figure around the start of the fit, one standard deviation, as a logarithm: wide enough
+that the stamps determine the fit."""
 
 SMALL_SHARE = 0.05
 """The share of a step that each figure has at first which lone requests do not show."""

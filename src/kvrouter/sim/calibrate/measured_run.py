@@ -25,7 +25,7 @@ I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 ASYNC_BY_DEFAULT_SINCE = (0, 14)
-"""The version of vLLM since which ``async_scheduling`` is on where nothing is said."""
+"""The version of vLLM since which ``async_scheduling`` is on by default."""
 
 Tokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -34,7 +34,7 @@ Above0 = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 LARGE_GPU_GIB = 70.0
-"""From so much memory on vLLM takes larger batches by default, but for A100s."""
+"""From this memory on vLLM takes larger batches by default, except on A100s."""
 
 DEFAULT_BATCH = {True: {"max_num_seqs": 1_024, "max_num_batched_tokens": 8_192}}
 DEFAULT_BATCH[False] = {"max_num_seqs": 256, "max_num_batched_tokens": 2_048}
@@ -49,7 +49,7 @@ NVLINK_GB_S = 100.0
 
 PCIE_LATENCY_NS = 20_000.0
 NVLINK_LATENCY_NS = 10_000.0
-"""What a sum over GPUs takes besides its bytes."""
+"""The time of a sum over GPUs besides that of its bytes."""
 
 
 class EngineFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +108,8 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of the engine; ``peak_tflops`` of one, dense, in 16 bits. ``npu_mem`` may be missing of GPUs
-    that are known by name; ``tp_size`` counts where the engine's flags do not say it.
+    """The GPUs of the engine; ``peak_tflops`` of one, dense, in 16 bits. ``npu_mem`` may be missing for GPUs
+    known by name; ``tp_size`` counts if the engine's flags do not state it.
     """
 
     hardware: Annotated[str, Meta(min_length=1)]
@@ -119,7 +119,7 @@ class GpuInstance(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> GpuMemory:
-        """Its memory, which a file or its name said; raises ConfigError where neither did."""
+        """Its memory, from a file or its name; raises ConfigError without either."""
         if self.npu_mem is None:
             raise ConfigError(
                 f"config.json: npu_mem: is required: nothing is known of {self.hardware!r}", param="npu_mem"
@@ -166,8 +166,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stamps(msgspec.Struct, frozen=True):
-    """When each request arrived, was seen by the scheduler, came into a step, and had its first and its last
-    token: seconds, an entry a request; NaN where that was never reached.
+    """When each request arrived, reached the scheduler, came into a step, and had its first and its last
+    token: seconds, an entry a request; NaN if that was never reached.
     """
 
     arrival: F64
@@ -180,10 +180,10 @@ class Stamps(msgspec.Struct, frozen=True):
 class MeasuredRun(msgspec.Struct, frozen=True):
     """A run, with its requests by arrival: prompt and answer lengths in tokens, and their stamps.
 
-    ``hardware`` is None where nobody says on what GPUs it ran. The stamps ``queued`` and ``scheduled`` of
-    requests that only a client measured are NaN. ``cached_tokens`` of the prompts came from a prefix cache;
-    None where there is none or nobody says. ``notes`` are lines on what the files leave open, and what was
-    assumed instead.
+    ``hardware`` is None if its GPUs are unknown. The stamps ``queued`` and ``scheduled`` of requests measured
+    only by a client are NaN. ``cached_tokens`` of the prompts came from a prefix cache; None if there is no
+    cache or no report. ``notes`` are lines on values missing in the files, and the assumptions in their
+    place.
     """
 
     meta: RunMeta
@@ -218,8 +218,8 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read ``meta.json``, ``config.json`` and ``requests.jsonl`` of ``folder``. Requests that failed are left
-    out, and a note says how many.
+    """Read ``meta.json``, ``config.json`` and ``requests.jsonl`` of ``folder``. Failed requests are left out,
+    and a note has their number.
 
     Raises ConfigError that names file, line and field.
     """
@@ -292,7 +292,7 @@ def _cached_tokens(rows: list[RequestRow], flags: EngineFlags, notes: list[str])
 
 
 def _read_meta(path: Path, hardware: RunHardware, notes: list[str]) -> RunMeta:
-    """Read the engine's flags; those that nobody says are what vLLM takes on such a GPU."""
+    """Read the engine's flags; missing ones get vLLM's defaults on its GPU."""
     content = read_json(path, dict[str, Any])
     flags = content.get("engine_kwargs")
     kwargs: dict[str, Any] = {}
@@ -343,9 +343,9 @@ def _not_modelled(flags: EngineFlags) -> list[str]:
 
 
 def read_hardware(path: Path, notes: list[str]) -> RunHardware:
-    """Read ``config.json``; add to ``notes`` what it leaves to the GPU's name.
+    """Read ``config.json``; add to ``notes`` the values that the GPU's name gives.
 
-    Raises ConfigError that names file and field, for a GPU of which nobody says the memory too.
+    Raises ConfigError that names file and field, for a GPU with unknown memory too.
     """
     hardware = read_json(path, RunHardware)
     gpu = hardware.gpu
@@ -374,14 +374,14 @@ def read_hardware(path: Path, notes: list[str]) -> RunHardware:
 
 
 RUN_FILE_BYTES_MAX = 4 * 1024 * 1024
-"""Of a file that describes a run or its hardware."""
+"""The limit of a file that describes a run or its hardware."""
 
 Read = TypeVar("Read")
 
 
 def read_json(path: Path, kind: type[Read]) -> Read:
-    """Read one JSON object of a run, in which null is what is not said; raises ConfigError that names file
-    and field.
+    """Read one JSON object of a run, in which null is a missing value; raises ConfigError that names file and
+    field.
     """
     try:
         content: object = attempted(msgspec.json.decode, read_regular(path, bytes_max=RUN_FILE_BYTES_MAX))
@@ -393,7 +393,7 @@ def read_json(path: Path, kind: type[Read]) -> Read:
 
 
 def convert_json(path: Path, content: object, kind: type[Read]) -> Read:
-    """Return what was read of ``path`` as ``kind``; raises ConfigError that names file and field."""
+    """Return the ``content`` of ``path`` as ``kind``; raises ConfigError that names file and field."""
     try:
         return converted(content, kind)
     except Unreadable as error:
@@ -432,7 +432,7 @@ def _read_rows(path: Path, notes: list[str]) -> list[tuple[int, object]]:
 
 
 def _failed(content: dict[str, object]) -> bool:
-    """Whether a row says that its request had no answer: an absent key is a mistake of the file instead."""
+    """Whether a row states that its request had no answer: an absent key is a mistake of the file instead."""
     if content.get("error") or content.get("success") is False:
         return True
     return any(name in content and content[name] is None for name in ("output_toks", *STAMPS))
@@ -469,7 +469,7 @@ def _check_times(path: Path, line: int, row: RequestRow, *, drafts: bool) -> Non
 
 
 def _field_and_fault(error: Unreadable) -> tuple[str, str]:
-    """Return the field of an error of msgspec, and what is wrong with it."""
+    """Return the field of an error of msgspec, and its problem."""
     what, _, field = str(error).partition(" - at `$")
     missing = re.search(r"missing required field `(\w+)`", what)
     name = field.strip("`").removeprefix(".")

@@ -1,4 +1,4 @@
-"""The dimensions that a Hugging Face ``config.json`` says of a decoder."""
+"""The dimensions of a decoder in a Hugging Face ``config.json``."""
 
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -28,7 +28,7 @@ WINDOW_PATTERNS = {
     "llama4": 4,
     "llama4_text": 4,
 }
-"""In which models without ``layer_types`` one layer in so many attends to everything."""
+"""Models without ``layer_types`` in which one layer in this many attends to everything."""
 
 
 DECODER_KEYS = ("text_config", "llm_config", "language_config")
@@ -36,7 +36,7 @@ DECODER_KEYS = ("text_config", "llm_config", "language_config")
 
 
 class ModelDimensions(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of a Hugging Face ``config.json`` that say how large a decoder is. Others are not read."""
+    """The keys of a Hugging Face ``config.json`` with the sizes of a decoder. Others are not read."""
 
     num_hidden_layers: Dimension
     hidden_size: Dimension
@@ -116,7 +116,7 @@ class AttentionLayers(NamedTuple):
 
 
 def read_dimensions(path: Path) -> ModelDimensions:
-    """Read a model's ``config.json``; of one that also sees or hears, what it says of the decoder.
+    """Read a model's ``config.json``; of a multimodal model, the part on the decoder.
 
     Raises ConfigError that names file and field.
     """

@@ -1,4 +1,4 @@
-"""The shape of a model: what a step reads and computes of it, from its dimensions."""
+"""The shape of a model: the weights and computation of a step, from its dimensions."""
 
 import re
 from pathlib import Path
@@ -117,11 +117,11 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_shape(model: str, folder: Path, config: Path | None = None) -> tuple[ModelShape, str]:
-    """Return the shape of ``model``, and where it is from: ``config``, ``model.json`` of ``folder``, the
-    ``config.json`` of a model that is a folder, what is known of the name, the local cache of Hugging Face,
-    or a guess by the size that the name says. Nothing is downloaded.
+    """Return the shape of ``model``, and its source: ``config``, ``model.json`` of ``folder``, the
+    ``config.json`` of a model that is a folder, the known models by name, the local cache of Hugging Face, or
+    a guess by the size in the name. Nothing is downloaded.
 
-    Raises ConfigError where the name says nothing and there is no such file.
+    Raises ConfigError if the name has no size and there is no such file.
     """
     name = model.rstrip("/").rsplit("/", 1)[-1].lower().removeprefix("meta-")
     for path in (config, folder / "model.json", Path(model) / "config.json"):

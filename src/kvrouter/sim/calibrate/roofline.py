@@ -24,7 +24,7 @@ from kvrouter.sim.calibrate.model_shape import ModelShape
 from kvrouter.sim.calibrate.weight_format import WeightFormat, format_of_method
 
 FLOPS_PER_BYTE = 300.0
-"""What a GPU of which nothing is known computes for each byte that its memory can give it."""
+"""FLOPs of an unknown GPU for each byte of its memory bandwidth."""
 
 COMPUTE_SHARE = 0.7
 """The share of a GPU's peak that large matrix products reach."""
@@ -33,24 +33,23 @@ BANDWIDTH_SHARE = 0.85
 """The share of a GPU's memory bandwidth that a step reaches."""
 
 STEP_MS = 1.0
-"""What a step takes besides: its launch, its sampling, its bookkeeping."""
+"""The fixed time of a step: its launch, its sampling, its bookkeeping."""
 
 PREFILL_STEP_MS = 2.0
-"""What a step takes more as it prefills, and so cannot be launched as one recorded graph."""
+"""The extra time of a step with prefill, which cannot be launched as one recorded graph."""
 
 SEQUENCE_MS = 0.02
-"""What sampling one token takes."""
+"""The time of sampling one token."""
 
 MIXED_SHARE = 0.7
 """How much longer the reading of KV takes in a step that prefills too."""
 
 EAGER_LAYER_MS = 0.2
-"""What launching the kernels of a layer takes where steps are not recorded graphs."""
+"""The time of launching the kernels of a layer if steps are not recorded graphs."""
 
 OVERLAP = 4.0
-"""How fully reading weights and computing with them go on at once: the exponent of their sum, infinite where
-the shorter one costs nothing.
-"""
+"""How fully reading weights and computing with them overlap: the exponent of their sum, infinite if the
+shorter one costs nothing."""
 
 COMPUTE_SHARE_LEAST = 0.25
 """The share of its computing that a prompt token takes at least, though weights are read meanwhile."""
@@ -59,13 +58,13 @@ LAYERS_LEAST = 0.01
 """Layers that attend to all tokens, at least: a figure of 0 could not be fitted."""
 
 POINTS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""The quantiles that stand for a distribution."""
+"""The quantiles that represent a distribution."""
 
 ROUNDS = 2
 """How often the batches are looked for."""
 
 ROUNDED_LESS_THAN = 1.15
-"""A GPU's memory that is said to be larger than known, but by less, is that which it is sold with."""
+"""A stated GPU memory above the known one by less than this factor is the size that it is sold with."""
 
 BLOCKS_MAX = 1 << 31
 """More blocks no mock engine has; what models of next to no KV could have would be without end."""
@@ -85,10 +84,9 @@ class Roofline(NamedTuple):
 
 
 def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
-    """Return what to expect of ``run`` from its model and hardware alone.
+    """Return the expected timing of ``run`` from its model and hardware alone.
 
-    Raises ConfigError where the model does not fit into the memory of its GPUs, and where nothing is known
-    of these.
+    Raises ConfigError if the model does not fit into the memory of its GPUs, and if these are unknown.
     """
     if run.hardware is None:
         raise ConfigError("config.json: is needed: it says on what GPUs the engine runs", param="hardware")
@@ -112,11 +110,11 @@ def roofline(run: MeasuredRun, shape: ModelShape) -> Roofline:
 
 
 class _Batches(NamedTuple):
-    """What the steps of a run have in them.
+    """The contents of a run's steps.
 
     ``decoding`` are quantiles of the sequences that decode in a step, over all tokens; ``prefilled`` are
     quantiles of the prompt tokens that a step computes, over all requests. ``alone`` is the share of prefills
-    in steps in which nothing decodes.
+    in steps without decoding.
     """
 
     decoding: F64
@@ -154,8 +152,8 @@ def _quantiles(values: F64, weights: F64) -> F64:
 
 
 class _Costs(NamedTuple):
-    """What parts of a step cost, in milliseconds: reading weights, products with them for each token, all
-    that comes with each step, the links, the pairs of attention and the KV that is read.
+    """Costs of the parts of a step, in milliseconds: reading weights, products with them for each token,
+    fixed costs of each step, the links, the pairs of attention and the KV that is read.
     """
 
     shape: ModelShape
@@ -178,7 +176,7 @@ class _Costs(NamedTuple):
         return max(longer, self.step_launch_ms)
 
     def timing(self, batches: _Batches) -> Timing:
-        """Return the timing that says the same of steps with such batches."""
+        """Return the timing with the same costs for steps with these batches."""
         base, sequence = _line(
             batches.decoding, [self.matrices_ms(n) for n in batches.decoding], least=self.matrices_ms(1.0)
         )
@@ -261,7 +259,7 @@ def _costs(run: MeasuredRun, hardware: RunHardware, shape: ModelShape, guesses: 
 
 
 class _Split(NamedTuple):
-    """Among how many GPUs attention, dense layers and experts are split."""
+    """How many GPUs attention, dense layers and experts are split among."""
 
     tensor: int
     experts: int
@@ -287,8 +285,8 @@ class _Split(NamedTuple):
 
 
 class WindowShares(NamedTuple):
-    """What layers with a window leave of the work of layers that attend to everything, over all layers: of
-    KV that decoding reads, of pairs that prefill computes, and of KV that is kept.
+    """The share of work left by layers with a window, of layers that attend to everything, over all layers:
+    of KV that decoding reads, of pairs that prefill computes, and of KV that is kept.
     """
 
     decode: float
@@ -334,7 +332,7 @@ def _peak_tflops(gpu: GpuInstance, guesses: list[str]) -> float:
 
 
 def _weights(flags: EngineFlags, shape: ModelShape, guesses: list[str]) -> WeightFormat:
-    """Return how weights are stored: what the flags say wins over the model, but for the number of bits."""
+    """Return how weights are stored: the flags win over the model, except for the number of bits."""
     found = shape.weights
     if flags.quantization is not None:
         stated = format_of_method(flags.quantization)
@@ -351,7 +349,7 @@ def _weights(flags: EngineFlags, shape: ModelShape, guesses: list[str]) -> Weigh
 
 
 def _speedup(gpu: GpuInstance, weights: WeightFormat) -> float:
-    """Return how many times faster products are than in 16 bits."""
+    """Return the speed of products relative to 16 bits."""
     known = known_gpu(gpu.hardware)
     if weights.bits >= 32:
         return 0.5
@@ -365,7 +363,7 @@ def _speedup(gpu: GpuInstance, weights: WeightFormat) -> float:
 
 
 def _step_bytes(shape: ModelShape, weights: WeightFormat, split: _Split, n_tokens: float) -> float:
-    """Return the bytes of weights that a step reads, on each GPU, if each rank has so many tokens."""
+    """Return the bytes of weights that a step reads, on each GPU, if each rank has ``n_tokens`` tokens."""
     experts = shape.read_params(n_tokens * split.experts / split.tensor) - shape.dense_params
     dense = 2.0 * shape.output_params + _dense_bytes(weights) * (shape.dense_params - shape.output_params)
     return dense / split.tensor + weights.bytes * experts / split.experts
@@ -376,7 +374,7 @@ def _dense_bytes(weights: WeightFormat) -> float:
 
 
 def _kv_bytes(flags: EngineFlags, shape: ModelShape, layers: float) -> float:
-    """Return the bytes of a token's KV in so many layers, on each GPU."""
+    """Return the bytes of a token's KV in ``layers`` layers, on each GPU."""
     heads = -(-shape.kv_heads // flags.tensor_parallel_size)
     return layers * heads * shape.kv_values * (1 if flags.kv_cache_dtype.startswith(("fp8", "int8")) else 2)
 

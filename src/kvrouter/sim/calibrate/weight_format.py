@@ -13,10 +13,9 @@ Bits = Annotated[int, Meta(ge=1, le=32)]
 
 
 class WeightFormat(NamedTuple):
-    """``bits`` of one weight; ``type`` is the one that products are computed in: 16bit, int8, fp8 or fp4.
+    """``bits`` of one weight; ``type`` is the type of its products: 16bit, int8, fp8 or fp4.
 
-    ``experts_only``: all other weights are stored in 16 bits. ``is_guess``: nobody says how many bits there
-    are.
+    ``experts_only``: all other weights are stored in 16 bits. ``is_guess``: the number of bits is not stated.
     """
 
     name: str
@@ -46,7 +45,7 @@ class QuantizedGroup(msgspec.Struct, frozen=True):
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True):
-    """``quantization_config`` of a model's ``config.json``, as far as it says how large weights are."""
+    """``quantization_config`` of a model's ``config.json``, as far as it determines the size of weights."""
 
     quant_method: str = ""
     quant_algo: str = ""
@@ -77,7 +76,7 @@ def format_of_method(method: str, bits: int | None = None) -> WeightFormat:
 
 
 def format_of_config(config: QuantizationConfig) -> WeightFormat:
-    """Return the format that a model's own configuration says."""
+    """Return the format in a model's own configuration."""
     method = config.quant_algo or config.quant_method
     groups = [group for group in config.config_groups.values() if group.weights is not None]
     if groups and groups[0].weights is not None:
@@ -98,6 +97,6 @@ _IN_NAME = re.compile(
 
 
 def format_in_name(model: str) -> WeightFormat | None:
-    """Return the format that a model's name says, such as ``Qwen3-32B-AWQ``; None where it says none."""
+    """Return the format in a model's name, such as ``Qwen3-32B-AWQ``; None without one."""
     found = _IN_NAME.search(model.lower().replace("_", "-"))
     return format_of_method(found[1]) if found else None

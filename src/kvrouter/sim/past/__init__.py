@@ -1,1 +1,1 @@
-"""What recorded requests show about the fleet that served them: caches, hits and refusals."""
+"""Analyses of recorded requests and the fleet that served them: caches, hits and refusals."""

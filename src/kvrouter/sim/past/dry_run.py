@@ -1,8 +1,8 @@
 """A dry run of a transfer policy over a recorded past: which requests the router would have refused.
 
 No engine is simulated. The fleet at each decision is the recorded one, with the policy in place of its own,
-and the router's decision says whether a pair would have been found. Load decides which pair, and not whether
-there is one, so none is needed.
+and the router's decision shows whether a pair would have been found. Load decides which pair, and not whether
+there is one, so it is left out.
 """
 
 from collections import Counter, defaultdict, deque
@@ -28,24 +28,24 @@ from kvrouter.sim.traces.recorded_trace import Past, PastRequest
 MINUTE_S = 60.0
 
 NO_VALUE = ""
-"""In the place of a domain's value: none is known."""
+"""Stands for an unknown value of a domain."""
 
 
 class Verdict(StrEnum):
-    """What the policy would have changed for one request."""
+    """The effect of the policy on one request."""
 
     UNCHANGED = "unchanged"
-    """Its KV stayed in the domain, or it had none to move."""
+    """Its KV stayed in the domain, or it moved no KV."""
     MOVED = "moved"
     """Its KV left the domain; there was a pair within one."""
     CROSSES = "crosses"
     """No pair was within a domain, and the policy lets KV cross then."""
     REFUSED = "refused"
-    """It was answered, or at least placed, and there was no pair within a domain."""
+    """It was answered, or at least placed, and no domain had a pair."""
     REFUSED_THEN = "refused_then"
-    """It was placed nowhere in the past, and would not have been."""
+    """It was not placed in the past, and would not have been."""
     NOT_PLACED_THEN = "not_placed_then"
-    """It was placed nowhere in the past, for another reason than what the recording has of the fleet."""
+    """It was not placed in the past, for another reason than the recorded fleet."""
 
 
 class Lack(msgspec.Struct, frozen=True):
@@ -57,8 +57,8 @@ class Lack(msgspec.Struct, frozen=True):
 
 
 class RefusalGroup(msgspec.Struct, frozen=True):
-    """Requests that were refused in the same way; ``message`` is what the router would have said to the first
-    one. ``role`` and ``domain`` are those that the refusal names; ``reasons`` are of worker ranks.
+    """Requests that were refused in the same way; ``message`` is the router's for the first one. ``role`` and
+    ``domain`` are those that the refusal names; ``reasons`` are of worker ranks.
     """
 
     code: str
@@ -80,18 +80,18 @@ class Minute(msgspec.Struct, frozen=True):
 
 
 class RefusedRequest(msgspec.Struct, frozen=True):
-    """One request that would have been refused, and the line of the recording that it stands in."""
+    """One request that would have been refused, and its line in the recording."""
 
     number: int
     at_s: float
     path: str
     line: int
     prefill_domain: str
-    """The value of the domain that its KV came from in the past; empty where that is not known."""
+    """The value of the domain that its KV came from in the past; empty if unknown."""
 
 
 class DryRun(msgspec.Struct, frozen=True):
-    """What came of it; ``verdicts`` are in the order of arrivals, moments in seconds of the Unix epoch."""
+    """The result; ``verdicts`` are in the order of arrivals, moments in seconds of the Unix epoch."""
 
     verdicts: tuple[Verdict, ...]
     refused: tuple[RefusedRequest, ...]
@@ -104,12 +104,12 @@ class DryRun(msgspec.Struct, frozen=True):
     longest_wait_s: float
 
     def count(self, verdict: Verdict) -> int:
-        """Return how many requests it holds for."""
+        """Return how many requests have this verdict."""
         return self.verdicts.count(verdict)
 
 
 class _Judged(NamedTuple):
-    """What the router would have said: a decision, or a refusal."""
+    """The router's result: a decision, or a refusal."""
 
     decision: Decision | None
     refused: RoutingRefused | None
@@ -127,8 +127,8 @@ class _Waiting(NamedTuple):
 def dry_run(past: Past, policy: Policy, *, wait_s: float = 0.0) -> DryRun:
     """Decide each request of ``past`` again, at the moment of its first decision, under ``policy``.
 
-    ``wait_s``: how long a request waits for a decode worker to join its domain. Raises ConfigError where no
-    worker was ever in such a domain, and for what the recording could not have.
+    ``wait_s``: how long a request waits for a decode worker to join its domain. Raises ConfigError if no
+    worker was ever in the policy's domain, and for requests that a recording cannot have.
     """
     _check_level(past, policy)
     run = _Run(past, policy, wait_s)
@@ -180,7 +180,7 @@ class _Run:
         self._longest_wait_s = 0.0
 
     def advance(self, until_s: float) -> None:
-        """Let the fleet change up to a moment; those who wait are decided again after each change."""
+        """Change the fleet up to a moment; waiting requests are decided again after each change."""
         while (next_s := self._fleet.next_s) is not None and next_s <= until_s:
             self._give_up(next_s)
             self._fleet.step()
@@ -209,7 +209,7 @@ class _Run:
             self._refuse(request, at_s, refused)
 
     def result(self) -> DryRun:
-        """Return what is known at the end."""
+        """Return the result at the end."""
         refused_by_minute: Counter[int] = Counter(self._minute(at_s) for at_s, _ in self._refusals)
         shown = sorted((request for _, request in self._refusals), key=lambda each: each.number)
         from_s = self._past.from_s
@@ -233,7 +233,7 @@ class _Run:
         )
 
     def _give_up(self, now_s: float) -> None:
-        """Refuse those whose wait ended before ``now_s``."""
+        """Refuse the requests with a wait that ended before ``now_s``."""
         while self._line and self._line[0].until_s < now_s:
             each = self._line.popleft()
             self._refuse(each.request, each.began_s, each.refused)
@@ -311,7 +311,7 @@ class _Run:
         return NO_VALUE if leg is None else leg.domains.get(self._policy.domain, NO_VALUE)
 
     def _roles_missing(self) -> tuple[tuple[str, Role], ...]:
-        """The values of the domain that a worker has, and the roles that nobody takes requests for there."""
+        """Return the values of the domain that workers have, and the roles without an available worker."""
         if self._missing is None:
             fleet, level = self._fleet.fleet, self._policy.domain
             present: defaultdict[str, set[Role]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""What recordings say of a fleet: who was there at the first request, and what became of them."""
+"""The history of a recorded fleet: its workers at the first request, and their changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -10,7 +10,7 @@ from kvrouter.recording.schema import FleetChange, FleetRecord, Worker
 
 
 class RecordedWorker(NamedTuple):
-    """A worker as a recording has it, and the file and line that say so."""
+    """A worker in a recording, and the file and line of its record."""
 
     worker: Worker
     path: Path
@@ -18,21 +18,21 @@ class RecordedWorker(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it stands, as people look for it."""
+        """The file and line, as ``path:line``."""
         return f"{self.path}:{self.line}"
 
 
 class Move(StrEnum):
-    """What became of one worker."""
+    """A change of one worker."""
 
     JOINED = "joined"
-    """It is new, or started again: its cache is empty."""
+    """It is new, or restarted: its cache is empty."""
     CHANGED = "changed"
     LEFT = "left"
 
 
 class FleetMove(NamedTuple):
-    """A worker's change, ``at_s`` seconds after the first request. One that left is as it was last."""
+    """A worker's change, ``at_s`` seconds after the first request. One that left is in its last state."""
 
     at_s: float
     move: Move
@@ -78,11 +78,10 @@ def fleet_history(
     block_size: int,
     from_serving: bool = True,
 ) -> FleetHistory:
-    """Return what ``notes``, which stand in the order of the files, say of the workers of one model.
+    """Return the history of one model's workers from ``notes``, which are in the order of the files.
 
-    Where the spans of several recordings overlap, the fleet is as the one says that began last.
-    ``from_serving``: a fleet without a worker that decodes at the first request is taken as it is when one is
-    there.
+    If the spans of several recordings overlap, the one that began last counts. ``from_serving``: a fleet
+    without a worker that decodes at the first request starts when there is one.
     """
     from_s = min(span.first_s for span in spans.values())
     until_s = max(span.last_s for span in spans.values())

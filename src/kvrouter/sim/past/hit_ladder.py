@@ -1,4 +1,4 @@
-"""The ladder of the hit rate: its rungs, what is lost between them, why, and what helps."""
+"""The ladder of the hit rate: its rungs, the losses between them, their causes and remedies."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -8,8 +8,8 @@ import msgspec
 
 
 class Rung(StrEnum):
-    """A share of the prompt tokens that could be found, or was found, in caches; each is under the one above,
-    but for ``ENGINES``, which may stand above ``EXPECTED``.
+    """A share of the prompt tokens that could be found, or was found, in caches; each is at most the one
+    above, except ``ENGINES``, which may exceed ``EXPECTED``.
     """
 
     PROMPTS = "prompts"
@@ -19,15 +19,15 @@ class Rung(StrEnum):
     FLEET = "fleet"
     """One cache of the size of all workers' KV blocks together."""
     PERFECT = "perfect"
-    """The workers' own caches, each request where most of its prefix is, whatever the load."""
+    """The workers' own caches, each request at its longest cached prefix, whatever the load."""
     NEAREST = "nearest"
-    """The workers' own caches as the recorded placements filled them, at the one that had most."""
+    """The workers' own caches as the recorded placements filled them, at the one with the longest prefix."""
     CHOSEN = "chosen"
-    """The same at the worker that was chosen."""
+    """The same caches, at the chosen worker."""
     EXPECTED = "expected"
-    """What the router expected at its decision."""
+    """The hits that the router expected at its decision."""
     ENGINES = "engines"
-    """What engines counted, and for those that did not what was expected."""
+    """The hits that engines counted; the expected ones for engines without a count."""
 
 
 class Cause(StrEnum):
@@ -53,7 +53,7 @@ class Cause(StrEnum):
 
 
 class CauseText(NamedTuple):
-    """A cause in plain words, and what helps."""
+    """A cause in plain words, and its remedy."""
 
     why: str
     remedy: str
@@ -148,7 +148,7 @@ CAUSES: Mapping[Cause, CauseText] = {
 }
 
 OF_THE_TRAFFIC = frozenset((Cause.FIRST_SEEN, Cause.NOT_A_BLOCK))
-"""What no cache and no router can change."""
+"""Causes that no cache and no router can change."""
 
 RUNG_BEFORE: Mapping[Cause, Rung] = {
     Cause.FIRST_SEEN: Rung.PROMPTS,
@@ -169,12 +169,12 @@ RUNG_BEFORE: Mapping[Cause, Rung] = {
     Cause.NOT_REPORTED: Rung.CHOSEN,
     Cause.STALE: Rung.EXPECTED,
 }
-"""The rung that still has what is lost for a cause."""
+"""The last rung before the loss of each cause."""
 
 
 class RungFigure(msgspec.Struct, frozen=True):
-    """One rung. ``simulated_tokens`` is what the model of the rung found by itself, where that is less than a
-    rung below shows to be possible; None elsewhere.
+    """One rung. ``simulated_tokens`` is the result of the rung's model, if a rung below shows more to be
+    possible; else None.
     """
 
     rung: Rung
@@ -195,7 +195,7 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class Larger(msgspec.Struct, frozen=True):
-    """What one cache of the fleet's size times ``factor`` would have held."""
+    """The hits of one cache of the fleet's size times ``factor``."""
 
     factor: int
     tokens: int
@@ -203,14 +203,14 @@ class Larger(msgspec.Struct, frozen=True):
 
 
 class HitCounts(msgspec.Struct, frozen=True):
-    """What a reader of the ladder must know. Requests and tokens of prompts, where nothing else is said."""
+    """Counts that explain the ladder. They are requests and tokens of prompts, unless stated otherwise."""
 
     requests: int
     prompt_tokens: int
     left_out: int
     """Requests that reached no worker; no rung counts them."""
     unreported: int
-    """Requests of which the engine did not say what it found."""
+    """Requests without a count of hits from the engine."""
     unreported_tokens: int
     media: int
     adapters: int
@@ -221,14 +221,14 @@ class HitCounts(msgspec.Struct, frozen=True):
     the beginning of a next turn. All rungs count it.
     """
     found_unexpected_tokens: int
-    """What engines found beyond what the router expected: their rung may stand above the router's for it."""
+    """Hits of engines beyond the router's expectation, by which their rung may exceed the router's."""
     workers_left: int
     blocks_left: int
     """Blocks that workers that left, or started again, are taken to have had cached."""
     fleet_blocks: int | None
     """KV blocks of all ranks that compute prompts, at most at any time; None where a card has no number."""
     workers_without_size: int
-    """Workers that do not say how many KV blocks they have: their caches are taken to be endless."""
+    """Workers without a known number of KV blocks: their caches are taken to be endless."""
 
 
 class HitLadder(msgspec.Struct, frozen=True):

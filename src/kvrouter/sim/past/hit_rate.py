@@ -48,7 +48,7 @@ from kvrouter.sim.past.past_fleet import Moved, PastFleet, leg_called, rank_of
 from kvrouter.sim.traces.recorded_trace import Past, PastRequest
 
 FACTORS = (2, 4)
-"""The sizes of the fleet's caches that are tried too, by how many times as large they are."""
+"""The sizes of the fleet's caches that are tried too, as factors."""
 
 KIND_SHARE_MIN = 0.1
 """Workers of a kind, for prefill or for whole requests, are the fleet that computes prompts if they took at
@@ -60,8 +60,8 @@ KvBlocksOf = Callable[[Worker], int | None]
 
 
 class _Placed(NamedTuple):
-    """A leg that was sent, in the order of its decision. ``is_measured``: it is the one that computed the
-    prompt in the last attempt; ``computes``: it computes a prompt, and fetches none.
+    """A leg that was sent, in the order of its decision. ``is_measured``: it computed the prompt in the last
+    attempt; ``computes``: it computes a prompt, and fetches none.
     """
 
     at_s: float
@@ -75,14 +75,14 @@ class _Placed(NamedTuple):
 
 
 class _Evidence(NamedTuple):
-    """What one request shows of the index: whether it knew what the rank held."""
+    """The evidence of one request on the index: whether it knew the rank's blocks."""
 
     at_s: float
     was_blind: bool
 
 
 class _ChosenAgainst(NamedTuple):
-    """Tokens that a candidate had and that was not chosen; ``has_more_load`` than the one that was."""
+    """Tokens that a rejected candidate had; ``has_more_load`` than the chosen one."""
 
     at_s: float
     rank: WorkerRank | None
@@ -91,9 +91,10 @@ class _ChosenAgainst(NamedTuple):
 
 
 def hit_ladder(past: Past, kv_blocks_of: KvBlocksOf | None = None) -> HitLadder:
-    """Return the ladder of a recording. ``kv_blocks_of`` says the workers' sizes; by default their cards do.
+    """Return the ladder of a recording. ``kv_blocks_of`` returns the workers' sizes, by default from their
+    cards.
 
-    Raises ConfigError where no recorded request reached a worker, and for what a recording could not have.
+    Raises ConfigError if no recorded request reached a worker, and for requests that a recording cannot have.
     """
     placed = _placed(past)
     if not any(each.is_measured for each in placed):
@@ -164,7 +165,7 @@ class _FleetCaches:
         self._release_until(at_s)
 
     def route_perfectly(self, wanted: PastPrompt, until_s: float) -> int:
-        """Send a request where most of its prefix is, else where there is most room; return the blocks."""
+        """Send a request to its longest prefix, else to the most free blocks; return its cached blocks."""
         fleet = self.past.fleet
         takes = np.zeros(fleet.n_slots, np.bool_)
         for leg in self._legs:
@@ -221,13 +222,13 @@ class _Choices:
         self._against: list[_ChosenAgainst] = []
 
     def saw(self, rank: WorkerRank, at_s: float, *, was_blind: bool) -> None:
-        """Take what a request that went to this rank shows of the index."""
+        """Take the evidence on the index of a request that went to this rank."""
         self._evidence[rank].append(_Evidence(at_s, was_blind))
 
     def note(
         self, placed: _Placed, request: PastRequest, overlap: U32, chosen: int, slot: Slot | None
     ) -> int:
-        """Note why the request did not go where most of its prefix was; return how much was there."""
+        """Note why the request did not go to its longest prefix; return that prefix's length."""
         past, block_size = self._caches.past, request.record.block_size
         fleet = past.fleet
         leg = Leg.PREFILL if placed.leg.leg == Leg.PREFILL else Leg.AGGREGATED
@@ -276,7 +277,7 @@ class _Choices:
         return _ChosenAgainst(placed.at_s, self._caches.past.fleet.rank_at(Slot(slot)), lost, has_more)
 
     def _why_against(self, against: _ChosenAgainst) -> Cause:
-        """The nearest request in time that went to the one that was not chosen says what the index knew."""
+        """Return the cause, by the nearest request in time that went to the rejected candidate."""
         evidence = self._evidence.get(against.rank, []) if against.rank is not None else []
         if evidence:
             at = bisect_left(evidence, against.at_s, key=lambda each: each.at_s)
@@ -291,7 +292,7 @@ class _Choices:
 
 
 class _Climb:
-    """The pass, and what it counts. Tokens are of prompts."""
+    """One pass over the requests, and its counts. Tokens are of prompts."""
 
     def __init__(self, past: Past, placed: list[_Placed], kv_blocks_of: KvBlocksOf) -> None:
         self._past = past
@@ -370,7 +371,7 @@ class _Climb:
         known = max(expected, counted or 0)
 
         def with_beyond(tokens: int) -> int:
-            """Blocks that nobody recorded follow those that were seen before, where all of these are."""
+            """Unrecorded blocks follow the blocks seen before, if all of these are there."""
             return max(tokens, known) if tokens >= seen_tokens else tokens
 
         for factor, cache in self._caches.shared.items():
@@ -415,7 +416,7 @@ class _Climb:
         )
 
     def _note_counted(self, counted: int | None, expected: int, chosen: int) -> None:
-        """Note how what the router expected, and what engines counted, differ from what was there."""
+        """Note how the router's expectation, and the engines' counts, differ from the cached tokens."""
         if counted is None:
             self._lost[Cause.NOT_REPORTED] += chosen - expected
         else:
@@ -478,7 +479,7 @@ def _rank(leg: LegRecord, request: PastRequest) -> WorkerRank:
 
 
 def _router_default(attempt: AttemptRecord) -> RouterTopologyDefault | None:
-    """The router's own policy, as the constraint of a decision says it; workers' own go first."""
+    """Return the router's own policy from the constraint of a decision; workers' own take precedence."""
     enforcement, _, place = (attempt.constraint or "").partition(" ")
     level = place.partition("=")[0]
     if not level or enforcement not in ("required", "fallback"):

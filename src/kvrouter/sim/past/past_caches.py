@@ -20,7 +20,7 @@ ENDLESS_BLOCKS = (1 << 32) - 3
 """The largest cache that is modelled; one of unknown size is taken to be as large."""
 
 RANKS_ASKED = 64
-"""Up to so many caches are asked one by one; of more there is an index, which each change costs more."""
+"""Up to this many caches are asked one by one; more have an index, in which each change costs more."""
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -30,7 +30,7 @@ U32 = npt.NDArray[np.uint32]
 class PastPrompt(NamedTuple):
     """A request's prompt and the KV that it and its answer need, in blocks.
 
-    ``hashes`` are those of the prompt's full blocks and then of the answer's, which nobody shares.
+    ``hashes`` are those of the prompt's full blocks and then of the answer's, which are unique.
     """
 
     prompt: Prompt
@@ -76,7 +76,7 @@ class SharedCache:
         self._ends: list[tuple[float, int]] = []
 
     def resize(self, n_blocks: int) -> None:
-        """Have so many blocks from now on: what is idle is evicted for that, what is held stays."""
+        """Change the size to ``n_blocks``: idle blocks are evicted for that, held ones stay."""
         n_blocks = min(n_blocks, ENDLESS_BLOCKS)
         if n_blocks == self._n_blocks:
             return
@@ -91,7 +91,7 @@ class SharedCache:
         return self._kv.matched(wanted.hashes, wanted.n_findable)
 
     def hold(self, wanted: PastPrompt, *, until_s: float) -> None:
-        """Hold a request's blocks, as many as there is room for."""
+        """Hold a request's blocks, as many as fit."""
         heapq.heappush(self._ends, (until_s, _hold(self._kv, wanted)))
         self._kv.take_events()  # or they would be kept
 
@@ -118,7 +118,7 @@ class RankCaches:
         """Blocks that they were to hold, by slot."""
 
     def join(self, slot: Slot, n_blocks: int | None) -> None:
-        """A rank with an empty cache of so many blocks is at the slot; None: as many as can be."""
+        """Add a rank with an empty cache of this size at the slot; None: unlimited."""
         while slot >= len(self.running):
             self.running = np.concatenate((self.running, np.zeros_like(self.running)))
             self.held = np.concatenate((self.held, np.zeros_like(self.held)))
@@ -130,7 +130,7 @@ class RankCaches:
         self._filled[slot] = 0.0
 
     def leave(self, slot: Slot) -> int:
-        """The rank at the slot is gone, and its cache; return how many blocks were cached there."""
+        """Remove the rank at the slot with its cache; return how many blocks were cached there."""
         kv = self._kv.pop(slot, None)
         while self._index is not None and self._index.drop_some(slot).cleared:
             pass
@@ -157,7 +157,7 @@ class RankCaches:
         return Slot(int(slots[np.argmin(self._filled[slots] / self._sizes[slots])]))
 
     def hold(self, slot: Slot, wanted: PastPrompt, *, until_s: float) -> None:
-        """Let the rank at the slot hold a request's blocks; nothing happens where none is."""
+        """Hold a request's blocks in the rank at the slot; does nothing at an empty slot."""
         kv = self._kv.get(slot)
         if kv is None:
             return
@@ -183,7 +183,7 @@ class RankCaches:
 
 
 def _hold(kv: PagedKv, wanted: PastPrompt) -> int:
-    """Hold what is cached of a request, and then as many more of its blocks as there is room for."""
+    """Hold the cached blocks of a request, and then as many of its other blocks as fit."""
     n_matched = kv.matched(wanted.hashes, wanted.n_full)
     table = kv.hold(wanted.hashes, n_matched, 0)
     if table is None:

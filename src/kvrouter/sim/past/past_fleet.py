@@ -20,7 +20,7 @@ from kvrouter.sim.traces.recorded_trace import PastRequest
 
 
 class Moved(NamedTuple):
-    """What one change of a worker did to the slots; what is known of ``freed`` ones goes first."""
+    """The effect of a worker's change on the slots; data of ``freed`` slots is dropped first."""
 
     at_s: float
     move: Move
@@ -30,16 +30,16 @@ class Moved(NamedTuple):
 
 
 class PastFleet:
-    """The fleet at the first request of a recording, and then at each later moment that is asked for.
+    """The fleet at the first request of a recording, and then at each later moment.
 
-    With ``policy`` every worker publishes that transfer policy, whatever it did publish. Raises ConfigError,
-    with file and line, for a worker that no fleet can have.
+    With ``policy`` every worker publishes that transfer policy in place of its own. Raises ConfigError, with
+    file and line, for a worker that no fleet can have.
     """
 
     def __init__(self, history: FleetHistory, *, policy: Policy | None = None) -> None:
         self.fleet = Fleet(ModelName(history.model), history.block_size)
         self.version = 0
-        """It counts the changes: what was decided of one version holds as long as it does."""
+        """The number of changes: results for one version hold as long as it does."""
         self._policy = policy
         self._settings = RoutingSettings(mode=RouterMode.ROUND_ROBIN)
         self._incarnations = 0
@@ -62,7 +62,7 @@ class PastFleet:
 
     @property
     def view(self) -> View:
-        """Return a reading of the fleet for a decision: nobody has load, and no cache is known."""
+        """Return a reading of the fleet for a decision, without load and without caches."""
         n_slots = self.fleet.n_slots
         if len(self._zeros) < n_slots:
             self._zeros = np.zeros(2 * n_slots, np.int64)
@@ -77,8 +77,8 @@ class PastFleet:
         )
 
     def asks(self, request: PastRequest, *, whole: bool) -> RouteRequest:
-        """Return what routing needs to know of a recorded request now. Raises ConfigError, with file and
-        line, for a pin that is none.
+        """Return the routing request of a recorded request now. Raises ConfigError, with file and line, for
+        an invalid pin.
         """
         record, fleet = request.record, self.fleet
         asked = record.constraints or Constraints()
@@ -135,12 +135,12 @@ class PastFleet:
 
 
 def leg_called(legs: Sequence[LegRecord], name: str) -> LegRecord | None:
-    """Return the leg with this name; None where there is none."""
+    """Return the leg with this name; None without one."""
     return next((leg for leg in legs if leg.leg == name), None)
 
 
 def rank_of(leg: LegRecord) -> WorkerRank:
-    """Return where a leg went. Raises ValueError for a rank that is none."""
+    """Return the rank of a leg. Raises ValueError for an invalid one."""
     worker, _, dp_rank = leg.worker.partition("/")
     return WorkerRank(WorkerId(int(worker)), DpRank(int(dp_rank or "0")))
 
@@ -162,7 +162,7 @@ def _number(recorded: RecordedWorker) -> WorkerId:
 
 
 def _card(worker: Worker, worker_id: WorkerId, incarnation: Epoch, policy: Policy | None) -> WorkerCard:
-    """Return a worker's card. Raises ValueError for a role or an enforcement that is none."""
+    """Return a worker's card. Raises ValueError for an invalid role or enforcement."""
     held = policy_of(worker) if policy is None else policy
     config = ModelRuntimeConfig(
         topology_domains=worker.domains,

@@ -25,19 +25,19 @@ _TIME_DIGITS = 6
 
 
 class RecordedEvents(NamedTuple):
-    """Events made of recorded changes; ``left_out`` counts, by what changed, those that none can have."""
+    """Events made of recorded changes; ``left_out`` counts, by kind, the changes without an event."""
 
     events: tuple[TimetableEvent, ...]
     left_out: Mapping[str, int]
     text: str
-    """They as an events file; each says which recorded worker it is about."""
+    """The events as a file; each names its recorded worker."""
 
 
 def recorded_events(
     history: FleetHistory, numbering: Numbering, *, speedup: float, policies: bool
 ) -> RecordedEvents:
-    """Return the changes as events, ``speedup`` times as early as they were; with ``policies`` also those of
-    the transfer policy. Raises ConfigError, with file and line, for what no event can say.
+    """Return the changes as events, with times divided by ``speedup``; with ``policies`` also those of the
+    transfer policy. Raises ConfigError, with file and line, for a change that an event cannot express.
     """
     translation = _Translation(history, numbering, policies=policies)
     for move in history.moves:
@@ -70,7 +70,7 @@ def recorded_events(
 _ENTRY = tuple[FleetMove, dict[str, Any]]
 
 _LEFT_OUT = ("role", "block_size", "context_length", "dp_size", "taints", "kv_blocks", "kv_bytes_per_token")
-"""What a replay cannot change of a worker that runs."""
+"""Fields of a running worker that a replay cannot change."""
 
 
 class _Known:
@@ -167,7 +167,7 @@ class _Translation:
             self._add(move, "label", {"worker": int(known.number), "set": labels})
 
     def _note_use(self, move: FleetMove, was_used: bool) -> None:
-        """Let a worker drain that takes no new requests any more, and use one that takes them again."""
+        """Drain a worker that takes no new requests, and undo that when it takes them again."""
         worker = move.recorded.worker
         known = self._known[worker.worker]
         if was_used and not _takes_requests(worker):

@@ -16,9 +16,9 @@ from kvrouter.sim.past.fleet_history import FleetHistory, RecordedWorker
 
 
 class RecordedDocument(Document):
-    """A document made of a recording: what stands in it has the file and line of the recording that says so.
+    """A document made of a recording: its values have the file and line of their records.
 
-    ``origins`` are by path; ``name`` is where everything else stands.
+    ``origins`` are by path; ``name`` is the place of all other values.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class RecordedDocument(Document):
         self._origins = origins
 
     def place(self, path: Path) -> str:
-        """Return where ``path`` stands: file and line, the worker, the field."""
+        """Return the place of ``path``: file and line, the worker, the field."""
         known = path
         while known and known not in self._origins:
             known = known[:-1]
@@ -47,7 +47,7 @@ class Policy(NamedTuple):
 
     @property
     def content(self) -> dict[str, object]:
-        """It as ``kv_transfer`` of a fleet file."""
+        """The policy as ``kv_transfer`` of a fleet file."""
         made: dict[str, object] = {"domain": self.domain, "enforcement": self.enforcement}
         if self.preferred_weight is not None:
             made["preferred_weight"] = self.preferred_weight
@@ -55,8 +55,8 @@ class Policy(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """How the workers of a recording are named in a fleet: who they are at the beginning, and which group
-    those that join are of, by ``kind_of`` them.
+    """The ids of recorded workers in a fleet: those at the beginning, and the groups of later ones, by
+    ``kind_of`` them.
     """
 
     numbers: Mapping[str, WorkerId]
@@ -87,7 +87,7 @@ def own_taints(worker: Worker) -> list[str]:
 
 
 def kind_of(worker: Worker) -> Hashable:
-    """Return all of a worker that a group of a fleet file says."""
+    """Return all fields of a worker that a group of a fleet file has."""
     return (place_of(worker), *hardware_of(worker))
 
 
@@ -105,7 +105,7 @@ def hardware_of(worker: Worker) -> tuple[Hashable, ...]:
 
 
 def place_of(worker: Worker) -> Hashable:
-    """Return its role and domains: what a fleet that stands for the recorded one must have too."""
+    """Return its role and domains, which a fleet in place of the recorded one must have too."""
     return (worker.role, tuple(sorted(worker.domains.items())))
 
 
@@ -136,7 +136,7 @@ def group_content(worker: Worker, name: str) -> dict[str, Any]:
 
 
 def main_policy(policies: Counter[Policy | None]) -> Policy | None:
-    """Return what most workers have; of two that as many have, the one that was there first."""
+    """Return the policy of most workers; of two with as many, the earlier one."""
     return policies.most_common(1)[0][0] if policies else None
 
 
@@ -146,9 +146,9 @@ def initial_policy(history: FleetHistory) -> Policy | None:
 
 
 def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
-    """Return the workers that were there at the first request as a fleet file of mock engines.
+    """Return the workers at the first request as a fleet file of mock engines.
 
-    Alike ones are in one group, which is called by its role. Raises ConfigError where the recording has none.
+    Equal ones are in one group, named by its role. Raises ConfigError if the recording has no worker.
     """
     if not history.initial:
         raise ConfigError(
@@ -195,9 +195,9 @@ def recorded_fleet(history: FleetHistory, recorded_in: str) -> RecordedFleet:
 
 
 def match(history: FleetHistory, file: FleetFile) -> tuple[Numbering | None, str]:
-    """Return who the recorded workers are in a fleet, or why they are not there: it must have as many of each
-    role in the same domains, whatever their engines are. Those that are alike in this stand for each other,
-    in the order of their ids.
+    """Return the recorded workers' ids in a fleet, or why it does not fit: it must have as many of each role
+    in the same domains, with any engines. Workers that are equal in this are matched in the order of their
+    ids.
     """
     for level in _levels(history):
         if level not in file.topology.levels:
@@ -239,9 +239,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def _levels(history: FleetHistory) -> list[str]:
-    """Return every level that workers have, broadest first: as their cards say, else those with the fewest
-    values first.
-    """
+    """Return every level of the workers, broadest first: as in their cards, else by the number of values."""
     levels: dict[str, None] = {}
     values: defaultdict[str, set[str]] = defaultdict(set)
     for recorded in history.recorded:

@@ -12,7 +12,7 @@ from kvrouter.kernel.routing.request import LegInput, PickInput
 from kvrouter.sim.policies.rule import PublishedRule, Scores, cached_tokens
 
 SESSIONS_MAX = 100_000
-"""How many sessions are remembered; the one that was idle for longest is forgotten first."""
+"""How many sessions are remembered; the one idle for longest is forgotten first."""
 
 
 class LlmdScorers(PublishedRule):

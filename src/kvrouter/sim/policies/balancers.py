@@ -1,4 +1,4 @@
-"""Rules that know nothing of caches: by turn, by chance, by the number of requests."""
+"""Rules without knowledge of caches: in turn, at random, by the number of requests."""
 
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ class Random(PublishedRule):
     source: ClassVar[str] = "every load balancer"
 
     def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
-        """Return nothing."""
+        """Return no cost: all slots are equal."""
         return np.zeros(len(allowed))
 
 
@@ -29,7 +29,7 @@ class RoundRobin(Random):
         self._turns = dict.fromkeys(Leg, 0)
 
     def pick(self, cost: FloatColumn, given: PickInput) -> Slot:  # noqa: ARG002 - the port's signature
-        """Take the next one; each leg has turns of its own."""
+        """Take the next slot; each leg has its own turn."""
         turn = self._turns[given.leg]
         self._turns[given.leg] += 1
         return Slot(int(given.allowed[turn % len(given.allowed)]))
@@ -46,7 +46,7 @@ class LeastLoaded(PublishedRule):
 
 
 class PowerOfTwo(LeastLoaded):
-    """Of two workers by chance, the one with fewer requests."""
+    """Of two random workers, the one with fewer requests."""
 
     source: ClassVar[str] = "Mitzenmacher 2001; sglang-router's and vllm-router's power_of_two"
 

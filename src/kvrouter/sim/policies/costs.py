@@ -1,4 +1,4 @@
-"""Rules that add up what a worker would have to do."""
+"""Rules that sum up a worker's expected work."""
 
 from typing import ClassVar
 
@@ -77,7 +77,7 @@ class PredictedTtft(PublishedRule):
         self._queue_ms_per_token = queue_ms_per_token
 
     def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
-        """Predict; what is not the soonest costs infinity."""
+        """Return the costs: infinity except for the least predicted time."""
         view = given.view
         active = view.active_blocks[allowed]
         if given.leg is Leg.DECODE:
@@ -101,6 +101,6 @@ def _prefill_ms(timing: Timing, tokens: FloatColumn, isl_tokens: int) -> FloatCo
 
 
 def _slowness(timing: Timing) -> float:
-    """Return how much longer a prompt of 8,192 tokens takes with this timing than with the default one."""
+    """Return the ratio of this timing's time to the default one's for a prompt of 8,192 tokens."""
     prompt = np.array([8192.0])
     return float((_prefill_ms(timing, prompt, 8192) / _prefill_ms(Timing(), prompt, 8192))[0])

@@ -1,4 +1,4 @@
-"""A published routing rule: a cost rule that also picks, and what it may read of a fleet."""
+"""A published routing rule: a cost rule that also picks, and the state of the fleet that it may read."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ Scores = npt.NDArray[Any]
 
 
 class Gateway(Protocol):
-    """What a gateway knows, by slot. ``in_flight``: requests placed there that have not ended; ``waiting``
+    """A gateway's knowledge, by slot. ``in_flight``: requests placed there that have not ended; ``waiting``
     and ``kv_use`` are of the rank's last load report: requests that wait, and the share of KV blocks in use.
-    ``timing`` says which of ``timings`` is the engine's.
+    ``timing`` is the index of the engine's timing in ``timings``.
     """
 
     in_flight: npt.NDArray[np.int64]
@@ -32,11 +32,11 @@ class Gateway(Protocol):
         """The timings of all engines that were here."""
 
     def session_of(self, request_id: RequestId) -> str:
-        """Return the session of a request that has not ended, "" where it has none."""
+        """Return the session of a request that has not ended, "" without one."""
 
 
 class PublishedRule(PickingRule):
-    """A rule that others published, in place of the router's own; preferred taints change nothing under it.
+    """A published rule in place of the router's own; preferred taints have no effect under it.
 
     ``source``: where it is published. A replay sets ``gateway`` before the first decision.
     """
@@ -46,7 +46,7 @@ class PublishedRule(PickingRule):
 
     @abstractmethod
     def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
-        """Return what the leg costs at the ``allowed`` slots: at least one, in the order of ranks."""
+        """Return the leg's cost at the ``allowed`` slots: at least one, in the order of ranks."""
 
     def columns(self, given: LegInput) -> Columns:
         """Return the scores; infinity at slots that may not take the leg."""
@@ -58,7 +58,7 @@ class PublishedRule(PickingRule):
         return Columns(cost, is_masked=True)
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
-        """Return nothing: a replay has no other routers, whose requests would be spread by it."""
+        """Return no cost: a replay has no other routers, whose requests it would spread."""
         return 0.0
 
     def pick(self, cost: FloatColumn, given: PickInput) -> Slot:

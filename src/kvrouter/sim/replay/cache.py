@@ -61,7 +61,7 @@ class EventCacheView:
         """The engines' own events will report it."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """Its feed begins, with an engine that holds nothing."""
+        """Begin its feed with an empty engine."""
         source = self._sources[rank] = self._by_slot[slot] = _Source(rank, slot, epoch)
         self._carry_out(source, source.feed.on_new_epoch(epoch, now_s=0.0), 0.0)
 
@@ -80,7 +80,7 @@ class EventCacheView:
         return slot in self._by_slot
 
     def doubt(self, slot: Slot) -> None:
-        """No event is lost: there is nothing to ask for."""
+        """Does nothing: no event is lost in a replay."""
 
     def on_batch(self, batch: KvBatch) -> None:
         """Batches are made here, of what engines publish."""

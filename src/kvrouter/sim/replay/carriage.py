@@ -8,7 +8,7 @@ from kvrouter.sim.replay.outcome import Move
 
 
 class Moved(NamedTuple):
-    """From which domain to which KV went, and what it cost over that link, None where it has no price."""
+    """The domains that KV went between, and its price over that link, None without a price."""
 
     src: str
     dst: str
@@ -21,10 +21,10 @@ class Moved(NamedTuple):
 
 
 class Places:
-    """The domains of one ``level`` of a fleet file, and its links. By default it is the level that transfers
-    are reported by.
+    """The domains of one ``level`` of a fleet file, and its links. By default it is the level of transfer
+    reports.
 
-    The price of a transfer is that of the link which decisions weigh, whatever the level.
+    The price of a transfer is that of the link that decisions weigh, whatever the level.
     """
 
     def __init__(self, file: FleetFile, level: str | None = None) -> None:
@@ -39,6 +39,6 @@ class Places:
         return any(link.price_per_gb is not None for link in links)
 
     def moved(self, move: Move) -> Moved:
-        """Return what a move was."""
+        """Return the domains and the price of a move."""
         cost = self._links.link(move.src, move.dst, self._levels).cost(move.bytes)
         return Moved(move.src.get(self.level, ""), move.dst.get(self.level, ""), cost)

@@ -8,11 +8,11 @@ from kvrouter.kernel.topology.links import BYTES_PER_GB
 from kvrouter.sim.replay.summary import Interval, Summary, interval, over_seeds
 
 NOTHING = "–"
-"""Stands for a figure that there is none of."""
+"""Stands for a missing figure."""
 
 
 class Better(StrEnum):
-    """Which of two figures is the better one."""
+    """Which of two figures is better."""
 
     LOWER = "lower"
     HIGHER = "higher"
@@ -20,7 +20,7 @@ class Better(StrEnum):
 
 
 class Column(NamedTuple):
-    """One figure of a replay; columns of a ``group`` stand next to each other."""
+    """One figure of a replay; columns of a ``group`` are next to each other."""
 
     group: str
     name: str
@@ -38,7 +38,7 @@ class Column(NamedTuple):
 
 
 def shown(found: Interval | None, digits: int) -> str:
-    """Return ``mean ± within`` with so many digits."""
+    """Return ``mean ± within`` with ``digits`` digits."""
     if found is None:
         return NOTHING
     within = f" ± {found.within:,.{digits}f}" if round(found.within, digits) else ""
@@ -63,7 +63,7 @@ def reasons_over(counts: Sequence[Mapping[str, int]]) -> list[ReasonCount]:
 
 
 def crossing_gb(summary: Summary) -> float:
-    """Return how many gigabytes went from one domain to another."""
+    """Return how many gigabytes crossed between domains."""
     return sum(pair.bytes for pair in summary.carried if pair.src != pair.dst) / BYTES_PER_GB
 
 
@@ -98,11 +98,11 @@ COLUMNS = (
     CROSSING,
     COST,
 )
-"""What the comparison shows, from left to right."""
+"""The figures of the comparison, from left to right."""
 
 
 def shown_columns(summaries: Iterable[Summary]) -> tuple[Column, ...]:
-    """Return the columns for these replays: that of the cost stands where one of them has a cost."""
+    """Return the columns for these replays; the cost is among them if a replay has one."""
     if any(summary.cost is not None for summary in summaries):
         return COLUMNS
     return tuple(column for column in COLUMNS if column is not COST)

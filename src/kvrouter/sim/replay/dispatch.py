@@ -1,6 +1,6 @@
-"""When requests of a trace arrive: by time stamp, or in a closed loop, each after what it waits for.
+"""When requests of a trace arrive: by time stamp, or in a closed loop, each after those that it waits for.
 
-The choice may turn a ranking round, so whatever is reported of a replay names it.
+The choice may reverse a ranking, so all reports of a replay name it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,20 +13,20 @@ Arrival = tuple[float, TraceRequest]
 """The second of an arrival, and the request."""
 
 SPEEDUPS = (1e-6, 1e6)
-"""The least and the most: beyond, times of arrival would be no numbers any more, or all the same."""
+"""The least and the most: beyond, times of arrival would be no numbers, or all equal."""
 
 
 class Dispatch(Protocol):
     """The order and the moments of arrivals."""
 
     name: str
-    """What reports call it."""
+    """Its name in reports."""
 
     def check(self, info: TraceInfo) -> None:
         """Raise ConfigError for a trace that cannot be sent like this."""
 
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
-        """Yield the arrivals that wait for nobody, in the order of time."""
+        """Yield the arrivals without a wait, in the order of time."""
 
     def arrived(self, number: int, now_s: float) -> Iterable[Arrival]:
         """A request arrived; return the arrivals that follow from that."""
@@ -36,7 +36,7 @@ class Dispatch(Protocol):
 
 
 class ByTimeStamp:
-    """Requests arrive when the trace says, ``speedup`` times as fast."""
+    """Requests arrive at the trace's times, ``speedup`` times as fast."""
 
     def __init__(self, speedup: float = 1.0) -> None:
         least, most = SPEEDUPS
@@ -81,9 +81,9 @@ class _Waiting:
 
 
 class ClosedLoop:
-    """A request arrives its think time after what it waits for, however long that took: where it waits for
-    several, after the last of them. One that waits for none arrives when the trace says. Nobody waits on for
-    a request that failed. The trace is held whole.
+    """A request arrives its think time after the request that it waits for, however long that took: after the
+    last of several. One without a wait arrives at the trace's time. A failed request ends the wait too. The
+    trace is held whole.
     """
 
     name = "closed loop: a turn follows the answers that it waits for after its think time"
@@ -115,11 +115,11 @@ class ClosedLoop:
         return iter(first)
 
     def arrived(self, number: int, now_s: float) -> Iterable[Arrival]:
-        """Return those who waited for this request, and for nothing more."""
+        """Return the requests that waited only for this request."""
         return _come(self._for_arrival.pop(number, ()), now_s)
 
     def ended(self, number: int, now_s: float) -> Iterable[Arrival]:
-        """Return those who waited for this answer, and for nothing more."""
+        """Return the requests that waited only for this answer."""
         return _come(self._for_answer.pop(number, ()), now_s)
 
 

@@ -1,4 +1,4 @@
-"""What of a fleet file a replay can run: one model, mock engines, domains that the file says."""
+"""Checks that a replay can run a fleet file: one model, mock engines, known domains."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from kvrouter.settings.problems import Problem, dotted
 
 
 def check_fleet(file: FleetFile) -> None:
-    """Raise ConfigError, with the field, for what a replay cannot run."""
+    """Raise ConfigError, with the field, if a replay cannot run it."""
     if len(file.models) > 1:
         names = ", ".join(model.name for model in file.models)
         raise ConfigError(f"models: a replay has one model, not {names}", param="models")
@@ -19,7 +19,7 @@ def check_fleet(file: FleetFile) -> None:
 
 
 def group_problems(group: WorkerGroup) -> Iterator[Problem]:
-    """Yield what a replay cannot run of a group; paths are those of its own fields."""
+    """Yield the problems of a group for a replay; paths are those of its own fields."""
     if group.engine.kind != "mock":
         yield Problem(
             ("engine", "kind"),

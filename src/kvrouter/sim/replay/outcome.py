@@ -1,4 +1,4 @@
-"""What became of one replayed request."""
+"""The outcome of one replayed request."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,10 +19,10 @@ class Move(NamedTuple):
 class Outcome(msgspec.Struct, kw_only=True):
     """One request, from its arrival to its end. Moments are seconds from the replay's start.
 
-    ``first_s`` and ``last_s`` are its first and last output token, None where none came; ``cached_tokens``
-    is the prefill engine's own count, ``predicted_tokens`` what the decision counted on. ``ceiling_tokens``
-    are those of its prompt that an endless cache shared by all would have held. ``moves`` is the KV that its
-    decode workers got, of each attempt. ``error`` is the code of what it ended with, "" where it ended well.
+    ``first_s`` and ``last_s`` are its first and last output token, None without output; ``cached_tokens`` is
+    the prefill engine's own count, ``predicted_tokens`` that of the decision. ``ceiling_tokens`` are those of
+    its prompt that an endless cache shared by all would have held. ``moves`` is the KV that its decode
+    workers got, of each attempt. ``error`` is the code of its error, "" if it ended well.
     """
 
     number: int

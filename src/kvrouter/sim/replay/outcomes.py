@@ -34,9 +34,8 @@ _FIELDS = (
     ("reason", "H"),
     ("crosses", "B"),
 )
-"""A record's fields with their types, as ``struct`` writes them. A moment that never came is NaN, a worker
-that is none is -1, ``error`` and ``reason`` are numbers of the texts that were met.
-"""
+"""A record's fields with their types, as ``struct`` writes them. A missing moment is NaN, a missing worker is
+-1, ``error`` and ``reason`` are numbers of texts."""
 
 _MOVE_FIELDS = (("bytes", "Q"), ("src", "H"), ("dst", "H"))
 
@@ -70,13 +69,13 @@ class OutcomeTable:
 
     @property
     def failed(self) -> Flags:
-        """Which ended with an error."""
+        """Which requests ended with an error."""
         flags: Flags = self.rows["error"] != 0
         return flags
 
     @property
     def ttft_s(self) -> Floats:
-        """Seconds from the arrival to the first token; NaN where none came."""
+        """Seconds from the arrival to the first token; NaN without one."""
         found: Floats = self.rows["first_s"] - self.rows["arrived_s"]
         return found
 
@@ -106,7 +105,7 @@ class OutcomeTable:
         return {int(name): int(n) for name, n in zip(names, sums, strict=True) if name >= 0}
 
     def counts(self, name: str) -> dict[str, int]:
-        """Return how many have each text of ``error`` or ``reason``, "" not among them."""
+        """Return how many requests have each text of ``error`` or ``reason``, without ""."""
         numbers, counts = np.unique(self.rows[name], return_counts=True)
         texts = self._outcomes.texts
         found = {texts[number]: int(n) for number, n in zip(numbers, counts, strict=True) if texts[number]}
@@ -120,7 +119,7 @@ class OutcomeTable:
                 yield int(row), self._outcomes.move(at)
 
     def moved(self) -> list[tuple[Move, int]]:
-        """Return for each pair of places the bytes that moved in all, and how many times they did."""
+        """Return for each pair of places the bytes that moved in all, and the number of moves."""
         n_moves = self.rows["n_moves"].astype(np.int64)
         begins = np.repeat(self.rows["moves_from"].astype(np.int64), n_moves)
         within = np.arange(len(begins)) - np.repeat(np.cumsum(n_moves) - n_moves, n_moves)

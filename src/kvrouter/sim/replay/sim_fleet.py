@@ -50,16 +50,16 @@ class SlotLoads:
         self.waiting: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.kv_use: npt.NDArray[np.float64] = np.zeros(16)
         self.lives: npt.NDArray[np.int64] = np.zeros(16, np.int64)
-        """How often the slot was freed: what was placed there before that is load no more."""
+        """How often the slot was freed: requests placed there before no longer count as its load."""
         self.timing: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.timings: list[Timing] = []
         self.session_of: Callable[[RequestId], str] = lambda _request_id: ""
-        """What :class:`~kvrouter.sim.policies.rule.Gateway` says of it; a simulation sets it."""
+        """See :class:`~kvrouter.sim.policies.rule.Gateway`; a simulation sets it."""
         self._booked: dict[int, list[tuple[Slot, int]]] = {}
-        """By placement: the slots that it is load of, and which life of each."""
+        """By placement: the slots that it loads, and the life of each."""
 
     def ensure_slots(self, n_slots: int) -> None:
-        """Make room for so many slots."""
+        """Make room for ``n_slots`` slots."""
         if n_slots > len(self.in_flight):
             more = 2 * n_slots - len(self.in_flight)
             self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
@@ -69,7 +69,7 @@ class SlotLoads:
             self.timing = np.concatenate((self.timing, np.zeros(more, np.int64)))
 
     def joined(self, slot: Slot, timing: Timing) -> None:
-        """An engine with this timing is there now."""
+        """An engine with this timing joined at the slot."""
         if timing not in self.timings:
             self.timings.append(timing)
         self.timing[slot] = self.timings.index(timing)
@@ -83,7 +83,7 @@ class SlotLoads:
             self.in_flight[slot] += 1
 
     def released(self, placement: Placement) -> None:
-        """They have one request less, where they are still the same."""
+        """Subtract the request from its slots, unless they were freed meanwhile."""
         for slot, life in self._booked.pop(id(placement), ()):
             if self.lives[slot] == life:
                 self.in_flight[slot] -= 1
@@ -101,10 +101,10 @@ class SlotLoads:
 
 
 class SimFleet:
-    """The workers of a fleet file, as mock engines that leap over steps in which nothing changes.
+    """The workers of a fleet file, as mock engines that skip steps without a change.
 
-    ``rule`` picks instead of the router's own costs. ``steps`` is what will happen to it. Raises ConfigError
-    for what a replay cannot run: other engines than mock ones, and more than one model.
+    ``rule`` picks instead of the router's own costs. ``steps`` is its timetable. Raises ConfigError for a
+    file that a replay cannot run: with engines that are not mock ones, or with several models.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SimFleet:
 
     @property
     def stated_context_tokens(self) -> int | None:
-        """The context length that the file says, if it says one."""
+        """The context length in the file; None without one."""
         return self.file.models[0].context_length
 
     @property

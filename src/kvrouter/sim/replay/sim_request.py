@@ -58,10 +58,10 @@ class Host(Protocol):
     fleet: SimFleet
 
     def draw(self) -> Draw:
-        """What the next decision draws from."""
+        """Return the random source of the next decision."""
 
     def submit(self, run: "SimRequest", worker_id: WorkerId, leg: EngineRequest, content: Content) -> LegId:
-        """Hand a leg to an engine. Raises what the engine raises."""
+        """Submit a leg to an engine. Raises the engine's errors."""
 
     def cancel(self, leg_id: LegId, reason: str) -> None:
         """End a leg, or give up the KV that waits for one."""
@@ -74,7 +74,7 @@ class Host(Protocol):
 
 
 class SimRequest:
-    """One request from its arrival on. ``content`` makes what its legs say, given the tokens that were
+    """One request from its arrival on. ``content`` makes the content of its legs, given the tokens that were
     generated elsewhere before.
     """
 
@@ -127,11 +127,11 @@ class SimRequest:
         return self.driver.journey.state is State.DONE
 
     def begin(self) -> None:
-        """It arrives."""
+        """The request arrives."""
         self._perform(self.driver.journey.begin())
 
     def time_is_up(self, limit_s: float) -> None:
-        """Its deadline passed; nothing when it has ended."""
+        """Its deadline passed; does nothing if it has ended."""
         if not self.has_ended:
             error = DeadlineExceeded(f"the request took longer than {limit_s:g} s")
             self._stop_waiting()
@@ -186,7 +186,7 @@ class SimRequest:
             self._perform(driver.journey.handle(Finished(chunk.finish)))
 
     def _note_move(self, tokens: int) -> None:
-        """The KV of so many tokens came from the prefill worker."""
+        """Note that the KV of this many tokens came from the prefill worker."""
         source, sink = self._source, self._sink
         if source is not None and sink is not None:
             config = source.runtime_config
@@ -274,7 +274,7 @@ class SimRequest:
         return driver.placed(Attempt(placement))
 
     def _wait_or_fail(self, command: Place, refused: RoutingRefused) -> Sequence[Command]:
-        """Stand in the line for such a refusal, up to its limit; keep the place between tries."""
+        """Wait in the queue for this refusal, up to its limit; keep the position between tries."""
         host = self._host
         if self._ticket is not None:
             self._wait = command
@@ -377,7 +377,7 @@ class SimRequest:
 
 
 def _not_sent(leg: Leg, worker_id: WorkerId, error: InvalidRequest | Unavailable) -> LegLost | LegRefused:
-    """Return what it means that an engine did not accept a leg."""
+    """Return the event for an engine's refusal of a leg."""
     if isinstance(error, InvalidRequest):
         return LegRefused(error)
     full = isinstance(error, EngineFull)

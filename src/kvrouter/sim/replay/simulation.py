@@ -59,7 +59,7 @@ _SALT = 0x9E3779B97F4A7C15
 
 
 class Beat(NamedTuple):
-    """How far a replay is: its clock, and how many requests arrived and ended."""
+    """The progress of a replay: its clock, and how many requests arrived and ended."""
 
     now_s: float
     arrived: int
@@ -68,7 +68,7 @@ class Beat(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What came of a replay. ``is_whole``: it was not stopped before its end. ``prefill_workers``: how many
+    """The result of a replay. ``is_whole``: it was not stopped before its end. ``prefill_workers``: how many
     workers that prefill were there at any time.
     """
 
@@ -116,7 +116,7 @@ class Simulation:
     ) -> None:
         self.now_s = 0.0
         self.on_beat: Callable[[Beat], None] | None = None
-        """Hears how far the replay is, now and then."""
+        """Called with the progress of the replay, now and then."""
         self.result = Result()
         self._due: deque[Callable[[], None]] = deque()
         steps = plan_timetable(timetable, file)
@@ -150,7 +150,7 @@ class Simulation:
             self.call_at(step.event.at_s, partial(self._happen, step))
 
     def run(self) -> Result:
-        """Replay to the end; KeyboardInterrupt leaves what is known so far in ``result``."""
+        """Replay to the end; KeyboardInterrupt leaves the partial result in ``result``."""
         with _little_collected():
             try:
                 self._run()
@@ -163,7 +163,7 @@ class Simulation:
     # What a request needs
 
     def draw(self) -> Draw:
-        """What the next decision draws from."""
+        """Return the random source of the next decision."""
         number = self._n_draws
         self._n_draws += 1
         bits = mix64(self._seed + number)
@@ -344,7 +344,7 @@ class Simulation:
         return min(held * unit_tokens, row.input_tokens) // block_size * block_size
 
     def _deliver(self) -> None:
-        """Hand on what engines did, and call those who wait, until nothing more comes of it."""
+        """Pass on the engines' outputs, and wake waiting requests, until there are no further ones."""
         fabric, fleet, cache = self.fleet.fabric, self.fleet, self.fleet.cache
         while fabric.has_outputs or self._due:
             outputs = fabric.take_outputs(with_loads=self._reads_reports)
@@ -363,7 +363,7 @@ class Simulation:
 
 def longest_request(trace: Iterable[TraceRequest]) -> tuple[int, TraceRequest]:
     """Return how many requests a trace has, and the first of those with the most tokens. Raises ConfigError
-    for a trace without any.
+    for an empty trace.
     """
     n_rows, most_tokens = 0, -1
     longest: TraceRequest | None = None

@@ -1,4 +1,4 @@
-"""What a replay comes to: a row of figures, their spread over seeds, and their course over time."""
+"""The summary of a replay: its figures, their spread over seeds, and their course over time."""
 
 from collections.abc import Callable, Sequence
 from math import sqrt
@@ -14,7 +14,7 @@ from kvrouter.sim.replay.timetable import TimetableEntry
 from kvrouter.sim.worth.paired import CONFIDENCE, student_t
 
 PARTS = 24
-"""Into so many parts of equal length a replay's time is cut."""
+"""How many parts of equal length a replay's time is cut into."""
 
 
 class Objective(msgspec.Struct, frozen=True):
@@ -39,9 +39,9 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A distribution, in milliseconds; all None where there is nothing of it.
+    """A distribution, in milliseconds; all None if it is empty.
 
-    ``quantiles`` are its 0, 1, 2, … 100 % points, empty where there is nothing of it.
+    ``quantiles`` are its 0, 1, 2, … 100 % points, empty if it is empty.
     """
 
     mean: float | None
@@ -87,10 +87,10 @@ class Part(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one replay. Shares are of prompt tokens, or of requests for ``good_share``.
 
-    ``good_per_s`` is the goodput: requests a second that met the objective. ``ceiling_share`` is what an
-    endless cache shared by all would have held, None where the trace has too many blocks to know.
-    ``imbalance`` is the prefill tokens of the busiest worker over those of the average one, idle ones among
-    them. ``cost`` is what all KV transfers cost, None where no link has a price.
+    ``good_per_s`` is the goodput: requests a second that met the objective. ``ceiling_share`` is the share in
+    an endless cache shared by all, None if the trace has too many blocks. ``imbalance`` is the prefill tokens
+    of the busiest worker over those of the average one, idle ones among them. ``cost`` is the price of all KV
+    transfers, None if no link has a price.
     """
 
     requests: int
@@ -116,8 +116,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(result: Result, objective: Objective, places: Places | None = None) -> Summary:
-    """Return the figures of ``result``; without ``places`` it is not known what parts of the time carried,
-    and nothing has a cost.
+    """Return the figures of ``result``; without ``places`` the traffic of each part and all costs are
+    unknown.
     """
     table = result.outcomes.table()
     workers = max(result.prefill_workers, len(table.computed_tokens))
@@ -161,7 +161,7 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A mean over seeds, and how far from it the true one may be with 95 % confidence; 0 with one seed."""
+    """A mean over seeds, and its 95 % confidence interval as a distance; 0 with one seed."""
 
     mean: float
     within: float
@@ -193,7 +193,7 @@ class VariantReport(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """All of a replay, as it is written to JSON. ``events`` happened in every one of them."""
+    """The report of replays, as written to JSON. ``events`` happened in each of them."""
 
     version: str
     trace: str
@@ -204,7 +204,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     variants: tuple[VariantReport, ...]
     events: tuple[TimetableEntry, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a recording's fleet had to do with it."""
+    """Notes on a recording's fleet."""
 
 
 def _spread(seconds: Floats) -> Spread:
@@ -219,7 +219,7 @@ def _spread(seconds: Floats) -> Spread:
 
 
 def _carried(table: OutcomeTable, places: Places) -> tuple[Carriage, ...]:
-    """What went between each pair of domains, and cost where any of it had a price."""
+    """Return the traffic between each pair of domains, with its cost if any of it had a price."""
     found: dict[tuple[str, str], Carriage] = {}
     for move, transfers in table.moved():
         src, dst, cost = places.moved(move)
@@ -236,7 +236,7 @@ def _carried(table: OutcomeTable, places: Places) -> tuple[Carriage, ...]:
 
 
 def _costs(parts: Sequence[Part]) -> dict[tuple[str, str], float]:
-    """What went between each pair of domains cost, where any of it had a price."""
+    """Return the cost of the traffic between each pair of domains, if any of it had a price."""
     costs: dict[tuple[str, str], float] = {}
     for part in parts:
         for pair in part.carried:
@@ -250,7 +250,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _imbalance(table: OutcomeTable, workers: int) -> float | None:
-    """What the busiest worker computed over the mean of so many ``workers``."""
+    """Return the busiest worker's computed tokens over the mean of ``workers`` workers."""
     computed = table.computed_tokens
     total = sum(computed.values())
     return max(computed.values()) * workers / total if total else None

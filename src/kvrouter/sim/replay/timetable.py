@@ -1,5 +1,5 @@
-"""What happens to a fleet during a replay: workers die, drain, come back, are added and get other labels;
-links and policies change.
+"""Changes of a fleet during a replay: workers die, drain, come back, are added and get other labels; links
+and policies change.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ LatencyFactor = Annotated[Finite, Interval(ge=0, le=1e6)]
 
 class TimetableEntry(msgspec.Struct, frozen=True):
     """An event in words: ``what`` happened to ``which`` workers, link or settings at ``at_s``, in seconds
-    from the beginning. ``change`` is what it is or has from then on, "" where ``what`` says it all.
+    from the beginning. ``change`` is the new state, "" if ``what`` states it.
     """
 
     at_s: float
@@ -51,16 +51,16 @@ class TimetableEvent(FleetPart):
     _place: Callable[[Path], str] = PrivateAttr(default_factory=lambda: dotted)
 
     def standing(self, document: Document, at: Path) -> Self:
-        """Return it as an event of a file, which stands at this path of it."""
+        """Return it as the event at this path of a file."""
         self._place = lambda path: document.place((*at, *path))
         return self
 
     def wrong(self, *problems: Problem) -> ConfigError:
-        """Return the error for what cannot happen to a fleet: paths are those of its own fields."""
+        """Return the error for an impossible event: paths are those of its own fields."""
         return config_error(problems, self._place)
 
     def described(self) -> tuple[str, str]:
-        """Return in words what it happens to, and what that is or has from then on."""
+        """Return its object and its new state in words."""
         return "", ""
 
 
@@ -145,7 +145,7 @@ class LinkEvent(TimetableEvent):
         return self
 
     def described(self) -> tuple[str, str]:
-        """Return the link, and what becomes of it, in words."""
+        """Return the link and its change in words."""
         changes = (
             ("bandwidth × {:g}", self.bandwidth_factor),
             ("bandwidth {:g} bytes/s", self.bandwidth_bytes_per_s),
@@ -209,17 +209,17 @@ KINDS: Mapping[str, type[TimetableEvent]] = MappingProxyType(
         "add": AddEvent,
     }
 )
-"""What may happen, by the value of ``what``."""
+"""The classes of events, by the value of ``what``."""
 
 
 def entry_of(event: TimetableEvent) -> TimetableEntry:
-    """Return the event in words, as reports list it."""
+    """Return the event in words, for reports."""
     what = next(name for name, kind in KINDS.items() if type(event) is kind)
     return TimetableEntry(event.at_s, what, *event.described())
 
 
 def read_timetable(path: FilePath, *, only: str | None = None) -> tuple[TimetableEvent, ...]:
-    """Read the events of a YAML file, which stand in the order of time. Raises ConfigError that names file,
+    """Read the events of a YAML file, which are in the order of time. Raises ConfigError that names file,
     line and field of every mistake; with ``only``, an event of another kind is one.
     """
     document = read_document(path)

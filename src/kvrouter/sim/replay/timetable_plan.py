@@ -1,4 +1,4 @@
-"""What a timetable comes to over one fleet: found out, and checked, before anything is replayed."""
+"""The plan of a timetable over one fleet: derived, and checked, before the replay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from kvrouter.sim.replay.timetable import (
 )
 
 TRANSFER_KEYS = ("domain", "enforcement", "preferred_weight")
-"""What of ``kv_transfer`` may change: workers publish their cards again."""
+"""Keys of ``kv_transfer`` that may change: workers publish their cards again."""
 
 ROUTER_KEYS = (
     "router_mode",
@@ -40,15 +40,13 @@ ROUTER_KEYS = (
     "kv_transfer_mismatch_policy",
     "kv_transfer_weight",
 )
-"""What of ``router`` may change: what each decision reads. The rest shapes a router when it starts."""
+"""Keys of ``router`` that may change, as each decision reads them. The others shape a router at its start."""
 
 _NOT_REPLAYED = {"frontend", "planes", "recording", "log"}
 
 
 class Step(NamedTuple):
-    """One event, and what it comes to: the ``file`` that holds from then on, workers that are new, a link
-    that changes.
-    """
+    """One event and its effects: the ``file`` from then on, new workers, a changed link."""
 
     event: TimetableEvent
     file: FleetFile
@@ -77,7 +75,7 @@ def relabelled(group: WorkerGroup, labels: Mapping[str, str | None]) -> WorkerGr
 
 
 class _Plan:
-    """The fleet as it is after the events so far."""
+    """The fleet after the events so far."""
 
     def __init__(self, fleet: FleetFile) -> None:
         self.file = fleet
@@ -242,7 +240,7 @@ class _Plan:
         return added
 
     def _content(self) -> dict[str, Any]:
-        """The file as it is now, in the form in which it was written."""
+        """Return the current file, in its written form."""
         return self.file.model_dump(exclude_unset=True, exclude=_NOT_REPLAYED)
 
     def _examine(
@@ -251,8 +249,8 @@ class _Plan:
         content: Mapping[str, object],
         at: Callable[[Path], tuple[Path, str]],
     ) -> None:
-        """Take ``content`` for the file from now on; ``at`` says which field of the event a mistake in it
-        comes from, and what stands before what it must be.
+        """Take ``content`` as the file from now on; ``at`` returns the event's field for a path with a
+        mistake, and a prefix for its message.
         """
         examined = examine_fleet(Document("fleet", content, {}))
         if examined.problems or examined.fleet is None:

@@ -27,12 +27,12 @@ _LINKS = tuple(f"kv_transfer_weight={weight}" for weight in (10, 30, 100, 300, 1
 
 
 def ours_grid(roles: Collection[Role]) -> tuple[str, ...]:
-    """Return what the router's own rule is tuned over, in a fleet with these roles: at most as many points as
-    the rules of others may have.
+    """Return the grid for tuning the router's own rule, in a fleet with these roles: at most as many points
+    as for published rules.
 
-    The cost of time is one point: it has nothing to tune. The others weigh blocks. Who prefills alone, and
-    who decodes for another, weighs one kind of blocks only, so that the weight between the two changes
-    nothing; what a second of KV transfer costs the pair does.
+    The cost of time is one point: it has no parameters. The others weigh blocks. A pure prefill or decode
+    worker weighs one kind of blocks only, so that the weight between the two has no effect; the price of a
+    second of KV transfer has one.
     """
     if Role.PREFILL not in roles:
         return (_TIME, *_OVERLAP)
@@ -42,7 +42,7 @@ def ours_grid(roles: Collection[Role]) -> tuple[str, ...]:
 
 
 def points(policy: str, roles: Collection[Role] = (Role.BOTH,)) -> list[str]:
-    """Return the policy with each point of its grid; alone where it has none or its parameters are given."""
+    """Return the policy with each point of its grid; alone without a grid, or with given parameters."""
     if ":" in policy:
         return [policy]
     if policy == OURS:
@@ -87,7 +87,7 @@ def second_half(result: Result, n_rows: int, places: Places) -> Result:
 
 
 def merit(outcomes: Outcomes) -> tuple[int, float]:
-    """What is least for the best: how many failed, and the mean TTFT in seconds of those that did not."""
+    """Return the value to minimise: the number of failures, and the mean TTFT in seconds of the others."""
     times = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None and not outcome.error]
     failed = len(outcomes) - len(times)
     return failed, sum(times) / len(times) if times else float("inf")

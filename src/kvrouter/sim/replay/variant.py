@@ -23,14 +23,14 @@ version: 1
 models: [{name: replay}]
 workers: [{name: workers, replicas: 8}]
 """
-"""The fleet where none is named."""
+"""The fleet without a named one."""
 
 VARIANTS_MAX = 64
 """How many replays one command makes, seeds not counted."""
 
 
 class Variant(NamedTuple):
-    """A fleet with a rule. A rule may remember what it saw, so each replay makes its own."""
+    """A fleet with a rule. A rule may have state, so each replay makes its own."""
 
     name: str
     fleet: FleetFile
@@ -60,7 +60,7 @@ def parse_sweep(text: str) -> Setting:
 
 
 def split_policies(text: str) -> list[str]:
-    """Return the policies of ``a,b:x=1,y=2,c``: what has ``=`` and no name of its own is a parameter."""
+    """Return the policies of ``a,b:x=1,y=2,c``: a part with ``=`` and no own name is a parameter."""
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if found and "=" in part and ":" not in part:

@@ -1,1 +1,1 @@
-"""A replay as one HTML page that needs nothing else: no script, no font, no other file."""
+"""A replay as one self-contained HTML page: without scripts, fonts and other files."""

@@ -22,7 +22,7 @@ from kvrouter.sim.report.series import Figure, course, distribution, ends_s, ref
 
 
 class Drawing(NamedTuple):
-    """A plot under its title; None where there is nothing to show."""
+    """A plot under its title; None without data."""
 
     title: str
     about: str
@@ -140,7 +140,7 @@ _CHARTS = (
 
 
 def distributions(variants: Sequence[VariantReport], objective: Objective) -> list[Drawing]:
-    """Return a plot for each latency: the share of requests that took at most so long."""
+    """Return a plot for each latency: the share of requests within each time."""
     return [_distribution(variants, latency, objective) for latency in _LATENCIES]
 
 
@@ -152,8 +152,8 @@ def courses(variants: Sequence[VariantReport], events: Sequence[TimetableEntry] 
 
 
 def _pair_charts(variants: Sequence[VariantReport]) -> list[_Chart]:
-    """Return a chart for the cost of each pair of domains, the costliest ones where there are many; none for
-    one pair alone, whose cost is that of all.
+    """Return a chart for the cost of each pair of domains, the costliest ones of many; empty for a single
+    pair, whose cost is the total.
     """
     costs: dict[tuple[str, str], float] = {}
     for pair in (pair for each in variants for summary in each.summaries for pair in summary.carried):

@@ -16,7 +16,7 @@ from kvrouter.sim.report.series import style
 from kvrouter.sim.report.tables import carried, comparison, reasons
 
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that no XML document may hold, among them those that stand for undecodable bytes of a path."""
+"""Characters that no XML document may hold, among them surrogates for undecodable bytes of a path."""
 
 
 def render_page(report: ReplayReport) -> bytes:
@@ -33,8 +33,8 @@ def render_page(report: ReplayReport) -> bytes:
 
 
 def shown(value: object) -> object:
-    """Return a number as text, to a hundredth at most, and a text without what XML cannot hold; markup stays
-    as it is. The template escapes the text.
+    """Return a number as text, to a hundredth at most, and a text without the characters that XML cannot
+    hold; markup is unchanged. The template escapes the text.
     """
     if hasattr(value, "__html__"):
         return value

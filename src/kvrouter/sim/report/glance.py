@@ -34,7 +34,7 @@ class Bar(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The bars of one figure. A line stands at ``mark``."""
+    """The bars of one figure, with a line at ``mark``."""
 
     title: str
     about: str
@@ -43,13 +43,13 @@ class Panel(NamedTuple):
 
 
 def panels(variants: Sequence[VariantReport]) -> list[Panel]:
-    """Return a panel for each figure that there is."""
+    """Return a panel for each figure with data."""
     found = [_panel(variants, title, unit, column) for title, unit, column in _PANELS]
     return [panel for panel in found if panel is not None]
 
 
 def _panel(variants: Sequence[VariantReport], title: str, unit: str, column: Column) -> Panel | None:
-    """Bars of one figure; None where no variant has it, or where nothing crosses or costs anything."""
+    """Return the bars of one figure; None if no variant has it, or if no KV crosses or has a cost."""
     intervals = [column.over(variant.summaries) for variant in variants]
     known = [interval for interval in intervals if interval is not None]
     may_be_nothing = column in (comparison.CROSSING, comparison.COST)

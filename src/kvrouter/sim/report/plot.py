@@ -1,4 +1,4 @@
-"""A plot with lines: where each of its parts stands, in the units of its drawing."""
+"""A plot with lines: the position of each of its parts, in the units of its drawing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class Mark(NamedTuple):
 
 
 class MarkLabel(NamedTuple):
-    """The text over one mark, or over several whose own would meet: from the first to the last. ``at`` is its
-    middle.
+    """The text over one mark, or over several with overlapping texts: from the first to the last. ``at`` is
+    its middle.
     """
 
     first: str
@@ -46,7 +46,7 @@ class MarkLabel(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The labels that it is for."""
+        """The labels of its marks."""
         return self.first if self.first == self.last else f"{self.first}–{self.last}"
 
     @property
@@ -57,7 +57,7 @@ class MarkLabel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """``label`` says to who does not see it what it shows. The first line is on top, and ``marks`` are in the
+    """``label`` is the text for readers who do not see it. The first line is on top, and ``marks`` are in the
     order of their values; those beyond the axis are left out.
     """
 
@@ -72,11 +72,11 @@ class Plot:
     """Where the axes begin and end: left, right, top, bottom."""
 
     def across(self, x: float) -> float:
-        """Return where a value of the horizontal axis stands."""
+        """Return the position of a value on the horizontal axis."""
         return LEFT + self.x.share(x) * (WIDTH - LEFT - RIGHT)
 
     def up(self, y: float) -> float:
-        """Return where a value of the vertical axis stands."""
+        """Return the position of a value on the vertical axis."""
         return HEIGHT - BOTTOM - self.y.share(y) * (HEIGHT - TOP - BOTTOM)
 
     def path(self, points: Sequence[Point]) -> str:
@@ -88,7 +88,7 @@ class Plot:
         return [mark for mark in self.marks if self.x.low <= mark.x <= self.x.high]
 
     def mark_labels(self) -> list[MarkLabel]:
-        """Return the texts over the marks, of which none meets another."""
+        """Return the texts over the marks, without overlaps."""
         labels: list[MarkLabel] = []
         for mark in self.shown_marks():
             labels.append(_within(MarkLabel(mark.label, mark.label, self.across(mark.x))))

@@ -5,7 +5,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 TICKS = 6
-"""About so many ticks has an axis, at most."""
+"""The approximate maximum number of ticks of an axis."""
 
 LADDERS = ((1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,))
 """Round numbers between two powers of ten, from many to few."""
@@ -30,7 +30,7 @@ class Scale(NamedTuple):
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Return where the value is, 0 at ``low`` and 1 at ``high``; what is outside is moved to the end."""
+        """Return the position of a value, 0 at ``low``, 1 at ``high``; outside values move to the end."""
         value = min(self.high, max(self.low, value))
         if self.is_log:
             return log10(value / self.low) / log10(self.high / self.low)
@@ -59,7 +59,7 @@ def percent(value: float) -> str:
 
 
 def linear(high: float, label: Callable[[float], str], *, low: float = 0.0) -> Scale:
-    """Return a scale whose ends are round, from ``low`` or below to ``high`` or above."""
+    """Return a scale with round ends, from ``low`` or below to ``high`` or above."""
     step = _round_step((high - low or abs(high) or 1.0) / (TICKS - 1))
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
     last = max(last, first + 1)

@@ -14,7 +14,7 @@ def style(index: int) -> str:
 
 
 def lengths_s(summary: Summary) -> float:
-    """Return how many seconds each part of the summary lasts."""
+    """Return the length of each part of the summary, in seconds."""
     return next((after.begins_s - before.begins_s for before, after in pairwise(summary.parts)), 0.0)
 
 
@@ -24,8 +24,8 @@ def ends_s(summary: Summary) -> float:
 
 
 def distribution(name: str, index: int, spreads: Sequence[Spread]) -> Line | None:
-    """Return the share of requests (y) that took at most so many milliseconds (x): the mean of each quantile
-    over seeds. None where a seed has none.
+    """Return the share of requests (y) within so many milliseconds (x): the mean of each quantile over seeds.
+    None if a seed has no data.
     """
     seeds = [spread.quantiles for spread in spreads]
     if not seeds or not all(seeds):
@@ -39,13 +39,13 @@ def distribution(name: str, index: int, spreads: Sequence[Spread]) -> Line | Non
 
 
 Figure = Callable[[Part, float], float | None]
-"""A figure of a part that lasts so many seconds; None where it has none."""
+"""A figure of a part with this length in seconds; None without data."""
 
 
 def course(variant: VariantReport, index: int, figure: Figure) -> Line | None:
     """Return a figure of each part over the middle of its time, by its mean over seeds.
 
-    A part in which a seed had no request, or has no such figure, is a gap. None where all are gaps.
+    A part in which a seed had no request, or has no data, is a gap. None if all are gaps.
     """
     runs: list[list[Point]] = [[]]
     bands: list[tuple[list[Point], list[Point]]] = [([], [])]
@@ -72,7 +72,7 @@ def course(variant: VariantReport, index: int, figure: Figure) -> Line | None:
 
 
 def references(variants: Sequence[VariantReport], figure: Figure, name: str) -> list[Line]:
-    """Return what the variants' lines are compared with: one line where all have the same, else one each."""
+    """Return the reference lines for the variants: one line if all have the same, else one each."""
     found = [course(variant, index, figure) for index, variant in enumerate(variants)]
     lines = [line for line in found if line is not None]
     if len({_rounded(line) for line in lines}) == 1:

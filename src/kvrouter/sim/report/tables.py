@@ -11,7 +11,7 @@ from kvrouter.sim.report.series import style
 
 
 class Cell(NamedTuple):
-    """A text, and how far from it the truth may be; ``style`` is its class."""
+    """A text, and its uncertainty; ``style`` is its class."""
 
     text: str
     style: str = ""
@@ -19,7 +19,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a table says of one variant, whose colour is that of the class ``style``."""
+    """A table's row on one variant, with the colour of the class ``style``."""
 
     name: str
     style: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A row for each variant. A group is that of so many columns."""
+    """A row for each variant; a group has a number of columns."""
 
     groups: list[tuple[str, int]]
     columns: list[Cell]
@@ -54,8 +54,8 @@ def comparison(variants: Sequence[VariantReport]) -> Comparison:
 
 
 def carried(variants: Sequence[VariantReport]) -> tuple[list[str], list[Row]]:
-    """Return headings, and a row for each variant and pair of domains, by the mean over seeds; no row where
-    no KV went from worker to worker. Costs stand there where one is known.
+    """Return headings, and a row for each variant and pair of domains, by the mean over seeds; no rows if no
+    KV moved between workers. Costs are shown if one is known.
     """
     with_costs = any(pair.cost is not None for variant in variants for pair in _pairs(variant.summaries))
     rows: list[Row] = []
@@ -80,8 +80,8 @@ def carried(variants: Sequence[VariantReport]) -> tuple[list[str], list[Row]]:
 
 
 def reasons(variants: Sequence[VariantReport]) -> list[Row]:
-    """Return how many requests of each variant ended with which error, and were refused for which reason:
-    means over seeds. Empty where all ended well.
+    """Return how many requests of each variant ended with each error, and were refused for each reason: means
+    over seeds. Empty if all ended well.
     """
     rows: list[Row] = []
     for index, variant in enumerate(variants):
@@ -102,7 +102,7 @@ def _pairs(summaries: Sequence[Summary]) -> list[Carriage]:
 
 
 def _best(column: Column, found: Sequence[Interval | None]) -> set[int]:
-    """The best figure and those whose interval meets its own; nobody where that is all of them."""
+    """Return the best figure and those with an overlapping interval; empty if that is all of them."""
     known = [(index, each) for index, each in enumerate(found) if each is not None]
     if column.better is Better.NEITHER or not known:
         return set()

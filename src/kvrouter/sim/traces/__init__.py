@@ -1,1 +1,1 @@
-"""Traces of requests: what each format says, read row by row."""
+"""Traces of requests: the fields of each format, read row by row."""

@@ -18,12 +18,11 @@ from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 from kvrouter.sim.traces.trace_request import Pieces, TraceInfo, TraceRequest, Wait
 
 SESSION_GAP_S = 10.0
-"""Sessions say nothing of when they began: each begins so long after the one before."""
+"""Sessions have no start times: each begins this long after the one before."""
 
 CLOCK_ROUNDING_S = 1.0
-"""Times are rounded to whole seconds in some places and not in others, so a time that is less than so much
-before another does not say that it came before.
-"""
+"""Times are rounded to whole seconds in some places and not in others, so a time that is less than this
+before another may still be after it."""
 
 _MASK = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15
@@ -34,9 +33,9 @@ BlockTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class _Turn(msgspec.Struct):
-    """One request, or the sub-agent that a request started: that has ``requests`` of its own.
+    """One request, or the sub-agent that a request started, which has ``requests`` too.
 
-    ``api_time`` is how long the answer took, ``think_time`` what passed between the answer before and this.
+    ``api_time`` is the time of the answer, ``think_time`` that between the answer before and this request.
     """
 
     t: Seconds
@@ -88,10 +87,10 @@ class _Row(msgspec.Struct):
 
 
 class _Agent(msgspec.Struct):
-    """An agent whose turns are being read.
+    """An agent during the reading of its turns.
 
-    ``field`` is where they stand, ``begins_s`` what their times count from, and ``starts_s`` the earliest
-    second at which one may come.
+    ``field`` is their place, ``begins_s`` the origin of their times, and ``starts_s`` the earliest second at
+    which one may come.
     """
 
     name: str
@@ -105,7 +104,7 @@ class _Agent(msgspec.Struct):
 
 
 def agentic_info(path: Path, line: int, text: bytes) -> TraceInfo:
-    """Return what a trace of sessions is, by its first row. Raises ConfigError that names the field."""
+    """Return the values of a trace of sessions, by its first row. Raises ConfigError that names the field."""
     first = decode_row(msgspec.json.Decoder(_BlockSize).decode, path, line, text)
     return TraceInfo("agentic sessions", first.block_size, has_sessions=True)
 
@@ -140,7 +139,7 @@ class AgenticReader:
             n_given += 1
 
     def _rows(self, line: int, index: int, session: _Session) -> Iterator[_Row]:
-        """Yield a session's requests. Each follows the one before it in its own agent; the first of a
+        """Yield a session's requests. Each follows the one before it in the same agent; the first of a
         sub-agent follows the request that started it.
         """
         session_s = index * SESSION_GAP_S
@@ -204,9 +203,9 @@ class AgenticReader:
         return pieces
 
     def _counts_from(self, agent: _Turn) -> bool:
-        """Whether a sub-agent's times count from its own begin, as kv-cache-tester has them. In traces that
-        were republished they count from the session's. No field says which; a time that is before its
-        sub-agent's does, for the whole file, which is read for one if need be.
+        """Whether a sub-agent's times count from its own start, as kv-cache-tester has them. In republished
+        traces they count from the session's. No field states which; a time that is before its sub-agent's
+        start does, for the whole file, which is searched for one if needed.
         """
         if self._counts_from_agent is None:
             if _precedes(agent):
@@ -232,10 +231,10 @@ def _precedes(agent: _Turn | _TurnTime) -> bool:
 
 
 def _think_s(turn: _Turn, at_s: float, before: _Row | None, *, is_new: bool) -> float:
-    """Return what lies between the answer before and this request, and never more than passed.
+    """Return the time between the answer before and this request, at most the elapsed time.
 
-    Some records count from an earlier answer, as that before has no end on record; others have no think time.
-    A sub-agent's first says 0, as nothing is before it in its own agent.
+    Some records count from an earlier answer, as the one before has no recorded end; others have no think
+    time. A sub-agent's first request has 0, since it has no predecessor there.
     """
     if before is None:
         return 0.0
@@ -244,7 +243,7 @@ def _think_s(turn: _Turn, at_s: float, before: _Row | None, *, is_new: bool) -> 
 
 
 def _given(path: Path, row: _Row, number: int) -> TraceRequest:
-    """Return a request with its place in the trace, and forget what it follows."""
+    """Return a request with its place in the trace, and forget the request that it follows."""
     waits = () if row.before is None else (Wait(row.before.number, row.think_s),)
     row.number, row.before = number, None
     return TraceRequest(

@@ -45,7 +45,7 @@ KEYS_2 = frozenset({"dependencies", "not_before_ms"})
 """Keys that only rows of version 2 have."""
 
 CLOCK_ROUNDING_MS = 1.0
-"""Recorded times are rounded, so one that is less than so much too early says when a request came."""
+"""Recorded times are rounded, so a time that is too early by less than this still counts."""
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -87,7 +87,7 @@ class _Row2(MooncakeRow, kw_only=True):
 
 
 class _Link(msgspec.Struct):
-    """That a request waits for another, as ``field`` of its row says."""
+    """A wait of a request for another, from ``field`` of its row."""
 
     field: str
     name: str
@@ -96,8 +96,8 @@ class _Link(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
-    """A row. ``stated_ms`` is the time that it says, ``at_ms`` when it comes: at the earliest where it
-    ``has_time`` not.
+    """A row. ``stated_ms`` is its stated time, ``at_ms`` the time of its arrival, or the earliest one without
+    ``has_time``.
     """
 
     asked: Asked
@@ -255,8 +255,8 @@ class AgenticMooncakeReader:
 
 
 def is_agentic(path: Path, row: dict[str, object]) -> bool:
-    """Whether a file whose first row this is has rows of this format. A row that waits for no other may have
-    no key of its own; then the rows below it say so. Raises ConfigError for one of them that is not JSON.
+    """Whether a file with this first row has rows of this format. A row without a wait may have no key of its
+    own; then the rows below it decide. Raises ConfigError for one of them that is not JSON.
     """
     if row.get("schema") == SCHEMA or not (KEYS | KEYS_2).isdisjoint(row):
         return True
@@ -278,7 +278,7 @@ def _header(path: Path, line: int, text: bytes) -> _Header | None:
 
 
 def _in_turn(path: Path, requests: Sequence[_Request]) -> list[_Request]:
-    """Return each request after those that it waits for. Raises ConfigError where that cannot be."""
+    """Return each request after those that it waits for. Raises ConfigError if that is impossible."""
     by_name: dict[str, _Request] = {}
     for request in requests:
         other = by_name.setdefault(request.name, request)
@@ -318,7 +318,7 @@ def _in_turn(path: Path, requests: Sequence[_Request]) -> list[_Request]:
 
 
 def _wrong_circle(path: Path, by_name: dict[str, _Request], n_left: dict[str, int]) -> NoReturn:
-    """Raise ConfigError for a request that waits for itself in the end: one of those that none lets come."""
+    """Raise ConfigError for a request in a circle of waits."""
     followed: dict[str, _Link] = {}
     request = next(request for request in by_name.values() if n_left[request.name])
     while request.name not in followed:

@@ -1,4 +1,4 @@
-"""Azure's traces: arrivals and lengths, a CSV row each. They say nothing of contents, so a model does."""
+"""Azure's traces: arrivals and lengths, a CSV row each. They have no contents, so a model adds them."""
 
 import re
 from array import array
@@ -30,8 +30,8 @@ _TOKEN_DIGITS = len(str(TOKENS_MAX))
 
 
 class PrefixModel(msgspec.Struct, frozen=True):
-    """What prompts share: ``share`` of them begin with one of ``prefixes`` texts, which are as popular as
-    Zipf's law with ``exponent`` says, and cover up to ``covers`` of a prompt.
+    """The shared parts of prompts: ``share`` of them begin with one of ``prefixes`` texts, with a popularity
+    by Zipf's law with ``exponent``, which cover up to ``covers`` of a prompt.
     """
 
     share: float = 0.5

@@ -1,10 +1,10 @@
 """``dynamo.request.trace.v1``: a JSON record for each event; those of ended requests are replayed.
 
-Dynamo's file sinks put each record into an envelope, ``{"timestamp": …, "event": {…}}``; both are read.
-A request that says no piece names (``replay``) cannot be replayed. Its session is the agent context's.
+Dynamo's file sinks put each record into an envelope, ``{"timestamp": …, "event": {…}}``; both are read. A
+request without piece names (``replay``) cannot be replayed. Its session is the agent context's.
 
 The records come in the order of ends. So the file is read twice: first for the arrivals, of which 8 bytes a
-request are kept; then a request is held until none that came before it is left to read.
+request are kept; then a request is held until all that came before it are read.
 """
 
 from array import array
@@ -60,14 +60,14 @@ class _Request(msgspec.Struct):
 
 
 class _ArrivalRecord(msgspec.Struct):
-    """What the first reading needs of an ended request."""
+    """The fields of an ended request for the first reading."""
 
     request: _Arrival
     agent_context: _Context | None = None
 
 
 class _Record(msgspec.Struct):
-    """What the second needs."""
+    """The fields for the second reading."""
 
     request: _Request
     agent_context: _Context | None = None
@@ -88,7 +88,7 @@ class _Row(msgspec.Struct):
 class DynamoReader:
     """Reads the ended requests of a file, again with each call.
 
-    Raises ConfigError where none has ended, and that names line and field of a record that is wrong.
+    Raises ConfigError if no request has ended, and that names line and field of an invalid record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,7 +172,7 @@ class DynamoReader:
 
 
 def _ended(path: Path, kind: type[Row]) -> Iterator[tuple[int, str, Row]]:
-    """Yield the records of ended requests, with their lines and what comes before the names of fields."""
+    """Yield the records of ended requests, with their lines and the prefix of their field names."""
     decode_line = msgspec.json.Decoder(_Line).decode
     decode = msgspec.json.Decoder(kind).decode
     for line, text in read_lines(path):
@@ -189,7 +189,7 @@ def _ended(path: Path, kind: type[Row]) -> Iterator[tuple[int, str, Row]]:
 
 
 def _earliest_after(arrivals: "array[float]") -> "array[float]":
-    """Return for each arrival the earliest of those that stand after it; after the last, infinity."""
+    """Return for each arrival the earliest of those behind it; for the last, infinity."""
     earliest = array("d", arrivals)
     least = float("inf")
     for index in range(len(arrivals) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Generated traffic: tenants with sessions whose turns grow, arrivals by a law, lengths by a law."""
+"""Generated traffic: tenants with growing sessions, arrivals and lengths by a distribution."""
 
 from array import array
 from collections.abc import Iterator
@@ -46,12 +46,12 @@ class Burst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is generated. New sessions and later turns together arrive ``rate_per_s`` a second.
+    """The parameters of traffic. New sessions and later turns together arrive ``rate_per_s`` a second.
 
     ``variation`` is the coefficient of variation of the time between arrivals: 1 is a Poisson process, 0 a
-    metronome, more is burstier. A tenant's prompts begin with ``system_tokens`` of its own; tenants are as
-    popular as Zipf's law with ``tenant_exponent`` says. With the chance ``turn_share`` a request is a later
-    turn of the session that waits for longest: then its prompt is the one before, that answer, and ``turn``
+    metronome, more is burstier. A tenant's prompts share their first ``system_tokens`` tokens; tenants are as
+    popular as Zipf's law with ``tenant_exponent`` states. With the probability ``turn_share`` a request is a
+    later turn of the longest waiting session: then its prompt is the one before, that answer, and ``turn``
     tokens more. At most ``open_sessions`` go on; the oldest ends first.
     """
 
@@ -84,7 +84,7 @@ def parse_generator(document: Document) -> Generator:
 
 
 def generated_info(spec: Generator) -> TraceInfo:
-    """Return what the trace is."""
+    """Return the values of the trace."""
     return TraceInfo("generated", PIECE_TOKENS, has_sessions=spec.turn_share > 0.0)
 
 
@@ -155,7 +155,7 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
 
 
 def _names(first: int, n_names: int) -> bytes:
-    """Return so many names of pieces, each 64 bits, as the machine orders them."""
+    """Return ``n_names`` names of pieces, each 64 bits, in the machine's byte order."""
     return (np.uint64(first) + np.arange(n_names, dtype=np.uint64) * np.uint64(_SPREAD)).tobytes()
 
 

@@ -32,7 +32,7 @@ def read_lines(path: Path, on_cut: Callable[[str], None] | None = None) -> Itera
     """Yield the lines that are not blank, with their numbers from 1, without a byte-order mark.
 
     Raises ConfigError that names the line. With ``on_cut`` a file that is cut short is read up to its last
-    whole line, and ``on_cut`` hears of it.
+    whole line, and ``on_cut`` is called.
     """
     number = 0
     try:
@@ -65,9 +65,9 @@ def read_lines(path: Path, on_cut: Callable[[str], None] | None = None) -> Itera
 def decode_row(
     decode: Callable[[bytes], Row], path: Path, line: int, text: bytes, *, within: str = ""
 ) -> Row:
-    """Return what ``decode`` makes of a row of JSON. Raises ConfigError that names line and field.
+    """Return the row of JSON that ``decode`` reads. Raises ConfigError that names line and field.
 
-    ``within`` is what comes before the names of fields: ``event.`` where ``text`` is the value of that.
+    ``within`` is the prefix of field names: ``event.`` if ``text`` is the value of that field.
     """
     try:
         return attempted(decode, text)

@@ -1,8 +1,8 @@
-"""The whole prompts of a session whose rows have only what each turn adds.
+"""The whole prompts of a session with rows that have only the addition of each turn.
 
-A prompt is the one before it, that answer and what the turn adds, token by token. So pieces of a whole prompt
-need not be blocks of any row: one that is keeps its name, one that has parts of several is named by all of
-them. Nobody recorded the answers: their tokens are their own.
+A prompt is the one before it, that answer and the turn's addition, token by token. So pieces of a whole
+prompt need not be blocks of any row: one that is keeps its name, one that has parts of several is named by
+all of them. Answers are not recorded: their tokens are unique.
 """
 
 from array import array
@@ -13,25 +13,25 @@ from kvrouter.core.hashing import mix64
 from kvrouter.sim.traces.trace_request import Pieces
 
 PIECES_MAX = 1 << 22
-"""The most pieces of a prompt: 32 MiB of names. A row of a few bytes may say that it has more."""
+"""The most pieces of a prompt: 32 MiB of names. A row of a few bytes may claim more."""
 
 _SPREAD = 0x9E3779B97F4A7C15
 
 
 class Dialogue:
-    """The prompt of one session as it grows. ``number`` tells its answers from those of other sessions."""
+    """The growing prompt of one session. ``number`` distinguishes its answers from those of others."""
 
     def __init__(self, number: int, piece_tokens: int) -> None:
         self._piece_tokens = piece_tokens
         self._own = mix64(mix64(number))
         self._names: Pieces = array("Q")
         self._parts: list[tuple[int, int, int]] = []
-        """What the piece has that is not full: of which block, from which of its tokens on, how many."""
+        """The parts of the unfinished piece: their block, first token and length."""
         self._n_open = 0
         self._answer_tokens = 0
 
     def length_with(self, input_tokens: int) -> int:
-        """Return the tokens of the prompt, were so many added."""
+        """Return the tokens of the prompt after adding ``input_tokens``."""
         return len(self._names) * self._piece_tokens + self._n_open + self._answer_tokens + input_tokens
 
     def ask(self, names: Pieces, input_tokens: int, output_tokens: int) -> Pieces:
@@ -50,7 +50,7 @@ class Dialogue:
         return whole
 
     def _add_answer(self) -> None:
-        """Add the answer, whose pieces are named at once."""
+        """Add the answer; its pieces get their names at once."""
         self._own = own = mix64(self._own)
         begun = min(-self._n_open % self._piece_tokens, self._answer_tokens)
         if begun:

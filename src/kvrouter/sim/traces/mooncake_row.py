@@ -34,7 +34,7 @@ Number = TypeVar("Number", int, float)
 
 
 class MooncakeRow(msgspec.Struct, kw_only=True):
-    """What a row says in any form: of two fields that are one by ALIASES it has one. Times are in
+    """The fields of a row in any form: of two fields that are one by ALIASES it has one. Times are in
     milliseconds.
     """
 
@@ -50,7 +50,7 @@ class MooncakeRow(msgspec.Struct, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a row asks for. It stands in ``line`` of the file at ``path``."""
+    """The request of a row, in ``line`` of the file at ``path``."""
 
     path: Path
     line: int
@@ -68,7 +68,7 @@ class Asked(msgspec.Struct, frozen=True):
         waits: tuple[Wait, ...] = (),
         not_before_s: float = 0.0,
     ) -> TraceRequest:
-        """Return it as a request of the trace, so many milliseconds after the first one."""
+        """Return it as a request of the trace, ``at_ms`` milliseconds after the first one."""
         return TraceRequest(
             number=number,
             at_s=at_ms / 1e3,
@@ -90,8 +90,8 @@ def has_keys(row: dict[str, object]) -> bool:
 
 
 def asked(path: Path, line: int, row: MooncakeRow) -> Asked:
-    """Return what a row asks for. An answer of 0 tokens is read as one of 1: an engine that was asked says
-    something. Raises ConfigError where a row says a number of tokens twice, or not.
+    """Return the request of a row. An answer of 0 tokens is read as one of 1: an engine returns at least one.
+    Raises ConfigError if a row states a number of tokens twice, or not.
     """
     input_tokens = _either(path, line, "input_length", row.input_length, row.input_tokens)
     output_tokens = _either(path, line, "output_length", row.output_length, row.output_tokens)

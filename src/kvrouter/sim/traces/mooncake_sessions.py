@@ -1,12 +1,11 @@
 """Mooncake's rows with sessions, as Dynamo writes and replays them: rows of one ``session_id`` are its turns.
 
-A turn has the time of its arrival, ``timestamp``, or says by ``delay`` how long after the answer before it is
-asked, or both. The first of a session has a time. Rows stand in any order of sessions, so they are held whole
-and sorted by arrival. A block has 512 tokens, or where the rows do not fit that, the other power of two that
-they do fit.
+A turn has its time of arrival, ``timestamp``, or its ``delay`` after the answer before it, or both. The first
+of a session has a time. Rows are in any order of sessions, so they are held whole and sorted by arrival. A
+block has 512 tokens, or if the rows do not fit that, the other power of two that they do fit.
 
-Rows have whole prompts, or those of Dynamo's ``mooncake-delta`` only what a turn adds. No key says which: the
-user does, or the turns. Whole prompts begin as the prompt before them.
+Rows have whole prompts, or those of Dynamo's ``mooncake-delta`` only a turn's addition. No key states which:
+the user does, or the turns. Whole prompts begin as the prompt before them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +33,7 @@ from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
 KEY = "session_id"
 
 TraceFormat = Literal["mooncake", "mooncake-delta"]
-"""What rows have, by the names that Dynamo gives it: whole prompts, or what a turn adds."""
+"""The contents of rows, by Dynamo's names: whole prompts, or a turn's addition."""
 
 WHOLE, DELTA = "Mooncake with sessions", "mooncake-delta"
 
@@ -49,8 +48,8 @@ class _Line(MooncakeRow, kw_only=True):
 
 
 class _Turn(msgspec.Struct):
-    """A request, and the one before it in its session. ``at_ms`` is when it comes, at the earliest where it
-    has a delay alone.
+    """A request, and the one before it in its session. ``at_ms`` is its arrival, the earliest one if it has
+    only a delay.
     """
 
     asked: Asked
@@ -62,10 +61,10 @@ class _Turn(msgspec.Struct):
 
 
 class MooncakeSessionsReader:
-    """Reads the turns of a file, again with each call. ``trace_format`` says what rows have; without one the
-    turns do.
+    """Reads the turns of a file, again with each call. ``trace_format`` states the contents of rows; without
+    it the turns do.
 
-    Raises ConfigError that names line and field of a row that is wrong, and where the turns do not say it.
+    Raises ConfigError that names line and field of an invalid row, and if the turns do not show the format.
     """
 
     def __init__(self, path: Path, trace_format: TraceFormat | None = None) -> None:
@@ -118,7 +117,7 @@ class MooncakeSessionsReader:
                 del dialogues[turn.session]
 
     def _read(self) -> tuple[list[_Turn], bool]:
-        """Return the turns as they stand in the file, and whether all have times."""
+        """Return the turns in the file's order, and whether all have times."""
         decode = msgspec.json.Decoder(_Line).decode
         turns: list[_Turn] = []
         last: dict[str, _Turn] = {}
@@ -138,8 +137,8 @@ class MooncakeSessionsReader:
         return turns, has_times
 
     def _times(self, line: int, row: _Line, before: _Turn | None) -> tuple[float, float, bool]:
-        """When a turn comes, and how long after the answer before it; without a delay what passed between
-        the two requests, with the time of that answer. And whether it says when it comes.
+        """Return when a turn comes, its delay after the answer before it (without one the time between the
+        two requests, with that answer's time), and whether it has a time.
         """
         at_ms, think_ms = timestamp_ms(self._path, line, row), delay_ms(self._path, line, row)
         if before is None:
@@ -157,9 +156,9 @@ class MooncakeSessionsReader:
 
 
 def _check_whole(path: Path, turns: Iterable[_Turn], piece_tokens: int) -> None:
-    """Raise ConfigError unless rows have whole prompts as far as one sees: a turn that is longer than the one
-    before, and begins as it does, has; one that begins otherwise, or is shorter, has not. Where no session
-    has two turns there is no difference.
+    """Raise ConfigError unless rows seem to have whole prompts: a turn that is longer than the one before,
+    and begins as it does, has; one that begins otherwise, or is shorter, has not. Without a session of two
+    turns there is no difference.
     """
     n_whole = n_other = 0
     doubtful: _Turn | None = None

@@ -49,7 +49,7 @@ class Trace:
     ) -> None:
         self.info = info
         self.fleet = fleet
-        """What a recording says of its fleet; None for other traces."""
+        """A recording's fleet; None for other traces."""
         self._read = read
         self._rows_max = rows_max
 
@@ -58,7 +58,7 @@ class Trace:
 
 
 def ignore_silently(_what: str) -> None:
-    """Say nothing."""
+    """Ignore a warning."""
 
 
 def open_trace(
@@ -69,11 +69,11 @@ def open_trace(
     trace_format: TraceFormat | None = None,
     warn: Callable[[str], None] = ignore_silently,
 ) -> Trace:
-    """Recognise a trace's format. Raises ConfigError where it is none that is known, or is empty.
+    """Recognise a trace's format. Raises ConfigError if it is unknown, or the file is empty.
 
-    A folder is a recording. ``model`` names one of a recording's; ``warn`` hears of what is missing in it.
-    ``trace_format`` says what Mooncake's rows with sessions have, ``mooncake`` or ``mooncake-delta``, and is
-    wrong for other formats.
+    A folder is a recording. ``model`` names one of a recording's; ``warn`` is called with its missing parts.
+    ``trace_format`` states the contents of Mooncake's rows with sessions, ``mooncake`` or ``mooncake-delta``,
+    and is wrong for other formats.
     """
     trace = _recognised(path, rows_max, model, trace_format, warn)
     if trace_format is not None and trace.info.format not in mooncake_sessions.FORMATS[trace_format]:
@@ -116,7 +116,7 @@ def _recognised(
 def _rows(
     path: Path, line: int, text: bytes, trace_format: TraceFormat | None
 ) -> tuple[TraceInfo, Reader] | None:
-    """Return the trace whose rows are JSON objects like ``text``."""
+    """Return the trace with rows of JSON like ``text``."""
     try:
         row = attempted(msgspec.json.decode, text)
     except Unreadable:

@@ -1,8 +1,8 @@
-"""``kvrouter.recording.v1``: what a frontend recorded of its own traffic, in a file or a folder of files.
+"""``kvrouter.recording.v1``: a frontend's recording of its own traffic, in a file or a folder of files.
 
 Records come in the order of ends, so the requests are held whole and sorted by arrival. A request that was
-refused, that failed or whose client left arrives like any other, and is answered with as many tokens as it
-was, at least one.
+refused, failed or lost its client arrives like any other, and is answered with its recorded number of tokens,
+at least one.
 """
 
 import sys
@@ -34,8 +34,8 @@ _HASH_BYTES = 8
 
 
 class PastRequest(msgspec.Struct, frozen=True):
-    """A request with all that was recorded of it; ``at_s`` counts from the first one. ``record`` is without
-    ``blocks``, which are the ``pieces``. It stands in ``line`` of the file at ``path``.
+    """A request with all of its record; ``at_s`` counts from the first one. ``record`` is without ``blocks``,
+    which are the ``pieces``. It is in ``line`` of the file at ``path``.
     """
 
     number: int
@@ -47,7 +47,7 @@ class PastRequest(msgspec.Struct, frozen=True):
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What a recording says of one model: its requests by arrival, and its fleet at each moment.
+    """A recording of one model: its requests by arrival, and its fleet at each moment.
 
     ``from_s`` is the first arrival, in seconds of the Unix epoch.
     """
@@ -70,7 +70,7 @@ class _Row(msgspec.Struct):
 
 
 class Recording:
-    """Reads a recording, one model of it. ``warn`` hears once of what is read although a part is missing."""
+    """Reads a recording, one model of it. ``warn`` is called once for each missing part."""
 
     def __init__(self, path: Path, *, model: str | None, warn: Warn) -> None:
         self._path = path
@@ -80,8 +80,8 @@ class Recording:
         self._decode: Callable[[bytes], Record] = msgspec.json.Decoder(Record).decode
 
     def summary(self) -> tuple[TraceInfo, FleetHistory]:
-        """Return what the recording is, and the fleet in it. Raises ConfigError where it holds no request of
-        the model.
+        """Return the values of the recording, and its fleet. Raises ConfigError if it holds no request of the
+        model.
         """
         rows, history = self._rows_and_fleet(keeps_attempts=False)
         has_sessions = any(row.request.session is not None for row in rows)
@@ -128,8 +128,8 @@ class Recording:
             )
 
     def _rows_and_fleet(self, *, keeps_attempts: bool) -> tuple[list[_Row], FleetHistory]:
-        """Return the requests in the order of the files, and the fleet: as it was, with ``keeps_attempts``,
-        else as a replay can begin with it.
+        """Return the requests in the order of the files, and the fleet: the past one with ``keeps_attempts``,
+        else one with which a replay can begin.
         """
         notes: list[FleetNote] = []
         rows = self._rows(notes, keeps_attempts=keeps_attempts)
@@ -145,7 +145,7 @@ class Recording:
         )
 
     def _rows(self, notes: list[FleetNote] | None = None, *, keeps_attempts: bool = False) -> list[_Row]:
-        """Return the requests in the order of the files; put what is said of the fleet into ``notes``."""
+        """Return the requests in the order of the files; add the records of the fleet to ``notes``."""
         rows: list[_Row] = []
         block_sizes: dict[str, int] = {}
         salts: set[str] = set()

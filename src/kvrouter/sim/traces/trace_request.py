@@ -1,4 +1,4 @@
-"""One request of a trace, whatever its format."""
+"""One request of a trace in any format."""
 
 from array import array
 from pathlib import Path
@@ -27,11 +27,10 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Two prompts are alike as far as their pieces are.
 
     ``number`` counts from 0 in the order of arrivals; ``at_s`` is the arrival by time stamp, in seconds from
-    the trace's first. Each of ``pieces`` stands for ``piece_tokens`` tokens, the last one for what is left;
-    a tail may have no name.
-    In a closed loop it comes after all of ``waits``, which have lower numbers, and no earlier than
-    ``not_before_s`` seconds after the trace's first. It stands in ``line`` of the file at ``path``, which is
-    None where it was generated.
+    the trace's first. Each of ``pieces`` is ``piece_tokens`` tokens, the last one the rest; a tail may have
+    no name. In a closed loop it comes after all of ``waits``, which have lower numbers, and no earlier than
+    ``not_before_s`` seconds after the trace's first. It is in ``line`` of the file at ``path``, which is None
+    if it was generated.
     """
 
     number: int
@@ -48,14 +47,14 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Where it stands, and which request it is: ``trace.jsonl:12: request 11``."""
+        """Its place and number: ``trace.jsonl:12: request 11``."""
         standing = "" if self.path is None else f"{self.path}:{self.line}: "
         return f"{standing}request {self.number}"
 
 
 class TraceInfo(msgspec.Struct, frozen=True):
-    """What a trace is: its format, the tokens of its pieces, whether requests wait for others, and whether
-    all have times of arrival.
+    """The values of a trace: its format, the tokens of its pieces, whether requests wait for others, and
+    whether all have times of arrival.
     """
 
     format: str

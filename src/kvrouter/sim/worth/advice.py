@@ -1,4 +1,4 @@
-"""What to do with the changes that other transfer policies would bring; it may be nothing."""
+"""Advice on the changes that other transfer policies would bring; it may be to change nothing."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,7 +13,7 @@ TRIFLE = 1e-6
 """A smaller share of today's figure is rounding."""
 
 GAINS = (FigureName.TTFT_MEAN, FigureName.GOODPUT)
-"""What a policy is changed for."""
+"""The figures for which a policy is changed."""
 
 GUARDS = (
     FigureName.TTFT_MEAN,
@@ -22,14 +22,14 @@ GUARDS = (
     FigureName.FAILED,
     FigureName.COST,
 )
-"""What may not get worse."""
+"""The figures that may not get worse."""
 
 LATENCY = (FigureName.TTFT_MEAN, FigureName.GOODPUT)
-"""What must be as good as today, and not only not known to be worse, where a policy is changed for money."""
+"""The figures that must be known to be as good as today if a policy is changed for money."""
 
 
 class Verdict(StrEnum):
-    """What the advice comes to."""
+    """The kind of the advice."""
 
     SWITCH = "switch"
     CHEAPER = "switch for money alone"
@@ -37,7 +37,7 @@ class Verdict(StrEnum):
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another choice, what it changes against today's, and with how many seeds it was replayed."""
+    """Another choice, its changes against today's, and with how many seeds it was replayed."""
 
     name: str
     choice: TransferChoice
@@ -74,13 +74,13 @@ class Alternative(msgspec.Struct, frozen=True):
 
     @property
     def harms(self) -> tuple[FigureName, ...]:
-        """What gets worse of all that may not."""
+        """The guarded figures that get worse."""
         return tuple(figure for figure in GUARDS if self.worsens(figure))
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """What to do, in words too. ``choice`` is what to switch to, ``as_good`` what is as good within chance,
-    ``worse`` what makes anything worse that may not get worse.
+    """The advice, in words too. ``choice`` is the recommended choice, ``as_good`` are those as good within
+    chance, ``worse`` those that make a guarded figure worse.
     """
 
     verdict: Verdict
@@ -99,8 +99,8 @@ def advise(today: TransferChoice, alternatives: Sequence[Alternative], threshold
     """Return the advice. ``threshold`` is the share of today's figure below which no gain is worth a change.
 
     A choice is advised that makes mean TTFT or goodput better, and nothing worse; without one, a choice that
-    costs less while TTFT and goodput surely stay. Of those that are as good as the best within its interval,
-    that is named which changes and rules out the least.
+    costs less while TTFT and goodput surely stay. Of those as good as the best within its interval, the one
+    with the fewest changes and restrictions is named.
     """
     harmless = [each for each in alternatives if not each.harms]
     worse = tuple(each.name for each in alternatives if each.harms)
@@ -181,7 +181,7 @@ def _badness(each: Alternative) -> tuple[int, float, int]:
 
 
 def _saved(alternatives: Sequence[Alternative], threshold: float) -> list[str]:
-    """Say what would cross no more, where nobody said what that costs."""
+    """Return sentences on KV that would no longer cross, if its cost is unknown."""
     saving = [
         each
         for each in alternatives

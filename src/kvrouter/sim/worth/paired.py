@@ -7,7 +7,7 @@ from math import atan, cos, pi, sin, sqrt
 import msgspec
 
 CONFIDENCE = 0.95
-"""What an interval is sure of."""
+"""The confidence of an interval."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -21,10 +21,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(values: Sequence[float], n_compared: int) -> Difference | None:
-    """Return the mean of ``values``, one of each part, as one of ``n_compared`` that a choice is made of.
+    """Return the mean of ``values``, one of each part, as one of ``n_compared`` for a choice.
 
-    The wider interval is Bonferroni's: each of the differences may be wrong so many times more rarely. None
-    for fewer than two parts, which say nothing of how far they spread.
+    The wider interval is Bonferroni's: each of the differences may be wrong that many times more rarely. None
+    for fewer than two parts, which have no spread.
     """
     n = len(values)
     if n < 2:
@@ -37,7 +37,7 @@ def difference(values: Sequence[float], n_compared: int) -> Difference | None:
 
 @lru_cache
 def student_t(confidence: float, freedom: int) -> float:
-    """Return how far Student's t of so many degrees of ``freedom`` is from 0 at most with ``confidence``.
+    """Return the distance from 0 that Student's t with ``freedom`` degrees exceeds with 1 - ``confidence``.
 
     0 ≤ ``confidence`` < 1.
     """

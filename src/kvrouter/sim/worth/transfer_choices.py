@@ -1,6 +1,4 @@
-"""Every way in which a fleet's transfer policy and the router's choice can be set: enforcement, level, mode,
-and what a worker costs.
-"""
+"""Every setting of a fleet's transfer policy and the router's choice: enforcement, level, mode, and cost."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -19,7 +17,7 @@ from kvrouter.sim.replay.timetable import PolicyEvent, TimetableEvent
 from kvrouter.sim.replay.variant import VARIANTS_MAX, Variant, changed_fleet
 
 PREFERRED_WEIGHT = 1.0
-"""How strong ``preferred`` is where the fleet file does not say: as strong as it can be."""
+"""The weight of ``preferred`` without one in the fleet file: the largest."""
 
 STRICTNESS: tuple[Enforcement | None, ...] = (
     None,
@@ -27,7 +25,7 @@ STRICTNESS: tuple[Enforcement | None, ...] = (
     Enforcement.FALLBACK,
     Enforcement.REQUIRED,
 )
-"""The enforcements, from the one that rules out nothing on; None: there is no policy."""
+"""The enforcements, from the least strict on; None: no policy."""
 
 
 COMPARED = (
@@ -42,14 +40,14 @@ COMPARED = (
 
 
 COMPARED_COSTS = (BLOCKS, TIME, JOINT)
-"""What is compared unless somebody asks for others."""
+"""The costs that are compared by default."""
 
 
 class TransferChoice(msgspec.Struct, frozen=True):
     """How KV keeps to the domains of one level, and how workers are picked.
 
-    ``enforcement`` and ``level`` are None where KV goes anywhere. ``weight`` is that of ``preferred``.
-    ``cost`` is one of :func:`~kvrouter.core.cost_rules.cost_choices`, None in modes that compare none.
+    ``enforcement`` and ``level`` are None if KV goes anywhere. ``weight`` is that of ``preferred``. ``cost``
+    is one of :func:`~kvrouter.core.cost_rules.cost_choices`, None in modes without costs.
     """
 
     mode: RouterMode
@@ -60,7 +58,7 @@ class TransferChoice(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         picked = f"{self.mode}" if self.cost is None else f"{self.mode} by {self.cost}"
         if self.enforcement is None:
             return f"anywhere, {picked}"
@@ -96,7 +94,7 @@ class TransferChoice(msgspec.Struct, frozen=True):
 
 
 def choice_of(file: FleetFile) -> TransferChoice:
-    """Return what a fleet file sets: its own policy, else the router's default for workers without one."""
+    """Return the choice of a fleet file: its own policy, else the router's default policy."""
     policy, router = file.kv_transfer, file.router
     mode, cost = router.router_mode, _cost_of(router)
     if policy is not None:
@@ -122,10 +120,10 @@ def other_choices(
     file: FleetFile, modes: Sequence[RouterMode], costs: Sequence[str] = COMPARED_COSTS
 ) -> list[TransferChoice]:
     """Return every choice but the file's own: no policy, and each enforcement on each level, in each mode,
-    where costs pick by each cost.
+    with each cost if costs pick.
 
-    ``preferred`` is left out where costs pick nobody, round-robin and at random: there it is no policy.
-    Raises ConfigError for a file in which none of them would do anything, or too many would.
+    ``preferred`` is left out if costs do not pick, round-robin and at random: there it has no effect. Raises
+    ConfigError for a file in which no choice would have an effect, or too many would.
     """
     _check(file)
     today = choice_of(file)
@@ -155,8 +153,8 @@ def _all(
 
 
 def check_events(events: Sequence[TimetableEvent]) -> None:
-    """Raise ConfigError, with its place in the file, for an event that changes what is compared: from then on
-    all choices would be the same.
+    """Raise ConfigError, with its place in the file, for an event that changes a compared setting: from then
+    on all choices would be equal.
     """
     for event in events:
         for key in event.set if isinstance(event, PolicyEvent) else ():

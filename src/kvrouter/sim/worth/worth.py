@@ -1,8 +1,8 @@
-"""What another transfer policy would change: figures of two replays of the same requests, part by part.
+"""The effect of another transfer policy: figures of two replays of the same requests, part by part.
 
 A replay of one trace is one long observation. Its requests are cut into parts of equal number by the order of
-their arrival, and the two replays are compared part by part: that is what intervals are made of. Seeds change
-what is drawn and not the traffic, so each part is a mean over them.
+their arrival, and the two replays are compared part by part, for intervals. Seeds change the random draws and
+not the traffic, so each part is a mean over them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.paired import difference
 
 PARTS = 10
-"""Into so many parts the requests of a trace are cut."""
+"""How many parts the requests of a trace are cut into."""
 
 PART_REQUESTS = 10
 """A part of fewer requests is no observation of a fleet."""
@@ -94,7 +94,7 @@ class Figure(NamedTuple):
 def _of_answered(
     figure: Callable[[Floats], np.floating],
 ) -> Callable[[Rows, Rows], tuple[float, float] | None]:
-    """Take a figure of the requests that were answered in both: nobody looks faster for refusing some."""
+    """Restrict a figure to the requests that were answered in both: refusals make no replay faster."""
 
     def of(today: Rows, other: Rows) -> tuple[float, float] | None:
         both = ~(np.isnan(today.ttft_ms) | np.isnan(other.ttft_ms))
@@ -123,10 +123,10 @@ FIGURES = (
         is_total=True,
     ),
 )
-"""What is compared, from left to right."""
+"""The compared figures, from left to right."""
 
 BETTER = {figure.name: figure.better for figure in FIGURES}
-"""Which way each figure should go."""
+"""The better direction of each figure."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -144,7 +144,7 @@ class Change(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float | None:
-        """The change as a share of today's figure; None where that is 0."""
+        """The change as a share of today's figure; None if that is 0."""
         return self.change / abs(self.today) if self.today else None
 
 
@@ -173,8 +173,8 @@ def changes_of(
 ) -> Changes:
     """Return how figures change from today's replays to another policy's, seed by seed and part by part.
 
-    Of a side that has fewer seeds, the last one stands for the rest. A figure that fewer than two parts have
-    is left out. ``n_compared`` is how many changes a choice is made of.
+    For a side with fewer seeds, its last one fills in. A figure in fewer than two parts is left out.
+    ``n_compared`` is the number of changes for a choice.
     """
     n_seeds = max(len(today), len(other))
     pairs = [(today[min(at, len(today) - 1)], other[min(at, len(other) - 1)]) for at in range(n_seeds)]

@@ -1,5 +1,5 @@
-"""What each kind of engine makes of a call before its template: roles, tools and contents as its own request
-model has them. Engines cache tokens, so every difference here is a prompt that routing takes for another one.
+"""Makes prompts as each kind of engine does: roles, tools and contents in the form that its template gets.
+Engines cache tokens, so any difference makes routing predict the wrong cached blocks.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ from kvrouter.text.prompts import sglang, vllm
 from kvrouter.text.prompts.fields import Prompt, PromptFields, TemplateTraits
 
 MakePrompt = Callable[[PromptFields, TemplateTraits], Prompt]
-"""Makes the prompt of a call. Raises InvalidRequest for what no engine of the kind takes, or nobody knows."""
+"""Makes the prompt of a call. Raises InvalidRequest for a call that engines refuse or that is unknown."""
 
 
 def _as_text(fields: PromptFields, _: TemplateTraits) -> Prompt:
-    """As vLLM does, but that contents are always text and roles stay as they are: so does TensorRT-LLM, which
-    took vLLM's reading over before the rest was in it.
+    """Make a prompt as vLLM does, but with contents as text and unchanged roles. TensorRT-LLM does so, whose
+    request model is an older vLLM's.
     """
     return vllm.make_prompt(fields, TemplateTraits(names_developer=True))
 
@@ -22,5 +22,5 @@ _BY_ENGINE: Mapping[str, MakePrompt] = {"vllm": vllm.make_prompt, "sglang": sgla
 
 
 def prompt_maker(engine_kind: str) -> MakePrompt:
-    """Return what makes prompts as engines of this kind do, such as ``vllm``."""
+    """Return the prompt function of an engine kind, such as ``vllm``."""
     return _BY_ENGINE.get(engine_kind, _as_text)

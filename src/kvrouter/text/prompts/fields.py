@@ -1,4 +1,4 @@
-"""What a prompt is made from, and what a template is given of it."""
+"""The fields of a call that its prompt is made from, and the prompt as a template gets it."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ DEPTH_MAX = 64
 
 
 class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a call that its prompt is made from, of whatever types the client gave them."""
+    """The fields of a call that its prompt is made from, with unchecked types."""
 
     route: CallRoute = CallRoute.CHAT
     messages: object = None
@@ -40,12 +40,12 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompt(NamedTuple):
-    """What a template is given.
+    """A prompt as a template gets it.
 
-    ``names`` are further names for it, such as ``enable_thinking``. With ``continues`` the answer goes on
-    with the last message; with a ``continuation`` it begins with that text. With ``has_media`` some texts
-    stand for what is none. It ``is_whole`` unless something follows that is not known here. Where
-    ``flat_tools`` a template that fails is tried once more with bare functions as tools.
+    ``names`` are further variables, such as ``enable_thinking``. With ``continues`` the answer continues the
+    last message; with a ``continuation`` it begins with that text. With ``has_media`` some texts are
+    placeholders for media. ``is_complete`` is False if unknown parts follow. With ``flat_tools`` a failing
+    template is rendered again with bare functions as tools.
     """
 
     messages: Sequence[Mapping[str, object]]
@@ -55,13 +55,13 @@ class Prompt(NamedTuple):
     continues: bool = False
     continuation: str = ""
     has_media: bool = False
-    is_whole: bool = True
+    is_complete: bool = True
     flat_tools: bool = False
 
 
 class Chat(NamedTuple):
-    """A call of any route as a chat, before an engine's own reading of contents and roles; ``names`` are
-    further names for its template.
+    """A call of any route as a chat, before an engine's conversion of contents and roles; ``names`` are
+    further variables of its template.
     """
 
     messages: Any
@@ -73,12 +73,12 @@ class Chat(NamedTuple):
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines find out about a model's template before they give it anything.
+    """The properties of a template that engines detect at start.
 
-    ``loops_over_content``: it takes contents as lists of parts, by vLLM's rule, ``takes_parts`` by SGLang's.
-    ``keeps_inline_system``: it renders a system message that is not the first one;
-    ``raises_on_inline_system`` when it refuses that.
-    ``thinks_without_effort``: the effort ``none`` changes nothing, or is refused.
+    ``loops_over_content``: it takes contents as lists of parts, by vLLM's rule; ``takes_parts``: by SGLang's.
+    ``names_developer``: it names the role ``developer``. ``keeps_inline_system``: it renders a system message
+    that is not the first one; ``raises_on_inline_system``: it refuses that. ``thinks_without_effort``: the
+    effort ``none`` has no effect, or is refused.
     """
 
     loops_over_content: bool = False
@@ -108,13 +108,13 @@ _BOUNDS = JsonBounds(
 
 
 class Arguments:
-    """The arguments of a chat's tool calls: JSON in strings, of which a body's bounds know nothing."""
+    """Decodes the arguments of a chat's tool calls: JSON in strings, which a body's bounds do not cover."""
 
     def __init__(self) -> None:
         self._values_left = ARGUMENT_VALUES_MAX
 
     def decoded(self, text: str, path: str) -> object:
-        """Return what a string holds; InvalidRequest when it is no JSON, or holds too much."""
+        """Return decoded arguments; raise InvalidRequest for invalid JSON, or over the bounds."""
         data = (text or "{}").encode("utf-8", "surrogatepass")
         try:
             _, values = _BOUNDS.scan(data)
@@ -129,34 +129,34 @@ class Arguments:
         raise wrong(path, f"all together at most {ARGUMENT_VALUES_MAX} values, {DEPTH_MAX} levels deep")
 
     def coerced(self, arguments: object, path: str) -> Mapping[str, object]:
-        """Return arguments as an object: an empty one where they are none, as engines take old mistakes of a
-        model in a history. Raises InvalidRequest for more than the bounds allow.
+        """Return arguments as an object, empty for invalid ones, as engines do with a model's mistakes in a
+        history. Raises InvalidRequest over the bounds.
         """
         if isinstance(arguments, str):
             try:
                 arguments = self.decoded(arguments, path)
             except InvalidRequest as error:
-                if error.__cause__ is None:  # it is over the bounds, whatever it says
+                if error.__cause__ is None:  # it is over the bounds
                     raise
                 return {}
         return arguments if isinstance(arguments, Mapping) else {}
 
 
 def wrong(path: str, what: str) -> InvalidRequest:
-    """Return the error of a field."""
+    """Return the InvalidRequest of a field."""
     return InvalidRequest(f"{path}: {what}", param=path)
 
 
 def media_text(part: object) -> str:
-    """Return a name that stands for a part that is no text: nobody here knows what tokens an engine makes of
-    it. Equal parts have one name. Takes about a millisecond for a megabyte.
+    """Return a placeholder for a part that is not text, whose tokens the router does not know. Equal parts
+    have equal placeholders. Takes about a millisecond per megabyte.
     """
     written = msgspec.json.encode(part, order="deterministic")
     return f"<media {hashlib.sha256(written).hexdigest()}>"
 
 
 def objects(items: object, path: str) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Yield the objects of a list, and the path of each. Raises InvalidRequest."""
+    """Yield the objects of a list with their paths. Raises InvalidRequest for an empty or invalid list."""
     if not isinstance(items, list) or not items:
         raise wrong(path, "must be a list that is not empty")
     if len(items) > MESSAGES_MAX:
@@ -168,24 +168,24 @@ def objects(items: object, path: str) -> Iterator[tuple[Mapping[str, object], st
 
 
 class Pieces:
-    """What the items of a call become, up to the first that is not known here; ``is_whole`` without one."""
+    """Converts the items of a call up to the first unknown one, which clears ``is_complete``."""
 
     def __init__(self) -> None:
-        self.is_whole = True
+        self.is_complete = True
 
     def known(
         self,
         items: Iterable[tuple[Mapping[str, object], str]],
         read: Callable[[Mapping[str, object], str], Read],
     ) -> Iterator[Read]:
-        """Yield what is read of each item. Raises InvalidRequest where the first one is not known."""
+        """Yield each converted item. Raises InvalidRequest if the first one is unknown."""
         for at, (item, path) in enumerate(items):
             try:
                 piece = read(item, path)
             except InvalidRequest:
                 if not at:
                     raise
-                self.is_whole = False
+                self.is_complete = False
                 return
             yield piece
 
@@ -198,13 +198,13 @@ def text_of(value: object, path: str) -> str:
 
 
 def ordered(value: Mapping[str, object], names: Sequence[str]) -> Message:
-    """Return ``value`` with these fields first, in this order, as a request model writes it."""
+    """Return ``value`` with these fields first, in the order of a request model."""
     first = {name: value[name] for name in names if name in value}
     return first | {name: field for name, field in value.items() if name not in first}
 
 
 def template_names(kwargs: object) -> dict[str, object]:
-    """Return a copy of a call's own names for the template. Raises InvalidRequest."""
+    """Return a copy of a call's ``chat_template_kwargs``. Raises InvalidRequest."""
     if kwargs is None:
         return {}
     if not isinstance(kwargs, dict):

@@ -1,8 +1,8 @@
-"""What SGLang makes of a call before its template, by the source of 0.5.23.
+"""Makes prompts as SGLang does before it renders its template, by the source of 0.5.23.
 
-Fields that are null are left out, tools keep the order of their client's keys, and a list of texts is joined
-by blanks where the template takes no lists. A ``developer`` stays one in chats, and becomes a labelled
-``system`` in Responses.
+Null fields are dropped, tools keep the order of the client's keys, and a list of texts is joined by blanks
+for a template that takes no lists. The role ``developer`` stays in chats, and becomes a labelled ``system``
+in Responses.
 """
 
 import json
@@ -65,7 +65,7 @@ def as_chat(fields: PromptFields, traits: TemplateTraits, pieces: Pieces) -> Cha
 
 
 def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
-    """Return what SGLang gives its template. Raises InvalidRequest."""
+    """Return the prompt that SGLang passes to its template. Raises InvalidRequest."""
     pieces = Pieces()
     messages, tools, names, tool_choice, _, continues = as_chat(fields, traits, pieces)
     reader = _Reader(as_parts=traits.takes_parts)
@@ -77,22 +77,27 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
     if continues and last["role"] == "assistant" and isinstance(last["content"], str):
         continuation = last["content"]
         del read[-1]
-    if last["role"] == "assistant" and isinstance(last["content"], str) and pieces.is_whole and not continues:
+    if (
+        last["role"] == "assistant"
+        and isinstance(last["content"], str)
+        and pieces.is_complete
+        and not continues
+    ):
         read[-1] = {"role": "user", "content": last["content"]}
     return Prompt(
         read,
         _chosen(tools, tool_choice),
         names,
-        add_generation_prompt=pieces.is_whole,
+        add_generation_prompt=pieces.is_complete,
         continuation=continuation,
         has_media=reader.has_media,
-        is_whole=pieces.is_whole,
+        is_complete=pieces.is_complete,
         flat_tools=True,
     )
 
 
 def _chosen(tools: list[Message], tool_choice: object) -> list[Message] | None:
-    """Of the tools, those that the choice leaves: the template sees no other ones."""
+    """Return the tools that ``tool_choice`` allows, the only ones that the template gets; None without."""
     if tool_choice == "none":
         return None
     function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
@@ -119,7 +124,7 @@ class _Reader:
         role = text_of(message.get("role"), f"{path}.role")
         role = role if role == "user" else role.lower()
         content = self._content(message.get("content"), path)
-        is_last = isinstance(content, list)  # a list of parts is written behind the other fields
+        is_last = isinstance(content, list)  # a list of parts comes after the other fields
         if role == "tool" and isinstance(content, list):
             content = " ".join(str(part["text"]) for part in content) if _are_texts(content) else content
         out: Message = {"role": role, "content": content}
@@ -189,7 +194,7 @@ def _are_texts(parts: list[Message]) -> bool:
 
 
 def _tools(tools: object) -> list[Message]:
-    """Tools with the keys that their client gave, in that order, then the others."""
+    """Return tools with the client's keys, in the client's order, then the other keys."""
     return [_tool(tool, path) for tool, path in objects(tools, "tools")] if tools else []
 
 
@@ -282,7 +287,7 @@ def _labelled(content: object) -> object:
 
 
 def _as_object(arguments: object, path: str) -> Mapping[str, object]:
-    """Arguments of an earlier call; none where a model wrote what is no JSON object."""
+    """Return the arguments of an earlier call; empty if the model did not write a JSON object."""
     return Arguments().coerced(arguments, f"{path}.arguments")
 
 
@@ -300,7 +305,7 @@ def _texts(parts: object) -> Iterator[str]:
 
 
 def _append_merged(messages: list[Message], piece: Message) -> None:
-    """Append a piece; pieces of one turn of the assistant become one message."""
+    """Append a message, merged into the last one if both are of the same assistant turn."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or piece["role"] != "assistant":
         messages.append(piece)
@@ -363,14 +368,14 @@ def _custom_description(tool: Mapping[str, object]) -> str | None:
 
 def _of_messages(fields: PromptFields, traits: TemplateTraits, pieces: Pieces) -> list[Message]:
     merges_system = not traits.keeps_inline_system
-    said = [*objects(fields.messages, "messages")]
+    items = [*objects(fields.messages, "messages")]
     system: list[str] = []
     if isinstance(fields.system, str):
         system += [fields.system] if fields.system.strip() else []
     else:
         system += _texts(fields.system)
     if merges_system:
-        inline = [message.get("content") for message, _ in said if message.get("role") == "system"]
+        inline = [message.get("content") for message, _ in items if message.get("role") == "system"]
         system += [text for content in inline if (text := _trimmed(content))]
     messages: list[Message] = [{"role": "system", "content": "\n".join(system)}] if system else []
 
@@ -382,7 +387,7 @@ def _of_messages(fields: PromptFields, traits: TemplateTraits, pieces: Pieces) -
             return [{"role": role, "content": content}]
         return _of_blocks(role, content, f"{path}.content")
 
-    return [*messages, *chain.from_iterable(pieces.known(said, read))]
+    return [*messages, *chain.from_iterable(pieces.known(items, read))]
 
 
 def _trimmed(content: object) -> str:
@@ -392,7 +397,7 @@ def _trimmed(content: object) -> str:
 
 
 def _of_blocks(role: object, content: object, path: str) -> list[Message]:
-    """The messages of one message in blocks, in the order of its blocks."""
+    """Return the chat messages of one message in blocks, in the order of its blocks."""
     out: list[Message] = []
     parts: list[Message] = []
     calls: list[Message] = []

@@ -1,4 +1,4 @@
-"""The shape of a call: what an engine's request model may read otherwise than the router does."""
+"""The shape of a call: features that an engine may convert to a prompt differently from the router."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ _OF_TYPES = {
 
 
 def shape_of(fields: PromptFields) -> str:
-    """Return the route, the roles and whether there are tools, as ``chat developer+user tools``."""
+    """Return route, roles and whether there are tools, such as ``chat developer+user tools``."""
     items = fields.messages if fields.messages is not None else fields.input
     found = {_role_of(item) for item in items[:MESSAGES_MAX]} if isinstance(items, list) else {"user"}
     if fields.instructions or fields.system:

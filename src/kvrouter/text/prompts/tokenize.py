@@ -1,4 +1,4 @@
-"""What an engine's own ``/tokenize`` is asked for the tokens of a prompt."""
+"""Bodies for an engine's ``/tokenize``."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,10 @@ _TEXT_PARTS = frozenset(vllm.TEXT_OF_PART)
 
 
 def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
-    """Return the body for a call that an engine of this kind makes a chat of; None where it would not answer
-    with all of the prompt as text: some of it is an image, say, or not known here.
+    """Return the body for a call as a chat of this engine kind; None if ``/tokenize`` would not cover the
+    whole prompt, because a part is an image or unknown here.
 
-    What depends on the template is left to the engine, which reads contents and roles of a chat by itself.
+    The engine applies the conversions of contents and roles that depend on the template.
     """
     pieces = Pieces()
     is_vllm = engine_kind != "sglang"
@@ -25,7 +25,7 @@ def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
         chat = as_chat(fields, PLAIN_TEMPLATE, pieces)
     except InvalidRequest:
         return None
-    if not pieces.is_whole or not isinstance(chat.messages, list) or _has_media(chat.messages):
+    if not pieces.is_complete or not isinstance(chat.messages, list) or _has_media(chat.messages):
         return None
     is_chat = fields.route is CallRoute.CHAT
     messages = [_written(message, is_vllm=is_vllm, is_chat=is_chat) for message in chat.messages]
@@ -49,7 +49,7 @@ def tokenize_text(text: str) -> bytes:
 
 
 def _has_media(messages: list[object]) -> bool:
-    """Whether some part of a message is no text; what is wrong with it is the engine's to say."""
+    """Whether some part of a message is not text; the engine checks everything else."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(
@@ -59,8 +59,8 @@ def _has_media(messages: list[object]) -> bool:
 
 
 def _written(message: object, *, is_vllm: bool, is_chat: bool) -> object:
-    """A message as chats have it. vLLM renames ``reasoning_content`` in chats, and not at ``/tokenize``; in
-    the other routes arguments of calls may be objects, and types of texts have other names.
+    """Return a message in the form of chats. vLLM renames ``reasoning_content`` in chats, but not at
+    ``/tokenize``; other routes may have arguments as objects, and other names of text types.
     """
     if not isinstance(message, Mapping):
         return message

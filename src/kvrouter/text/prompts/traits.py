@@ -1,4 +1,4 @@
-"""Finds out what engines find out about a chat template: how it reads contents, and which roles it knows."""
+"""Detects the traits of a chat template that engines detect: how it reads contents, and its roles."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +7,7 @@ from jinja2 import nodes
 from kvrouter.text.prompts.fields import Message, Prompt, TemplateTraits
 
 Render = Callable[[Prompt], str | None]
-"""Renders a prompt; None where the template refuses it."""
+"""Renders a prompt; returns None if the template refuses it."""
 
 _INLINE = "a system message that is not the first"
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -15,7 +15,7 @@ _MEDIA_WORDS = ("image", "audio", "video", "vision")
 
 
 def traits_of(source: str, tree: nodes.Template, render: Render) -> TemplateTraits:
-    """Return the traits of a template, its text and its syntax tree, by rendering a few short chats."""
+    """Return the traits of a template, from its source, its syntax tree and renderings of short chats."""
     inline = render(Prompt([_says("system"), _says("user"), _says("system", _INLINE), _says("user")]))
     loops_over_content, takes_parts = _reads_parts(source, tree)
     return TemplateTraits(
@@ -42,14 +42,16 @@ def _thinks_without_effort(render: Render) -> bool:
 
 
 def _reads_parts(source: str, tree: nodes.Template) -> tuple[bool, bool]:
-    """Whether a template loops over contents, by vLLM's rule and by SGLang's."""
+    """Return whether a template loops over contents, by vLLM's rule and by SGLang's."""
     loops = [*tree.find_all(nodes.For)]
-    by_name = any(_reads(loop.iter, name, "content") for loop in loops for name in ("message", "msg", "m"))
-    by_word = any(word in source for word in _MEDIA_WORDS)
+    reads_content = any(
+        _reads(loop.iter, name, "content") for loop in loops for name in ("message", "msg", "m")
+    )
+    names_media = any(word in source for word in _MEDIA_WORDS)
     try:
         messages = {*_message_names(tree)}
     except _Unreadable:
-        return False, by_word or by_name
+        return False, names_media or reads_content
     of_macros = _loops_in_macros(tree, messages)
     for loop in loops:
         of_message = any(_reads(loop.iter, name, "content") for name in messages)
@@ -58,18 +60,18 @@ def _reads_parts(source: str, tree: nodes.Template) -> tuple[bool, bool]:
         of_parameter = parameters is not None and iterated in parameters
         of_variable = parameters is None and iterated == "content"
         if of_message or of_parameter or of_variable:
-            return isinstance(loop.target, nodes.Name), by_word or by_name
-    return False, by_word or by_name
+            return isinstance(loop.target, nodes.Name), names_media or reads_content
+    return False, names_media or reads_content
 
 
 class _Unreadable(Exception):
-    """A loop over messages has several targets: vLLM gives up, and takes contents as text."""
+    """A loop over messages has several targets: vLLM then treats contents as text."""
 
 
 def _message_names(tree: nodes.Template) -> Iterator[str]:
-    """Yield the names that single messages have in loops."""
+    """Yield the names of single messages in loops over messages."""
     lists = ["messages"]
-    for name in lists:  # grows as it goes: names that stand for the same list
+    for name in lists:  # grows during the loop: aliases of the list
         for assigned in tree.find_all(nodes.Assign):
             if not _reads(assigned.node, name):
                 continue
@@ -85,26 +87,26 @@ def _message_names(tree: nodes.Template) -> Iterator[str]:
 
 
 def _loops_in_macros(tree: nodes.Template, messages: set[str]) -> dict[int, set[str]]:
-    """For each loop in a macro the parameters of it that get some message's content."""
+    """Return, by loop id, the macro parameters that are called with a message's content."""
     calls = [call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
     found: dict[int, set[str]] = {}
     for macro in tree.find_all(nodes.Macro):
         names = [argument.name for argument in macro.args]
-        given: set[str] = set()
+        content_parameters: set[str] = set()
         for call in calls:
             if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-                given |= {
+                content_parameters |= {
                     name
                     for name, value in zip(names, call.args, strict=False)
                     if _is_content(value, messages)
                 }
-                given |= {
+                content_parameters |= {
                     keyword.key
                     for keyword in call.kwargs
                     if keyword.key in names and _is_content(keyword.value, messages)
                 }
         for loop in macro.find_all(nodes.For):
-            found[id(loop)] = found.get(id(loop), set()) | given
+            found[id(loop)] = found.get(id(loop), set()) | content_parameters
     return found
 
 
@@ -113,7 +115,7 @@ def _is_content(node: nodes.Node, messages: set[str]) -> bool:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether an expression is a variable, or a field of it, through whatever filters, tests and slices."""
+    """Whether an expression is a variable or a field of it, under any filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

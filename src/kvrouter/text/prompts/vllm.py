@@ -1,7 +1,7 @@
-"""What vLLM makes of a call before its template, by the source of 0.32.
+"""Makes prompts as vLLM does before it renders its template, by the source of 0.32.
 
 A chat, a call of OpenAI's Responses and one of Anthropic's Messages become the same list of messages with a
-few known fields each, and tools with the fields of the request model in its order.
+few known fields each, and tools with the fields of the request model, in its order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +32,13 @@ TEXT_OF_PART = {
     "thinking": "thinking",
     "tool_reference": "name",
 }
-"""Types of parts that are text, and the field that holds it."""
+"""Types of text parts, and the field with the text."""
 
-_KNOWN_OF_PART = frozenset({"type", "text", "refusal", "thinking", "closed", "name", "uuid"})
-"""What a template does not get of a part next to its text."""
+_DROPPED_PART_FIELDS = frozenset({"type", "text", "refusal", "thinking", "closed", "name", "uuid"})
+"""Fields of a part that the template does not get besides the text."""
 
 _BILLING_HEADER = "x-anthropic-billing-header"
-"""Claude Code's line in a system prompt that differs with every call: vLLM leaves it out."""
+"""Claude Code's line in system prompts, which differs with every call; vLLM drops it."""
 
 _ENDS_OPEN = ("in_progress", "incomplete")
 
@@ -74,7 +74,7 @@ def as_chat(fields: PromptFields, traits: TemplateTraits, pieces: Pieces) -> Cha
 
 
 def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
-    """Return what vLLM gives its template. Raises InvalidRequest."""
+    """Return the prompt that vLLM passes to its template. Raises InvalidRequest."""
     pieces = Pieces()
     chat = as_chat(fields, traits, pieces)
     is_ordered = fields.route is not CallRoute.RESPONSES
@@ -83,10 +83,10 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
         templated,
         [*_tools(chat.tools)] or None,
         chat.names,
-        add_generation_prompt=chat.add_generation_prompt and pieces.is_whole,
-        continues=chat.continues and pieces.is_whole,
+        add_generation_prompt=chat.add_generation_prompt and pieces.is_complete,
+        continues=chat.continues and pieces.is_complete,
         has_media=has_media,
-        is_whole=pieces.is_whole,
+        is_complete=pieces.is_complete,
     )
 
 
@@ -96,13 +96,13 @@ def make_prompt(fields: PromptFields, traits: TemplateTraits) -> Prompt:
 def _conversation(
     messages: object, traits: TemplateTraits, *, is_ordered: bool
 ) -> tuple[list[Mapping[str, object]], bool]:
-    """Return messages as a template gets them, and whether some part is no text; ``is_ordered``: calls of
-    tools have gone through the request model of chats. Raises InvalidRequest.
+    """Return messages as a template gets them, and whether some part is not text. With ``is_ordered``, tool
+    calls have the field order of the request model of chats. Raises InvalidRequest.
     """
     reader = _Reader(as_parts=traits.loops_over_content, is_ordered=is_ordered)
     read = [reader.message(message, at) for message, at in objects(messages, "messages")]
     if not traits.names_developer and any(message["role"] == "developer" for message in read):
-        read = _one_system([_as_system(message) for message in read])
+        read = _merged_system([_as_system(message) for message in read])
     return read, reader.has_media
 
 
@@ -170,7 +170,7 @@ class _Reader:
         if kind == "tool_reference":
             return {"type": kind, "name": text}
         return {"type": "text", "text": text} | {
-            name: value for name, value in part.items() if name not in _KNOWN_OF_PART
+            name: value for name, value in part.items() if name not in _DROPPED_PART_FIELDS
         }
 
     def _calls(self, calls: object, path: str) -> list[Message]:
@@ -190,14 +190,14 @@ class _Reader:
 
 
 def _without_billing(part: object) -> object:
-    """A part of a system message without Claude Code's line; None where nothing else was in it."""
+    """Return a part of a system message without Claude Code's line; None if nothing else is left."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not text.startswith(_BILLING_HEADER):
         return part
-    rest = text.partition("\n")[2]
-    if not rest:
+    remainder = text.partition("\n")[2]
+    if not remainder:
         return None
-    return {**part, "text": rest} if isinstance(part, dict) else rest
+    return {**part, "text": remainder} if isinstance(part, dict) else remainder
 
 
 def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
@@ -206,8 +206,8 @@ def _as_system(message: Mapping[str, object]) -> Mapping[str, object]:
     return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
 
 
-def _one_system(messages: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """All system messages as one at the beginning, where one is not there already."""
+def _merged_system(messages: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Return the messages with all system messages merged into a first one, unless only the first is one."""
     if not any(message["role"] == "system" for message in messages[1:]):
         return messages
     texts = [_joined(message.get("content")) for message in messages if message["role"] == "system"]
@@ -238,15 +238,15 @@ def _tools(tools: object) -> Iterator[Message]:
         ):
             if value is not None:
                 written[name] = value
-        whole: Message = {"type": "function", "function": written}
-        yield whole if deferred is None else {**whole, "defer_loading": deferred}
+        message: Message = {"type": "function", "function": written}
+        yield message if deferred is None else {**message, "defer_loading": deferred}
 
 
 # --- OpenAI's Responses
 
 
 def _of_responses(fields: PromptFields, pieces: Pieces) -> list[Message]:
-    """The messages of a call of Responses. Raises InvalidRequest."""
+    """Return the messages of a call of Responses. Raises InvalidRequest."""
     messages: list[Message] = []
     if isinstance(fields.instructions, str) and fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})
@@ -254,13 +254,13 @@ def _of_responses(fields: PromptFields, pieces: Pieces) -> list[Message]:
         return [*messages, {"role": "user", "content": fields.input}]
     for piece in pieces.known(objects(fields.input, "input"), _of_item):
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if last is None or not _goes_on(last, piece):
+        if last is None or not _merges(last, piece):
             messages.append(piece)
     return messages
 
 
-def _goes_on(last: Message, piece: Message) -> bool:
-    """Put a piece of an assistant's turn into the message before, where that has a place for it."""
+def _merges(last: Message, piece: Message) -> bool:
+    """Merge an assistant's message into the last one if that lacks its field; return whether it did."""
     if piece["role"] != "assistant":
         return False
     calls = piece.get("tool_calls")
@@ -313,7 +313,7 @@ def _calling(item: Mapping[str, object], name: object, arguments: object) -> Mes
 
 
 def _is_open(items: object) -> bool:
-    """Whether the last item is the beginning of an answer, with which the engine goes on."""
+    """Whether the last item is an incomplete answer, which the engine continues."""
     last = items[-1] if isinstance(items, list) and items else None
     return (
         isinstance(last, dict)
@@ -338,7 +338,7 @@ def _functions_of_responses(tools: object) -> list[Message]:
 
 
 def custom_parameters() -> Message:
-    """Return the schema under which engines offer a tool that takes a free text."""
+    """Return the parameter schema of a tool that takes free text."""
     payload = {"type": "string", "description": "The freeform text payload for this tool."}
     return {
         "type": "object",
@@ -352,11 +352,11 @@ def custom_parameters() -> Message:
 
 
 def _of_messages(fields: PromptFields, pieces: Pieces, *, merges_system: bool) -> list[Message]:
-    """The messages of a call of Messages. Raises InvalidRequest."""
+    """Return the messages of a call of Anthropic's Messages. Raises InvalidRequest."""
     system = _system_texts(fields.system)
-    said = [*objects(fields.messages, "messages")]
+    items = [*objects(fields.messages, "messages")]
     if merges_system:
-        for message, _ in said:
+        for message, _ in items:
             if message.get("role") == "system":
                 system += _system_texts(message.get("content"))
     messages: list[Message] = [{"role": "system", "content": "".join(system)}] if system else []
@@ -370,7 +370,7 @@ def _of_messages(fields: PromptFields, pieces: Pieces, *, merges_system: bool) -
             return [{"role": role, "content": content}]
         return _of_blocks(role, content, f"{path}.content")
 
-    return [*messages, *chain.from_iterable(pieces.known(said, read))]
+    return [*messages, *chain.from_iterable(pieces.known(items, read))]
 
 
 def _system_texts(content: object) -> list[str]:
@@ -384,7 +384,7 @@ def _system_texts(content: object) -> list[str]:
 
 
 def _of_blocks(role: object, content: object, path: str) -> list[Message]:
-    """The messages of one message in blocks: results of tools stand before the rest."""
+    """Return the chat messages of one message in blocks, with tool results first."""
     results: list[Message] = []
     parts: list[Message] = []
     calls: list[Message] = []
@@ -421,9 +421,9 @@ def _of_result(block: Mapping[str, object]) -> Iterator[Message]:
     items = content if isinstance(content, list) else []
     known = [item for item in items if isinstance(item, dict)]
     texts = [item.get("text", "") for item in known if item.get("type") == "text"]
-    whole = content if isinstance(content, str) else "\n".join(map(str, texts))
+    text = content if isinstance(content, str) else "\n".join(map(str, texts))
     of_tool: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
-    yield {**of_tool, "content": whole}
+    yield {**of_tool, "content": text}
     images = [item for item in known if item.get("type") == "image"]
     if images:
         yield {
@@ -454,7 +454,7 @@ def _functions_of_messages(fields: PromptFields) -> list[Message]:
 
 
 def _tools_in_effect(fields: PromptFields) -> list[Mapping[str, object]]:
-    """A call's tools after what its messages add and remove."""
+    """Return a call's tools after the additions and removals in its messages."""
     tools = [tool for tool, _ in objects(fields.tools, "tools")] if fields.tools else []
     changes = [
         block
@@ -485,7 +485,7 @@ def _list(value: object) -> list[object]:
 
 
 def typed_schema(schema: object) -> object:
-    """Return a tool's schema, which is one of an object where it does not say of what."""
+    """Return a tool's schema, with the type ``object`` if it has none."""
     return {**schema, "type": "object"} if isinstance(schema, dict) and "type" not in schema else schema
 
 

@@ -15,8 +15,8 @@ import aiohttp
 
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.core.requests import EngineRequest, Leg
-from kvrouter.http_client import HttpClient, connection_failure
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.requests.http.frames import (
     LEG_HEADER,

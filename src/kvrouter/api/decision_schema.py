@@ -1,14 +1,14 @@
-"""``POST /v1/route/explain`` and ``GET /v1/decisions``: where requests would go, and went, and why."""
+"""Answers of ``POST /v1/route/explain`` and ``GET /v1/decisions``: decisions, candidates, costs."""
 
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from kvrouter.api.fleet import Policy
+from kvrouter.api.fleet_schema import Policy
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """The parts of a predicted time, in milliseconds, and what the leg itself is expected to take."""
+    """The parts of a predicted time, and the expected time of the leg itself, in milliseconds."""
 
     expected_ms: float
     queue_ms: float
@@ -22,14 +22,14 @@ class Times(Struct, frozen=True, kw_only=True):
 
 
 class RankId(Struct, frozen=True, kw_only=True):
-    """A worker rank: one that was picked, or the other one of a pair."""
+    """A worker rank that was picked, or the partner in a pair."""
 
     worker_id: int
     dp_rank: int
 
 
 class Candidate(RankId, frozen=True, kw_only=True):
-    """One worker rank, as the decision saw it, with the parts of its cost in blocks."""
+    """One candidate worker rank of a decision, with the parts of its cost in blocks."""
 
     eligible: bool
     reason: str | None
@@ -47,7 +47,7 @@ class Candidate(RankId, frozen=True, kw_only=True):
 
 
 class Leg(Struct, frozen=True, kw_only=True):
-    """One leg: every candidate, and which one was picked."""
+    """One leg: its candidates, and the picked one."""
 
     chosen: RankId | None
     candidates: Sequence[Candidate]
@@ -62,13 +62,13 @@ class Legs(Struct, frozen=True, kw_only=True):
 
 
 class Constraint(Policy, frozen=True, kw_only=True, omit_defaults=True):
-    """What the prefill worker's transfer policy asks of the decode worker."""
+    """The prefill worker's transfer policy as a constraint on the decode worker."""
 
     value: str | None
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """Why no worker may take the request; ``refusals`` counts worker ranks by reason."""
+    """The reason for a refusal; ``refusals`` counts worker ranks by reason."""
 
     code: str
     message: str
@@ -76,7 +76,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
-    """``POST /v1/route/explain``. A refusal is an answer like any other."""
+    """``POST /v1/route/explain``. ``error`` has the refusal when no worker may take the request."""
 
     request_id: str
     model: str
@@ -93,7 +93,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
 
 
 class Pick(RankId, frozen=True, kw_only=True):
-    """The worker rank that took one leg, with the parts of its cost in blocks; ``candidates`` could have."""
+    """The picked worker rank of a leg, with the parts of its cost in blocks, out of ``candidates`` ranks."""
 
     overlap_blocks: int
     prefill_blocks: float = 0.0
@@ -107,8 +107,8 @@ class Pick(RankId, frozen=True, kw_only=True):
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """One decision. ``decided_at`` is in seconds since 1970; ``trace_id`` is None where the request belongs
-    to no trace, ``table`` where no candidates were kept; without ``decode`` prefill alone was decided.
+    """One decision. ``decided_at`` is in seconds since 1970. ``trace_id`` is None for a request without a
+    trace, ``table`` when candidates were not kept, ``decode`` when only prefill was decided.
     """
 
     attempt: int
@@ -126,15 +126,15 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 class Decisions(Struct, frozen=True, kw_only=True):
-    """``GET /v1/decisions/{request_id}``: every kept decision of a request, in order."""
+    """``GET /v1/decisions/{request_id}``: the kept decisions of a request, in order."""
 
     request_id: str
     attempts: Sequence[Attempt]
 
 
 class LastDecision(Struct, frozen=True, kw_only=True):
-    """The last decision of a request, as :class:`Attempt` has it, without its candidates; ``has_table`` says
-    whether they are kept.
+    """The last decision of a request: an :class:`Attempt` without candidates; ``has_table`` says whether
+    they are kept.
     """
 
     request_id: str

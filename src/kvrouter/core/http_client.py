@@ -1,6 +1,5 @@
-"""The one HTTP client with which other programs are asked, and what failed of a connection in plain words."""
+"""The HTTP client for requests to other programs, and plain-language reasons for failed connections."""
 
-import asyncio
 import errno
 import http.client
 import os
@@ -14,24 +13,24 @@ from types import SimpleNamespace
 import aiohttp
 
 DEFAULT_LIMITS = aiohttp.ClientTimeout(total=None)
-"""No limit: callers set one, by their own clock or for a request."""
+"""No timeout: callers set their own, per client or per request."""
 
 HEADER_MAX_BYTES = 64 * 1024
 HEADERS_MAX = 256
-"""The longest header of an answer, and how many it may have: an answer with more is an error."""
+"""The longest header of an answer, and the most headers; an answer beyond either is an error."""
 
 Body = bytes | BytesIO
 
 
 @dataclass(slots=True)
 class Connection:
-    """What a request went over: a connection that had carried another request before, or a new one."""
+    """The connection of a request; ``is_reused`` when it carried another request before."""
 
     is_reused: bool = False
 
 
 def _noting_reuse() -> aiohttp.TraceConfig:
-    """Return what notes it in the ``Connection`` that a request was given."""
+    """Return a trace configuration that sets ``is_reused`` of the ``Connection`` passed with a request."""
 
     async def reused(_session: object, context: SimpleNamespace, _params: object) -> None:
         context.trace_request_ctx.is_reused = True
@@ -46,11 +45,10 @@ def _noting_reuse() -> aiohttp.TraceConfig:
 
 
 class HttpClient:
-    """Asks other programs over HTTP. An answer is what the asked program itself says: no redirect is
-    followed, no cookie is kept, and neither a proxy nor a password of the environment is used. The caller
-    closes the answer.
+    """Sends HTTP requests to other programs. It follows no redirect, keeps no cookie, and uses no proxy or
+    password of the environment. The caller closes the answer.
 
-    Raises what aiohttp raises; :func:`connection_failure` says what that means.
+    Raises aiohttp's errors; :func:`connection_failure` explains them.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class HttpClient:
         auto_decompress: bool = True,
         notes_connections: bool = False,
     ) -> None:
-        self._session = aiohttp.ClientSession(  # noqa: TID251 - the one place that makes one
+        self._session = aiohttp.ClientSession(  # noqa: TID251 - the only session factory
             max_line_size=HEADER_MAX_BYTES,
             max_field_size=HEADER_MAX_BYTES,
             max_headers=HEADERS_MAX,
@@ -94,8 +92,8 @@ class HttpClient:
         limits: aiohttp.ClientTimeout | None = None,
         connection: Connection | None = None,
     ) -> aiohttp.ClientResponse:
-        """Send a request; return its answer once the head of that has come. A client that
-        ``notes_connections`` writes into ``connection``, which each request has to give it.
+        """Send a request; return its answer once its head has arrived. A client with ``notes_connections``
+        writes into ``connection``, which every request must then pass.
         """
         return await self._session.request(
             method,
@@ -130,8 +128,8 @@ _TRUST = "set SSL_CERT_FILE to the file of the authority that signed it, or give
 
 
 def connection_failure(error: Exception) -> str:  # noqa: PLR0911 - one line for each thing that can be wrong
-    """Return what is wrong with a connection, and what to set, in plain words. It omits the address, which
-    clients must not read and the error's own words contain.
+    """Return why a connection failed and what to change, in plain words. The text omits the address, which
+    ``str(error)`` contains and clients must not see.
     """
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         error = error.certificate_error
@@ -143,7 +141,7 @@ def connection_failure(error: Exception) -> str:  # noqa: PLR0911 - one line for
         return f"it does not speak TLS as expected ({_reason(error)}): is the URL http:// and not https://?"
     if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
         return "its host name is not known here (DNS): is the name in the URL right?"
-    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return "it did not answer in time"
     if isinstance(error, aiohttp.ServerDisconnectedError | http.client.RemoteDisconnected):
         return "it closed the connection before it answered"

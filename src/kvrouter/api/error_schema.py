@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class ApiError(Struct, frozen=True, kw_only=True):
-    """What is wrong; ``param`` is the field at fault. A refusal adds its role, its domain and its counts."""
+    """An error; ``param`` is the field at fault. A refusal adds its role, its domain and its counts."""
 
     message: str
     type: str = ""
@@ -18,6 +18,6 @@ class ApiError(Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(Struct, frozen=True):
-    """The body of an answer that is an error."""
+    """The body of an error answer."""
 
     error: ApiError

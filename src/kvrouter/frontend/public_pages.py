@@ -1,4 +1,4 @@
-"""Pages: models, health, readiness, metrics."""
+"""Pages without a token: models, health, readiness, metrics."""
 
 import asyncio
 import hashlib
@@ -8,11 +8,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
-from kvrouter.api.pages import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
+from kvrouter.api.page_schema import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.prepare import Named, RequestPreparer
+from kvrouter.frontend.prepare import NamedModel, RequestPreparer
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.kernel.routing.request import RouteRequest
 from kvrouter.router.model_router import ModelRouter
@@ -22,19 +22,19 @@ from kvrouter.telemetry import MetricsFormat, Telemetry
 
 _PROBE = RequestId("ready")
 
-Awaited = Callable[[], Sequence[str]]
-"""Lists which engines are to come and have not come yet: a line for each, with why."""
+AwaitedEngines = Callable[[], Sequence[str]]
+"""Returns a line for each engine that has not registered yet, with the reason."""
 
 
-def nobody_awaited() -> Sequence[str]:
-    """Workers are found by discovery: none is known beforehand."""
+def no_awaited_engines() -> Sequence[str]:
+    """Return no engines: workers come from discovery, so none is awaited."""
     return ()
 
 
 def why_not_ready(model: ModelRouter) -> str | None:
-    """Why no worker, or no pair, of ``model`` may take a request of one token; None when one may.
+    """Return why no worker or pair of ``model`` can take a request of one token; None when one can.
 
-    Workers that are busy make nobody unready: the fleet is whole, and they will be free again.
+    Busy workers count as ready: they will be free again.
     """
     prompt = model.hash_prompt(array("I", (0,)))
     probe = RouteRequest(_PROBE, isl_tokens=prompt.isl_tokens, total_blocks=prompt.total_blocks)
@@ -50,38 +50,38 @@ def why_not_ready(model: ModelRouter) -> str | None:
 OWNER = "kvrouter"
 
 SETTLE_S = 10.0
-"""How long an HTTP app may wait for a first worker or a tokenizer before it takes requests without."""
+"""The seconds for which ``/accepting`` waits for a first worker and tokenizer after the start."""
 
 
 METRICS_TIME_SHARE = 0.1
-"""How much of the event loop's time goes into ``/metrics`` at most, however often it is asked for."""
+"""The largest share of the event loop's time for ``/metrics``, however often it is scraped."""
 
 
 class MetricsRenderer:
-    """Renders ``/metrics`` for all who ask for one format at the same time: single-flight, in steps,
+    """Renders ``/metrics`` once for all concurrent scrapes of a format (single-flight), in steps and
     rate-limited.
 
-    A page is never older than the request that it answers. The next one is begun once the last one's time
-    on the loop is no more than :data:`METRICS_TIME_SHARE` of what has passed.
+    A page is never older than the request that it answers. The next rendering starts once the last one's
+    time on the loop is at most :data:`METRICS_TIME_SHARE` of the elapsed time.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._next: dict[MetricsFormat, asyncio.Task[bytes]] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._render_lock = asyncio.Lock()
         self._not_before_s = -math.inf
 
     async def render(self, metrics_format: MetricsFormat) -> bytes:
-        """Return a page that is begun from now on."""
+        """Return a page whose rendering starts after this call."""
         coming = self._next.get(metrics_format)
         if coming is None:
             coming = self._next[metrics_format] = asyncio.create_task(self._render(metrics_format))
         return await asyncio.shield(coming)
 
     async def _render(self, metrics_format: MetricsFormat) -> bytes:
-        async with self._one_at_a_time:
+        async with self._render_lock:
             await asyncio.sleep(self._not_before_s - time.monotonic())
-            del self._next[metrics_format]  # who asks from here on gets the page after this one
+            del self._next[metrics_format]  # later scrapes get the next page
             parts: list[bytes] = []
             busy_s = 0.0
             began_s = time.monotonic()
@@ -96,14 +96,14 @@ class MetricsRenderer:
 
 
 class Pages:
-    """The routes that ask no token."""
+    """The pages that need no admin token."""
 
     def __init__(
         self,
         service: RouterService,
         preparer: RequestPreparer,
         telemetry: Telemetry,
-        awaited: Awaited = nobody_awaited,
+        awaited: AwaitedEngines = no_awaited_engines,
         *,
         settle_s: float = SETTLE_S,
     ) -> None:
@@ -115,7 +115,7 @@ class Pages:
         self._settled_at = time.monotonic() + settle_s
 
     def routes(self) -> list[Route]:
-        """The table of these routes."""
+        """Return the routes of these pages."""
         return [
             PublicRoute("/v1/models", self.models),
             PublicRoute("/v1/models/{model:path}", self.model),
@@ -144,15 +144,15 @@ class Pages:
         return json_page(self._model_card(name, named))
 
     async def health(self, _: PageRequest) -> Page:
-        """``GET /health``: the process answers, whatever it can do; else the caller would restart it."""
+        """``GET /health``: always 200, so that a liveness probe restarts only a process that hangs."""
         status = "ok" if self._service.why_too_few is None else "starting"
         if self._service.requests.is_draining:
             status = "draining"
         return json_page(Health(status, self._service.requests.running))
 
     async def ready(self, _: PageRequest) -> Page:
-        """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
-        the engines that are still awaited.
+        """``GET /ready``: 200 when a plain request to some model could be placed now, busy workers included;
+        also lists the awaited engines.
         """
         self._refuse_draining()
         self._refuse_too_few()
@@ -164,11 +164,11 @@ class Pages:
         raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
 
     async def accepting(self, _: PageRequest) -> Page:
-        """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
-        found. A router that just started has a moment to learn the fleet, so that nobody is refused for that.
-        One that could not ask discovery yet knows nobody, and must take the place of no router that does; nor
-        must one that waits for a number of workers at its start. One that asked, and knows that nobody is
-        there, knows as much as any other.
+        """``GET /accepting``: 200 while the router takes requests, even if none can be placed.
+
+        It is 503 for a started router that is still learning the fleet, that waits for its first workers, or
+        that has not reached discovery and knows no model: load balancers then prefer other routers. A router
+        that reached discovery and found no workers accepts, since other routers would find none either.
         """
         self._refuse_draining()
         self._refuse_too_few()
@@ -178,21 +178,21 @@ class Pages:
         if time.monotonic() < self._settled_at:
             if self._why_not_ready() is not None:
                 raise NotReady("this router has just started, and is learning which workers are there")
-            # It knew a worker: one that leaves from now on was not unknown to it.
+            # A worker was ready once: if it leaves now, the router is no longer learning.
             self._settled_at = -math.inf
         return json_page(Ready("accepting"))
 
     async def ping(self, request: PageRequest) -> Page:
-        """``GET`` and ``POST /ping``, which SageMaker asks: as ``/accepting``, without a body."""
+        """``GET`` and ``POST /ping``, SageMaker's probe: as ``/accepting``, without a body."""
         await self.accepting(request)
         return Page()
 
     async def load(self, _: PageRequest) -> Page:
-        """``GET /load``: how many requests run, as vLLM says it."""
+        """``GET /load``: the number of running requests, in vLLM's form."""
         return json_page(ServerLoad(self._service.requests.running))
 
     async def version(self, _: PageRequest) -> Page:
-        """``GET /version``: the version of the engines where all say the same, else this router's."""
+        """``GET /version``: the engines' version if all have the same, else this router's."""
         engines = {card.engine for model in self._service.models() for card in model.fleet}
         version = engines.pop().partition(" ")[2] if len(engines) == 1 else ""
         return json_page(Version(version or installed_version()))
@@ -207,7 +207,7 @@ class Pages:
             raise NotReady(f"this router waits for its first workers: {why}")
 
     def _why_not_ready(self) -> list[str] | None:
-        """What each model lacks; None when one lacks nothing."""
+        """Return the reason of each model that is not ready; None when some model is ready."""
         reasons: list[str] = []
         for name in self._preparer.models():
             why = why_not_ready(self._service.model(name))
@@ -217,13 +217,13 @@ class Pages:
         return reasons
 
     async def metrics(self, request: PageRequest) -> Page:
-        """``GET /metrics``, in OpenMetrics for who accepts that, else in Prometheus' text format."""
+        """``GET /metrics``, in OpenMetrics if the client accepts that, else in Prometheus' text format."""
         metrics_format = MetricsFormat.accepted_by(request.header("accept"))
         page = await self._metrics.render(metrics_format)
         kind = metrics_format.value.encode()
         return Page(page, headers=((b"content-type", kind), (b"vary", b"accept")))
 
-    def _model_card(self, name: str, named: Named) -> ModelCard:
+    def _model_card(self, name: str, named: NamedModel) -> ModelCard:
         permission = ModelPermission(
             id=f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:16]}", created=self._created_s
         )

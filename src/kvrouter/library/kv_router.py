@@ -38,15 +38,14 @@ from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.background import spawn
 from kvrouter.transports.records.narrowed import NarrowedDiscovery
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 
 _log = logging.getLogger(__name__)
 
 
-class OfEndpoint(NarrowedDiscovery):
-    """Discovery narrowed to one endpoint's workers; one with another block size is refused, and logged."""
+class EndpointDiscovery(NarrowedDiscovery):
+    """Discovery of one endpoint's workers; a worker with another block size is refused, and logged."""
 
     def __init__(self, endpoint: Endpoint, block_size: int) -> None:
         super().__init__(endpoint.runtime.discovery, lambda card: endpoint.serves(card) and self._fits(card))
@@ -61,12 +60,11 @@ class OfEndpoint(NarrowedDiscovery):
         return False
 
 
-class WithPrefillWorkers(OfEndpoint):
-    """One endpoint's workers, and the prefill workers of its namespace that they make pairs with.
+class PairDiscovery(EndpointDiscovery):
+    """Discovery of one endpoint's workers, and of the prefill workers of its namespace that they pair with.
 
-    Those are somebody's to pair with: they are delivered once a worker of the endpoint can take what they
-    prefill. Until then ``on_alone`` is notified that the endpoint's own workers prefill alone, model by
-    model; and that they do not, from when the first of them can decode.
+    Prefill workers are delivered once a worker of the endpoint can decode their model. ``on_alone`` is called
+    with True for a model while the endpoint's own workers of it only prefill, with False once one decodes.
     """
 
     def __init__(
@@ -78,11 +76,11 @@ class WithPrefillWorkers(OfEndpoint):
     async def watch(
         self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
     ) -> Callable[[], None]:
-        """Deliver only the cards that belong here."""
+        """Watch discovery; deliver only the cards of the endpoint and of its prefill partners."""
         others: dict[WorkerId, WorkerCard] = {}
         decoding: set[ModelName] = set()
 
-        def on_own(card: WorkerCard) -> None:
+        def on_endpoint_card(card: WorkerCard) -> None:
             on_card(card)
             if card.model in decoding:
                 return
@@ -102,7 +100,7 @@ class WithPrefillWorkers(OfEndpoint):
             if not self._fits(card):
                 return
             if self._endpoint.serves(card):
-                on_own(card)
+                on_endpoint_card(card)
             elif card.model in decoding:
                 on_card(card)
             else:
@@ -118,7 +116,7 @@ class WithPrefillWorkers(OfEndpoint):
 
 
 def model_of(service: RouterService, name: str | None) -> ModelRouter:
-    """Return the model that is meant: the only one, unless it is named."""
+    """Return the model ``name``, or the only one for None. Raises NoEligibleWorker, InvalidRequest."""
     if name is not None:
         return service.model(ModelName(name))
     model_routers = list(service.models())
@@ -131,16 +129,15 @@ def model_of(service: RouterService, name: str | None) -> ModelRouter:
 
 
 def context_length_of(model_router: ModelRouter, pin: Pin | None) -> int | None:
-    """What a request may ask for, prompt and answer, in tokens: of the worker it is pinned to, else the
-    longest of those who may answer. Routing keeps it from workers whose context is shorter. None when nobody
-    is here.
+    """Return the context length in tokens, prompt and answer together: of the pinned worker, else the longest
+    of all workers, because routing excludes workers with a shorter context. None without workers.
     """
     card = None if pin is None else model_router.fleet.card(pin.worker_id)
     return model_router.fleet.context_length_tokens if card is None else card.context_length
 
 
 class PotentialLoad(TypedDict):
-    """What a worker rank's load would be with the request on it."""
+    """The load of a worker rank if it took the request."""
 
     worker_id: int
     dp_rank: int
@@ -149,7 +146,7 @@ class PotentialLoad(TypedDict):
 
 
 class BestWorker(NamedTuple):
-    """A worker rank that was picked, and how many leading blocks of the prompt are there."""
+    """A picked worker rank, and how many leading blocks of the prompt it holds."""
 
     worker_id: int
     dp_rank: int
@@ -157,8 +154,8 @@ class BestWorker(NamedTuple):
 
 
 class BestWorkers(NamedTuple):
-    """Who was picked for either leg. ``prefill`` is None where one worker does all of it, ``decode`` where
-    the endpoint's workers prefill and somebody else picks for decode.
+    """The picked worker ranks of both legs. ``prefill`` is None when one worker serves the whole request,
+    ``decode`` when the endpoint's workers only prefill.
     """
 
     prefill: BestWorker | None
@@ -166,7 +163,7 @@ class BestWorkers(NamedTuple):
 
     @property
     def last(self) -> BestWorker:
-        """The one that decodes, or all that is picked."""
+        """The decode worker, or the prefill worker when only prefill is picked."""
         last = self.decode or self.prefill
         if last is None:
             raise RuntimeError("nobody was picked")
@@ -188,10 +185,10 @@ class KvRouter:
     """Routes one endpoint's requests by KV cache and load. Use it as an async context manager.
 
     Prefill workers of the same namespace make pairs with the endpoint's workers, as at the frontend. Where
-    the endpoint's own workers only prefill, the prefill leg is all that is decided, and sent.
-    ``block_size`` must be the workers' own: a worker with another one is refused, and logged. With
-    ``replica_sync`` other routers of the runtime's namespace count its requests, and it counts theirs:
-    ConfigError where the runtime was connected without it.
+    the endpoint's own workers only prefill, only the prefill leg is decided and sent. ``block_size`` must be
+    the workers' block size: a worker with another one is refused, and logged. With ``replica_sync`` the
+    routers of the runtime's namespace count each other's requests; ConfigError when the runtime was connected
+    without it.
     """
 
     def __init__(
@@ -205,7 +202,7 @@ class KvRouter:
         self._service: RouterService = build_service(
             config,
             plane=runtime.requests,
-            discovery=WithPrefillWorkers(endpoint, block_size, self._on_alone),
+            discovery=PairDiscovery(endpoint, block_size, self._on_alone),
             subscriber=runtime.events,
             cordons=runtime.cordons,
             telemetry=telemetry,
@@ -222,7 +219,7 @@ class KvRouter:
         self._starting = asyncio.Lock()
         self._is_started = False
         self._is_closed = False
-        self._goodbye: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -232,7 +229,7 @@ class KvRouter:
         await self._close()
 
     async def start(self) -> None:
-        """Begin to follow the workers; every method that routes does it when it was not done.
+        """Begin to follow the workers. Every method that routes calls it first.
 
         Raises :class:`ShuttingDown` after :meth:`close`.
         """
@@ -241,12 +238,12 @@ class KvRouter:
             if not self._is_started:
                 await self._begin()
                 self._is_started = True
-                if self._is_closed:  # meanwhile
+                if self._is_closed:  # closed while it started
                     await self._close()
         self._refuse_when_closed()
 
     async def _begin(self) -> None:
-        """Follow the workers, and the other routers; neither, where it raises."""
+        """Start replica sync and the service; on an error neither keeps running."""
         if self._sync is None:
             await self._service.start()
             return
@@ -258,27 +255,27 @@ class KvRouter:
             raise
 
     def close(self) -> None:
-        """Follow the workers no longer; free what was booked by hand. Nothing new is routed from now on.
+        """Stop following the workers, free the bookings made by hand, and refuse new requests.
 
-        Answers that are being read can be read to their end; prefill legs that run on after their answer are
+        Answers in progress can be read to their end; prefill legs that still run after their answer are
         cancelled. Idempotent.
         """
         self._is_closed = True
         self._bookings.close()
         self._service.stop()
-        says_goodbye = self._sync is not None or len(self._prefills)
-        if says_goodbye and self._is_started and self._goodbye is None:
-            self._goodbye = spawn(self._say_goodbye(), name="library: end of a router")
+        has_work = self._sync is not None or len(self._prefills)
+        if has_work and self._is_started and self._closing is None:
+            self._closing = spawn(self._finish_closing(), name="library: end of a router")
 
-    async def _say_goodbye(self) -> None:
+    async def _finish_closing(self) -> None:
         await self._prefills.close()
         if self._sync is not None:
             await self._sync.stop()
 
     async def _close(self) -> None:
         self.close()
-        if self._goodbye is not None:
-            await self._goodbye
+        if self._closing is not None:
+            await self._closing
 
     async def generate(
         self,
@@ -297,12 +294,12 @@ class KvRouter:
     ) -> AnswerPieces:
         """Route and send; return the answer as an async iterator of ``{"token_ids", "finish_reason"}``.
 
-        Where the endpoint's workers only prefill, ``worker_id`` is one of them, and the answer is one piece
-        that says where the KV is: see :class:`Answer`.
+        When the endpoint's workers only prefill, ``worker_id`` is one of them, and the answer is one piece
+        that says where the KV is: see :class:`AnswerPiece`.
 
-        Raises :class:`InvalidRequest` for what can't be meant. The request is routed by the first read, which
-        raises the errors of routing; later reads raise those of the workers. Leaving the iterator early
-        (``aclose``, or the end of ``async with``) cancels on the workers and frees what was booked.
+        Raises :class:`InvalidRequest` for invalid arguments. The first read routes the request and raises
+        the errors of routing; later reads raise those of the workers. Leaving the iterator early (``aclose``,
+        or the end of ``async with``) cancels the request on the workers and frees its bookings.
         """
         await self.start()
         model_router = model_of(self._service, model)
@@ -363,12 +360,12 @@ class KvRouter:
         *,
         model: str | None = None,
     ) -> BestWorker:
-        """Return (worker_id, dp_rank, overlap_blocks) of the worker that would be picked: of a pair the one
-        that decodes; :meth:`best_workers` names both.
+        """Return (worker_id, dp_rank, overlap_blocks) of the worker that would be picked, of a pair
+        the decode worker; :meth:`best_workers` returns both.
 
-        With ``request_id`` the request is booked there: call :meth:`mark_prefill_complete` and :meth:`free`
-        for it. Without, nothing changes. Raises :class:`InvalidRequest`, also for an id that is in use, and
-        :class:`RoutingRefused` when nobody may take the request now.
+        With ``request_id`` the request is booked on it: call :meth:`mark_prefill_complete` and :meth:`free`
+        for it. Without, nothing changes. Raises :class:`InvalidRequest`, also for an id in use, and
+        :class:`RoutingRefused` when no worker may take the request now.
         """
         best = await self.best_workers(token_ids, router_config_override, request_id, model=model)
         return best.last
@@ -381,9 +378,9 @@ class KvRouter:
         *,
         model: str | None = None,
     ) -> BestWorkers:
-        """Return who would be picked for either leg; with ``request_id`` both are booked as one request.
+        """Return the workers that would be picked for both legs; ``request_id`` books them as one request.
 
-        Raises what :meth:`best_worker` does.
+        Raises as :meth:`best_worker` does.
         """
         await self.start()
         model_router = model_of(self._service, model)
@@ -419,7 +416,7 @@ class KvRouter:
     async def get_potential_loads(
         self, token_ids: TokenBuffer | Sequence[int], *, model: str | None = None
     ) -> list[PotentialLoad]:
-        """Return what each rank's load would be with this prompt on it, in the order of ranks."""
+        """Return the load that each rank would have with this prompt, in rank order."""
         await self.start()
         model_router = model_of(self._service, model)
         prompt = model_router.hash_prompt(token_buffer(token_ids))
@@ -445,16 +442,16 @@ class KvRouter:
         return loads
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """Report that a request that was booked by hand has its first token."""
+        """Report the first token of a request that :meth:`best_worker` booked."""
         self._bookings.first_token(RequestId(request_id))
 
     async def free(self, request_id: str) -> None:
-        """Give back what was booked by hand."""
+        """Free a booking of :meth:`best_worker`."""
         self._bookings.free(RequestId(request_id))
 
     async def dump_events(self) -> str:
-        """Return what the index holds as JSON: stores by worker rank, each block by its engine's hash and its
-        sequence hash.
+        """Return the index as JSON: stored blocks by worker rank, each with its engine hash and its sequence
+        hash.
         """
         await self.start()
         events = []
@@ -482,7 +479,7 @@ class KvRouter:
         return json.dumps(events)
 
     def _on_alone(self, model: ModelName, is_alone: bool) -> None:
-        """The endpoint's own workers of a model all prefill, or not."""
+        """Set whether the endpoint's own workers of a model only prefill."""
         model_router = self._service.find(model)
         if model_router is not None:
             model_router.placer.set_prefill_alone(is_alone)
@@ -507,14 +504,14 @@ def _check_length(model_router: ModelRouter, request: GenerateRequest) -> None:
 
 
 class KvIndexer:
-    """Which blocks an endpoint's workers hold, and nothing else. Use it as an async context manager."""
+    """An index of the blocks that an endpoint's workers hold, without routing; an async context manager."""
 
     def __init__(self, endpoint: Endpoint, block_size: int) -> None:
         runtime = endpoint.runtime
         self._service = build_service(
             KvRouterConfig(),
             plane=runtime.requests,
-            discovery=OfEndpoint(endpoint, block_size),
+            discovery=EndpointDiscovery(endpoint, block_size),
             subscriber=runtime.events,
             cordons=runtime.cordons,
         )
@@ -534,7 +531,7 @@ class KvIndexer:
     ) -> dict[int, int]:
         """Return worker id → leading blocks held, the best of its ranks; workers without any are absent.
 
-        Raises :class:`ShuttingDown` outside the indexer's context: it follows nobody there.
+        Raises :class:`ShuttingDown` outside the indexer's context.
         """
         if not self._is_open:
             raise ShuttingDown("this KvIndexer follows no workers: use it inside its `async with`")

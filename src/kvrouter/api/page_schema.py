@@ -1,11 +1,11 @@
-"""Health, readiness, models, busy thresholds."""
+"""Answers about health, readiness and models; bodies and answers of busy thresholds."""
 
 from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvrouter.api.cordons import Name
+from kvrouter.api.cordon_schema import Name
 
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -18,7 +18,7 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    """``GET /ready`` and ``/accepting``; ``awaited`` has a line for each engine that is to come."""
+    """``GET /ready`` and ``/accepting``; ``awaited`` has a line for each engine not registered yet."""
 
     status: str
     awaited: Sequence[str] = ()
@@ -37,7 +37,7 @@ class Version(Struct, frozen=True):
 
 
 class ModelPermission(Struct, frozen=True, kw_only=True):
-    """What clients of OpenAI's API expect of a model."""
+    """A model's permissions, which clients of OpenAI's API expect."""
 
     id: str
     object: str = "model_permission"
@@ -74,7 +74,7 @@ class ModelList(Struct, frozen=True, kw_only=True):
 
 
 class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """``POST /busy_threshold``: what is absent stays as it is, null unsets."""
+    """``POST /busy_threshold``: an absent field keeps its value, null unsets it."""
 
     model: Name
     active_decode_blocks_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType | None = UNSET
@@ -82,7 +82,7 @@ class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thresholds(Struct, frozen=True):
-    """From when on a model's workers count as busy; None: never."""
+    """The loads from which a model's workers count as busy; None disables a threshold."""
 
     model: str
     active_decode_blocks_threshold: float | None

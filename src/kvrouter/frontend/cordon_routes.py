@@ -1,12 +1,12 @@
-"""Routes of cordons: which there are, cordon, uncordon."""
+"""The routes of ``/v1/cordons``: list, cordon, uncordon."""
 
 from datetime import UTC, datetime
 
 import msgspec
 from msgspec.structs import asdict
 
-from kvrouter.api import cordons as api
-from kvrouter.api.fleet import Cordoned, Discovery
+from kvrouter.api import cordon_schema as api
+from kvrouter.api.fleet_schema import Cordoned, Discovery
 from kvrouter.core.cordons import Cordon
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
@@ -37,18 +37,18 @@ class CordonRoutes:
         return json_page(self._listed())
 
     async def _cordon(self, body: api.CordonBody) -> api.CordonChange:
-        wanted = Cordon(body.level, str(body.name), reason=body.reason, by=body.by)
-        return self._changed(await self._cordons.put(wanted, force=body.force))
+        cordon = Cordon(body.level, str(body.name), reason=body.reason, by=body.by)
+        return self._changed(await self._cordons.put(cordon, force=body.force))
 
     async def _uncordon(self, request: PageRequest) -> api.CordonChange:
-        asked = request.query
-        for field in asked:
+        query = request.query
+        for field in query:
             if field not in ("level", "name"):
                 raise InvalidRequest(f"{field}: unknown; level and name are known", param=field)
         for field in ("level", "name"):
-            if field not in asked:
+            if field not in query:
                 raise InvalidRequest(f"{field}: is required", param=field)
-        return self._changed(await self._cordons.remove(asked["level"], asked["name"]))
+        return self._changed(await self._cordons.remove(query["level"], query["name"]))
 
     def _listed(self) -> api.CordonList:
         return api.CordonList(
@@ -79,7 +79,7 @@ class CordonRoutes:
 
 
 def cordoned(cordon: Cordon) -> Cordoned:
-    """One cordon, without its workers."""
+    """Return a cordon as the API has it, without its workers."""
     return Cordoned(
         level=cordon.level,
         name=cordon.name,

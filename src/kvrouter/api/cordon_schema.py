@@ -1,11 +1,11 @@
-"""``/v1/cordons``: what gets no new requests."""
+"""Bodies and answers of ``/v1/cordons``."""
 
 from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvrouter.api.fleet import Cordoned, Discovery, RoleName
+from kvrouter.api.fleet_schema import Cordoned, Discovery, RoleName
 
 NAME_CHARS_MAX = 256
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -22,7 +22,7 @@ class CordonBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CordonedWorker(Struct, frozen=True, kw_only=True):
-    """A worker that a cordon holds for."""
+    """A worker that a cordon applies to."""
 
     worker_id: int
     model: str

@@ -1,4 +1,4 @@
-"""``GET /v1/fleet``, ``/v1/flows`` and ``/v1/refusals``: workers and models, as a router sees them."""
+"""Answers of ``GET /v1/fleet``, ``/v1/flows`` and ``/v1/refusals``: a router's view of workers and models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -9,11 +9,11 @@ from kvrouter.core.workers import Enforcement, Role
 
 RoleName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in Role]})]
 EnforcementName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in Enforcement]})]
-"""A text that equals a member of the enumeration: a newer router may have more of them than its reader."""
+"""Strings, not enumerations: a newer router may have members that its reader does not know."""
 
 
 class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How strictly KV keeps to a domain; ``weight`` is there where the domain is only preferred."""
+    """A transfer policy: how strictly KV stays in a domain; ``weight`` is set for a preferred domain only."""
 
     enforcement: EnforcementName
     domain: str
@@ -21,21 +21,21 @@ class Policy(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Discovery(Struct, frozen=True, kw_only=True):
-    """Whether discovery, or the store of cordons, can be reached."""
+    """Whether discovery, or the cordon store, is reachable, and why not."""
 
     reachable: bool = True
     why: str | None = None
 
 
 class Replicas(Struct, frozen=True, kw_only=True):
-    """Other routers that share what they book."""
+    """The other router replicas in replica sync."""
 
     others: int
     behind: int
 
 
 class PrefillNear(Struct, frozen=True, kw_only=True):
-    """Where prefill keeps to; ``value`` is None while the frontend does not know its own place."""
+    """The domain that prefill stays near; ``value`` is None while the frontend's own place is unknown."""
 
     domain: str
     value: str | None
@@ -43,7 +43,7 @@ class PrefillNear(Struct, frozen=True, kw_only=True):
 
 
 class BrokenPair(Struct, frozen=True, kw_only=True):
-    """A pair whose KV was lost lately."""
+    """A worker pair that lost KV recently, and the state of its circuit."""
 
     prefill_worker_id: int
     decode_worker_id: int
@@ -51,7 +51,7 @@ class BrokenPair(Struct, frozen=True, kw_only=True):
 
 
 class LearnedLink(Struct, frozen=True, kw_only=True):
-    """A link, or a kind of link, as handoffs showed it; without ``slowness_interval`` nothing bounds it."""
+    """A link, or a kind of link, as learned from handoffs; ``slowness_interval`` is None without bounds."""
 
     link: str
     latency_s: float = 0.0
@@ -63,7 +63,7 @@ class LearnedLink(Struct, frozen=True, kw_only=True):
 
 
 class EngineSums(Struct, frozen=True, kw_only=True):
-    """What engines count of all transfers, against what the router sees."""
+    """The bandwidth that engines report over all transfers, against the bandwidth the router observes."""
 
     bandwidth_bytes_per_s: float
     seen_bytes_per_s: float
@@ -72,7 +72,7 @@ class EngineSums(Struct, frozen=True, kw_only=True):
 
 
 class Links(Struct, frozen=True, kw_only=True):
-    """What was learned of a model's links."""
+    """A model's learned links."""
 
     alike: bool = True
     engines: EngineSums | None
@@ -87,7 +87,7 @@ class Index(Struct, frozen=True, kw_only=True):
 
 
 class PromptShape(Struct, frozen=True, kw_only=True):
-    """Calls of one shape whose engines answered, and how many had another prompt than the router's."""
+    """Answered calls of one shape, and how many were tokenized differently from the router's prompt."""
 
     shape: str
     answers: int
@@ -96,7 +96,7 @@ class PromptShape(Struct, frozen=True, kw_only=True):
 
 
 class UnrenderedChats(Struct, frozen=True, kw_only=True):
-    """Chats of a model that its router did not make into prompts, for one reason."""
+    """The number of a model's chats that the router could not render, for one reason."""
 
     reason: str
     chats: int
@@ -105,7 +105,7 @@ class UnrenderedChats(Struct, frozen=True, kw_only=True):
 
 class Model(Struct, frozen=True, kw_only=True):
     """A model that workers registered. ``routing_reason`` says why its calls are routed by load alone; None
-    where they are not.
+    when they are not.
     """
 
     model: str
@@ -131,8 +131,8 @@ class Model(Struct, frozen=True, kw_only=True):
     active_prefill_tokens_threshold: int | None = None
 
     @property
-    def hears_events(self) -> bool:
-        """Whether the router learns from KV events what is cached where."""
+    def indexes_events(self) -> bool:
+        """Whether the router indexes the model's KV events."""
         return self.cache_view == "events"
 
 
@@ -156,7 +156,7 @@ class Feed(Struct, frozen=True, kw_only=True):
 
 
 class Predictions(Struct, frozen=True, kw_only=True):
-    """A rank's last answers, against what the index had promised."""
+    """Predicted against actual cached tokens of a rank's last answers."""
 
     answers: int
     wrong: int
@@ -165,7 +165,7 @@ class Predictions(Struct, frozen=True, kw_only=True):
 
 
 class Speed(Struct, frozen=True, kw_only=True):
-    """How fast a rank is: its slowness against its engine's timing, and against ranks that are like it."""
+    """A rank's slowness against its engine's timing, and ``relative`` to similar ranks."""
 
     slowness: float = 1.0
     decode_slowness: float = 1.0
@@ -177,7 +177,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 
 
 class Transfers(Struct, frozen=True, kw_only=True):
-    """What a rank fetched from others, by its engine's own count."""
+    """The KV transfers that a rank received, as its engine counts them."""
 
     transfers: int
     failed: int
@@ -189,7 +189,7 @@ class Transfers(Struct, frozen=True, kw_only=True):
 
 
 class Rank(Struct, frozen=True, kw_only=True):
-    """A rank of a worker. What is not known is None."""
+    """A worker rank. Unknown values are None."""
 
     dp_rank: int = 0
     active_blocks: int = 0
@@ -205,7 +205,7 @@ class Rank(Struct, frozen=True, kw_only=True):
 
 
 class Cordoned(Struct, frozen=True, kw_only=True):
-    """A cordon; ``at`` is when it was made, None where nobody said."""
+    """A cordon; ``at`` is its time of creation, None when unknown."""
 
     level: str
     name: str
@@ -217,19 +217,19 @@ class Cordoned(Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """What is cordoned."""
+        """The cordoned level and name."""
         return f"{self.level} {self.name}"
 
 
 class PromptTokens(Struct, frozen=True, kw_only=True):
-    """The shortest and the longest prompts that a worker is meant for; None where any is."""
+    """The shortest and the longest prompt that a worker is meant for, in tokens; None without a limit."""
 
     min: int | None
     max: int | None
 
 
 class Worker(Struct, frozen=True, kw_only=True):
-    """A worker. What it does not say is None."""
+    """A worker. Values that it does not report are None."""
 
     worker_id: int
     model: str
@@ -260,22 +260,22 @@ class Worker(Struct, frozen=True, kw_only=True):
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests may go there."""
+        """Whether the worker takes new requests."""
         gone = not self.alive or self.draining or self.engine_silent or self.cordons
         return not gone and self.circuit != "open"
 
     @property
     def prefills(self) -> bool:
-        """Whether prompts are prefilled there as a rule."""
+        """Whether the worker's role includes prefill."""
         return self.role != Role.DECODE
 
     @property
     def decodes(self) -> bool:
-        """Whether answers are decoded there."""
+        """Whether the worker's role includes decode."""
         return self.role != Role.PREFILL
 
     def __str__(self) -> str:
-        """Its number, and where an operator finds it."""
+        """The worker's id, and the place or pod that an operator finds it by."""
         place = ", ".join(f"{domain}={value}" for domain, value in sorted(self.domains.items()))
         where = self.address if self.address.startswith("tcp") else ""
         about = [self.role, place, f"pod {self.pod}" if self.pod else where]
@@ -283,7 +283,7 @@ class Worker(Struct, frozen=True, kw_only=True):
 
 
 class RefusedWorker(Struct, frozen=True, kw_only=True):
-    """A worker that is announced and cannot be routed to; ``field`` is what is wrong, None where none is."""
+    """An announced worker that the router refuses; ``field`` is the wrong field, None without one."""
 
     worker_id: int
     model: str
@@ -296,13 +296,13 @@ class RefusedWorker(Struct, frozen=True, kw_only=True):
     why: str
 
     def __str__(self) -> str:
-        """Its number, and where an operator finds it."""
+        """The worker's id, role, and pod or address."""
         where = f"pod {self.pod}" if self.pod else self.address
         return f"worker {self.worker_id} ({self.role}, {where})"
 
 
 class Fleet(Struct, frozen=True, kw_only=True):
-    """``GET /v1/fleet``. What older routers do not say is None."""
+    """``GET /v1/fleet``. Fields that older routers omit are None."""
 
     version: str | None = None
     time_s: float | None = None
@@ -321,7 +321,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
 
 class Flow(Struct, frozen=True, kw_only=True):
-    """KV between two values of a domain."""
+    """KV handed over from one value of a domain to another."""
 
     model: str = ""
     domain: str | None
@@ -336,7 +336,7 @@ class Flow(Struct, frozen=True, kw_only=True):
 
 
 class Flows(Struct, frozen=True, kw_only=True):
-    """``GET /v1/flows``; what is recent was handed over in the last ``recent_s`` seconds."""
+    """``GET /v1/flows``; recent handoffs are those of the last ``recent_s`` seconds."""
 
     recent_s: float = 0.0
     flows: Sequence[Flow]
@@ -351,7 +351,7 @@ class RefusedRanks(Struct, frozen=True, kw_only=True):
 
 
 class RefusedAnswers(Struct, frozen=True, kw_only=True):
-    """How many calls of a model were answered with one error."""
+    """How many calls of a model were answered with one error code."""
 
     model: str
     code: str
@@ -359,7 +359,7 @@ class RefusedAnswers(Struct, frozen=True, kw_only=True):
 
 
 class Refusals(Struct, frozen=True, kw_only=True):
-    """``GET /v1/refusals``: what was refused since the process began."""
+    """``GET /v1/refusals``: refusals since the process began."""
 
     worker_ranks: Sequence[RefusedRanks]
     answers: Sequence[RefusedAnswers]

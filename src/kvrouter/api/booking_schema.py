@@ -1,29 +1,29 @@
-"""The standalone router's ``/v1/route`` and ``/v1/prefill``: where a request goes, and what is booked."""
+"""Bodies and answers of the standalone router's ``/v1/route`` and ``/v1/prefill``: decisions and bookings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from kvrouter.api.decisions import Constraint, RankId
+from kvrouter.api.decision_schema import Constraint, RankId
 
 
 class RoutingConstraints(Struct, frozen=True, omit_defaults=True):
-    """What goes into ``nvext.routing_constraints`` of the request that picks decode."""
+    """``nvext.routing_constraints`` for the request that picks the decode worker."""
 
     required_taints: Sequence[str] = ()
     preferred_taints: Mapping[str, float] = {}
 
 
 class ObeyedConstraint(Constraint, frozen=True, kw_only=True, omit_defaults=True):
-    """What the prefill worker asks of the decode worker, also in the form in which a request asks for it."""
+    """The prefill worker's constraint on the decode worker, also as the taints of a request."""
 
     taint: str | None
     routing_constraints: RoutingConstraints
 
 
 class Bootstrap(Struct, frozen=True):
-    """Where both legs of a bootstrap handoff meet."""
+    """The address and room at which both legs of a bootstrap handoff connect."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Bootstrap(Struct, frozen=True):
 
 
 class PickedWorker(RankId, frozen=True, kw_only=True):
-    """The worker rank of a leg; ``address`` is None where it has left since."""
+    """The worker rank of a leg; ``address`` is None when the worker has left since the decision."""
 
     address: str | None
     domains: Mapping[str, str]
@@ -40,7 +40,7 @@ class PickedWorker(RankId, frozen=True, kw_only=True):
 
 
 class Routed(Struct, frozen=True, kw_only=True):
-    """``POST /v1/route``; ``lease_ttl_s`` is None where nothing was booked."""
+    """``POST /v1/route``; ``lease_ttl_s`` is None when the request was not booked."""
 
     request_id: str
     model: str
@@ -62,7 +62,7 @@ class Routed(Struct, frozen=True, kw_only=True):
 
 
 class Prefilled(Struct, frozen=True, kw_only=True):
-    """``POST /v1/prefill``: where a request's KV is, or will be, and how its decode leg gets it."""
+    """``POST /v1/prefill``: the worker that holds or computes the KV, and how the decode leg fetches it."""
 
     request_id: str
     model: str
