@@ -38,6 +38,7 @@ from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.transports.background import spawn
 from kvrouter.transports.records.narrowed import NarrowedDiscovery
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 
