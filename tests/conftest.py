@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.constants import set_constants
 from tests.support.nats_server import own_nats, shared_nats
 from tests.support.test_times import pytest_runtest_protocol
 from tests.support.trace_files import scratch_trace, write_trace
@@ -18,6 +19,7 @@ __all__ = [
     "own_nats",
     "pytest_runtest_protocol",
     "scratch_trace",
+    "set_constants",
     "shared_nats",
     "write_trace",
 ]

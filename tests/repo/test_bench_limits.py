@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import limits
 from benchmarks.frontend.client import ask_side_by_side, wait_ready
+from tests.support.constants import SetConstants
 
 
 async def test_a_frontend_follows_all_workers_of_a_process_and_its_memory_is_seen() -> None:
@@ -19,8 +20,8 @@ async def test_a_frontend_follows_all_workers_of_a_process_and_its_memory_is_see
         assert rate > 0
 
 
-def test_workers_that_do_not_come_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "JOINED_WITHIN_S", 0.1)
+def test_workers_that_do_not_come_are_no_figure(set_constants: SetConstants) -> None:
+    set_constants(limits, JOINED_WITHIN_S=0.1)
     with ExitStack() as stack:
         server = limits.start_frontend(stack, n_workers=0, dp_size=1, processes=0)
         with pytest.raises(TimeoutError, match="0 of 2"):

@@ -11,6 +11,7 @@ import yaml
 from scripts import write_manifests
 from scripts.write_manifests import ALONE, VARIANTS, main
 from tests.support.chart import Manifest, of_kind
+from tests.support.constants import SetConstants
 
 KUSTOMIZE = Path(__file__).parents[2] / "deploy" / "kustomize"
 IMAGE = "ghcr.io/kvrouter/kvrouter"
@@ -38,9 +39,12 @@ def test_what_is_made_from_the_chart_is_fresh() -> None:
 
 
 def test_what_is_stale_fails_the_check_and_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(write_manifests, "ROOT", tmp_path)
+    set_constants(write_manifests, ROOT=tmp_path)
     path = tmp_path / "kvrouter.yaml"
     path.write_text("kind: Other\n")
     monkeypatch.setattr(write_manifests, "files", lambda: {path: lambda: "kind: Made\n"})
@@ -51,9 +55,9 @@ def test_what_is_stale_fails_the_check_and_is_written(
     assert main(["--chekc"]) == 2
 
 
-def test_a_value_without_a_comment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_value_without_a_comment_is_named(set_constants: SetConstants, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text("# -- What it is.\ntold: 1\npart:\n  silent: 2\n")
-    monkeypatch.setattr(write_manifests, "CHART", tmp_path)
+    set_constants(write_manifests, CHART=tmp_path)
     with pytest.raises(ValueError, match=r"part\.silent of values\.yaml needs a comment"):
         write_manifests.values_table()
 

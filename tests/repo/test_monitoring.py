@@ -19,6 +19,7 @@ from scripts.monitoring.dashboards import DASHBOARDS
 from scripts.monitoring.panels import Dashboard, Panel
 from scripts.write_monitoring import COLUMNS, MONITORING, dashboard_json, main, query_of, runbook_url
 from tests.support.chart import Manifest, of_kind, rendered
+from tests.support.constants import SetConstants
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +63,12 @@ def test_the_files_are_fresh() -> None:
 
 
 def test_what_is_stale_fails_the_check_and_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(write_monitoring, "ROOT", tmp_path)
+    set_constants(write_monitoring, ROOT=tmp_path)
     path = tmp_path / "dashboards" / "made.json"
     monkeypatch.setattr(write_monitoring, "files", lambda: {path: lambda: "{}\n"})
     assert main(["--check"]) == 1

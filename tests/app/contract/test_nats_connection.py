@@ -14,6 +14,7 @@ from kvrouter.app import nats_connection as connection
 from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
+from tests.support.constants import SetConstants
 from tests.support.logged import event_of
 from tests.support.nats_server import NatsServer
 from tests.support.processes import eventually
@@ -62,9 +63,9 @@ async def _dismissive(error: bytes, *, lets_in: bool = True) -> AsyncIterator[tu
 
 @pytest.mark.parametrize("error", [b"User Authentication Expired", b"Authorization Violation", b"Whatever"])
 async def test_a_server_that_dismisses_us_is_tried_again(
-    error: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: bytes, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
+    set_constants(connection, RECONNECT_WAIT_S=0.05)
     caplog.set_level(logging.INFO, logger="kvrouter")
     async with _dismissive(error) as (server, url):
         settings = PlaneSettings(nats_server=url)
@@ -94,9 +95,9 @@ def _losses(log: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_a_lost_connection_is_reported_once_with_the_reason(
-    own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_nats: NatsServer, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
+    set_constants(connection, RECONNECT_WAIT_S=0.05)
     settings = PlaneSettings(nats_server=own_nats.url)
     async with nats_connection(settings, name="test", tls=None) as client:
         await _lost_and_back(client, own_nats.kill, own_nats.start)
@@ -105,18 +106,17 @@ async def test_a_lost_connection_is_reported_once_with_the_reason(
 
 
 async def test_a_server_that_does_not_answer_is_reported_as_that(
-    own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_nats: NatsServer, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection, "PING_S", 0.1)
-    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
+    set_constants(connection, PING_S=0.1, RECONNECT_WAIT_S=0.05)
     settings = PlaneSettings(nats_server=own_nats.url)
     async with nats_connection(settings, name="test", tls=None) as client:
         await _lost_and_back(client, own_nats.pause, own_nats.resume)
     assert "it did not answer for 0.2 s" in _losses(caplog)
 
 
-async def test_who_is_not_let_in_is_reported_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 1.0)
+async def test_who_is_not_let_in_is_reported_why(set_constants: SetConstants) -> None:
+    set_constants(connection, CONNECT_LIMIT_S=1.0)
     async with _dismissive(b"Authorization Violation", lets_in=False) as (_, url):
         with pytest.raises(NatsUnreachable, match="Authorization Violation"):
             async with nats_connection(PlaneSettings(nats_server=url), name="test", tls=None):

@@ -11,6 +11,7 @@ from kvrouter.app import nats_connection as connection
 from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.transports.events.jetstream.stream import ComponentNames, EventStream, StreamLimits
+from tests.support.constants import SetConstants
 from tests.support.nats_jwt import Operator
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.processes import eventually
@@ -30,7 +31,7 @@ def server(operator: Operator) -> Iterator[NatsServer]:
 
 
 async def test_a_user_of_the_operator_is_let_in_and_nobody_else(
-    server: NatsServer, operator: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: NatsServer, operator: Operator, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     file = tmp_path / "user.creds"
     operator.write_user(file)
@@ -38,7 +39,7 @@ async def test_a_user_of_the_operator_is_let_in_and_nobody_else(
     async with nats_connection(settings, name="test", tls=None) as client:
         stream = EventStream(client.jetstream(), ComponentNames("default", "backend"), StreamLimits())
         assert (await stream.ensure()).messages == 0
-    monkeypatch.setattr(connection, "CONNECT_LIMIT_S", 1.0)
+    set_constants(connection, CONNECT_LIMIT_S=1.0)
     Operator().write_user(file)
     for stranger in (settings, PlaneSettings(nats_server=server.url)):
         with pytest.raises(NatsUnreachable, match="Authorization Violation"):
@@ -50,10 +51,10 @@ async def test_credentials_that_ran_out_are_read_again(
     server: NatsServer,
     operator: Operator,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
+    set_constants(connection, RECONNECT_WAIT_S=0.05)
     caplog.set_level(logging.INFO, logger="kvrouter")
     file = tmp_path / "user.creds"
     operator.write_user(file, lives_s=2)

@@ -12,15 +12,16 @@ from kvrouter.app.attach import attachment
 from kvrouter.engines.openai.engine import ServedEngine
 from kvrouter.engines.vllm.introspect import STARTED_METRIC
 from tests.support.attach_entrances import ENTRANCES, CardNow
+from tests.support.constants import SetConstants
 from tests.support.engine_server import ScriptedEngine, scripted_engine
 from tests.support.waits import until
 
 
 @pytest.fixture(autouse=True)
-def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
+def _asked_at_once(monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants) -> None:
+    set_constants(attachment, PROBE_EVERY_S=0.01)
     # As in production an engine is probed several times before the attach loop asks what it is.
-    monkeypatch.setattr(attachment, "RETRY_AFTER_S", 0.2)
+    set_constants(attachment, RETRY_AFTER_S=0.2)
     monkeypatch.setitem(ServedEngine.__init__.__kwdefaults__ or {}, "look_each_s", 0.02)
 
 

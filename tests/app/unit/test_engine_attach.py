@@ -16,6 +16,7 @@ from kvrouter.core.ids import DpRank, Epoch, WorkerId
 from kvrouter.core.workers import EventLane, EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec, events_of
 from kvrouter.engines.kv_events.listener import EventsAt
+from tests.support.constants import SetConstants
 from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
 from tests.support.trtllm_answers import TRTLLM_PAGES
 from tests.support.waits import until
@@ -277,8 +278,8 @@ async def test_an_engine_whose_model_nobody_names_is_refused(kind: str) -> None:
 
 
 @KINDS
-async def test_an_engine_that_comes_later_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached_module, "PROBE_EVERY_S", 0.005)
+async def test_an_engine_that_comes_later_is_waited_for(kind: str, set_constants: SetConstants) -> None:
+    set_constants(attached_module, PROBE_EVERY_S=0.005)
     async with scripted_engine(PAGES[kind]) as scripted:
         pages = dict(scripted.pages)
         for path in scripted.pages:

@@ -23,6 +23,7 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
+from tests.support.constants import SetConstants
 from tests.support.engine_pods import ZONE
 from tests.support.engine_pods_served import down, here, pod_at
 from tests.support.engine_server import SGLANG_PAGES, scripted_engine
@@ -32,10 +33,10 @@ IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
 
 @pytest.fixture(autouse=True)
-def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
+def _asked_at_once(set_constants: SetConstants) -> None:
+    set_constants(attachment, PROBE_EVERY_S=0.01)
     for each in (attachment, pod_fleet):
-        monkeypatch.setattr(each, "RETRY_AFTER_S", 0.01)
+        set_constants(each, RETRY_AFTER_S=0.01)
 
 
 async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:

@@ -20,6 +20,7 @@ from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.worker import Worker
+from tests.support.constants import SetConstants
 from tests.support.engine_publisher import publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
 from tests.support.logged import event_of
@@ -33,9 +34,8 @@ CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 
 
 @pytest.fixture(autouse=True)
-def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
-    monkeypatch.setattr(attachment, "RETRY_AFTER_S", 0.01)
+def _asked_at_once(set_constants: SetConstants) -> None:
+    set_constants(attachment, PROBE_EVERY_S=0.01, RETRY_AFTER_S=0.01)
 
 
 @dataclass

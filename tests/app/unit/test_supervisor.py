@@ -13,6 +13,7 @@ from kvrouter.app import supervisor as room
 from kvrouter.app.lifetime import LOST_PLACE
 from kvrouter.app.supervisor import Supervisor, pause_after
 from kvrouter.core.backoff import Backoff, Failures
+from tests.support.constants import SetConstants
 from tests.support.logged import event_of, events_of
 from tests.support.processes import eventually
 
@@ -23,8 +24,8 @@ GIVES_WAY = f"import sys; sys.exit({LOST_PLACE}) if '--standby' not in sys.argv 
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "RESTART_AFTER_S", 0.01)
+def _short(set_constants: SetConstants) -> None:
+    set_constants(room, RESTART_AFTER_S=0.01)
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvrouter.cli.calibrate import engine_measurement
 from kvrouter.cli.calibrate.engine_measurement import Measurement, MeasurementFailed, measure_engine
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.sim.calibrate.engine_load import EngineLoad, engine_load
+from tests.support.constants import SetConstants
 from tests.support.timed_engine import (
     MODEL,
     PREFILL_S,
@@ -127,9 +129,9 @@ async def test_an_engine_that_serves_others_too_is_refused_at_once() -> None:
 
 
 async def test_requests_of_others_that_do_not_end_are_seen_before_and_after(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr("kvrouter.cli.calibrate.engine_measurement.SETTLE_PAUSE_S", 0.0)
+    set_constants(engine_measurement, SETTLE_PAUSE_S=0.0)
     engine = TimedEngine(others_running=2)
     with pytest.raises(MeasurementFailed, match="has 2 requests that were not sent from here") as caught:
         await measured(engine)

@@ -13,9 +13,11 @@ from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Finish
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
+from kvrouter.engines.mock import cluster as mock_cluster
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.port import Engine
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from tests.support.constants import SetConstants
 from tests.support.engine_legs import leg
 from tests.support.mock_links import zone_links
 
@@ -244,11 +246,9 @@ async def test_refusals() -> None:
 
 
 async def test_a_clock_that_asks_too_much_slips_and_nothing_else_changes(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(
-        "kvrouter.engines.mock.cluster.TURN_MAX_S", 0.0
-    )  # every turn is too short for its work
+    set_constants(mock_cluster, TURN_MAX_S=0.0)  # every turn is too short for its work
     cluster = MockCluster(speedup=1e6)
     handle, _ = await started(cluster, MockConfig())
     readers = [asyncio.create_task(read_all(await handle.submit(a_leg(max_tokens=500)))) for n in range(50)]

@@ -9,6 +9,7 @@ from kvrouter.engines.openai import server as server_module
 from kvrouter.engines.openai.failures import ERROR_CHARS_MAX
 from kvrouter.engines.openai.server import EngineServer, PageFailed
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from tests.support.constants import SetConstants
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 
 COMPLETIONS = "/v1/completions"
@@ -71,9 +72,8 @@ async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
             await asked.server.look("/metrics")
 
 
-async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "ANSWER_MAX_BYTES", 1000)
-    monkeypatch.setattr(server_module, "PAGE_MAX_BYTES", 1000)
+async def test_an_answer_without_end_is_given_up(set_constants: SetConstants) -> None:
+    set_constants(server_module, ANSWER_MAX_BYTES=1000, PAGE_MAX_BYTES=1000)
     long = Answer((b"x" * 1001,), content_type=JSON)
     async with Asked(long) as asked:
         asked.engine.pages["/v1/models"] = long

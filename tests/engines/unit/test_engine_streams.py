@@ -18,6 +18,7 @@ from kvrouter.engines.openai.streams import PIECE_BYTES, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.stream import decode_chunk, encode_chunk
+from tests.support.constants import SetConstants
 from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
 
 RAW = AnswerReading(passes_raw=True)
@@ -131,8 +132,8 @@ async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None
     assert [chunk.finish for chunk in chunks][-2:] == [None, FinishReason.STOP]
 
 
-async def test_streams_that_end_leave_their_connection_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "END_LIMIT_S", 60.0)
+async def test_streams_that_end_leave_their_connection_to_the_next(set_constants: SetConstants) -> None:
+    set_constants(streams, END_LIMIT_S=60.0)
     late = Answer((sse(token(1, "stop")),), ends=Ends.HELD)
     async with asked(late, Answer((WHOLE,), content_type=JSON), replace(late, ends=Ends.WHOLE)) as at:
         stream = await at.stream()
@@ -148,9 +149,9 @@ async def test_streams_that_end_leave_their_connection_to_the_next(monkeypatch: 
 
 
 async def test_a_stream_that_does_not_end_behind_its_last_event_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(streams, "END_LIMIT_S", 0.01)
+    set_constants(streams, END_LIMIT_S=0.01)
     ended = Answer((sse(token(1, "stop")),))
     async with asked(replace(ended, ends=Ends.HELD), ended) as at:
         assert (await read(await at.stream()))[-1].finish is FinishReason.STOP

@@ -16,6 +16,7 @@ from kvrouter.kernel.topology.links import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import installed_version
+from tests.support.constants import SetConstants
 from tests.support.fleets import MODEL, card
 from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.logged import event_of, events_of
@@ -247,9 +248,9 @@ async def test_what_is_not_known_for_sure_is_not_compared() -> None:
 
 
 async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transfer_speed, "WINDOW_S", 0.0)
+    set_constants(transfer_speed, WINDOW_S=0.0)
     caplog.set_level("INFO")
     rank, gb = WorkerRank(WorkerId(1), DpRank(0)), 1_000_000_000
     async with open_house(card(1), card(2)) as house:

@@ -13,6 +13,7 @@ from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
 from kvrouter.kernel.topology.links import Link, LinkTable
 from kvrouter.router import kv_flows, model_router
 from kvrouter.settings.router_settings import KvRouterConfig
+from tests.support.constants import SetConstants
 from tests.support.fleets import MODEL, card, decode_card, prefill_card
 from tests.support.front import House, error_of, open_house, says, takeover_instructions, zoned_pairs
 
@@ -87,11 +88,10 @@ async def test_candidates_are_kept_only_while_somebody_follows_the_decisions() -
 
 @pytest.mark.parametrize("mode", [RouterMode.RANDOM, RouterMode.ROUND_ROBIN])
 async def test_the_kept_table_is_of_the_choice_that_was_made(
-    mode: RouterMode, monkeypatch: pytest.MonkeyPatch
+    mode: RouterMode, set_constants: SetConstants
 ) -> None:
     """By the draw of the booking, so that what was drawn is what the table says."""
-    monkeypatch.setattr(model_router, "TABLE_PAUSE_S", 0.0)
-    monkeypatch.setattr(model_router, "TABLE_TIME_SHARE", 1e9)
+    set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9)
     config = KvRouterConfig(router_mode=mode)
     async with open_house(*(card(n) for n in range(1, 6)), script=says("ok"), config=config) as house:
         await asked(house, "/v1/decisions")
@@ -105,10 +105,8 @@ async def test_the_kept_table_is_of_the_choice_that_was_made(
     assert len(picked) > 1
 
 
-async def test_only_so_many_tables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_router, "TABLE_PAUSE_S", 0.0)
-    monkeypatch.setattr(model_router, "TABLE_TIME_SHARE", 1e9)
-    monkeypatch.setattr(model_router, "TABLES_MAX", 2)
+async def test_only_so_many_tables_are_kept(set_constants: SetConstants) -> None:
+    set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9, TABLES_MAX=2)
     async with open_house(card(1), script=says("ok")) as house:
         await asked(house, "/v1/decisions")
         for request_id in ("a", "b", "c"):
@@ -153,9 +151,9 @@ async def test_bytes_that_nobody_knows_and_links_without_a_price_are_no_zeros() 
 
 
 async def test_pairs_after_the_most_that_are_counted_are_counted_together(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(kv_flows, "PAIRS_MAX", 0)
+    set_constants(kv_flows, PAIRS_MAX=0)
     async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
         for n in range(2):
             await send(house, f"r{n}")

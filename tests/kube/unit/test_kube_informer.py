@@ -12,11 +12,13 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
 
+from kvrouter.kube import client
 from kvrouter.kube.client import ClusterError, ClusterLost, KubeClient
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.objects import Manifest, ResourceKind, metadata_of
 from kvrouter.operator.cluster_info import NODES, PODS
+from tests.support.constants import SetConstants
 
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
 
@@ -197,7 +199,7 @@ async def test_a_watch_that_may_not_be_opened_again_waits_as_long_as_the_server_
 
 
 async def test_a_page_of_large_objects_is_asked_for_in_smaller_pieces(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
     limits: list[int] = []
     objects = [{**pod(f"pod-{i}"), "data": "x" * 1_000} for i in range(100)]
@@ -209,11 +211,11 @@ async def test_a_page_of_large_objects_is_asked_for_in_smaller_pieces(
         more = str(last) if last < len(objects) else ""
         return web.json_response({"metadata": {"continue": more}, "items": objects[first:last]})
 
-    monkeypatch.setattr("kvrouter.kube.client.ANSWER_MAX_BYTES", 10_000)
+    set_constants(client, ANSWER_MAX_BYTES=10_000)
     async with served(answer) as cluster:
         found = await cluster.find(PODS)
         assert [metadata_of(each)["name"] for each in found.objects] == [f"pod-{i}" for i in range(100)]
-        monkeypatch.setattr("kvrouter.kube.client.ANSWER_MAX_BYTES", 500)
+        set_constants(client, ANSWER_MAX_BYTES=500)
         with pytest.raises(ClusterLost, match="more than 500 bytes"):
             await cluster.find(PODS)
     assert limits[:4] == [500, 125, 31, 7]

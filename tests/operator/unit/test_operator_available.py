@@ -15,6 +15,8 @@ from kvrouter.operator.reconcile.cards import Cards, fleet_of
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes
 from kvrouter.operator.status.finding import events_of
 from kvrouter.operator.status.resolved import RefusedObjects
+from tests.support import statuses
+from tests.support.constants import SetConstants
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
 
@@ -75,8 +77,8 @@ def test_what_is_certain_is_reported_without_cards(
     assert said(status([], of=of, policy=None, workers=workers), "Available") == reported
 
 
-def test_without_a_ready_frontend_nobody_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.statuses.FRONTEND", replace(FRONTEND, is_ready=False))
+def test_without_a_ready_frontend_nobody_takes_requests(set_constants: SetConstants) -> None:
+    set_constants(statuses, FRONTEND=replace(FRONTEND, is_ready=False))
     assert said(status(pods(a=(1, 1))), "Available") == (FALSE, "NoReadyFrontend")
 
 

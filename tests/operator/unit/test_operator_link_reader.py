@@ -18,6 +18,7 @@ from kvrouter.operator.reconcile.link_reader import (
     read_page,
 )
 from kvrouter.operator.status.link_status import MetricsEndpoint
+from tests.support.constants import SetConstants
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
 OTHER = LINK.model_copy(update={"slow": True})
@@ -143,8 +144,8 @@ async def test_what_is_held_of_a_page_is_bounded_apart_from_its_length() -> None
         assert await read_page(door) is None
 
 
-async def test_a_frontend_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_reader, "READ_LIMIT_S", 0.05)
+async def test_a_frontend_that_never_answers_is_given_up(set_constants: SetConstants) -> None:
+    set_constants(link_reader, READ_LIMIT_S=0.05)
     left = asyncio.Event()
 
     async def silent(writer: asyncio.StreamWriter) -> None:

@@ -15,6 +15,7 @@ from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import Up, file_of, up
 from tests.router.unit.test_routed_by_load import before, routing_of
+from tests.support.constants import SetConstants
 from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 from tests.support.examined import examined, the_finding
@@ -235,8 +236,8 @@ async def test_an_engine_is_not_asked_what_it_would_not_answer_as_a_whole(what: 
     assert asked(engine) == []
 
 
-async def test_only_so_many_prompts_are_at_engines_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_tokenizer, "ASKING_MAX", 2)
+async def test_only_so_many_prompts_are_at_engines_at_a_time(set_constants: SetConstants) -> None:
+    set_constants(engine_tokenizer, ASKING_MAX=2)
     async with scripted_engine() as engine:
         engine.tokens_of = lambda body: Answer(ends=Ends.NO_HEADERS)
         engine.answers.extend([WHOLE] * 6)
@@ -267,10 +268,10 @@ def counted(prompt_tokens: int) -> Answer:
 
 
 async def test_a_blind_shape_becomes_seeing_by_what_its_engine_answers(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, set_constants: SetConstants
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(prompt_shapes, "SPAN_S", 0.0)
+    set_constants(prompt_shapes, SPAN_S=0.0)
     async with scripted_engine() as engine, publisher() as events:
         engine.tokens_of = lambda body: TOKENS
         file = file_of(of_events(engine, events), model=f"{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}")

@@ -18,6 +18,7 @@ from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, EventCacheView, EventI
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, LoadSink
+from tests.support.constants import SetConstants
 from tests.support.waits import until
 
 BLOCK = 4
@@ -239,12 +240,12 @@ async def test_slots_are_as_many_as_there_are() -> None:
 
 
 async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_heard(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missed() -> int:
         return caplog.text.count("kv_events_missing")
 
-    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.02)
+    set_constants(event_ingest, SILENT_AFTER_S=0.02)
     bench = Bench()
     await bench.join()
     await until(lambda: missed() == 1)
@@ -253,7 +254,7 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     assert reading.silent_s > 0.02
     await asyncio.sleep(0.05)
     assert missed() == 1, "said once"
-    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 1000.0)
+    set_constants(event_ingest, SILENT_AFTER_S=1000.0)
     bench.ingest.on_batch(batch(0))
     reading = dict(bench.ingest.feed_readings())[SLOT]
     assert (reading.is_missing, reading.silent_s < 1000.0) == (False, True), "a heartbeat is enough"
@@ -261,9 +262,9 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
 
 
 async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_misses_anybody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.3)
+    set_constants(event_ingest, SILENT_AFTER_S=0.3)
     bench = Bench()
     await bench.join()
     time.sleep(0.5)  # noqa: ASYNC251 - the event loop is blocked, longer than a rank may be silent

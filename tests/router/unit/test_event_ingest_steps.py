@@ -23,6 +23,7 @@ from tests.router.unit.test_event_ingest import (
     batch,
     stored,
 )
+from tests.support.constants import SetConstants
 from tests.support.waits import until
 
 N_BLOCKS = 40 * STEP_BLOCKS
@@ -194,9 +195,9 @@ async def test_a_worker_that_starts_again_while_it_is_loaded_begins_empty() -> N
 
 
 async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(rank_ingest, "WAITING_EVENTS_MAX", 3)
+    set_constants(rank_ingest, WAITING_EVENTS_MAX=3)
     bench = Bench()
     await big(bench, many())
     events: list[KvEvent] = [stored(0, 1), stored(1, 1, parent=100), Cleared(), stored(0, 2)]
@@ -276,8 +277,8 @@ async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.Mo
     assert shown == [mistake]
 
 
-async def test_only_so_many_whole_states_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_ingest, "SNAPSHOTS_ASKED_MAX", 2)
+async def test_only_so_many_whole_states_are_asked_for_at_once(set_constants: SetConstants) -> None:
+    set_constants(event_ingest, SNAPSHOTS_ASKED_MAX=2)
     bench = Bench()
     ranks = [WorkerRank(WorkerId(10 + number), DpRank(0)) for number in range(5)]
     for slot, rank in enumerate(ranks):

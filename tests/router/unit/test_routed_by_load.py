@@ -12,6 +12,7 @@ from kvrouter.app import text_models
 from kvrouter.core.ids import ModelName
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import Up, up
+from tests.support.constants import SetConstants
 from tests.support.engine_server import (
     JSON,
     SGLANG_PAGES,
@@ -295,10 +296,10 @@ async def test_a_chat_of_a_model_without_a_template_says_so_once(
 
 
 async def test_it_is_served_while_the_tokenizer_is_loaded_and_by_cache_from_then_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(text_models, "RETRY_S", 0.01)
+    set_constants(text_models, RETRY_S=0.01)
     async with scripted_engine() as engine, up(before(engine, tokenizer=tmp_path)) as here:
         engine.answers.append(WHOLE)
         assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success

@@ -9,14 +9,14 @@ from click.testing import CliRunner
 from kvrouter.app.attach import attachment
 from kvrouter.cli.commands import kvrouter
 from tests.support.attach_entrances import ENTRANCES, CardNow
+from tests.support.constants import SetConstants
 from tests.support.engine_server import scripted_engine
 from tests.support.waits import until
 
 
 @pytest.fixture(autouse=True)
-def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "PROBE_EVERY_S", 0.01)
-    monkeypatch.setattr(attachment, "RETRY_AFTER_S", 0.01)
+def _asked_at_once(set_constants: SetConstants) -> None:
+    set_constants(attachment, PROBE_EVERY_S=0.01, RETRY_AFTER_S=0.01)
 
 
 def block_size_of(card: CardNow) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.constants import SetConstants
 from tests.system.cluster import install
 
 pytestmark = pytest.mark.api_server
@@ -79,14 +80,14 @@ def test_a_program_is_another_one_when_what_it_is_built_from_changes_and_only_th
 
 
 def test_a_program_is_another_one_on_another_machine_or_with_other_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     sources(tmp_path, monkeypatch)
     before = install.program("etcd")
     with monkeypatch.context() as there:
         there.setattr("platform.machine", lambda: "riscv64")
         assert install.program("etcd") != before
-    monkeypatch.setattr(install, "LINKING", "-s")
+    set_constants(install, LINKING="-s")
     assert install.program("etcd") != before
 
 

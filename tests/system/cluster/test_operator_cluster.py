@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kubernetes.aio.client import ApiClient
 
+from kvrouter.kube import client
 from kvrouter.kube.client import CONFLICT, GONE, ClusterError, ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.kubeconfig import LoaderConnection
@@ -15,6 +16,7 @@ from kvrouter.kube.lease import Leader, LeaseTimes
 from kvrouter.kube.objects import LEASES, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of, uid_of
 from kvrouter.operator.cluster_info import Grove
 from kvrouter.operator.reconcile.info_reader import read_cluster_info
+from tests.support.constants import SetConstants
 from tests.support.processes import eventually
 
 pytestmark = pytest.mark.api_server
@@ -51,9 +53,9 @@ async def test_an_object_is_applied_changed_and_deleted_once(cluster: KubeClient
 
 
 async def test_a_list_of_many_pages_is_whole(
-    cluster: KubeClient, namespace: str, monkeypatch: pytest.MonkeyPatch
+    cluster: KubeClient, namespace: str, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("kvrouter.kube.client.PAGE_OBJECTS", 2)
+    set_constants(client, PAGE_OBJECTS=2)
     keys = {Key(namespace, f"settings-{i}") for i in range(5)}
     for key in keys:
         await cluster.apply(CONFIG_MAPS, settings(key, "one"))

@@ -18,6 +18,7 @@ from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated, inflated_bytes
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.settings.tree import FrontendSettings
+from tests.support.constants import SetConstants
 from tests.support.mock_fleets import alike
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until
@@ -156,9 +157,9 @@ def test_counting_holds_no_more_than_a_piece() -> None:
 
 
 async def test_what_a_little_that_is_sent_may_become_is_bounded_until_it_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(compressed, "EXTRA_BYTES_MAX", 400_000)
+    set_constants(compressed, EXTRA_BYTES_MAX=400_000)
     big, bigger = ({**CHAT, "stream": True, "max_tokens": 2000, "user": "x" * n} for n in (300_000, 900_000))
     many = {**CHAT, "metadata": {str(n): Random(n).randbytes(32).hex() for n in range(5000)}}
     async with served(alike(replicas=1, speedup=1.0)) as here:

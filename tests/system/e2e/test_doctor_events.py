@@ -14,6 +14,7 @@ from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
+from tests.support.constants import SetConstants
 from tests.support.engine_server import scripted_engine
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding
 from tests.support.fleets import card
@@ -80,8 +81,8 @@ async def test_prompts_that_fill_no_block_report_none() -> None:
         assert found(await examined(here), "kv-events") == []
 
 
-async def test_ranks_whose_events_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.05)
+async def test_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> None:
+    set_constants(event_ingest, SILENT_AFTER_S=0.05)
     async with served(alike(replicas=2)) as here:
         (model,) = here.system.service.models()
         cache = model.cache

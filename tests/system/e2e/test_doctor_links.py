@@ -10,6 +10,7 @@ from kvrouter.kernel.placement.speeds import LearnedSpeeds, SpeedReading
 from kvrouter.kernel.topology.links import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
+from tests.support.constants import SetConstants
 from tests.support.examined import examined, found, names_of, not_made, the_finding
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import House, open_house
@@ -70,8 +71,8 @@ async def transferred(house: House, *reports: KvTransfers) -> None:
         (await house.http.get("/v1/fleet")).raise_for_status()
 
 
-async def test_a_rank_to_which_kv_travels_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_speed, "WINDOW_S", 0.0)
+async def test_a_rank_to_which_kv_travels_slowly(set_constants: SetConstants) -> None:
+    set_constants(transfer_speed, WINDOW_S=0.0)
     gb = 1_000_000_000
     async with open_house(prefill_card(1), decode_card(2)) as house:
         fast = [KvTransfers(10 * n, 10 * n * gb, 1.0 * n) for n in range(4)]

@@ -18,6 +18,7 @@ from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from tests.oracles.sync import MemorySyncTransport
+from tests.support.constants import SetConstants
 from tests.support.engine_server import scripted_engine
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
 from tests.support.served import MODEL, Served, served, user, words
@@ -391,9 +392,9 @@ async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch)
         assert stale.value("feed_staleness_seconds", worker="2") == 0
 
 
-async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_should_publish_and_never_does(set_constants: SetConstants) -> None:
     """Both answer the router's questions, and none has sent anything; then one begins."""
-    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.1)
+    set_constants(event_ingest, SILENT_AFTER_S=0.1)
     async with served(alike(replicas=2)) as here:
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)
@@ -403,7 +404,7 @@ async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.M
         assert [silent.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 1]
         page = (await here.http.get("/v1/fleet")).json()
         assert [worker["ranks"][0]["feed"]["kv_events_missing"] for worker in page["workers"]] == [True, True]
-        monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", PATIENT_S)
+        set_constants(event_ingest, SILENT_AFTER_S=PATIENT_S)
         worker = here.system.fleet.workers[WorkerId(2)]
         worker.publisher.heartbeat([DpRank(0)])
         heard = await here.metrics()

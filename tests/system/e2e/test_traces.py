@@ -15,6 +15,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.metrics import Telemetry
 from kvrouter.text.source import MOCK_FOLDER
 from tests.support.collector import Collector, collector, plain
+from tests.support.constants import SetConstants
 from tests.support.engine_server import Answer, ScriptedEngine, scripted_engine, sse
 from tests.support.logged import event_of, events_of
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, fleet_file, pairs
@@ -259,12 +260,12 @@ async def test_a_line_for_each_call_as_it_ends(caplog: pytest.LogCaptureFixture)
 
 
 async def test_a_collector_that_is_gone_costs_no_request(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with collector() as gone:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", gone.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    monkeypatch.setattr(trace_export, "FLUSH_LIMIT_S", 2.0)
+    set_constants(trace_export, FLUSH_LIMIT_S=2.0)
     async with served(pairs()) as here:
         for _ in range(3):
             await ask(here)

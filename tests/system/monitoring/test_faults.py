@@ -26,6 +26,7 @@ from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import MetricsFormat
+from tests.support.constants import SetConstants
 from tests.support.deployments import DEFAULTS, deployment
 from tests.support.engine_server import VLLM_PAGES, scripted_engine
 from tests.support.fleets import Bench, decode_card, prefill_card, read_all
@@ -169,10 +170,8 @@ async def test_an_engine_that_fails_again_and_again(prometheus: Prometheus) -> N
             await fires(prometheus, "KvrouterCircuitOpen", "circuit")
 
 
-async def test_ranks_whose_events_do_not_arrive(
-    prometheus: Prometheus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.1)
+async def test_ranks_whose_events_do_not_arrive(prometheus: Prometheus, set_constants: SetConstants) -> None:
+    set_constants(event_ingest, SILENT_AFTER_S=0.1)
     async with served(alike(replicas=2)) as here:
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)

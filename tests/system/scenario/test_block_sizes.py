@@ -13,6 +13,7 @@ from kvrouter.router import router_service
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
+from tests.support.constants import SetConstants
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, address_of
 
@@ -168,7 +169,7 @@ async def test_the_index_of_the_old_block_size_is_closed(
 
 
 async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
     def of(model: str, worker_id: int) -> WorkerCard:
         return structs.replace(card(worker_id), model=ModelName(model))
@@ -176,7 +177,7 @@ async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kep
     def known(bench: Bench) -> list[str]:
         return [model.fleet.model for model in bench.service.models()]
 
-    monkeypatch.setattr(router_service, "MODELS_MAX", 2)
+    set_constants(router_service, MODELS_MAX=2)
     bench = bench_of_streams()
     await bench.start(of("set", 1), of("plain", 2))
     other = bench.service.model(ModelName("set"))

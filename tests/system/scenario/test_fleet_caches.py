@@ -17,6 +17,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.router import engine_reports
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
+from tests.support.constants import SetConstants
 from tests.support.fleets import Bench
 from tests.support.fleets import card as worker_card
 from tests.support.logged import events_of
@@ -238,9 +239,9 @@ async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> 
 
 
 async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_reports, "SPAN_S", 0.0)
+    set_constants(engine_reports, SPAN_S=0.0)
     caplog.set_level("WARNING")
     async with mock_bench(alike(replicas=1)) as bench:
         asked = prompt(tokens=20 * BLOCK)

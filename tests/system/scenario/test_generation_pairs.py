@@ -8,7 +8,9 @@ from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport
+from kvrouter.router import request_run
 from kvrouter.settings.router_settings import KvRouterConfig
+from tests.support.constants import SetConstants
 from tests.support.fleets import (
     Bench,
     bench_of,
@@ -247,9 +249,9 @@ async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the
 
 
 async def test_an_answer_does_not_wait_for_ever_for_a_prefill_leg_that_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr("kvrouter.router.request_run.PREFILL_END_WAIT_S", 0.01)
+    set_constants(request_run, PREFILL_END_WAIT_S=0.01)
     plane = ScriptedPlane(
         lambda stream: (
             stream.tokens(1, finish=FinishReason.STOP) if stream.request.leg is Leg.DECODE else None

@@ -30,6 +30,7 @@ from tests.app.unit.test_fleet_engines import up
 from tests.frontend.unit.test_standalone_app import TOKENS, open_router, pair, prefills
 from tests.oracles.sync import MemorySyncTransport
 from tests.router.unit.test_routed_by_load import before
+from tests.support.constants import SetConstants
 from tests.support.engine_server import JSON, Answer, page, scripted_engine
 from tests.support.fleets import MODEL, card, decode_card, prefill_card
 from tests.support.front import House, open_house, says, takeover_instructions
@@ -94,9 +95,8 @@ def needs(taint: str) -> dict[str, object]:
     return {"nvext": {"routing_constraints": {"required_taints": [taint]}}}
 
 
-async def test_a_fleet_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_router, "WATCHED_S", 3600.0)
-    monkeypatch.setattr(model_router, "TABLE_PAUSE_S", 3600.0)
+async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
+    set_constants(model_router, WATCHED_S=3600.0, TABLE_PAUSE_S=3600.0)
     async with open_house(
         *two_zones(),
         script=losing,

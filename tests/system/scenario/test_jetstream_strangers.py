@@ -15,6 +15,7 @@ from kvrouter.transports.events.encoding import encode_batch
 from kvrouter.transports.events.jetstream import JetStreamPublisher, snapshot_store
 from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.port import DropReason
+from tests.support.constants import SetConstants
 from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_nats import TOKEN
 from tests.support.event_waits import card, until_heard
@@ -112,12 +113,12 @@ async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fle
 
 
 async def test_an_object_that_never_ends_costs_a_question_and_no_memory(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, set_constants: SetConstants
 ) -> None:
     worker, (first,) = await fleet.known("first", serves=10)
     await until(lambda: first.is_right(worker))
     assert await first.snapshots.check() == 1
-    monkeypatch.setattr(snapshot_store, "OBJECT_MAX_BYTES", 100)
+    set_constants(snapshot_store, OBJECT_MAX_BYTES=100)
     late = await fleet.replica("late")
     late.join(worker)
     worker.serve(3)

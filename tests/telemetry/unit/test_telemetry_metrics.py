@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.telemetry import CounterFamily, GaugeFamily, HistogramFamily, Telemetry, families
+from tests.support.constants import SetConstants
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -60,8 +61,8 @@ def test_hostile_label_values_are_escaped() -> None:
     assert samples(telemetry)["kvrouter_fallbacks_total", (("domain", 'zo"ne\n\\'),)] == 1
 
 
-def test_label_sets_are_bounded_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "LABEL_SETS_MAX", 3)
+def test_label_sets_are_bounded_and_nothing_is_lost(set_constants: SetConstants) -> None:
+    set_constants(families, LABEL_SETS_MAX=3)
     counter = CounterFamily("c", "c", ("model",))
     gauge = GaugeFamily("g", "g", ("model",))
     histogram = HistogramFamily("h", "h", ("model",), (1.0,))

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from kvrouter.app import text_models
 from kvrouter.app.text_models import TextModelLoader
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.text.source import MOCK_FOLDER, MOCK_TOKENIZER
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool
 from kvrouter.transports.records.port import Gone
+from tests.support.constants import SetConstants
 from tests.support.fleets import card
 
 
@@ -50,9 +52,9 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_reported_and_tried_again(
 
 
 async def test_a_model_without_workers_makes_room_and_one_with_workers_does_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvrouter.app.text_models.TEXTS_MAX", 2)
+    set_constants(text_models, TEXTS_MAX=2)
     loader = TextModelLoader({}, EncodePool())
     await announce(loader, serving("a", 1))
     await announce(loader, serving("b", 2))

@@ -22,6 +22,7 @@ from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.nats import NatsCordons
 from kvrouter.transports.records.nats import cordons as cordons_of_nats
 from kvrouter.transports.records.port import CordonStore
+from tests.support.constants import SetConstants
 from tests.support.cordon_laws import ZONE, CordonLaws
 from tests.support.discovery_stores import card, nobody
 from tests.support.nats_server import NatsServer
@@ -146,9 +147,9 @@ async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
 
 
 async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(cordons_of_files, "ANSWER_S", 0.05)
+    set_constants(cordons_of_files, ANSWER_S=0.05)
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
     await store.put(ZONE)
     assert await store.read() == (ZONE,)
@@ -172,9 +173,9 @@ async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
 
 
 async def test_marks_of_what_was_removed_hide_no_cordon_of_nats(
-    shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+    shared_nats: NatsServer, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(cordons_of_nats, "CORDONS", replace(CORDONS, records_max=4))
+    set_constants(cordons_of_nats, CORDONS=replace(CORDONS, records_max=4))
     client = await nats.connect(shared_nats.url)
     store = NatsCordons(client, namespace=f"test-{secrets.token_hex(8)}", token="t0p", on_refused=nobody)
     kept = {Cordon("zone", name) for name in "abc"}
@@ -198,14 +199,14 @@ class Silent(MemoryCordons):
         return await super().read()
 
 
-async def test_a_cluster_that_does_not_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "OTHERS_WITHIN_S", 0.05)
+async def test_a_cluster_that_does_not_answer_holds_up_nobody(set_constants: SetConstants) -> None:
+    set_constants(clusters, OTHERS_WITHIN_S=0.05)
     here, there = MemoryCordons(), Silent()
     await there.put(Cordon("node", "n1"))
     await here.put(ZONE)
     both = ClustersCordons({"here": here, "there": there}, on_refused=nobody)
     assert await both.read() == (ZONE,)
-    monkeypatch.setattr(clusters, "OTHERS_WITHIN_S", 3600.0)
+    set_constants(clusters, OTHERS_WITHIN_S=3600.0)
     assert await both.read() == (ZONE,), "it is not waited for again"
     there.answers.set()
 

@@ -21,6 +21,7 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 from kvrouter.worker.worker import TimedStream
+from tests.support.constants import SetConstants
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
 from tests.support.wires import WIRES, Wire
@@ -298,10 +299,8 @@ async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_
     await wire.transport.open(address, leg("answered", attempt=1))
 
 
-async def test_a_worker_remembers_the_last_legs_that_ended(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(legs, "ENDED_MAX", 2)
+async def test_a_worker_remembers_the_last_legs_that_ended(wire: Wire, set_constants: SetConstants) -> None:
+    set_constants(legs, ENDED_MAX=2)
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
     for n, name in enumerate("abc"):

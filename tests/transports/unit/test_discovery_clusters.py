@@ -12,9 +12,11 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.topology.links import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
+from kvrouter.transports.records import clusters
 from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in
 from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
+from tests.support.constants import SetConstants
 from tests.support.discovery_stores import Ear, listen
 from tests.support.fleets import Bench, HandDiscovery, card, generate_request
 from tests.support.scripted_transport import ScriptedPlane
@@ -182,9 +184,9 @@ class Away(MemoryDiscovery):
 
 
 async def test_a_cluster_that_does_not_answer_holds_up_no_start_and_comes_in_later(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr("kvrouter.transports.records.clusters.OTHERS_WITHIN_S", 0.01)
+    set_constants(clusters, OTHERS_WITHIN_S=0.01)
     east, west = MemoryDiscovery(), Away()
     both = ClustersDiscovery({EAST: east, WEST: west}, on_refused=lambda *_: None)
     await both.publish(card(1))

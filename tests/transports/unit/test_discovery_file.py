@@ -22,6 +22,7 @@ from kvrouter.transports.records.file.store import FileRecords
 from kvrouter.transports.records.leased_watch import LeasedWatch
 from kvrouter.transports.records.port import Gone
 from kvrouter.transports.records.store import PolledFeed, RecordKind
+from tests.support.constants import SetConstants
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
 
@@ -151,9 +152,9 @@ async def test_no_more_files_than_the_limit_are_looked_at(
 
 
 async def test_a_worker_more_than_are_followed_is_reported_and_comes_when_there_is_room(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
+    store: FileStore, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(leased_watch, "WORKERS_MAX", 1)
+    set_constants(leased_watch, WORKERS_MAX=1)
     first, second = store.end(), store.end()
     await first.publish(card(1))
     await second.publish(card(2))

@@ -26,6 +26,7 @@ from kvrouter.transports.records.kubernetes.store import QUIET_LEASES, ObjectVer
 from kvrouter.transports.records.leased_watch import LeasedWatch
 from kvrouter.transports.records.port import Gone
 from kvrouter.transports.records.store import VersionConflict
+from tests.support.constants import SetConstants
 from tests.support.discovery_stores import Ear, card
 from tests.support.waits import until
 
@@ -139,8 +140,8 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(store, "TICK_MAX_S", 0.02)
+async def scene(set_constants: SetConstants) -> AsyncIterator[Scene]:
+    set_constants(store, TICK_MAX_S=0.02)
     made = Scene()
     yield made
     await made.end()

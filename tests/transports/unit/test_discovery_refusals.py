@@ -4,6 +4,7 @@ import pytest
 
 from kvrouter.transports.records import card_tracker
 from kvrouter.transports.records.card_tracker import StoreRefusals
+from tests.support.constants import SetConstants
 
 
 @pytest.fixture
@@ -36,9 +37,9 @@ def test_a_watch_that_is_behind_tells_nothing_again(made: StoreRefusals, reporte
 
 
 def test_no_more_is_remembered_than_the_limit(
-    made: StoreRefusals, reported: list[str], monkeypatch: pytest.MonkeyPatch
+    made: StoreRefusals, reported: list[str], set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr(card_tracker, "REFUSALS_MAX", 2)
+    set_constants(card_tracker, REFUSALS_MAX=2)
     for key in "abc":
         made.report(key, key, "why", version=1)
     assert reported == ["a", "b"]

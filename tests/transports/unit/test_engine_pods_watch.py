@@ -16,6 +16,7 @@ from kvrouter.kube.client import ClusterLost, RequestRefused
 from kvrouter.kube.informer import ListAndWatch
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods, pods_reason
+from tests.support.constants import SetConstants
 from tests.support.engine_pods import pod_json
 from tests.support.waits import until
 
@@ -153,9 +154,9 @@ async def test_while_a_pod_cannot_be_read_no_list_takes_anybody_away() -> None:
 
 
 async def test_pods_beyond_the_limit_are_reported_and_let_in_when_others_leave(
-    monkeypatch: pytest.MonkeyPatch,
+    set_constants: SetConstants,
 ) -> None:
-    monkeypatch.setattr(pods, "TICK_S", 0.01)
+    set_constants(pods, TICK_S=0.01)
     async with scene(ScriptedApi("a", "b", "c"), pods_max=2) as made:
         assert made.there == {"a", "b"}
         assert made.refused == [("pod c", "more than 2 pods are labelled as engines")]
@@ -164,8 +165,8 @@ async def test_pods_beyond_the_limit_are_reported_and_let_in_when_others_leave(
         await until(lambda: made.there == {"b", "c"})
 
 
-async def test_pods_that_have_ended_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pods, "TICK_S", 0.01)
+async def test_pods_that_have_ended_take_nobodys_place(set_constants: SetConstants) -> None:
+    set_constants(pods, TICK_S=0.01)
     api = ScriptedApi("a", "b", "c")
     api.pods["a"] = ended("a")
     async with scene(api, pods_max=2) as made:
@@ -178,9 +179,8 @@ async def test_pods_that_have_ended_take_nobodys_place(monkeypatch: pytest.Monke
         assert made.gone == ["b"]
 
 
-async def test_a_silent_watch_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pods, "TICK_S", 0.01)
-    monkeypatch.setattr(pods, "QUIET_S", 0.02)
+async def test_a_silent_watch_is_doubted(set_constants: SetConstants) -> None:
+    set_constants(pods, TICK_S=0.01, QUIET_S=0.02)
     async with scene(ScriptedApi("a")) as made:
         made.api.pods["b"] = pod_json("b")
         await until(lambda: made.there == {"a", "b"})

@@ -12,11 +12,13 @@ from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
+from kvrouter.transports.requests.http import transport as http_plane
 from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import REQUEST_MAX_BYTES
 from kvrouter.transports.requests.worker_session import WorkerLimits
+from tests.support.constants import SetConstants
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.waits import until
@@ -193,8 +195,8 @@ async def test_a_router_that_follows_with_another_token_or_certificate_says_so()
         assert "certificate" in (await why.get()).lower()
 
 
-async def test_a_request_above_the_limit_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.transports.requests.http.transport.REQUEST_MAX_BYTES", 10)
+async def test_a_request_above_the_limit_never_leaves(set_constants: SetConstants) -> None:
+    set_constants(http_plane, REQUEST_MAX_BYTES=10)
     async with both_ends() as ends:
         with pytest.raises(InvalidRequest, match="above"):
             await ends.transport.open(ends.address, leg())

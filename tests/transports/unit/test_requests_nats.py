@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.transports.requests import session
 from kvrouter.transports.requests.messages import (
     TO_ROUTER,
     TO_WORKER,
@@ -30,6 +31,7 @@ from kvrouter.transports.requests.nats.transport import (
     requests_subject,
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from tests.support.constants import SetConstants
 from tests.support.nats_ends import TOKEN, Loses, both_ends
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
@@ -114,9 +116,9 @@ async def test_a_chunk_above_what_a_message_holds_comes_in_parts() -> None:
 
 
 async def test_a_request_above_the_limit_never_leaves(
-    shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+    shared_nats: NatsServer, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("kvrouter.transports.requests.session.REQUEST_MAX_BYTES", 10)
+    set_constants(session, REQUEST_MAX_BYTES=10)
     async with both_ends(shared_nats) as ends:
         with pytest.raises(InvalidRequest, match="over the 10 allowed"):
             await ends.transport.open(ends.address, leg())

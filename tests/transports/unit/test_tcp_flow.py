@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.transports.requests import legs
+from kvrouter.transports.requests import legs, session
 from kvrouter.transports.requests.messages import (
     FrameKind,
     ReadItem,
@@ -24,6 +24,7 @@ from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import SessionStream
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.worker_session import WorkerLimits
+from tests.support.constants import SetConstants
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
 from tests.support.wires_tcp import TOKEN
@@ -142,9 +143,9 @@ def test_tokens_arrive_once_and_in_order_whatever_the_credit(
 
 
 async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
-    served: Acceptor, monkeypatch: pytest.MonkeyPatch
+    served: Acceptor, set_constants: SetConstants
 ) -> None:
-    monkeypatch.setattr("kvrouter.transports.requests.session.REQUEST_MAX_BYTES", 100)
+    set_constants(session, REQUEST_MAX_BYTES=100)
     transport = TcpRequestTransport(token=TOKEN)
     with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
         await transport.open(served[2], leg())
@@ -264,10 +265,8 @@ async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Accepto
     await transport.close()
 
 
-async def test_ended_prefill_legs_are_kept_to_a_number(
-    served: Acceptor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(legs, "PREFILLED_MAX", 3)
+async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor, set_constants: SetConstants) -> None:
+    set_constants(legs, PREFILLED_MAX=3)
     acceptor, worker, _ = served
     peer = await RawRouter.welcomed(acceptor.port)
     for stream_id in range(4):

@@ -17,6 +17,7 @@ from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.tcp import transport as transport_module
 from kvrouter.transports.requests.tcp.transport import RouterPipe
+from tests.support.constants import SetConstants
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawWorkers
@@ -101,10 +102,10 @@ async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: 
 
 
 async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_one_at_once(
-    acceptor: TcpRequestAcceptor, monkeypatch: pytest.MonkeyPatch
+    acceptor: TcpRequestAcceptor, set_constants: SetConstants
 ) -> None:
     """Else a moment's trouble with the network makes a whole fleet ineligible."""
-    monkeypatch.setattr(transport_module, "COMES_BACK_WITHIN_S", IN_TIME_S)
+    set_constants(transport_module, COMES_BACK_WITHIN_S=IN_TIME_S)
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
