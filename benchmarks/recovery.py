@@ -37,7 +37,7 @@ from benchmarks.results import Line, measured
 from benchmarks.turns import Turn, TurnClock
 from kvrouter.app.telemetry_hooks import StreamHooks
 from kvrouter.core.ids import ModelName, Slot, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, Role, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, Role, WorkerCard
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
@@ -165,7 +165,7 @@ class Bench:
         await subscriber.start()
         router = Router(subscriber, self._fleet)
         watch = Watch(self._clock)
-        await router.learn(EventSource(EventLane.NATS))
+        await router.learn(EventSource(EventTransport.NATS))
         took = watch.stop()
         router.ingest.close()
         await subscriber.close()

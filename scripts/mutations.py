@@ -66,14 +66,14 @@ MUTATIONS = (
     ),
     Mutation(
         "topology-distance-skips-a-differing-level",
-        KERNEL + "topology/links.py",
+        KERNEL + "topology/link_table.py",
         "        if value_a != value_b:\n            break",
         "        if value_a != value_b:\n            continue",
         ("tests/kernel/unit/test_topology_links.py",),
     ),
     Mutation(
         "topology-others-transfers-are-not-counted",
-        KERNEL + "topology/links.py",
+        KERNEL + "topology/link_table.py",
         "own.bytes + others.bytes",
         "own.bytes",
         ("tests/kernel/unit/test_link_news.py", "tests/system/scenario/test_replica_links.py"),

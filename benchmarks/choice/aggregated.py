@@ -12,7 +12,7 @@ from benchmarks.replay.cases import BLOCK, CASES, Rows, rows_of
 from benchmarks.replay.replays import OBJECTIVE
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.placement.speeds import LearnedSpeeds
-from kvrouter.kernel.routing.request import Speeds
+from kvrouter.kernel.routing.interface import Speeds
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.carriage import Places

@@ -23,7 +23,7 @@ from benchmarks.replay.cases import BLOCK, BLOCKS, CASES, Rows, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.carriage import Places

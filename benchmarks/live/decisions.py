@@ -11,8 +11,8 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.routing.interface import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.kernel.routing.masks import constraint_of
-from kvrouter.kernel.routing.request import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.kernel.routing.route import route, route_decode
 
 Count = TypeVar("Count", np.uint32, np.int64)
@@ -41,7 +41,7 @@ class RankReading(msgspec.Struct, frozen=True):
 class SeenDecision(msgspec.Struct, frozen=True):
     """One booked decision. ``sender`` is where the KV waited of a request whose decode was picked again."""
 
-    wanted: RouteRequest
+    route_request: RouteRequest
     readings: dict[str, RankReading]
     """By worker rank, as :func:`rank_name` writes it."""
 
@@ -54,7 +54,7 @@ class SeenDecision(msgspec.Struct, frozen=True):
     @property
     def key(self) -> tuple[RequestId, int, bool]:
         """Which decision of the request it is."""
-        return self.wanted.request_id, self.wanted.attempt, self.sender is not None
+        return self.route_request.request_id, self.route_request.attempt, self.sender is not None
 
 
 def rank_name(rank: WorkerRank) -> str:
@@ -69,7 +69,7 @@ def parse_rank(name: str) -> WorkerRank:
 
 
 def see(
-    wanted: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None = None
+    route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None = None
 ) -> SeenDecision:
     """Copy a decision out of a router. Raises ValueError for a router with busy thresholds: what it reads of
     load reports is not copied.
@@ -80,7 +80,7 @@ def see(
         raise ValueError("a router with busy thresholds decides by load reports, which are not compared")
     columns, overlap, not_active = fleet.columns, view.overlap_blocks, view.not_active
     is_open = columns.alive & ~columns.draining & ~columns.engine_silent & ~columns.circuit_open
-    is_open &= columns.context_length >= wanted.context_tokens
+    is_open &= columns.context_length >= route_request.context_tokens
     readings = {
         rank_name(rank): RankReading(
             overlap_blocks=None if overlap is None else int(overlap[slot]),
@@ -92,7 +92,7 @@ def see(
         for slot, rank in ranks_of(fleet)
     }
     return SeenDecision(
-        wanted=wanted,
+        route_request=route_request,
         readings=readings,
         seed=view.seed,
         turn=view.turn,
@@ -121,10 +121,10 @@ def decide_again(seen: SeenDecision, placer: Placer) -> Choice:
     fleet = placer.fleet
     ranks = ranks_of(fleet)
     if {rank_name(rank) for _, rank in ranks} != seen.readings.keys():
-        raise ValueError(f"{seen.wanted.request_id}: decided among {sorted(seen.readings)}")
+        raise ValueError(f"{seen.route_request.request_id}: decided among {sorted(seen.readings)}")
     closed = [name for name, reading in seen.readings.items() if not reading.is_open]
     if closed:
-        raise ValueError(f"{seen.wanted.request_id}: decided while {closed} took no requests")
+        raise ValueError(f"{seen.route_request.request_id}: decided while {closed} took no requests")
     readings = [(slot, seen.readings[rank_name(rank)]) for slot, rank in ranks]
 
     def column(name: str, of: type[Count]) -> npt.NDArray[Count]:
@@ -146,12 +146,12 @@ def decide_again(seen: SeenDecision, placer: Placer) -> Choice:
         unseen=seen.unseen,
     )
     if seen.sender is None:
-        return choice_of(route(seen.wanted, view))
+        return choice_of(route(seen.route_request, view))
     slot = fleet.slot_of(seen.sender)
     if slot is None:
-        raise ValueError(f"{seen.wanted.request_id}: its KV waited at {rank_name(seen.sender)}")
+        raise ValueError(f"{seen.route_request.request_id}: its KV waited at {rank_name(seen.sender)}")
     constraint = constraint_of(fleet, slot, placer.settings.topology_default)
-    return choice_of(route_decode(seen.wanted, view, constraint, prefill=seen.sender), seen.sender)
+    return choice_of(route_decode(seen.route_request, view, constraint, prefill=seen.sender), seen.sender)
 
 
 def have_equal_views(one: SeenDecision, other: SeenDecision, settings: RoutingSettings) -> bool:
@@ -160,7 +160,7 @@ def have_equal_views(one: SeenDecision, other: SeenDecision, settings: RoutingSe
     """
     if (one.readings, one.sender) != (other.readings, other.sender) or _asked(one) != _asked(other):
         return False
-    mode = one.wanted.override.router_mode or settings.mode
+    mode = one.route_request.override.router_mode or settings.mode
     if mode is RouterMode.ROUND_ROBIN:
         return one.turn == other.turn
     if mode is RouterMode.RANDOM or settings.temperature > 0.0 or one.unseen or other.unseen:
@@ -170,4 +170,4 @@ def have_equal_views(one: SeenDecision, other: SeenDecision, settings: RoutingSe
 
 def _asked(seen: SeenDecision) -> RouteRequest:
     """The question without its context, which a replay does not say: the readings say whom it leaves out."""
-    return structs.replace(seen.wanted, context_tokens=0)
+    return structs.replace(seen.route_request, context_tokens=0)

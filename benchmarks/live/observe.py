@@ -7,7 +7,7 @@ from kvrouter.core.ids import RequestId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.engines.mock_engine.sequence import LegStamps
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.routing.request import Decision, RouteRequest, View
+from kvrouter.kernel.routing.interface import Decision, RouteRequest, View
 
 
 class Observed(msgspec.Struct):
@@ -48,9 +48,9 @@ class Observer:
         self.observed.legs.append(stamps)
 
     def _decided(
-        self, wanted: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+        self, route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
     ) -> None:
-        self.observed.decisions.append(see(wanted, view, decision, prefill=prefill))
+        self.observed.decisions.append(see(route_request, view, decision, prefill=prefill))
 
 
 def figures(observed: Observed) -> dict[RequestId, Figures]:

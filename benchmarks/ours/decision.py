@@ -26,7 +26,7 @@ from kvrouter.core.ids import (
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.feed.states import FeedState
-from kvrouter.kernel.routing.request import RouteRequest
+from kvrouter.kernel.routing.interface import RouteRequest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService

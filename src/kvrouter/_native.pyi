@@ -282,8 +282,8 @@ class ApproximateIndex:
 
 @final
 class LinkMap:
-    """The links between slots, by the values of their domains. :mod:`kvrouter.kernel.routing.links` has the
-    rules.
+    """The links between slots, by the values of their domains; see
+    :mod:`kvrouter.kernel.routing.fleet_links` for the rules.
 
     ``domains`` are columns of value ids over slots, -1 where there is none. ``order_at`` says for each slot
     which of the ``orders`` of levels its worker has: each level is the number of its domain, and that of its

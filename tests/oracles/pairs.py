@@ -9,8 +9,8 @@ from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, STALLS_WEIGHT
-from kvrouter.kernel.routing.request import RouteRequest, RoutingSettings, Times
-from kvrouter.kernel.topology.links import LinkState, SharedLink, distance
+from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, Times
+from kvrouter.kernel.topology.link_table import LinkState, SharedLink, distance
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferPolicy, topology_taint
 from tests.oracles.prediction import RankLoad, predicted
 

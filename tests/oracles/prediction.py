@@ -5,7 +5,7 @@ from typing import NamedTuple
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, OTHERS_WEIGHT, TURNOVER_WEIGHT
-from kvrouter.kernel.routing.request import Times
+from kvrouter.kernel.routing.interface import Times
 
 
 class RankLoad(NamedTuple):

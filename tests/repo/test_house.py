@@ -28,7 +28,7 @@ def test_only_the_native_doors_import_the_native_core() -> None:
         "engines/mock_engine/ranks.py",
         "recording/recorder.py",
         "kernel/routing/joint.py",
-        "kernel/routing/links.py",
+        "kernel/routing/fleet_links.py",
         "kernel/routing/costs/time.py",
     }
 

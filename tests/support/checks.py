@@ -15,7 +15,7 @@ import nats
 from kvrouter.core.events import Medium, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.core.workers import EventTransport, WorkerCard
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from kvrouter.transports.records.file import FileDiscovery
@@ -47,7 +47,7 @@ class Caches:
         if card is None:
             return None
         rank = WorkerRank(WorkerId(worker_id), DpRank(dp_rank))
-        if card.event_source.lane is EventLane.ZMQ:
+        if card.event_source.transport is EventTransport.ZMQ:
             end = self._zmq.follow(card)
             snapshot = await self._zmq.recover_snapshot(rank)
             end()

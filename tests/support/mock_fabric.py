@@ -11,7 +11,7 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.handoff import LegId
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from tests.support.mock_engine import TIMING
 from tests.support.mock_links import zone_links
 

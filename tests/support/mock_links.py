@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.engines.mock_engine.mock_links import Links, Place
-from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
 
 
 def zone_links(

@@ -15,7 +15,7 @@ from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, Tra
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from tests.support.mock_links import zone_links
 from tests.support.waits import until
 

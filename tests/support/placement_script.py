@@ -31,7 +31,7 @@ from kvrouter.kernel.placement.cache_view import PredictedCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLimits
-from kvrouter.kernel.routing.request import RoutingSettings
+from kvrouter.kernel.routing.interface import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents
 
@@ -191,7 +191,7 @@ class PlacementScript:
             attempt=step.two % 2,
             excluded=frozenset([WorkerId(1 + step.two % WORKERS)]) if step.one % 5 == 0 else frozenset(),
             kv_lost_from=lost if step.one % 4 == 0 else frozenset(),
-            plans=(RetryPlan.OTHER_PREFILL, RetryPlan.WHOLE, RetryPlan.USUAL)[step.one % 3 :],
+            plans=(RetryPlan.OTHER_PREFILL, RetryPlan.AGGREGATED, RetryPlan.USUAL)[step.one % 3 :],
         )
         draw = Draw(step.bits, self.n_requests, step.bits ^ 0x5A5A)
         try:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.kernel.fleet.circuit import Fault
-from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.placement import Draw
+from kvrouter.kernel.placement.placement_events import PlacementEvents
 
 A_DRAW = Draw(seed=0, turn=0, room=0)
 
@@ -41,15 +41,15 @@ class KeptEvents(PlacementEvents):
         """KV of a pair arrived again."""
         self.heard.append(("pair_closed", prefill, decode))
 
-    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
+    def first_token_observed(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
         """A first token came."""
         self.came_s.append((rank, predicted_s, seen_s))
 
-    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
+    def rank_speed_changed(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
         """A rank is slow from now on, or no longer."""
         self.turns.append((rank, is_slow, slowness))
 
-    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
+    def link_speed_changed(self, name: str, *, is_slow: bool, slowness: float) -> None:
         """A link is slow from now on, or no longer."""
         self.links.append((name, is_slow, slowness))
 

@@ -1,4 +1,4 @@
-//! Which link leads from one slot to another, and what else travels over it; `kvrouter.kernel.routing.links` has the rules.
+//! Which link leads from one slot to another, and what else travels over it; `kvrouter.kernel.routing.fleet_links` has the rules.
 //!
 //! Destinations are kept in an order in which those that are near each other are neighbours, so that the links from one
 //! place are a few runs of it. The runs of a place are found when they are first asked for.

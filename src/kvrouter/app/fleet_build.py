@@ -14,7 +14,7 @@ from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, ModelSpec, TopologySpec, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import mock_config, mock_workers, table_of
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.settings.problems import Document, Problem, config_error, problem_of
 from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
 from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, checked_source, tokenizer_folder

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.link_table import file_of_links, read_links
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
@@ -44,7 +44,7 @@ async def _follow(given: str, service: RouterService, poll_s: float) -> None:
                 log_event(logger, Event.LINKS_REFUSED, reason=error.message)
             refused = error.message
         else:
-            if last is None or not table.says_as(last):
+            if last is None or not table.has_same_links(last):
                 service.links_changed(table)
                 if last is not None:
                     log_event(logger, Event.LINKS_READ, detail=given)

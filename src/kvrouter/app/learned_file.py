@@ -15,7 +15,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId
 from kvrouter.core.json import parsed_counted
-from kvrouter.core.sync import LinkNews
+from kvrouter.core.sync import LinkUpdate
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
@@ -37,7 +37,7 @@ class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Literal[1]
     saved_at_s: Annotated[float, msgspec.Meta(ge=0.0)]
-    links: tuple[LinkNews, ...]
+    links: tuple[LinkUpdate, ...]
 
 
 @asynccontextmanager

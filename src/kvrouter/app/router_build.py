@@ -13,7 +13,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter

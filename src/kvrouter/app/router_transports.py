@@ -19,7 +19,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
+from kvrouter.core.workers import EventTransport, LoadReport, WorkerCard
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.settings.tree import Settings
@@ -66,9 +66,9 @@ class CombinedSubscriber:
 
     def __init__(
         self,
-        subscribers: Mapping[EventLane, EventSubscriber],
+        subscribers: Mapping[EventTransport, EventSubscriber],
         *,
-        on_foreign: Callable[[EventLane, ForeignRank], None],
+        on_foreign: Callable[[EventTransport, ForeignRank], None],
     ) -> None:
         self._subscribers = subscribers
         self._on_foreign = on_foreign
@@ -88,7 +88,7 @@ class CombinedSubscriber:
         return end
 
     def _subscribe(
-        self, name: EventLane, subscriber: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
+        self, name: EventTransport, subscriber: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
     ) -> Callable[[], None]:
         def batch_came(batch: KvBatch) -> None:
             """Deliver a batch of a worker followed on this transport; drop one of an unfollowed worker."""
@@ -109,10 +109,10 @@ class CombinedSubscriber:
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Follow the worker on its event transport. Raises ConfigError where the router does not use that."""
-        subscriber = self._subscribers.get(card.event_source.lane)
+        subscriber = self._subscribers.get(card.event_source.transport)
         if subscriber is None:
             raise ConfigError(
-                f"event_source: this router does not use {card.event_source.lane}, on which worker "
+                f"event_source: this router does not use {card.event_source.transport}, on which worker "
                 f"{card.worker_id} publishes: its cache stays unknown here",
                 param="event_source",
             )
@@ -187,7 +187,7 @@ async def open_router_transports(
         stream: JetStreamSubscriber | None = None
         if nats is not None:
             stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
-            subscribers[EventLane.JETSTREAM] = stream
+            subscribers[EventTransport.JETSTREAM] = stream
         new_sync: Callable[[], SyncTransport] | None = None
         if settings.router.replica_sync:
             new_sync = partial(
@@ -346,17 +346,17 @@ async def _subscribers(
     nats: Client | None,
     telemetry: Telemetry,
     stack: AsyncExitStack,
-) -> dict[EventLane, EventSubscriber]:
+) -> dict[EventTransport, EventSubscriber]:
     """Subscribers for every event transport without replay, since workers may publish on any of them."""
     planes = settings.planes
-    subscribers: dict[EventLane, EventSubscriber] = {}
+    subscribers: dict[EventTransport, EventSubscriber] = {}
     zmq = ZmqEventSubscriber(
         token=revealed(planes.plane_token),
         on_malformed=malformed_on("zmq", telemetry),
         on_foreign=foreign_on("zmq", telemetry),
     )
     stack.push_async_callback(zmq.close)
-    subscribers[EventLane.ZMQ] = zmq
+    subscribers[EventTransport.ZMQ] = zmq
     if nats is None:
         return subscribers
     on_malformed = malformed_on("nats", telemetry)
@@ -373,11 +373,13 @@ async def _subscribers(
     )
     stack.push_async_callback(core.close)
     await core.start()
-    subscribers[EventLane.NATS] = core
+    subscribers[EventTransport.NATS] = core
     return subscribers
 
 
-def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> CombinedSubscriber:
+def _all_events(
+    subscribers: Mapping[EventTransport, EventSubscriber], telemetry: Telemetry
+) -> CombinedSubscriber:
     foreign = {name: foreign_on(name.value, telemetry) for name in subscribers}
     return CombinedSubscriber(subscribers, on_foreign=lambda name, error: foreign[name](error))
 

@@ -13,7 +13,7 @@ from kvrouter.app.router_transports import make_discovery, required_nats, settle
 from kvrouter.app.telemetry_hooks import StreamHooks, drops_on, refusals_on
 from kvrouter.app.tls import Tls, advertised, tls_of
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.workers import EventLane
+from kvrouter.core.workers import EventTransport
 from kvrouter.settings.planes import (
     DiscoveryBackend,
     EventPlaneKind,
@@ -104,7 +104,7 @@ async def open_worker_transports(
 
 def event_transport_of(
     planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True
-) -> EventLane:
+) -> EventTransport:
     """The event transport on which a worker publishes; ``auto`` is resolved by the specification's rule.
 
     A worker without KV events publishes only its load, over ZeroMQ where nothing else needs NATS.
@@ -112,29 +112,29 @@ def event_transport_of(
     on_tcp = planes.request_plane is not RequestPlaneKind.NATS
     needs_none = planes.discovery is DiscoveryBackend.KUBERNETES and on_tcp
     if not publishes_kv_events and (needs_none or planes.discovery is DiscoveryBackend.FILE):
-        return EventLane.ZMQ
+        return EventTransport.ZMQ
     if planes.event_plane is EventPlaneKind.AUTO:
         if planes.discovery is DiscoveryBackend.FILE:
-            return EventLane.ZMQ
-        return EventLane.NATS if has_local_indexer else EventLane.JETSTREAM
-    return EventLane(planes.event_plane.value)
+            return EventTransport.ZMQ
+        return EventTransport.NATS if has_local_indexer else EventTransport.JETSTREAM
+    return EventTransport(planes.event_plane.value)
 
 
-def _nats_needs(planes: PlaneSettings, transport: EventLane, *, is_static: bool) -> list[str]:
+def _nats_needs(planes: PlaneSettings, transport: EventTransport, *, is_static: bool) -> list[str]:
     """The features of a worker that need NATS; a static one does not register."""
     needs = {
         "--discovery nats": planes.discovery is DiscoveryBackend.NATS and not is_static,
         "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
-        f"KV events and loads (--event-plane {planes.event_plane})": transport is not EventLane.ZMQ
+        f"KV events and loads (--event-plane {planes.event_plane})": transport is not EventTransport.ZMQ
         and not is_static,
     }
     return [what for what, is_needed in needs.items() if is_needed]
 
 
-def _check_ports(planes: PlaneSettings, transport: EventLane) -> None:
+def _check_ports(planes: PlaneSettings, transport: EventTransport) -> None:
     """Check that the ports above the configured one exist. Raises ConfigError."""
     highest = PORT_MAX - ZMQ_PORTS
-    if transport is EventLane.ZMQ and planes.listen_port > highest:
+    if transport is EventTransport.ZMQ and planes.listen_port > highest:
         raise ConfigError(
             f"--listen-port: at most {highest}, not {planes.listen_port}: "
             f"KV events over ZeroMQ take the {ZMQ_PORTS} ports above it",
@@ -194,11 +194,11 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> ListeningAcc
 
 
 async def _events(
-    settings: Settings, nats: Client | None, transport: EventLane, component: str, stack: AsyncExitStack
+    settings: Settings, nats: Client | None, transport: EventTransport, component: str, stack: AsyncExitStack
 ) -> tuple[EventPublisher, RecoveryServer]:
     planes = settings.planes
     on_malformed = refusals_on(transport.value)
-    if transport is EventLane.ZMQ:
+    if transport is EventTransport.ZMQ:
         port = planes.listen_port
         with _explained(planes, f"port {port + 1} or {port + 2}, for KV events over ZeroMQ,"):
             zmq = ZmqEventPublisher(
@@ -215,7 +215,7 @@ async def _events(
     namespace, token = planes.namespace, token_of(planes)
     recovery = NatsRecovery(required_nats(nats), namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
-    if transport is EventLane.NATS:
+    if transport is EventTransport.NATS:
         core = NatsEventPublisher(
             required_nats(nats),
             namespace=namespace,

@@ -19,8 +19,8 @@ USAGE_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    A mistake in flags, settings or files is reported in one line each on standard error, with exit code 2;
-    what goes wrong later, with 1.
+    A mistake in flags, settings or files is reported in one line each on standard error, with exit code 2; a
+    later error, with 1.
     """
     try:
         kvrouter.main(args=arguments, prog_name="kvrouter", standalone_mode=False)

@@ -24,7 +24,7 @@ class RouterOptions:
 
 
 def plain_console(*, line_chars: int = 140) -> "TextConsole":
-    """The terminal; what is no terminal gets wide lines without colour."""
+    """Return a console for the terminal; other outputs get wide lines without colour."""
     from kvrouter.cli.console import TextConsole  # noqa: PLC0415
 
     console = TextConsole()

@@ -65,14 +65,14 @@ LAZY: Mapping[str, LazyCommand] = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are asked for, and not to list them."""
+    """A group that imports a command when it is used, and not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
         return sorted({*super().list_commands(ctx), *LAZY})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; None for a name that none has."""
+        """Return a command; None for an unknown name."""
         lazy = LAZY.get(cmd_name)
         if lazy is None:
             return super().get_command(ctx, cmd_name)

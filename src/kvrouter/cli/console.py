@@ -1,4 +1,4 @@
-"""Where commands print for people: whatever others wrote, a terminal obeys none of it."""
+"""The console of commands: a terminal obeys no control characters in the text of others."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from kvrouter.cli.output import printable
 
 
 class TextConsole(Console):
-    """A terminal that shows words of engines, routers and files, and escapes what controls it."""
+    """A terminal console that escapes the control characters in texts of engines, routers and files."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of ``renderable``; what a style writes is control, and no text."""
+        """Yield the segments of ``renderable``; escapes that a style writes are control, and no text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

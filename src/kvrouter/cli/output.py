@@ -35,15 +35,15 @@ class Output(NamedTuple):
 
 
 TABLE = Output()
-"""The form of a result where nothing else is asked for."""
+"""The default form of a result."""
 
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal may obey, new lines and tabs apart: controls, and what turns the direction of a line."""
+"""Controls that a terminal may obey, without new lines and tabs, and marks of a line's direction."""
 
 
 def printable(text: str) -> str:
-    """Return text of others as a terminal may show it."""
+    """Return text of others in the form that a terminal may show."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -53,7 +53,7 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def json_text(result: object) -> bytes:
-    """Return a result as JSON that people can read too, with what a terminal may obey escaped."""
+    """Return a result as readable JSON, with a terminal's control characters escaped."""
     import msgspec  # noqa: PLC0415
 
     text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()

@@ -13,7 +13,7 @@ from kvrouter.settings.option import option
 
 if TYPE_CHECKING:
     from kvrouter.core.ids import ModelName
-    from kvrouter.kernel.topology.links import LinkTable
+    from kvrouter.kernel.topology.link_table import LinkTable
     from kvrouter.settings.problems import Document
     from kvrouter.settings.sources import Loaded
     from kvrouter.settings.tree import Settings
@@ -39,7 +39,7 @@ class FileOptions:
 def router_settings(
     files: FileOptions, flags: Mapping[str, object]
 ) -> "tuple[Settings, dict[ModelName, str], LinkTable | None]":
-    """Return a router's settings, tokenizers and links; say what of the links is doubtful."""
+    """Return a router's settings, tokenizers and links; print warnings about the links."""
     document, loaded = begun(flags, files.config)
     sources = model_sources(files.model_paths)
     from kvrouter.app.fleet_build import links_of  # noqa: PLC0415
@@ -61,7 +61,7 @@ def begin(loaded: "Loaded") -> None:
 
 def begun(flags: Mapping[str, object], file: Path | None = None) -> "tuple[Document | None, Loaded]":
     """Load the settings of flags, variables and ``file``, a fleet file or a part of one; report their
-    warnings and begin to log. Returns the file, where there is one, and the settings; raises ConfigError.
+    warnings and begin to log. Returns the file, if there is one, and the settings; raises ConfigError.
     """
     from kvrouter.fleetfile.fleet_checks import settings_document  # noqa: PLC0415
     from kvrouter.settings.problems import read_document  # noqa: PLC0415
@@ -80,7 +80,7 @@ def warn(warnings: Iterable[str]) -> None:
 
 
 def model_sources(pairs: tuple[str, ...]) -> "dict[ModelName, str]":
-    """What ``--model-path`` says; raise ConfigError that names it."""
+    """Return the sources in ``--model-path``; raise ConfigError that names it."""
     from kvrouter.core.ids import ModelName  # noqa: PLC0415
     from kvrouter.text.source import checked_source  # noqa: PLC0415
 

@@ -17,9 +17,9 @@ from kvrouter.settings.setting_spec import (
 
 
 class SettingOption(click.Option):
-    """One flag, made from one setting. Its text is read by the settings, so that every source fails alike.
+    """One flag, made from one setting. The settings parse its text, so that every source fails alike.
 
-    A further name of the flag is an option of its own, so that two names which differ are seen.
+    A further name of the flag is a separate option, so that two names which differ are detected.
     """
 
     def __init__(self, spec: SettingSpec, flag: str) -> None:
@@ -32,7 +32,7 @@ class SettingOption(click.Option):
             super().__init__([flag, parameter_name(spec, flag)], metavar=_metavar(spec), default=None)
 
     def write_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the flag with its variable and default on one line, and what it means below."""
+        """Write the flag with its variable and default on one line, and its meaning below."""
         record = self.get_help_record(ctx)
         _write_setting(self.spec, record[0] if record else str(self.spec.flag), formatter)
 
@@ -48,7 +48,7 @@ def _write_setting(spec: SettingSpec, name: str, formatter: click.HelpFormatter)
 
 
 class ForeignOption(click.Option):
-    """A flag of Dynamo's that sets nothing here: unless it asks for what is done anyway, it is refused."""
+    """A flag of Dynamo's without effect here: it is refused unless it asks for the existing behaviour."""
 
     def __init__(self, foreign: Foreign, flag: str) -> None:
         def refuse(_ctx: click.Context, option: click.Parameter, value: bool | str | None) -> None:
@@ -97,7 +97,7 @@ def parameter_name(spec: SettingSpec, flag: str | None) -> str:
 
 
 def given_flags(parameters: Mapping[str, object]) -> dict[str, SettingValue]:
-    """Return what was given on the command line, by YAML key, or by flag for a further name of one."""
+    """Return the values on the command line, by YAML key, or by flag for a further name of one."""
     given: dict[str, SettingValue] = {}
     for spec in written_settings():
         for flag in spec.flags:
@@ -134,8 +134,8 @@ class SettingsCommand(click.Command):
 
 
 def setting_options(*sections: str) -> list[click.Option]:
-    """Return a flag for every name of a setting of ``sections`` that has one, and Dynamo's flags that set
-    nothing along with those; without sections, of all.
+    """Return a flag for every name of a setting of ``sections`` that has one, and Dynamo's flags without
+    effect among those; without sections, for all.
     """
 
     def is_chosen(section: str) -> bool:

@@ -1,14 +1,14 @@
-"""Exponential backoff. It knows no clock and draws nothing: callers wait, and add their own jitter."""
+"""Exponential backoff, without a clock or randomness: callers wait, and add their own jitter."""
 
 from dataclasses import dataclass
 
 DOUBLED_MAX = 32
-"""Beyond so many doublings every limit is reached: larger powers would only cost digits."""
+"""The most doublings: after so many, every limit is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """``first_s`` seconds after the first failure, twice as long after each further one, up to ``most_s``."""
+    """A delay of ``first_s`` seconds, doubled after each further failure in a row, at most ``most_s``."""
 
     first_s: float
     most_s: float
@@ -20,7 +20,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class Failures:
-    """Failures in a row, and how long to wait after each."""
+    """A count of consecutive failures, and the delay after each."""
 
     backoff: Backoff
     n: int = 0
@@ -31,5 +31,5 @@ class Failures:
         return self.backoff.delay_s(self.n)
 
     def reset(self) -> None:
-        """It went well."""
+        """Reset the count after a success."""
         self.n = 0

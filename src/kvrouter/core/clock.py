@@ -8,18 +8,18 @@ from typing import Generic, TypeVar
 Subject = TypeVar("Subject", bound=Hashable)
 
 _STALE_MIN = 64
-"""So many moments that were put off or dropped are kept in any case."""
+"""The number of stale heap entries that are kept before the heap is rebuilt."""
 
 
 LATE_TICKS = 2
-"""A tick that takes longer than so many was one in which the loop stood still."""
+"""A tick that takes longer than this many periods shows that the event loop was blocked."""
 
 
 class AwakeClock:
-    """A clock that stops while its loop does. It advances by ticks, of about ``every_s`` seconds.
+    """A clock that stops while its event loop is blocked. It advances by ticks, of about ``every_s`` seconds.
 
-    When a loop was held up for long, what its peers said meanwhile is not read yet when its timers go off: by
-    a common clock all of them would seem to be dead.
+    After a long block, the timers of a loop fire before it has read its peers' messages: by an ordinary clock
+    all peers would appear dead.
     """
 
     __slots__ = ("every_s", "now_s")
@@ -29,9 +29,9 @@ class AwakeClock:
         self.every_s = every_s
 
     def advance(self, elapsed_s: float) -> bool:
-        """Count a tick that took ``elapsed_s`` seconds; return whether the loop stood still in it.
+        """Count a tick that took ``elapsed_s`` seconds; return whether the event loop was blocked in it.
 
-        Such a tick counts as one: a peer that was asked in the tick before has another one to answer.
+        A blocked tick counts as one period, so that a peer asked in the tick before has one more to answer.
         """
         stood_still = elapsed_s > LATE_TICKS * self.every_s
         self.now_s += self.every_s if stood_still else elapsed_s
@@ -39,9 +39,9 @@ class AwakeClock:
 
 
 class LastChange:
-    """When a value was last seen to change, in seconds of its reader's own clock.
+    """The moment at which a reader last saw a value change, in seconds of the reader's own clock.
 
-    A claim in a store lives while its value changes: clocks of other hosts are never compared.
+    A claim in a store is alive while its value changes: clocks of different hosts are never compared.
     """
 
     __slots__ = ("_value", "at_s")
@@ -51,12 +51,12 @@ class LastChange:
         self.at_s = -inf
 
     def see(self, value: object, now_s: float) -> None:
-        """The store holds ``value`` now."""
+        """Record the store's current value."""
         if value != self._value:
             self._value, self.at_s = value, now_s
 
     def is_within(self, lease_s: float, now_s: float) -> bool:
-        """Whether it changed less than ``lease_s`` seconds ago."""
+        """Whether the value changed less than ``lease_s`` seconds ago."""
         return now_s < self.at_s + lease_s
 
 
@@ -64,7 +64,7 @@ _NOTHING = object()
 
 
 class DueTimes(Generic[Subject]):
-    """One moment for each subject, in seconds on any clock. Memory: a few entries for each that waits."""
+    """A timer queue: one due time per subject, in seconds of any clock. Memory: a few entries a subject."""
 
     def __init__(self) -> None:
         self._due_s: dict[Subject, float] = {}
@@ -72,25 +72,25 @@ class DueTimes(Generic[Subject]):
         self._number = 0
 
     def __len__(self) -> int:
-        """How many moments are kept, with those that were put off."""
+        """The number of heap entries, stale ones included."""
         return len(self._heap)
 
     @property
     def waiting(self) -> int:
-        """How many subjects wait."""
+        """The number of subjects with a due time."""
         return len(self._due_s)
 
     def due_s(self, subject: Subject) -> float:
-        """When it is due; ``inf`` when it does not wait."""
+        """Return the due time of ``subject``; ``inf`` when it has none."""
         return self._due_s.get(subject, inf)
 
     @property
     def next_s(self) -> float:
-        """Before this nothing is due; ``inf`` when nothing waits."""
+        """A lower bound of the next due time; ``inf`` when there is none."""
         return self._heap[0][0] if self._heap else inf
 
     def put(self, subject: Subject, due_s: float) -> None:
-        """It is due then, and no longer when it was due before."""
+        """Set the due time of ``subject``, in place of an earlier one."""
         if self._due_s.get(subject) == due_s:
             return
         self._due_s[subject] = due_s
@@ -102,18 +102,18 @@ class DueTimes(Generic[Subject]):
             heapify(self._heap)
 
     def drop(self, subject: Subject) -> None:
-        """It is not due any more."""
+        """Remove the due time of ``subject``."""
         self._due_s.pop(subject, None)
 
     def take(self, now_s: float) -> list[Subject]:
-        """Return what is due by now, the first first; it is no longer due."""
+        """Remove and return the subjects that are due, in the order of their due times."""
         taken = []
         while (subject := self.take_first(now_s)) is not None:
             taken.append(subject)
         return taken
 
     def take_first(self, now_s: float) -> Subject | None:
-        """Return what is due by now and was due first, which is no longer due; None when nothing is."""
+        """Remove and return the subject with the earliest due time; None when no subject is due."""
         self._drop_stale()
         if not self._heap or self._heap[0][0] > now_s:
             return None
@@ -123,6 +123,6 @@ class DueTimes(Generic[Subject]):
         return subject
 
     def _drop_stale(self) -> None:
-        """A moment that was put off, or dropped, is left behind in the heap."""
+        """Drop heap entries at the top that were replaced or removed."""
         while self._heap and self._due_s.get(self._heap[0][2]) != self._heap[0][0]:
             heappop(self._heap)

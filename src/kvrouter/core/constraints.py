@@ -1,4 +1,4 @@
-"""What a request may ask of routing."""
+"""A request's constraints on routing: taints, pins and overridden settings."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -9,7 +9,7 @@ from kvrouter.core.ids import DpRank, Taint, WorkerId
 
 
 class RouterMode(StrEnum):
-    """How a worker is picked among the eligible ones."""
+    """How routing picks a worker among the eligible ones."""
 
     KV = "kv"
     ROUND_ROBIN = "round-robin"
@@ -17,7 +17,7 @@ class RouterMode(StrEnum):
 
 
 class PdSelection(StrEnum):
-    """How a prefill and a decode worker are picked."""
+    """How routing picks a prefill and a decode worker."""
 
     SEQUENTIAL = "sequential"
     """Prefill first, then decode for its KV."""
@@ -33,10 +33,10 @@ class NearEnforcement(StrEnum):
 
 
 class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0).
+    """Taints that a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0).
 
-    What is required of decode holds for the worker of the decode leg, or of the whole request, and not for
-    that of the prefill leg.
+    ``required_decode_taints`` hold for the worker of the decode leg or of an aggregated request, not for the
+    worker of the prefill leg.
     """
 
     required_taints: frozenset[Taint] = frozenset()
@@ -50,7 +50,7 @@ def adapter_taint(name: str) -> Taint:
 
 
 class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the decision that one request may replace; None keeps the router's."""
+    """Settings of the decision that one request may override; None keeps the router's."""
 
     overlap_score_weight: float | None = None
     router_temperature: float | None = None

@@ -1,4 +1,4 @@
-"""Cordons: rules by name that keep new requests away from workers."""
+"""Cordons: named rules that keep new requests away from workers."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -17,7 +17,7 @@ CLUSTER_LEVEL = "cluster"
 """The domain whose value is the name of a worker's cluster, where a router serves several."""
 
 NODE_LEVEL = "node"
-"""The level whose names are nodes: what a card says of its node, or of its domain ``node`` or ``host``."""
+"""The level whose names are nodes: a card's ``node``, or its value of the domain ``node`` or ``host``."""
 
 _NODE_DOMAINS = (NODE_LEVEL, "host")
 
@@ -25,29 +25,29 @@ CORDONS_MAX = 1024
 """The most cordons of one namespace."""
 
 CORDON_NAME_CHARS_MAX = 256
-"""The longest level, name, or person of a cordon."""
+"""The longest ``level``, ``name``, ``cluster`` or ``by`` of a cordon."""
 
 CORDON_REASON_CHARS_MAX = 1024
 """The longest reason of a cordon."""
 
 LAST_SECOND = 253402300799.0
-"""The end of the year 9999, in Unix time: what dates can say."""
+"""The end of the year 9999, in Unix time: the last second that a date can express."""
 
 _DIGEST_CHARS = 32
 
 
 class CordonSource(StrEnum):
-    """What made a cordon: a person's call, or an annotation that the operator read on a node."""
+    """The origin of a cordon: an API call, or an annotation that the operator read on a node."""
 
     CALL = "call"
     NODE_ANNOTATION = "node_annotation"
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The workers whose ``level`` has this ``name`` get no new requests, those that join later included.
+    """A rule: workers with this ``name`` at this ``level``, present or future, get no new requests.
 
-    ``at_s`` is when it was made, in seconds of Unix time; 0 where nobody said. One that was read in another
-    ``cluster`` holds for the workers of that cluster alone.
+    ``at_s`` is its creation time in seconds of Unix time; 0 when unknown. A cordon with a ``cluster`` holds
+    for the workers of that cluster alone.
     """
 
     level: str
@@ -60,17 +60,17 @@ class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def place(self) -> str:
-        """What is cordoned, in words: ``zone a``."""
+        """The level and name as text, such as ``zone a``."""
         return f"{self.level} {self.name}"
 
 
 def cordon_digest(level: str, name: str, source: CordonSource) -> str:
-    """Return what a store calls a cordon: the same for every cordon of the same level, name and source."""
+    """Return a cordon's key in a store: the same for every cordon of the same level, name and source."""
     return sha256("\0".join((level, name, source.value)).encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def checked_cordon(cordon: Cordon) -> Cordon:
-    """Return ``cordon`` as it is kept; raise InvalidRequest that names the field."""
+    """Validate a cordon and return its normalized form. Raises InvalidRequest that names the field."""
     for field, text, chars_max in (
         ("level", cordon.level, CORDON_NAME_CHARS_MAX),
         ("name", cordon.name, CORDON_NAME_CHARS_MAX),
@@ -97,7 +97,7 @@ def checked_cordon(cordon: Cordon) -> Cordon:
 
 
 class CordonRules:
-    """All cordons of a namespace. Equal rules hold for the same workers."""
+    """All cordons of a namespace. Two objects with the same cordons are equal."""
 
     def __init__(self, cordons: Iterable[Cordon] = ()) -> None:
         by_key = {(each.level, each.name, each.source, each.cluster): each for each in cordons}
@@ -116,7 +116,7 @@ class CordonRules:
         return bool(self.all)
 
     def on(self, card: WorkerCard, domains: Mapping[str, str]) -> tuple[Cordon, ...]:
-        """Return the cordons that hold for a worker, whose ``domains`` are trimmed."""
+        """Return the cordons that hold for a worker. ``domains`` are its topology domains, trimmed."""
         found: list[Cordon] = []
         for level, names in self._by_level.items():
             for name in names_at(level, card, domains):
@@ -126,7 +126,7 @@ class CordonRules:
 
 
 def names_at(level: str, card: WorkerCard, domains: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a worker is called at ``level``; nothing where it is nowhere there."""
+    """Return the names of a worker at ``level``; empty when it has none."""
     if level == WORKER_LEVEL:
         return (str(card.worker_id),)
     if level == NODE_LEVEL:

@@ -1,7 +1,7 @@
-"""The registry of cost rules, by which a rank is the cheapest: one line for each.
+"""The registry of cost rules, which rate worker ranks: one line for each.
 
-A rule is a module with ``RULE``, a :class:`kvrouter.kernel.routing.request.CostRule`. It is imported when a
-router decides by it.
+A rule is a module with ``RULE``, a :class:`kvrouter.kernel.routing.interface.CostRule`. It is imported when a
+router first uses it.
 """
 
 from typing import Final
@@ -14,12 +14,12 @@ COST_RULES = {
     TIME: "kvrouter.kernel.routing.costs.time",
     "lmetric": "kvrouter.kernel.routing.costs.lmetric",
 }
-"""Modules by the rule's name: the values of ``--router-cost``."""
+"""Modules by rule name; the names are values of ``--router-cost``."""
 
 JOINT: Final = "joint"
-"""The cost of time, by which the pair is picked together."""
+"""The cost of time, with prefill and decode worker picked jointly."""
 
 
 def cost_choices() -> tuple[str, ...]:
-    """Return every way in which costs pick: the rules, and pairs that are picked together."""
+    """Return all values of ``--router-cost``: the rules, and the joint pick of pairs."""
     return tuple(name for rule in COST_RULES for name in ((rule, JOINT) if rule == TIME else (rule,)))

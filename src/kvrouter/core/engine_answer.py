@@ -1,5 +1,5 @@
-"""An engine's own error answer, as it travels from the worker to the client: status, headers, bytes; and the
-headers that do so of any answer.
+"""An engine's own error response, passed from the worker to the client: status, headers, body; and the
+headers that are passed from any response.
 """
 
 import re
@@ -8,15 +8,15 @@ from typing import Annotated
 import msgspec
 
 BODY_MAX_BYTES = 44 * 1024
-"""The longest body: with headers and words it fits into the 64 KiB that a router reads of a refusal."""
+"""The longest body: with headers and message it fits into the 64 KiB that a router reads of a refusal."""
 
 HEADERS_MAX = 16
 HEADER_MAX_BYTES = 512
-"""How many headers travel, and the longest of an error answer: a longer one is left out."""
+"""The most headers that are passed, and the longest header of an error response; a longer one is left out."""
 
 HEADERS_MAX_BYTES = 60 * 1024
-"""What all headers of a good answer may have together. vLLM's ``metadata`` has some 130 bytes for each input
-of a call for embeddings in bytes, and without it no client can read them.
+"""The most bytes of all headers of a successful response. vLLM's ``metadata`` has some 130 bytes for each
+input of a call for embeddings in bytes, and a client cannot read them without it.
 """
 
 PASSED_HEADERS = frozenset(
@@ -32,8 +32,8 @@ PASSED_HEADERS = frozenset(
         b"x-should-retry",
     }
 )
-"""The headers of an answer that clients act on; those that begin with ``x-ratelimit-`` pass too. vLLM's
-``metadata`` says what embeddings in bytes are, and ``endpoint-load-metrics`` is what a client asked for.
+"""The response headers that are passed to clients, along with those that begin with ``x-ratelimit-``. vLLM's
+``metadata`` describes embeddings in bytes; a client requests ``endpoint-load-metrics``.
 """
 
 _RATES = b"x-ratelimit-"
@@ -46,9 +46,9 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class EngineAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine answered in place of a good answer; the client gets it as it is.
+    """An engine's error response, which the client gets unchanged.
 
-    With ``is_events`` the body is the end of a stream: the error's own event, and what the engine sent with
+    With ``is_events`` the body is the end of an event stream: the error event and what the engine sent with
     it.
     """
 
@@ -59,8 +59,8 @@ class EngineAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def passed_headers(headers: Headers, *, of_error: bool = False) -> Headers:
-    """Return those of ``headers`` that a client gets, with names in lower case. A worker applies it to what
-    its engine sent, a frontend to what a worker sent: neither can set any other header here.
+    """Return those of ``headers`` that a client gets, with names in lower case. A worker filters its engine's
+    headers with it, and a frontend its worker's: neither can set any other header.
     """
     left_bytes = HEADERS_MAX * HEADER_MAX_BYTES if of_error else HEADERS_MAX_BYTES
     passed: list[tuple[bytes, bytes]] = []

@@ -5,23 +5,23 @@
     KvrouterError
     ├── InvalidRequest          400  the client's mistake; names the field
     │   ├── ContextLengthExceeded
-    │   ├── NotFound            404  what it names is not here
+    │   ├── NotFound            404  the named resource does not exist here
     │   │   └── UnknownModel
     │   └── BodyTooLarge        413
     ├── Unauthorized            401  an admin route without its token
     ├── Unavailable             503  not now; later it may be served
-    │   ├── RoutingRefused           nobody may take this request now
+    │   ├── RoutingRefused           no worker may take this request now
     │   │   ├── NoEligibleWorker     no worker passes; counts per reason
     │   │   └── AllWorkersBusy       workers pass, and each one is busy
-    │   ├── ModelNotReady            the model is on its way, or nobody knows yet whether it is
+    │   ├── ModelNotReady            the model is loading, or this router does not know the models yet
     │   ├── RetryBodiesFull          the bodies kept for retries hold as much as they may
     │   ├── CordonsUnavailable       the store of cordons cannot be read or written
     │   └── ShuttingDown             this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
-    ├── ProtocolError           502  a peer sent what its wire does not allow; names the field
-    ├── InternalError           500  a mistake of ours
-    └── ConfigError                  a setting, fleet file or environment that cannot be run with
+    ├── ProtocolError           502  a peer sent an invalid message; names the field
+    ├── InternalError           500  a bug in kvrouter
+    └── ConfigError                  an invalid setting, fleet file or environment
         └── TopologyUnavailable      a worker's topology source never appeared
 """
 
@@ -58,9 +58,9 @@ class Reason(StrEnum):
 
 
 class KvrouterError(Exception):
-    """The root. ``status_hint`` is the HTTP status that fits, ``code`` a stable word for machines.
+    """The base class. ``status_hint`` is the matching HTTP status, ``code`` a stable machine-readable name.
 
-    ``answer`` is what an engine answered, where the error is its own: the client gets that as it is.
+    ``answer`` is the engine's own error response, when there is one: the client gets it unchanged.
     """
 
     status_hint: ClassVar[int] = 500
@@ -77,12 +77,12 @@ class KvrouterError(Exception):
 
     @property
     def http_status(self) -> int:
-        """The status that a client gets. An error inside a stream has none of its own."""
+        """The HTTP status that a client gets: the engine's own, except for an error inside a stream."""
         return self.status_hint if self.answer is None or self.answer.is_events else self.answer.status
 
 
 class InvalidRequest(KvrouterError):
-    """The client's mistake; ``param`` names the field."""
+    """The client's request is invalid; ``param`` names the field."""
 
     status_hint = 400
     code = "invalid_request"
@@ -96,7 +96,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """What the request names is not here."""
+    """The resource that the request names does not exist here."""
 
     status_hint = 404
     code = "not_found"
@@ -124,7 +124,7 @@ class Unauthorized(KvrouterError):
 
 
 class Unavailable(KvrouterError):
-    """It cannot be served now; nothing is wrong with it, and later it may be."""
+    """A valid request cannot be served now; a later try may succeed."""
 
     status_hint = 503
     code = "unavailable"
@@ -132,7 +132,7 @@ class Unavailable(KvrouterError):
 
 
 class RoutingRefused(Unavailable):
-    """Nobody may take the request now. ``refusals`` counts worker ranks per reason.
+    """No worker may take the request now. ``refusals`` counts worker ranks per reason.
 
     ``rows`` are routing's candidates, each with its reason; empty unless an explanation was asked for.
     """
@@ -168,15 +168,15 @@ class AllWorkersBusy(RoutingRefused):
 
 
 class ModelNotReady(Unavailable):
-    """The model cannot be asked yet: it has workers and no tokenizer here, or this router does not know yet
-    which models there are.
+    """The model cannot be served yet: its tokenizer is not loaded here, or this router does not know the
+    fleet's models yet.
     """
 
     code = "model_not_ready"
 
 
 class RetryBodiesFull(Unavailable):
-    """The bodies that are kept for retries hold as many bytes as they may together."""
+    """The request bodies that are kept for retries have reached their limit of bytes."""
 
     code = "retry_bodies_full"
 
@@ -194,7 +194,7 @@ class ShuttingDown(Unavailable):
 
 
 class WorkerFailed(KvrouterError):
-    """Engines failed this request and no safe try is left."""
+    """Engines failed this request, and it cannot be sent again."""
 
     status_hint = 502
     code = "worker_failed"
@@ -202,7 +202,7 @@ class WorkerFailed(KvrouterError):
 
 
 class DeadlineExceeded(KvrouterError):
-    """The request did not make its deadline."""
+    """The request's deadline passed."""
 
     status_hint = 504
     code = "deadline_exceeded"
@@ -210,7 +210,7 @@ class DeadlineExceeded(KvrouterError):
 
 
 class ProtocolError(KvrouterError):
-    """A peer sent what its wire does not allow; ``param`` names the field."""
+    """A peer sent an invalid message; ``param`` names the field."""
 
     status_hint = 502
     code = "protocol_error"
@@ -218,11 +218,11 @@ class ProtocolError(KvrouterError):
 
 
 class InternalError(KvrouterError):
-    """A mistake of ours; the log has its traceback."""
+    """A bug in kvrouter; the log has its traceback."""
 
 
 class ConfigError(KvrouterError):
-    """A setting, a fleet file or an environment that cannot be run with; ``param`` names it."""
+    """A setting, a fleet file or an environment is invalid; ``param`` names it."""
 
     code = "invalid_config"
 

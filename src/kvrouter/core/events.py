@@ -1,7 +1,7 @@
-"""KV events in the form that every component behind the worker uses.
+"""KV events in the form that workers publish and routers read.
 
-An engine's wire ends at its adapter: KV event decoding yields a :class:`KvBatch`, with the token ids already
-hashed, so that no replica hashes them again.
+An engine's own encoding ends at its adapter, which decodes it to a :class:`KvBatch` and hashes the token ids,
+so that no replica hashes them again.
 """
 
 import struct
@@ -36,7 +36,7 @@ def count_hashes(column: HashColumn) -> int:
 
 
 class Medium(IntEnum):
-    """Where a block's bytes are. Only ``GPU`` counts as overlap unless configured otherwise."""
+    """The storage medium of a block. Only ``GPU`` counts as overlap unless configured otherwise."""
 
     GPU = 0
     CPU = 1
@@ -45,7 +45,7 @@ class Medium(IntEnum):
 
 
 class EventKind(IntEnum):
-    """The discriminator that the native index reads; see the ``kind`` of each event."""
+    """The type tag that the native index reads; see the ``kind`` of each event."""
 
     STORED = 0
     REMOVED = 1
@@ -56,7 +56,7 @@ class EventKind(IntEnum):
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
     """Consecutive blocks were stored; the first follows ``parent``, or begins a sequence when that is None.
 
-    ``engine_hashes[i]`` is the engine's name for the block whose own tokens hash to ``block_hashes[i]``.
+    ``engine_hashes[i]`` is the engine's id of the block whose own tokens hash to ``block_hashes[i]``.
     """
 
     kind: ClassVar[EventKind] = EventKind.STORED
@@ -75,12 +75,12 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 
     @property
     def n_blocks(self) -> int:
-        """How many blocks were stored."""
+        """The number of stored blocks."""
         return count_hashes(self.engine_hashes)
 
 
 class Removed(msgspec.Struct, frozen=True, tag="removed"):
-    """Blocks left a medium; one removal takes back one store."""
+    """Blocks were removed from a medium; one removal cancels one store."""
 
     kind: ClassVar[EventKind] = EventKind.REMOVED
 
@@ -89,12 +89,12 @@ class Removed(msgspec.Struct, frozen=True, tag="removed"):
 
     @property
     def n_blocks(self) -> int:
-        """How many removals are listed."""
+        """The number of listed removals."""
         return count_hashes(self.engine_hashes)
 
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """Every block of this worker rank is gone, in every medium."""
+    """All blocks of this worker rank were removed, in every medium."""
 
     kind: ClassVar[EventKind] = EventKind.CLEARED
 
@@ -123,23 +123,23 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
     @property
     def n_blocks(self) -> int:
-        """How many blocks are listed."""
+        """The number of listed blocks."""
         return count_hashes(self.engine_hashes)
 
 
 KvEvent = Stored | Removed | Cleared
 
 WEIGHT_BLOCKS = 128
-"""So many blocks weigh as much as an event: a limit of 8,192 events is one of a million blocks, 16 MiB."""
+"""The blocks that weigh as much as one event: a limit of 8,192 events is one of a million blocks, 16 MiB."""
 
 
 class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker rank publishes at once: event ``i`` has the id ``first_event_id + i``.
+    """One message of KV events of a worker rank: event ``i`` has the id ``first_event_id + i``.
 
     Ids count from 0 within an ``epoch``; a new epoch means that the publisher restarted and holds nothing.
     ``published_s`` is the sender's wall clock and feeds metrics only. A heartbeat, which has no events,
     reports in ``held_blocks`` how many blocks the rank holds before ``first_event_id``, over all media; None
-    where its worker cannot count them.
+    when its worker cannot count them.
     """
 
     rank: WorkerRank
@@ -156,8 +156,8 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def weight(self) -> int:
-        """What the batch counts where batches wait: as its events, as one without any, and as an event for
-        each :data:`WEIGHT_BLOCKS` blocks where that is more.
+        """The batch's share of a queue's limit: its number of events, at least 1, or one for each
+        :data:`WEIGHT_BLOCKS` blocks when that is more.
         """
         return max(1, len(self.events), sum(event.n_blocks for event in self.events) // WEIGHT_BLOCKS)
 

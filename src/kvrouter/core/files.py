@@ -1,4 +1,4 @@
-"""Files that somebody names: a FIFO or a device is none, because it may never begin, or never end."""
+"""Reads regular files that users name. FIFOs and devices are refused: reading one may block forever."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also where ``path`` is no regular file."""
+    """Open a file for reading. Raises OSError, also when ``path`` is not a regular file."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(file).st_mode
@@ -23,7 +23,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, *, bytes_max: int) -> bytes:
-    """Return what a file holds. Raises OSError as :func:`open_regular` does, and for a longer file."""
+    """Return a file's content. Raises OSError as :func:`open_regular` does, and above ``bytes_max``."""
     with open_regular(path) as file:
         content = file.read(bytes_max + 1)
     if len(content) > bytes_max:

@@ -1,7 +1,7 @@
-"""Block hashes and sequence hashes, and bits that look random, computed by the native core.
+"""Block hashes, sequence hashes and bit mixing, computed by the native core.
 
 A block hash names the tokens of one block; a sequence hash names a block and everything before it. Equal
-inputs give equal hashes on every machine, so workers and router replicas agree without talking.
+inputs give equal hashes on every machine, so workers and router replicas agree without communication.
 """
 
 import re
@@ -23,10 +23,10 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def multimodal_hash(identifier: str) -> int:
-    """The unsigned 64 bits that stand in ``mm_hashes`` for what an engine calls ``identifier``.
+    """Return the entry of ``mm_hashes``, unsigned 64 bits, for an engine's multimodal ``identifier``.
 
-    Of a digest in 64 hexadecimal digits they are the first 16, which is also how engines shorten it for
-    others; of any other name they are the first 8 bytes of its BLAKE2b.
+    For a digest of 64 hexadecimal digits it is the first 16, which is also how engines shorten it; for any
+    other name it is the first 8 bytes of its BLAKE2b.
     """
     if _DIGEST.fullmatch(identifier):
         return int(identifier[:16], 16)

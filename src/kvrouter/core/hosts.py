@@ -6,9 +6,9 @@ EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared
 
 
 def advertised_host(host: str, advertise_host: str | None) -> str:
-    """Return the host that others connect to: ``advertise_host``, else the ``host`` that is listened on.
+    """Return the host that peers connect to: ``advertise_host``, else the listening ``host``.
 
-    Raises ConfigError where that is every interface, which nobody can connect to.
+    Raises ConfigError when that is the wildcard address, to which peers cannot connect.
     """
     advertised = host if advertise_host is None else advertise_host
     if advertised in EVERY_INTERFACE:
@@ -20,5 +20,5 @@ def advertised_host(host: str, advertise_host: str | None) -> str:
 
 
 def bracketed(host: str) -> str:
-    """Return ``host`` as it stands before a port: an IPv6 address in brackets."""
+    """Return ``host`` as it is written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -8,13 +8,13 @@ WorkerId = NewType("WorkerId", int)
 WORKER_IDS = 2**63
 
 DRAWN_WORKER_IDS = 2**53
-"""Ids that are drawn stay below this: JSON readers that take numbers for floats keep them exact."""
+"""Random worker ids are below this, so that JSON readers that parse numbers as floats keep them exact."""
 
 DpRank = NewType("DpRank", int)
 """A data-parallel index inside one worker."""
 
 Slot = NewType("Slot", int)
-"""The dense index of a worker rank inside one model's fleet; used again once that rank is gone."""
+"""The dense index of a worker rank in one model's fleet; reused once that rank has left."""
 
 RequestId = NewType("RequestId", str)
 RouterId = NewType("RouterId", str)
@@ -24,17 +24,17 @@ LeaseId = NewType("LeaseId", int)
 ModelName = NewType("ModelName", str)
 SequenceHash = NewType("SequenceHash", int)
 EngineHash = NewType("EngineHash", int)
-"""What the engine calls a block: opaque, unsigned 64 bits."""
+"""The engine's own id of a block: opaque, unsigned 64 bits."""
 
 EventId = NewType("EventId", int)
 Epoch = NewType("Epoch", int)
-"""One start of a worker's publisher; random, so that a restart is never taken for a continuation."""
+"""The id of one start of a worker's publisher; random, so that a restart never looks like a continuation."""
 
 Taint = NewType("Taint", str)
 
 
 class WorkerRank(NamedTuple):
-    """What a request is routed to: a worker and one of its data-parallel ranks."""
+    """A worker and one of its data-parallel ranks: the target of a routed request."""
 
     worker_id: WorkerId
     dp_rank: DpRank
@@ -44,7 +44,7 @@ class WorkerRank(NamedTuple):
 
 
 class LeaseKey(NamedTuple):
-    """Whose claim a lease is: one leg of one request, booked by one router incarnation.
+    """The key of a lease: one leg of one request, booked by one router incarnation.
 
     ``leg_number`` counts the legs over all attempts of the request. Attempt ``n``, from 0, has two:
     2·n is its prefill leg, 2·n + 1 its decode or aggregated leg.

@@ -1,10 +1,10 @@
-"""Decoding of what comes from outside: from a client, an engine, another process or a file.
+"""Bounded decoding of JSON and msgpack from clients, engines, other processes and files.
 
-A few bytes of JSON, or one of msgpack, become an object of a hundred. So before anything is built the native
-core counts what a long text or frame would become, and refuses one that holds more than its bounds allow. A
-short one is not counted: its bytes alone keep the number of objects below the bounds.
+A few bytes of JSON, or one of msgpack, become an object of a hundred bytes. Before any object is built, the
+native core therefore counts the objects that a long text or frame would become, and refuses one that exceeds
+its bounds. A short one is not counted: its length alone keeps the number of objects below the bounds.
 
-Every failure of a decoder is caught here and nowhere else.
+Every failure of a decoder is caught in this module only.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,30 +17,30 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json_bounds import JsonBounds, JsonRefused, MsgpackBounds
 
 CONTAINERS_MAX = 16_384
-"""Lists and objects of one text. Each becomes an object of some hundred bytes."""
+"""The most lists and objects of one text. Each becomes an object of some hundred bytes."""
 
 VALUES_MAX = 262_144
-"""All values of one text, as many token ids among them as an answer may have."""
+"""The most values of one text, which allows the token ids of the longest answer."""
 
 DEPTH_MAX = 512
 TEXT_BYTES_MAX = 16 * 1024 * 1024
-"""Strings that are not plain ASCII: as they are written or as Python holds them, whichever is more."""
+"""The most bytes of strings that are not plain ASCII, encoded or in Python's memory, whichever is more."""
 
 BLANKS_MAX = 16 * 1024 * 1024
-"""Outside of strings: a frontend lets an indented body with millions of token ids pass."""
+"""The most blanks outside of strings: a frontend accepts an indented body with millions of token ids."""
 
 FLEET_TIMES = 64
-"""The state of a fleet of 16,384 workers, which commands read, holds so many times as much."""
+"""The factor on the bounds for the state of a fleet of 16,384 workers, which commands read."""
 
 UNSCANNED_BYTES = 3 * CONTAINERS_MAX
 """A shorter text cannot hold more lists, objects or values than the bounds allow: ``[],`` has three bytes."""
 
 OFF_LOOP_BYTES = 1024 * 1024
-"""From so many bytes on a text takes milliseconds: an event loop has a thread decode it."""
+"""From this length on, decoding takes milliseconds: an event loop runs it in a thread."""
 
 FRAME_CONTAINERS_MAX = 8 * CONTAINERS_MAX
 FRAME_VALUES_MAX = 2 * VALUES_MAX
-"""The same of one frame of msgpack, as processes send to each other: those carry what many streams bring."""
+"""The limits of one msgpack frame between processes, which carries the chunks of many streams."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -51,8 +51,8 @@ Data = bytes | memoryview | msgspec.Raw
 
 @lru_cache(maxsize=256)
 def bounds_of(kind: object, times: int = 1) -> JsonBounds:
-    """Return the bounds of a text that is decoded as ``kind``: only what becomes objects counts. It may hold
-    ``times`` as many of them.
+    """Return the bounds of a text that is decoded as type ``kind``, multiplied by ``times``. Only values that
+    become objects count.
     """
     fields: dict[str, bool] = {}
     depth, is_free = _read(msgspec.inspect.type_info(kind), fields, ())
@@ -72,7 +72,7 @@ def bounds_of(kind: object, times: int = 1) -> JsonBounds:
         short_fields=(),
         read_fields=None if is_free else tuple(fields.items()),
         read_depth=depth,
-        takes_nan=True,  # the decoder refuses it, where it reads it
+        takes_nan=True,  # the decoder refuses NaN in fields that it reads
     )
 
 
@@ -88,14 +88,14 @@ _LISTS = (msgspec.inspect.CollectionType, msgspec.inspect.TupleType)
 
 
 def _read(kind: msgspec.inspect.Type, fields: dict[str, bool], around: tuple[type, ...]) -> tuple[int, bool]:
-    """Return how many containers deep a type reads, and whether it reads names that it does not say; add to
-    ``fields`` those that it says, each with whether others are read inside.
+    """Return a type's depth in containers, and whether it reads arbitrary field names. Add its named fields
+    to ``fields``, each with whether arbitrary names are read inside.
     """
     if isinstance(kind, _OBJECTS) and kind.cls not in around:
         depth = 0
         for field in kind.fields:
             if _is_raw(field.type):
-                continue  # one object, whatever is in it
+                continue  # one object, whatever its content
             inner, is_free = _read(field.type, fields, (*around, kind.cls))
             fields[field.encode_name] = is_free or fields.get(field.encode_name, False)
             depth = max(depth, inner)
@@ -138,9 +138,7 @@ _OVER = {
 
 
 class Unreadable(ValueError):
-    """Bytes that are not what they should be. ``has_wrong_shape``: they are well formed, and mean something
-    else.
-    """
+    """Bytes that cannot be decoded. ``has_wrong_shape``: they are well formed, but do not match the type."""
 
     def __init__(self, message: str, *, has_wrong_shape: bool = False) -> None:
         super().__init__(message)
@@ -148,18 +146,18 @@ class Unreadable(ValueError):
 
 
 class Decoder(Protocol[T_co]):
-    """What msgspec decodes one type with."""
+    """A msgspec decoder of one type."""
 
     @property
     def type(self) -> object:
-        """The type."""
+        """The decoded type."""
 
     def decode(self, data: Data, /) -> T_co:
-        """Decode."""
+        """Decode ``data``."""
 
 
 class MakesError(Protocol):
-    """A class of errors that name a field, or what makes one."""
+    """An error class that names a field, or a function that makes such an error."""
 
     def __call__(self, message: str, *, param: str | None) -> Exception:
         """Return the error."""
@@ -168,8 +166,8 @@ class MakesError(Protocol):
 def decoded(
     decoder: Decoder[T], data: Data, what: str, *, param: str | None = None, error: MakesError = ProtocolError
 ) -> T:
-    """Return what JSON holds. Raises ``error``, whose message begins with ``what`` and whose ``param`` is
-    ``what`` unless it is given.
+    """Decode JSON. Raises ``error`` with a message that begins with ``what``, and ``param``, by default
+    ``what``.
     """
     try:
         return parsed(decoder, data)
@@ -178,7 +176,7 @@ def decoded(
 
 
 def parsed(decoder: Decoder[T], data: Data, *, times: int = 1) -> T:
-    """Return what JSON holds, within ``times`` the bounds; raise :class:`Unreadable`."""
+    """Decode JSON within ``times`` the bounds; raise :class:`Unreadable`."""
     try:
         if len(data) > UNSCANNED_BYTES:
             bounds_of(decoder.type, times).scan(bytes(data))
@@ -188,12 +186,12 @@ def parsed(decoder: Decoder[T], data: Data, *, times: int = 1) -> T:
 
 
 def parsed_counted(decoder: Decoder[T], data: Data) -> T:
-    """As :func:`parsed`, of what was counted before."""
+    """Decode JSON that was scanned before; raise :class:`Unreadable`."""
     return attempted(decoder.decode, data)
 
 
 def attempted(decode: Callable[[Source], T], data: Source) -> T:
-    """Return what a function of msgspec makes of ``data``, which is bounded; raise :class:`Unreadable`."""
+    """Call a msgspec function with bounded ``data`` and return its result; raise :class:`Unreadable`."""
     try:
         return decode(data)
     except _FAILURES as error:
@@ -207,7 +205,7 @@ def _frame_bounds(times: int) -> MsgpackBounds:
 
 
 def parsed_frame(decoder: Decoder[T], frame: Data, *, times: int = 1) -> T:
-    """Return what msgpack holds, within ``times`` the bounds; raise :class:`Unreadable`."""
+    """Decode msgpack within ``times`` the bounds; raise :class:`Unreadable`."""
     try:
         if len(frame) > FRAME_CONTAINERS_MAX * times:
             _frame_bounds(times).scan(bytes(frame))
@@ -219,7 +217,7 @@ def parsed_frame(decoder: Decoder[T], frame: Data, *, times: int = 1) -> T:
 def unpacked(
     decoder: Decoder[T], frame: Data, what: str, *, times: int = 1, error: MakesError = ProtocolError
 ) -> T:
-    """Return what msgpack holds, within ``times`` the bounds; raise as :func:`decoded` does."""
+    """Decode msgpack within ``times`` the bounds; raise as :func:`decoded` does."""
     try:
         return parsed_frame(decoder, frame, times=times)
     except Unreadable as unreadable:
@@ -227,7 +225,7 @@ def unpacked(
 
 
 def converted(content: object, kind: type[T]) -> T:
-    """Return what was built of bytes before as another type; raise :class:`Unreadable`."""
+    """Convert decoded builtin objects to type ``kind``; raise :class:`Unreadable`."""
     try:
         return msgspec.convert(content, kind)
     except _FAILURES as error:

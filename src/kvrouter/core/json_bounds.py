@@ -1,7 +1,7 @@
-"""A scan of JSON, or of msgpack, by the native core: counts and depth are bounded before any object is built.
+"""A scan of JSON or msgpack by the native core, which bounds counts and depth before any object is built.
 
-Text of a few megabytes can stand for a million objects, which take seconds to build and a hundred times the
-memory. The scan holds no object and gives the interpreter up, so other work goes on meanwhile.
+A text of a few megabytes can encode a million objects, which take seconds to build and a hundred times the
+memory. The scan builds no object and releases the interpreter lock, so other threads continue.
 """
 
 from kvrouter._native import JsonBounds, MsgpackBounds, token_ids
@@ -10,15 +10,15 @@ __all__ = ["BLANKS_IN_ROW_MAX", "BLANKS_MAX", "JsonBounds", "JsonRefused", "Msgp
 
 BLANKS_IN_ROW_MAX = 64 * 1024
 BLANKS_MAX = 4 * 1024 * 1024
-"""Outside of strings. Decoders skip them under the interpreter's lock, 2 ms a megabyte each time."""
+"""The most blanks outside of strings. Decoders skip them under the interpreter lock, at 2 ms a megabyte."""
 
 
 class JsonRefused(ValueError):
-    """Text that is no JSON, or text or a frame of msgpack that would become more than its bounds allow.
+    """The text is not valid JSON, or a text or msgpack frame exceeds its bounds.
 
-    ``kind`` is ``syntax`` (``what`` says more), ``not_finite`` (NaN or an infinity), ``token_id`` (an element
-    of a list of token ids is none), or the name of a bound.
-    ``path`` is that of the field, such as ``messages[2].content``, empty for the whole; ``at`` a byte.
+    ``kind`` is ``syntax`` (with details in ``what``), ``not_finite`` (NaN or an infinity), ``token_id`` (a
+    list of token ids has an invalid element), or the name of a bound. ``path`` is the field, such as
+    ``messages[2].content``, empty for the root; ``at`` is the byte offset.
     """
 
     def __init__(self, kind: str, path: str, at: int, what: str) -> None:

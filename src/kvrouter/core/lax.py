@@ -1,7 +1,7 @@
-"""Values of a client's JSON as engines read them: by pydantic's lax mode, which vLLM, SGLang and TensorRT-LLM
+"""Reads values of a client's JSON as engines do: in pydantic's lax mode, which vLLM, SGLang and TensorRT-LLM
 all use. ``"16"`` and ``16.0`` are the number 16, ``"on"`` and ``1`` are true.
 
-A value that an engine refuses is :data:`UNKNOWN` here: routing does without it, and the engine says why.
+A value that an engine would refuse is :data:`UNKNOWN`: routing ignores it, and the engine reports the error.
 """
 
 from enum import Enum
@@ -20,7 +20,7 @@ class Unknown(Enum):
 
 
 UNKNOWN: Final = Unknown.UNKNOWN
-"""What stands for a value that cannot be read."""
+"""The result for a value that cannot be read."""
 
 Value = TypeVar("Value")
 
@@ -30,8 +30,8 @@ _TEXTS: TypeAdapter[str | list[str] | None] = TypeAdapter(str | list[str] | None
 
 
 def lax_json(raw: bytes | memoryview | msgspec.Raw | None) -> object:
-    """Return the value that JSON stands for, None where there is none; :data:`UNKNOWN` for what cannot be
-    built: half a surrogate pair, a number beyond all floats.
+    """Decode JSON; None for None, :data:`UNKNOWN` for a value that Python cannot represent: half a surrogate
+    pair, a number beyond all floats.
     """
     if raw is None:
         return None
@@ -42,17 +42,17 @@ def lax_json(raw: bytes | memoryview | msgspec.Raw | None) -> object:
 
 
 def lax_bool(value: object) -> bool | Unknown | None:
-    """Return a flag, None where it is not set."""
+    """Return a flag; None when it is not set."""
     return _read(_BOOL, value)
 
 
 def lax_int(value: object) -> int | Unknown | None:
-    """Return a whole number of any size and sign, None where it is not set."""
+    """Return an integer of any size and sign; None when it is not set."""
     return _read(_INT, value)
 
 
 def lax_texts(value: object) -> tuple[str, ...] | Unknown:
-    """Return the texts of a field that holds one or a list of them; none where it is not set."""
+    """Return the strings of a field that holds one or a list of them; empty when it is not set."""
     read = _read(_TEXTS, value)
     if read is UNKNOWN:
         return UNKNOWN

@@ -1,4 +1,4 @@
-"""A request as it travels from the frontend to an engine, and its answer."""
+"""A request between the frontend and an engine, and its answer."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ else:  # the array type takes no parameter at run time before Python 3.12
 """Token ids as ``array('I')``: unsigned 32 bits, the form that is hashed without a copy."""
 
 KvTransferParams = Mapping[str, object]
-"""What a prefill worker says about where its KV waits; opaque to the router, passed on unchanged."""
+"""A prefill worker's description of where its KV waits; opaque to the router, passed on unchanged."""
 
 
 class Leg(StrEnum):
-    """Which part of a request an engine is asked for."""
+    """The part of a request that one engine runs."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -31,7 +31,7 @@ class Leg(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why an engine ended; ``STOP`` covers end-of-sequence and stop strings."""
+    """Why an engine ended its answer; ``STOP`` covers end-of-sequence and stop strings."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,20 +40,20 @@ class FinishReason(StrEnum):
 
 
 class KvLoss(StrEnum):
-    """Why the KV that a decode leg came for could not be fetched. The engine that says so did its part."""
+    """Why a decode engine could not fetch the KV of its leg. The reporting engine itself is healthy."""
 
     UNREACHABLE = "unreachable"
-    """Nobody answers where the KV should wait."""
+    """The address where the KV waits does not answer."""
     BROKEN = "broken"
-    """The way to it, or the engine that held it, was lost while it waited or travelled."""
+    """The connection, or the engine that held the KV, was lost before or during the transfer."""
     TIMEOUT = "timeout"
-    """It did not come in time."""
+    """The KV did not arrive in time."""
     UNKNOWN = "unknown"
-    """The engine there has no such KV for this leg: never, no longer, or for another."""
+    """The engine there does not hold KV for this leg: it never did, dropped it, or gave it to another leg."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. ``resumable``: whether another worker can go on with the same tokens."""
+    """Sampling parameters. ``resumable``: whether another worker can continue with the same tokens."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -71,8 +71,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def resumable(self) -> bool:
-        """True when nothing in the engine's memory of this request is needed to go on: greedy or unseeded,
-        no penalties over earlier output, no grammar state, no logprobs.
+        """Whether an answer can continue on another engine without state of the first one: greedy or
+        unseeded, no penalties over earlier output, no grammar state, no logprobs.
         """
         greedy_or_unseeded = self.temperature == 0.0 or self.seed is None
         no_penalty = (
@@ -98,8 +98,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CallRoute(StrEnum):
-    """Routes of engines that calls go to; the values are their paths. The first two are OpenAI's for
-    generation, which are understood here; of the others calls and answers pass as they are.
+    """HTTP routes of engines; the values are their paths. The router parses calls and answers of the first
+    two, OpenAI's routes for generation; those of the others pass unchanged.
     """
 
     CHAT = "/v1/chat/completions"
@@ -133,13 +133,13 @@ class CallRoute(StrEnum):
 
     @property
     def is_passed(self) -> bool:
-        """Whether neither calls nor answers of it are understood here."""
+        """Whether its calls and answers pass unchanged, without being parsed."""
         return self is not CallRoute.CHAT and self is not CallRoute.COMPLETION
 
 
 class ClientForm(msgspec.Struct, frozen=True):
-    """What is known of a body that is a form: its ``content_type``, with the boundary of its parts, and where
-    in it the name of the model begins and ends, None where it names none.
+    """Metadata of a form body: its ``content_type``, with the boundary of its parts, and the byte range of
+    the model's name; None when the form does not name a model.
     """
 
     content_type: str
@@ -147,11 +147,11 @@ class ClientForm(msgspec.Struct, frozen=True):
 
 
 class ClientCall(msgspec.Struct):
-    """A call as the client wrote it: ``body`` is the JSON of ``route``, without what is for the router alone;
-    where there is a ``form``, that form as it came.
+    """A client's call as it was received: ``body`` is the JSON of ``route`` without the router's own fields;
+    with a ``form``, the unchanged form.
 
-    ``resumable``: whether its answer is plain text, one of it, that another worker could go on with.
-    The router empties ``body``, which may be long, when it keeps it for no retry any more.
+    ``resumable``: whether its answer is one plain text, which another worker could continue.
+    The router empties ``body``, which may be long, once it no longer keeps it for a retry.
     """
 
     route: CallRoute
@@ -162,22 +162,22 @@ class ClientCall(msgspec.Struct):
 
 
 HeaderText = Annotated[str, msgspec.Meta(pattern=r"\A[\t -~]*\Z")]
-"""What any HTTP client and server take as a header's value."""
+"""A header value that any HTTP client and server accept."""
 
 
 class TraceContext(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The distributed trace that a call belongs to, in W3C's form: the values of the headers of these names,
-    empty where there is none. A ``tracestate`` needs a ``traceparent``; ``baggage`` needs neither.
+    """The distributed trace of a call, in W3C's form: the values of the headers of these names, empty when
+    absent. A ``tracestate`` needs a ``traceparent``; ``baggage`` needs neither.
     """
 
     traceparent: HeaderText = ""
     tracestate: HeaderText = ""
     baggage: HeaderText = ""
     trace_id: HeaderText = ""
-    """That of ``traceparent``: 32 hexadecimal digits. Log lines and metrics have it."""
+    """The trace id of ``traceparent``: 32 hexadecimal digits. Log lines and metrics have it."""
 
     def headers(self) -> dict[str, str]:
-        """Return the headers by which an engine goes on with the trace."""
+        """Return the headers with which an engine continues the trace."""
         names = ("traceparent", "tracestate", "baggage")
         return {name: value for name in names if (value := getattr(self, name))}
 
@@ -189,13 +189,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
     """One leg of one attempt, as a worker receives it.
 
     ``token_ids`` is the prompt, followed by the tokens already generated elsewhere when ``resumed_tokens`` is
-    above 0: those are context, not output; ``sampling.max_tokens`` counts what is still wanted.
-    ``request_id`` is the client's, who may give one id to two requests; with ``intake``, the router's own
-    name for it, it is nobody else's.
-    ``time_left_s`` is how long the caller still waits, counted from the moment it sent this: no two clocks
-    are compared. None: as long as it takes. ``call`` is what the client wrote, for engines that take that;
-    its answer comes as :attr:`EngineChunk.raw`, unless ``resumed_tokens`` is above 0. An engine is given
-    ``trace``, to go on with it.
+    above 0: those are context, not output; ``sampling.max_tokens`` counts the remaining tokens.
+    ``request_id`` is the client's, who may give one id to two requests; together with ``intake``, the
+    router's own id of the request, it is unique. ``time_left_s`` is how long the caller still waits, counted
+    from when it sent this message, so that clocks are not compared; None for no limit. ``call`` is the
+    client's original call, for engines that accept it; its answer comes as :attr:`EngineChunk.raw`, unless
+    ``resumed_tokens`` is above 0. The engine continues ``trace``.
     """
 
     request_id: RequestId
@@ -218,28 +217,27 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     @property
     def engine_key(self) -> str:
-        """What an engine calls this leg: unique over all requests, and over the attempts of each."""
+        """The request id that the engine gets: unique over all requests and their attempts."""
         return f"{self.request_id}-{self.intake}#{self.attempt}"
 
 
 class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine sends back: any number of tokens, and on the last chunk why it ended.
+    """A part of an engine's answer: any number of tokens, and on the last chunk the reason why it ended.
 
-    ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
+    ``cached_tokens`` comes with the first chunk: the prompt tokens that the engine found in its cache.
     ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
-    decode leg that failed for want of its prefill worker's KV, and for nothing else. ``kv_bytes`` comes once,
-    from an engine that reports it: how many bytes of KV it fetched for this leg. ``failure`` comes with
-    ``kv_lost`` where the engine answered with an error.
+    decode leg that failed only because it could not fetch its prefill worker's KV. ``kv_bytes`` comes once,
+    from an engine that reports it: the bytes of KV that it fetched for this leg. ``failure`` comes with
+    ``kv_lost`` when the engine answered with an error.
 
-    ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
-    ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
-    characters of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come
-    last.
-    ``comments`` are an event stream's comments, ahead of ``raw``: the client gets them, and a chunk that has
-    nothing else is no part of the answer. ``unread`` is why not everything in ``raw`` could be read.
-    ``headers`` come with the first of ``raw``: those of the engine's answer that the client gets.
-    ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
-    answer so far, where it reports that.
+    ``raw`` is a part of the answer to a :class:`ClientCall` in the engine's own bytes, which the client gets
+    unchanged; ``token_ids`` are then its tokens if the engine reports them, and ``text_chars`` its number of
+    characters of text. Without ``text_chars`` the answer cannot be resumed from here. ``cached_tokens`` may
+    then come last. ``comments`` are an event stream's comments before ``raw``: the client gets them, but a
+    chunk with nothing else does not belong to the answer. ``unread`` is why ``raw`` could not be parsed
+    completely. ``headers`` come with the first ``raw``: the headers of the engine's answer that the client
+    gets. ``prompt_tokens`` and ``completion_tokens`` are the engine's counts of the prompt and of its answer
+    so far; None when it does not report them.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -260,14 +258,14 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_comment(self) -> bool:
-        """Whether it has comments and brings nothing of an answer."""
+        """Whether it has comments and no part of an answer."""
         return bool(self.comments) and not self.raw and not self.token_ids and self.finish is None
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
-    """Return consecutive chunks of one leg, at least one, as one: what is reported of the prompt is taken
-    from the first chunk that has it, a count of the answer's tokens from the last chunk that has one, an end
-    and what belongs to it from the last chunk.
+    """Merge consecutive chunks of one leg, at least one. Facts of the prompt come from the first chunk that
+    has them, the count of the answer's tokens from the last chunk that has one, the finish and its details
+    from the last chunk.
     """
     last = chunks[-1]
     answers = [chunk for chunk in chunks if not chunk.is_comment]
@@ -294,17 +292,17 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One request of a client, validated and tokenized: what the request preparer hands to the router.
+    """One request of a client, validated and tokenized: the request preparer's output, the router's input.
 
-    ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
-    With ``has_media`` some of ``token_ids`` stand for what is no text: no engine reports blocks with them.
-    Where the prompt's tokens are not known here ``token_ids`` is empty, and ``isl_tokens_estimate`` says how
-    many there may be: such a prompt shares no block with any other.
-    ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
-    length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
-    One that is ``whole`` is served by one worker, though others prefill: nobody here can divide it.
-    ``client`` distinguishes who asks from others; 0: not known.
-    ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
+    ``intake`` is the router's own id of the request, set when it accepts it: random, so unique over routers.
+    With ``has_media`` some of ``token_ids`` are placeholders for media: engines report no blocks with them.
+    When the prompt's tokens are unknown, ``token_ids`` is empty and ``isl_tokens_estimate`` estimates their
+    number: such a prompt shares no block with any other.
+    ``context_tokens``: the tokens of the prompt and of the requested answer, 1 for an answer of open length;
+    only a worker whose context holds them may take the request. 0 when unknown.
+    An ``aggregated`` request is served by one worker even if there are prefill workers: it cannot be split.
+    ``client`` distinguishes clients; 0 when unknown.
+    ``shape``: the kind of call from which an engine builds this prompt; empty when no engine does.
     """
 
     request_id: RequestId
@@ -321,7 +319,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     call: ClientCall | None = None
     has_media: bool = False
     context_tokens: int = 0
-    whole: bool = False
+    aggregated: bool = False
     shape: str = ""
     trace: TraceContext = NO_TRACE
     client: int = 0
@@ -329,10 +327,10 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_prompt_unknown(self) -> bool:
-        """Whether the tokens of the prompt are not known here, and their number is estimated."""
+        """Whether the prompt's tokens are unknown here, and their number is an estimate."""
         return self.isl_tokens_estimate > 0
 
     @property
     def isl_tokens(self) -> int:
-        """How many tokens the prompt has, or may have."""
+        """The number of tokens of the prompt, known or estimated."""
         return self.isl_tokens_estimate or len(self.token_ids)

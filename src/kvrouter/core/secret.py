@@ -1,4 +1,4 @@
-"""Secrets as they are read: of a variable or a file, checked in one place. Their text is in no message."""
+"""Reads and checks secrets from variables and files. Error messages never contain the secret."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ SECRET_MAX_BYTES = 16 * 1024
 
 
 def secret_mistake(text: str) -> str | None:
-    """Return what is wrong with a secret, without what stands around it; None where nothing is."""
+    """Return the mistake in a secret as a phrase, such as ``is empty``; None for a valid secret."""
     if not text:
         return "is empty"
     if len(text.encode("utf-8", "surrogatepass")) > SECRET_MAX_BYTES:
@@ -25,12 +25,12 @@ def secret_mistake(text: str) -> str | None:
 
 
 def trimmed(text: str) -> str:
-    """Return a secret without the white space behind it: files and ``echo`` end with a new line."""
+    """Return a secret without trailing white space: files and ``echo`` end with a new line."""
     return text.rstrip()
 
 
 def checked_secret(text: str, name: str) -> str:
-    """Return a secret without white space behind it. Raises ConfigError that names ``name``."""
+    """Return a secret without trailing white space. Raises ConfigError that names ``name``."""
     secret = trimmed(text)
     mistake = secret_mistake(secret)
     if mistake is not None:
@@ -39,13 +39,13 @@ def checked_secret(text: str, name: str) -> str:
 
 
 def secret_variable(environ: Mapping[str, str], variable: str) -> str | None:
-    """Return the secret in a variable; None where it is unset or blank. Raises ConfigError that names it."""
+    """Return the secret in a variable; None when it is unset or blank. Raises ConfigError that names it."""
     text = environ.get(variable, "")
     return checked_secret(text, variable) if text.strip() else None
 
 
 def secret_file(path: Path, name: str) -> str:
-    """Return the secret in a file, one line of text; ``name`` is what names the file. Raises ConfigError."""
+    """Return the secret in a file, one line of text; ``name`` is the setting. Raises ConfigError."""
     data = secret_bytes(path, name, max_bytes=SECRET_MAX_BYTES)
     try:
         text = data.decode()
@@ -55,7 +55,7 @@ def secret_file(path: Path, name: str) -> str:
 
 
 def secret_bytes(path: Path, name: str, *, max_bytes: int) -> bytes:
-    """Return all of a secret file: a regular one of at most ``max_bytes``. Raises ConfigError."""
+    """Return the content of a secret file, a regular file of at most ``max_bytes``. Raises ConfigError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
     try:
         descriptor = os.open(path, flags)

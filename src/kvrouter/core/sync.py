@@ -1,10 +1,11 @@
-"""Messages between router replicas: which requests run where, so that each counts the load of all.
+"""Messages of replica sync: each router publishes its open leases, so that every router counts the total
+load.
 
-A router numbers its :class:`Deltas` from 1. Applied in order they give the leases that it holds; a router
-that missed one asks, and is sent them all as of a number. Every message carries the id of the router that it
-is from, so that nobody hears itself.
+A router numbers its :class:`Deltas` from 1. Applied in order, they give the leases that it holds; a router
+that missed one asks for the state and receives all leases as of a number. Every message carries its sender's
+router id, so that a router ignores its own messages.
 
-:class:`LinkNews` have no number: what of them is lost is lost, and the next says how it is then.
+A :class:`LinkUpdate` has no number: a lost one is not repeated, and the next one has the current values.
 """
 
 from typing import Annotated, NamedTuple
@@ -16,19 +17,19 @@ from kvrouter.core.events import HASH_BYTES, HashColumn
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerRank
 
 DELTAS_MAX = 256
-"""Deltas, or leases, in one message."""
+"""The most deltas, or leases, in one message."""
 
 NAMED_BLOCKS_MAX = 16_384
-"""How many of a prompt's leading blocks are named. Those beyond count as load, and are shared with nobody."""
+"""The most leading blocks of a prompt that a message names. Further blocks count as unshared load."""
 
 MESSAGE_BLOCKS_MAX = 65_536
-"""How many blocks one message names, in about 512 KiB: a broker's usual limit is 1 MiB."""
+"""The most blocks that one message names, in about 512 KiB: a broker's usual limit is 1 MiB."""
 
 _Count = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class LeaseName(NamedTuple):
-    """Which lease of a router: one leg of one request of a model; see :class:`kvrouter.core.ids.LeaseKey`."""
+    """The name of a lease at its router: one leg of one request; see :class:`kvrouter.core.ids.LeaseKey`."""
 
     model: ModelName
     request_id: RequestId
@@ -36,11 +37,11 @@ class LeaseName(NamedTuple):
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A leg of a request was booked at a rank, or moved there: it replaces what the name meant before.
+    """A leg of a request was booked at a rank, or moved there; it replaces an earlier lease of the same name.
 
-    ``incarnation`` is the worker's: the lease is not one of a worker that comes back under the same id.
-    ``block_hashes`` are those of the prompt's leading full blocks, none when its blocks are not tracked;
-    sequence hashes follow from them, so that no message can name a chain that is none.
+    ``incarnation`` is the worker's: the lease does not hold for a restarted worker with the same id.
+    ``block_hashes`` are those of the prompt's leading full blocks, empty when its blocks are not tracked;
+    the receiver computes the sequence hashes from them, so that a message cannot name an invalid chain.
     """
 
     model: ModelName
@@ -63,12 +64,12 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     @property
     def name(self) -> LeaseName:
-        """Which lease it opens."""
+        """The name of the lease that it opens."""
         return LeaseName(self.model, self.request_id, self.leg_number)
 
 
 class MarkPrefillCompleted(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The first token came: the lease's prefill is over."""
+    """The first token arrived: the lease's prefill is over."""
 
     lease: LeaseName
 
@@ -80,7 +81,7 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class OutputBlocks(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """So many blocks are full of output by now, since the lease was opened."""
+    """The total number of blocks that output has filled since the lease was opened."""
 
     lease: LeaseName
     blocks: _Count
@@ -90,7 +91,7 @@ Delta = AddRequest | MarkPrefillCompleted | Free | OutputBlocks
 
 
 class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What changed at a router, in order; ``number`` counts these messages from 1."""
+    """The changes of a router's leases, in order; ``number`` counts these messages from 1."""
 
     router_id: RouterId
     number: Annotated[int, Meta(ge=1)]
@@ -98,7 +99,7 @@ class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The router lives; ``number`` is that of its latest deltas, after which it held so many leases."""
+    """The router is alive; ``open_leases`` counts its leases after its latest deltas, ``number``."""
 
     router_id: RouterId
     number: Annotated[int, Meta(ge=0)]
@@ -106,7 +107,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class StateQuestion(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Ask for all leases: of every router, or of the one that it is sent to."""
+    """A request for all leases, to every router or to one."""
 
     router_id: RouterId
 
@@ -121,11 +122,11 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True, tag=4):
     leases: Annotated[tuple[AddRequest, ...], Meta(max_length=DELTAS_MAX)]
 
 
-LINK_NEWS_MAX = 64
-"""Transfers, and links, in one message."""
+LINK_UPDATE_MAX = 64
+"""The most transfers, and the most links, in one message."""
 
 AMOUNT_MAX = 1e18
-"""Seconds, bytes, and bytes a second: more than any link and any fleet have."""
+"""The upper limit of seconds, bytes and bytes a second, above the values of any link or fleet."""
 
 LEVELS_MAX = 16
 LEVEL_CHARS_MAX = 63
@@ -134,7 +135,7 @@ _Value = Annotated[str, Meta(max_length=VALUE_CHARS_MAX)]
 
 
 class LinkName(NamedTuple):
-    """Which link; see :class:`kvrouter.kernel.topology.SharedLink`."""
+    """The name of a link; see :class:`kvrouter.kernel.topology.link_table.SharedLink`."""
 
     src: Annotated[
         tuple[tuple[Annotated[str, Meta(max_length=LEVEL_CHARS_MAX)], _Value | None], ...],
@@ -143,10 +144,10 @@ class LinkName(NamedTuple):
     dst: _Value | None
 
 
-class LinkSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A transfer that arrived ``age_s`` ago over a link of these given figures: what it took, and would have
-    taken by them. ``link`` is None where nobody knows what it shares. It is the transfer ``number`` of the
-    router ``seen_by``, no matter which one passes it on.
+class LinkSample(msgspec.Struct, frozen=True, array_like=True):
+    """One measured KV transfer, which arrived ``age_s`` ago. ``seen_s`` is its measured duration, ``plain_s``
+    the duration by the link table's latency and bandwidth. ``link`` is None when its link is unknown.
+    ``seen_by`` and ``number`` identify it, whichever router forwards it.
     """
 
     seen_by: Annotated[RouterId, Meta(max_length=64)]
@@ -167,8 +168,8 @@ class LinkSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, array_like=True):
-    """What a router's requests put on a link, in the mean since its last message: bytes that were to travel,
-    in so many transfers, and those of them that were on their way.
+    """The mean load of a router's requests on a link since its last message: booked bytes and transfers, and
+    the part of them that was being transferred (``moving_``).
     """
 
     link: LinkName
@@ -181,28 +182,28 @@ class LinkUse(msgspec.Struct, frozen=True, array_like=True):
         _check_amounts(self.bytes, self.transfers, self.moving_bytes, self.moving_transfers)
 
 
-class LinkNews(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """What a router saw of a model's links since its last message, and puts on them now. ``table`` is the
-    digest of the figures that are given of links: routers that were given others learn nothing of it.
+class LinkUpdate(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The transfers that a router measured since its last message, and its load on each link. ``table`` is
+    the digest of its link table: routers with another table ignore the message.
     """
 
     router_id: RouterId
     model: ModelName
     table: Annotated[str, Meta(max_length=64)]
-    seen: Annotated[tuple[LinkSeen, ...], Meta(max_length=LINK_NEWS_MAX)] = ()
-    uses: Annotated[tuple[LinkUse, ...], Meta(max_length=LINK_NEWS_MAX)] | None = None
-    """None where nothing is said of that."""
+    seen: Annotated[tuple[LinkSample, ...], Meta(max_length=LINK_UPDATE_MAX)] = ()
+    uses: Annotated[tuple[LinkUse, ...], Meta(max_length=LINK_UPDATE_MAX)] | None = None
+    """None when the message does not report loads."""
 
 
 def _check_amounts(*amounts: float) -> None:
-    if not all(0.0 <= amount <= AMOUNT_MAX for amount in amounts):  # not a number is neither
+    if not all(0.0 <= amount <= AMOUNT_MAX for amount in amounts):  # false for NaN
         raise ValueError(f"amounts of links have to be from 0 to {AMOUNT_MAX:g}")
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The router ends, and its leases with it."""
+    """The router shuts down; its leases end."""
 
     router_id: RouterId
 
 
-SyncMessage = Deltas | Heartbeat | StateQuestion | StatePart | LinkNews | Goodbye
+SyncMessage = Deltas | Heartbeat | StateQuestion | StatePart | LinkUpdate | Goodbye

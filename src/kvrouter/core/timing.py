@@ -1,4 +1,4 @@
-"""How long one step of an engine takes: a formula with the figures of a kind of engine."""
+"""The duration of one engine step: a formula with coefficients for a kind of engine."""
 
 from math import isfinite
 
@@ -15,11 +15,11 @@ NOT_NEGATIVE = (
     "decode_kv_token",
     "mixed_kv_token",
 )
-"""Figures of a timing that would make a step end before it begins, were they below 0."""
+"""Coefficients that must not be negative, so that every step has a positive duration."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one engine step takes, in milliseconds.
+    """The duration of one engine step, in milliseconds.
 
     With ``t`` prompt tokens computed in the step, ``a`` pairs of such a token and one that it attends to,
     ``n`` sequences that decode, ``k`` tokens of KV that these read, and ``u`` the share of KV blocks in use
@@ -32,7 +32,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         mixed_ms   = mixed_kv_token · k                                     0 when t = 0 or n = 0
         step_ms    = prefill_ms + decode_ms + mixed_ms
 
-    The default figures are those of Dynamo's mocker (vLLM backend), as observed in ai-dynamo-runtime 1.6.1.
+    The defaults are those of Dynamo's mocker (vLLM backend), as observed in ai-dynamo-runtime 1.6.1.
     """
 
     prefill_quadratic: float = 4.209989e-7
@@ -67,13 +67,13 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         return curve + self.prefill_attention * attended
 
     def decode_ms(self, utilisation: float, n_sequences: int = 0, kv_tokens: int = 0) -> float:
-        """Return the decode part of a step, at this share of KV blocks in use, in which ``n_sequences`` read
-        ``kv_tokens`` of KV.
+        """Return the decode part of a step in which ``n_sequences`` read ``kv_tokens`` of KV, with the share
+        ``utilisation`` of KV blocks in use.
         """
         curve = (self.decode_quadratic * utilisation + self.decode_linear) * utilisation + self.decode_base
         lasts = max(self.decode_min, curve)
         return lasts + self.decode_sequence * n_sequences + self.decode_kv_token * kv_tokens
 
     def mixed_ms(self, kv_tokens: int) -> float:
-        """Return what a step takes longer as some sequences prefill while others read ``kv_tokens``."""
+        """Return the extra time of a step in which some sequences prefill while others read ``kv_tokens``."""
         return self.mixed_kv_token * kv_tokens

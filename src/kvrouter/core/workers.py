@@ -19,14 +19,14 @@ class Role(StrEnum):
 
 
 class ModelInput(StrEnum):
-    """What a worker's handler receives. KV routing needs ``Tokens``."""
+    """The input of a worker's handler. KV routing needs ``Tokens``."""
 
     Tokens = "tokens"
     Text = "text"
 
 
 class ModelType(Flag):
-    """Which routes a worker serves, as it registers them."""
+    """The routes that a worker registers to serve."""
 
     Chat = auto()
     Completions = auto()
@@ -34,15 +34,15 @@ class ModelType(Flag):
 
 
 class Enforcement(StrEnum):
-    """How strictly a KV transfer keeps to its domain."""
+    """How strictly a KV transfer stays in its topology domain."""
 
     REQUIRED = "required"
     PREFERRED = "preferred"
     FALLBACK = "fallback"
 
 
-class EventLane(StrEnum):
-    """The event plane on which one worker publishes; a fleet may have workers on several."""
+class EventTransport(StrEnum):
+    """The event transport on which one worker publishes; a fleet may have workers on several."""
 
     MEMORY = "memory"
     ZMQ = "zmq"
@@ -51,23 +51,22 @@ class EventLane(StrEnum):
 
 
 class EventSource(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where routers hear a worker's KV events.
+    """Where routers subscribe to a worker's KV events.
 
-    ``events`` and ``recovery`` are the endpoints to connect to for an event transport without a broker;
-    elsewhere empty.
+    ``events`` and ``recovery`` are the endpoints to connect to on a transport without a broker, else empty.
     """
 
-    lane: EventLane
+    transport: EventTransport = msgspec.field(name="lane")
     events: str = ""
     recovery: str = ""
 
 
 class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The part of a worker's card that operators set; fields that are not set are not serialised.
+    """The part of a worker's card that operators set; unset fields are not serialised.
 
     ``kv_transfer_preferred_weight`` is only read when the enforcement is ``preferred``; 0 ≤ weight ≤ 1.
-    Prompts of ``prompt_tokens_min`` to ``prompt_tokens_max`` tokens are prefilled there: pools for short and
-    for long ones; None for any length.
+    The worker prefills prompts of ``prompt_tokens_min`` to ``prompt_tokens_max`` tokens, as in separate pools
+    for short and long prompts; None for no limit.
     """
 
     topology_domains: Mapping[str, str] = {}
@@ -88,31 +87,30 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 BLOCK_SIZE_UNKNOWN = 16
-"""Load is counted in blocks of so many tokens where nobody tells how long an engine's blocks are."""
+"""The assumed block size, in tokens, when an engine does not report its own."""
 
 CONTEXT_TOKENS_UNKNOWN = 1_048_576
-"""A context whose length nobody tells counts as one of so many tokens."""
+"""The assumed context length, in tokens, when an engine does not report its own."""
 
 
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker.
+    """A worker's registration, as discovery publishes it. A new ``incarnation`` of the same id is a new
+    worker.
 
-    ``block_size`` and ``context_length`` are in tokens, and None where its engine does not tell them: such a
-    worker joins workers with blocks of any size, and no call is too long for it.
-    ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, a Hugging Face repository, or
-    ``mock``; a frontend that was given none of its own for the model loads that. A worker that
-    ``takes_calls`` gives its engine a client's call as it was written; the others serve what their frontend
-    understands of it. With ``cache_is_partial`` some of its engine's KV events are lost for good: it holds
-    more than it reports. Its engine finds a block again only for a prompt that also has the
-    ``lookahead_tokens`` behind it. ``names`` are what else calls may ask it for: another name of the model
-    (None), or an adapter of it.
-    One that is ``decode_only`` takes no prompt without its KV, as SGLang's decode engines do; a prefill leg
-    that ``ends_after_transfer`` ends when its KV was fetched, and not when it is computed.
-    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``, ``pod`` the Kubernetes pod that it is
-    in, and ``node`` that pod's node, else its host; empty where nobody says. ``engine_url`` is the HTTP
-    address at which the worker reaches that engine, and ``version`` the version of kvrouter that the worker
-    runs; empty where nobody says. While it is
-    ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
+    ``block_size`` and ``context_length`` are in tokens; None when the engine does not report them: the worker
+    then joins workers with any block size, and accepts calls of any length.
+    ``tokenizer`` is the folder of the model's tokenizer on the worker's host, a Hugging Face repository, or
+    ``mock``; a frontend loads it unless it is configured with its own. A worker that ``takes_calls`` passes a
+    client's call to its engine unchanged; other workers get tokens and sampling parameters. With
+    ``cache_is_partial`` some KV events of its engine never arrive: it holds more blocks than it reports. Its
+    engine reuses a block only when the prompt also has the ``lookahead_tokens`` tokens behind it. ``names``
+    are further names that calls may use: an alias of the model (None), or one of its adapters.
+    A ``decode_only`` worker needs the KV of every prompt, as SGLang's decode engines do. With
+    ``ends_after_transfer`` its prefill legs end when their KV was fetched, not when it was computed.
+    ``engine`` names the engine, as ``vllm 0.32.0`` or ``mock``; ``pod`` is the worker's Kubernetes pod, and
+    ``node`` that pod's node, else its host. ``engine_url`` is the HTTP address of the engine, and ``version``
+    the worker's version of kvrouter. All five are empty when unknown. ``engine_silent``: the engine does not
+    answer the worker, or was replaced. ``draining``: the worker is about to leave.
     """
 
     worker_id: WorkerId
@@ -130,7 +128,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     model_input: ModelInput = ModelInput.Tokens
     serves: ModelType = ModelType.Chat | ModelType.Completions
     publishes_kv_events: bool = True
-    event_source: EventSource = EventSource(EventLane.MEMORY)
+    event_source: EventSource = EventSource(EventTransport.MEMORY)
     tokenizer: str | None = None
     takes_calls: bool = False
     names: Mapping[str, str | None] = {}
@@ -149,11 +147,11 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def takes_new_requests(self) -> bool:
-        """Whether new requests may be sent there; those that run go on in either case."""
+        """Whether the worker accepts new requests; running requests continue in either case."""
         return not (self.draining or self.engine_silent)
 
     def ranks(self) -> tuple[WorkerRank, ...]:
-        """Every worker rank behind this card, in order."""
+        """Return the worker's ranks in order."""
         return tuple(
             WorkerRank(self.worker_id, DpRank(rank))
             for rank in range(self.dp_start, self.dp_start + self.dp_size)
@@ -161,10 +159,10 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvTransfers(msgspec.Struct, frozen=True):
-    """The KV that one worker rank has fetched from others since its engine began, by the engine's own count.
+    """The KV that one worker rank has fetched from others since its engine started, as the engine counts it.
 
-    ``seconds`` is what the transfers took, each by itself: ``bytes / seconds`` is how fast KV travels.
-    ``tokens`` are those of the prompts whose KV it was; 0 where an engine does not count them.
+    ``seconds`` sums the durations of the transfers: ``bytes / seconds`` is the mean bandwidth of one
+    transfer. ``tokens`` counts the prompt tokens whose KV was fetched; 0 when the engine does not count them.
     """
 
     transfers: int
@@ -175,11 +173,11 @@ class KvTransfers(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """The latest load of one worker rank, as the engine itself counts it (Dynamo's ForwardPassMetrics).
+    """The latest load of one worker rank, as its engine counts it (Dynamo's ForwardPassMetrics).
 
-    A report is a latest value, never a queue: a newer one replaces it. ``active_prefill_tokens`` and
-    ``kv_transfers`` are None where an engine does not report them. ``kv_events_skipped`` counts, by reason,
-    what its worker did not pass on of the rank's KV events since the engine began.
+    A newer report replaces an older one. ``active_prefill_tokens`` and ``kv_transfers`` are None when an
+    engine does not report them. ``kv_events_skipped`` counts, by reason, the rank's KV events that its worker
+    did not pass on since the engine started.
     """
 
     rank: WorkerRank
@@ -193,7 +191,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class PodPort(NamedTuple):
-    """A TCP port that a container says it listens on; ``name`` may be empty."""
+    """A TCP port that a container declares; ``name`` may be empty."""
 
     name: str
     number: int
@@ -202,10 +200,10 @@ class PodPort(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """One pod as its namespace shows it now.
+    """The current state of one Kubernetes pod.
 
-    ``starts`` distinguishes, by the container, one start of it from the next. A pod that ``is_leaving`` was
-    deleted and has not ended yet; one that ``is_over`` has ended for good.
+    ``starts`` identifies the current start of each container. A pod that ``is_leaving`` was deleted and still
+    runs; a pod that ``is_over`` has ended for good.
     """
 
     namespace: str

@@ -1,4 +1,4 @@
-"""What placement takes from the router's settings."""
+"""The routing settings that placement uses, from the router's settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +11,8 @@ from kvrouter.fleetfile.link_table import read_links
 from kvrouter.fleetfile.timing_file import read_timing
 from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
-from kvrouter.kernel.routing.request import RoutingSettings, cost_rule
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.routing.interface import RoutingSettings, cost_rule
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.kernel.topology.policy import NearFrontend, RouterTopologyDefault
 from kvrouter.settings.router_settings import KvRouterConfig
 
@@ -20,9 +20,9 @@ from kvrouter.settings.router_settings import KvRouterConfig
 def routing_settings(
     config: KvRouterConfig, links: LinkTable | None, place: Mapping[str, str] | None = None
 ) -> RoutingSettings:
-    """What the decision reads of the router's settings; ``links`` are those of a fleet file, ``place`` the
-    domains of a frontend, None where there is none. Raises ConfigError for a timing that is none, links that
-    are none, and for pairs that are chosen together by another cost than that of time.
+    """Return the settings of decisions; ``links`` are those of a fleet file, ``place`` the domains of a
+    frontend, None without them. Raises ConfigError for an invalid timing or links, and for pairs chosen
+    jointly by another cost than time.
     """
     cost, selection = config.cost, config.router_pd_selection
     if selection is PdSelection.JOINT and cost != TIME:
@@ -80,10 +80,10 @@ def _timing(path: str) -> Timing:
 
 
 def circuit_settings(config: KvRouterConfig) -> CircuitSettings:
-    """When a worker that fails is passed over, and for how long."""
+    """Return when a failing worker is skipped, and for how long."""
     return CircuitSettings(config.circuit_failures, config.circuit_open_s, config.circuit_open_max_s)
 
 
 def waiting_limits(config: KvRouterConfig) -> WaitingLimits:
-    """How many requests may wait for a worker, and for how long."""
+    """Return how many requests may wait for a worker, and for how long."""
     return WaitingLimits(config.admission_queue_max, config.admission_wait_s, config.router_domain_wait_s)

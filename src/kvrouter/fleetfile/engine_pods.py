@@ -13,11 +13,11 @@ from kvrouter.settings.problems import Document, Path, did_you_mean
 
 PREFIX = "kvrouter.dev/"
 KIND_LABEL = f"{PREFIX}engine"
-"""The label that makes a pod an engine; its value says of which kind."""
+"""The label that makes a pod an engine; its value is the kind."""
 
 PORT_ANNOTATION = f"{PREFIX}engine-port"
 PORT_NAME = "http"
-"""What the port of an engine's server is usually called."""
+"""The usual name of the port of an engine's server."""
 
 TOPOLOGY_ANNOTATION = f"{PREFIX}topology."
 OPERATOR_LABEL = "grove.io/topology."
@@ -51,7 +51,7 @@ def _list(text: str) -> object:
 
 
 class _Annotation(NamedTuple):
-    """Where in a fleet file an annotation's value stands, and what is made of its text."""
+    """The path of an annotation's value in a fleet file, and the reader of its text."""
 
     path: Path
     read: Callable[[str], object]
@@ -81,14 +81,14 @@ PLACES: Mapping[str, str] = {
     "kv_events": f"annotation {PREFIX}kv-events-endpoint",
     "kv_events_replay": f"annotation {PREFIX}kv-events-replay-endpoint",
 }
-"""Where that stands, or may stand, which an engine may contradict: by the name of the field."""
+"""Where a field that an engine may contradict is written, or may be, by the field's name."""
 
 
 class PodEngine(NamedTuple):
     """An engine as its pod describes it.
 
-    ``fleet`` is a fleet file of this one engine, in which ``model`` is a stand-in where that is None.
-    ``start`` differs from one start of the engine's container to the next, where it is known which that is.
+    ``fleet`` is a fleet file of this one engine, with a placeholder for a ``model`` that is None. ``start``
+    differs between two starts of the engine's container; empty if the container is unknown.
     """
 
     fleet: FleetFile
@@ -111,7 +111,7 @@ class PodEngine(NamedTuple):
 
 
 class _PodDocument(Document):
-    """A fleet file that was never written: mistakes are placed at labels and annotations."""
+    """A fleet file without a text: mistakes are located by labels and annotations."""
 
     def __init__(self, content: Mapping[str, object], places: Mapping[Path, str]) -> None:
         super().__init__("pod", content, {})
@@ -216,9 +216,9 @@ def _port(pod: EnginePod) -> PodPort:
 
 
 def _domains(pod: EnginePod, places: dict[Path, str]) -> dict[str, str]:
-    """Where the pod is: by labels that come from its node, and by annotations where those say nothing.
+    """Return the pod's domains: from labels copied from its node, else from annotations.
 
-    An empty label is the operator's word that the node has none.
+    An empty label states that the node has no value.
     """
     found: dict[str, str] = {}
 
@@ -248,7 +248,7 @@ def _domains(pod: EnginePod, places: dict[Path, str]) -> dict[str, str]:
 
 
 def _ordered(domains: Mapping[str, str], policy: KvTransferSpec | None, levels: tuple[str, ...]) -> list[str]:
-    """The levels, broadest first, with every domain that is there or asked for."""
+    """Return the levels, broadest first, with every domain that is present or asked for."""
     wanted = [*domains, *([] if policy is None else [policy.domain])]
     known = [*levels, *(name for name in KUBERNETES_LABELS if name in wanted)]
     return list(dict.fromkeys([*known, *sorted(wanted)]))
@@ -263,5 +263,5 @@ def _unplaced(domain: str) -> str:
 
 
 def _reached(value: object, host: str) -> object:
-    """An endpoint that the engine binds, as it is reached: a pod's address is not known to its template."""
+    """Return an endpoint that the engine binds with the pod's address, which its template cannot know."""
     return value.replace("tcp://*:", f"tcp://{host}:", 1) if isinstance(value, str) else value

@@ -38,20 +38,20 @@ ANY = -1
 
 
 class FleetRest(NamedTuple):
-    """``fleet`` without the values at ``mistaken``, where defaults or stand-ins take their place."""
+    """``fleet`` without the values at ``mistaken``, which defaults or placeholders replace."""
 
     fleet: FleetFile
     mistaken: frozenset[Path]
 
     def can_judge(self, depends_on: Sequence[Path]) -> bool:
-        """Whether a check that reads these paths of the file would read nothing but what its owner wrote."""
+        """Whether a check of these paths of the file would read only values that its owner wrote."""
         return not any(_touches(mistake, path) for mistake in self.mistaken for path in depends_on)
 
 
 def validated(content: Mapping[str, object]) -> tuple[FleetRest | None, list[Problem]]:
-    """Return what is left of a file without its mistaken values, None where too little is, and the mistakes.
+    """Return the rest of a file without its mistaken values, None if it is too little, and the mistakes.
 
-    Some of them are found only once others are taken out: of two keys of one section that contradict two
+    Some of them are found only once others are removed: of two keys of one section that contradict two
     others, the validation names one pair.
     """
     problems: list[Problem] = []
@@ -73,7 +73,7 @@ def validated(content: Mapping[str, object]) -> tuple[FleetRest | None, list[Pro
 
 
 def _unit(path: Path) -> Path:
-    """The part of the file that a mistake spoils: one key of an entry, or of a section, or one link."""
+    """Return the part of the file that a mistake spoils: a key of an entry or section, or a link."""
     if path[:2] == ("topology", "links"):
         return path[:4] if path[2:3] == ("within",) else path[:3]
     return path[:3] if path and path[0] in ENTRY_SECTIONS else path[:2]
@@ -111,7 +111,7 @@ def entries(section: str, *keys: str) -> Iterator[Path]:
 
 
 def engine_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Yield what is wrong with engines that run already; the names of models must be good."""
+    """Yield the problems of running engines; the names of models must be good."""
     first_at: dict[str, Path] = {}
     for position, group in enumerate(fleet.workers):
         engine, path = group.engine, ("workers", position, "engine")
@@ -130,7 +130,7 @@ def engine_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def url_path(position: int, engine: AttachedEngineSpec, number: int) -> Path:
-    """Where the URL of the group's engine ``number``, from 0, stands."""
+    """Return the path of the URL of the group's engine ``number``, from 0."""
     path = ("workers", position, "engine")
     return (*path, "url") if engine.urls is None else (*path, "urls", number)
 
@@ -157,7 +157,7 @@ def _event_problems(engine: AttachedEngineSpec, path: Path) -> Iterator[Problem]
 
 
 def pair_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Yield pairs that could not hand KV on: engines of one kind understand each other, and nobody else."""
+    """Yield pairs that could not hand KV over: only engines of one kind can."""
     for model in fleet.models:
         groups = fleet.groups_of(model)
         prefill = next((group for group in groups if group.role is Role.PREFILL), None)
@@ -173,7 +173,7 @@ def pair_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def engine_warnings(fleet: FleetFile) -> Iterator[str]:
-    """Yield what can be run and was hardly meant."""
+    """Yield valid settings of engines that are hardly meant."""
     for group in fleet.workers:
         yield from _group_warnings(fleet, group)
     for model in fleet.models:
@@ -203,7 +203,7 @@ RANKS_MAX = 65_536
 
 
 class LoadedFleet(NamedTuple):
-    """A fleet that can be run, and what its owner should hear about before relying on it."""
+    """A valid fleet, and warnings for its owner."""
 
     fleet: FleetFile
     warnings: tuple[str, ...]
@@ -216,7 +216,7 @@ def default_fleet_document() -> Document:
 
 
 def default_fleet_path() -> FilePath:
-    """Return where that fleet's file is."""
+    """Return the path of that fleet's file."""
     return FilePath(str(files("kvrouter.fleetfile").joinpath("default-fleet.yaml")))
 
 
@@ -235,9 +235,9 @@ def load_fleet(document: Document, further: Sequence[Check] = ()) -> LoadedFleet
 
 
 class ExaminedFleet(NamedTuple):
-    """All that is wrong with a fleet file, in the order of its lines.
+    """All mistakes of a fleet file, in the order of its lines.
 
-    ``fleet`` is the file without what is wrong; None where too little is left of it.
+    ``fleet`` is the file without its mistakes; None if too little is left of it.
     """
 
     fleet: FleetFile | None
@@ -258,7 +258,7 @@ def examine_fleet(document: Document, further: Sequence[Check] = ()) -> Examined
 
 
 def settings_document(document: Document) -> Document:
-    """Return ``document``, a fleet file or a part of one; raise ConfigError for keys that none has."""
+    """Return ``document``, a fleet file or a part of one; raise ConfigError for unknown keys."""
     known = FleetFile.model_fields
     raise_problems(
         [
@@ -272,7 +272,7 @@ def settings_document(document: Document) -> Document:
 
 
 def load_part(document: Document) -> FleetFile:
-    """Validate a part of a fleet, such as one worker: who decodes may be elsewhere. Raises ConfigError."""
+    """Validate a part of a fleet, without its decode workers if they are elsewhere. Raises ConfigError."""
     rest, problems = validated(document.content)
     if rest is None or problems:
         raise config_error(
@@ -379,7 +379,7 @@ def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def _unknown_level(fleet: FleetFile, name: str) -> str | None:
-    """Say what a level must be, where ``name`` is none of the file's."""
+    """Return what a level must be, if ``name`` is none of the file's; else None."""
     levels = fleet.topology.levels
     if name in levels:
         return None
@@ -448,7 +448,7 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
 
 
 def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> Iterator[str]:
-    """Report workers that get nothing while KV must keep to ``domain``."""
+    """Yield the workers that get no requests while KV must keep to ``domain``."""
     prefill = [group for group in groups if group.role is Role.PREFILL]
     for group in groups:
         if domain not in group.domains:
@@ -477,4 +477,4 @@ _CHECKS: tuple[tuple[Check, tuple[Path, ...]], ...] = (
     (_size_problems, tuple(entries("workers", "model", "role", "engine"))),
     (_role_problems, (*entries("workers", "model", "role"), *entries("models", "name"))),
 )
-"""What is checked of a file as a whole, and the values without which a check would judge wrongly."""
+"""The checks of a file as a whole, and the values without which a check would judge wrongly."""

@@ -24,13 +24,13 @@ from kvrouter.settings.setting import (
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE, ENGINE_KEYS_PREFIX, OUR_PREFIX
 
 MOCK: Final = "mock"
-"""The kind of engine that is meant where none is named."""
+"""The default kind of engine."""
 
 MOCK_BLOCK_SIZE = 64
-"""Tokens in one KV block of mock engines, where nothing else is said."""
+"""The default number of tokens in one KV block of mock engines."""
 
 MOCK_CONTEXT_LENGTH = 32_768
-"""Tokens of prompt and answer together that mock engines take, where nothing else is said."""
+"""The default number of tokens of prompt and answer together that mock engines take."""
 
 URLS_MAX = 1024
 """How many engines one group may have."""
@@ -149,7 +149,7 @@ class MockEngineSpec(FleetPart):
 
 
 def url_mistake(url: str) -> str | None:
-    """Return what the URL of an engine's server must be, where ``url`` is none."""
+    """Return what the URL of an engine's server must be, if ``url`` is invalid."""
     try:
         parts = urlsplit(url)
         has_place = bool(parts.hostname) and parts.port != 0

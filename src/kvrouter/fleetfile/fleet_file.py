@@ -17,7 +17,7 @@ from kvrouter.fleetfile.fleet_engines import (
     EngineSpec,
     MockEngineSpec,
 )
-from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -99,7 +99,7 @@ class ModelSpec(FleetPart):
 
     @property
     def mock_tokenizer(self) -> str:
-        """What its text is tokenized with where mock engines serve it: ``mock``, or a folder."""
+        """The tokenizer of its text with mock engines: ``mock``, or a folder."""
         return self.tokenizer or MOCK
 
 
@@ -274,11 +274,11 @@ class FleetFile(FleetPart):
         return [group for group in self.workers if group.model in (None, model.name)]
 
     def has_mocks(self, model: ModelSpec) -> bool:
-        """Whether mock engines serve ``model``: what is not said of it is then what they have."""
+        """Whether mock engines serve ``model``: their defaults then apply to it."""
         return any(isinstance(group.engine, MockEngineSpec) for group in self.groups_of(model))
 
     def stated_tokenizer(self, model: ModelSpec) -> str | None:
-        """Return what the file says ``model`` is tokenized with; None where its engines are asked."""
+        """Return the tokenizer of ``model`` in the file; None if its engines are asked."""
         return model.mock_tokenizer if self.has_mocks(model) else model.tokenizer
 
     def model_of(self, group: WorkerGroup) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Stricter checks of a fleet file: what can be run and was hardly meant, with its place."""
+"""Stricter checks of a fleet file: valid settings that are hardly meant, with their place."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def strict_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Yield what ``kvrouter fleet check --strict`` takes for a mistake besides the warnings.
+    """Yield what ``kvrouter fleet check --strict`` counts as a mistake besides the warnings.
 
     The names in the file must be good: see :func:`~kvrouter.fleetfile.fleet_checks.examine_fleet`.
     """
@@ -23,7 +23,7 @@ def strict_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def _level_problems(fleet: FleetFile) -> Iterator[Problem]:
-    """Levels that no worker has a value of, and workers that have none of a level that others have."""
+    """Yield levels without a worker that has a value, and workers without a value that others have."""
     if any(group.topology_env for group in fleet.workers):
         return  # which values there are, those workers' files say
     for position, level in enumerate(fleet.topology.levels):
@@ -71,7 +71,7 @@ def _address_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def _place_of(address: str) -> tuple[str, str, int | None]:
-    """Return what an address leads to: two spellings of one are equal."""
+    """Return the target of an address: two spellings of one are equal."""
     parts = urlsplit(address)
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _PORTS.get(parts.scheme)

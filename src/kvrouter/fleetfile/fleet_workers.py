@@ -12,11 +12,11 @@ from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_engines import HandoffKind, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.setting import installed_version
 
 BOOTSTRAP_PORT = 8998
-"""Mock engines of one process meet by host, port and room; nothing listens there."""
+"""Mock engines of one process hand over by host, port and room; no process listens at this port."""
 
 
 def numbered_workers(fleet: FleetFile) -> Iterator[tuple[WorkerId, WorkerGroup]]:
@@ -29,7 +29,7 @@ def numbered_workers(fleet: FleetFile) -> Iterator[tuple[WorkerId, WorkerGroup]]
 
 
 def mock_workers(fleet: FleetFile) -> Iterator[tuple[WorkerId, WorkerGroup]]:
-    """Those of the file's workers whose engines are mock engines."""
+    """Yield the file's workers with mock engines."""
     for worker_id, group in numbered_workers(fleet):
         if isinstance(group.engine, MockEngineSpec):
             yield worker_id, group
@@ -43,7 +43,7 @@ def mock_engine(group: WorkerGroup) -> MockEngineSpec:
 
 
 def bootstraps(group: WorkerGroup) -> bool:
-    """Whether the group's mock workers hand KV on at a meeting place that both legs are given."""
+    """Whether the group's mock workers hand KV over by bootstrap values, which both legs get."""
     return group.role is Role.PREFILL and mock_engine(group).handoff is HandoffKind.BOOTSTRAP
 
 
@@ -56,7 +56,7 @@ def worker_card(
     address: str,
     bootstrap: Peer | None,
 ) -> WorkerCard:
-    """What a mock worker publishes; ``bootstrap`` is where its handoffs meet, where they do."""
+    """Return the card of a mock worker; ``bootstrap`` is the address of its handoffs, if it has them."""
     model, engine = fleet.model_of(group), mock_engine(group)
     return WorkerCard(
         worker_id=worker_id,
@@ -85,7 +85,7 @@ def worker_card(
 
 
 def placed_config(fleet: FleetFile, group: WorkerGroup) -> ModelRuntimeConfig:
-    """What a group's workers publish of their place, their taints and their transfer policy."""
+    """Return the place, taints and transfer policy that a group's workers publish."""
     policy, prompts = fleet.kv_transfer, group.prompt_tokens
     return ModelRuntimeConfig(
         topology_domains=dict(group.domains),

@@ -9,7 +9,7 @@ from kvrouter.core.cost_rules import BLOCKS
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_file import LinksSpec
 from kvrouter.fleetfile.fleet_workers import table_of_links
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.settings.problems import Document, config_error, parse_document, problem_of, read_document
 from kvrouter.settings.router_settings import KvRouterConfig
 
@@ -35,8 +35,8 @@ def read_links(given: str) -> LinkTable:
 
 
 def link_warnings(config: KvRouterConfig, of_file: LinkTable | None) -> list[str]:
-    """Return what a router's settings probably get wrong about its links; ``of_file`` are those of the file
-    that it is given. Raises ConfigError for a ``router_links`` that cannot be read.
+    """Return probable mistakes in a router's link settings; ``of_file`` are the links of its fleet file.
+    Raises ConfigError for an invalid ``router_links``.
     """
     if of_file is None and config.router_links is None:
         has_weight = config.kv_transfer_weight > 0.0

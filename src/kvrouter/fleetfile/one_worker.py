@@ -12,7 +12,7 @@ from kvrouter.settings.problems import Document, Path, dotted
 
 
 class _FlagDocument(Document):
-    """A fleet file that was never written: mistakes are placed at their flags."""
+    """A fleet file without a text: mistakes are located by their flags."""
 
     def place(self, path: Path) -> str:
         """Return the flag that the value came from."""
@@ -30,8 +30,8 @@ def flag_of(name: str) -> str:
 def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
     """Return a fleet file with the one worker that the flags describe; raise ConfigError that names the flag.
 
-    ``given`` has the values of those flags that were given, by the names of :data:`FILE_PATHS`; ``domain`` is
-    a sequence of ``level=value``, the broadest level first.
+    ``given`` has the values of the given flags, by the names of :data:`FILE_PATHS`; ``domain`` is a sequence
+    of ``level=value``, the broadest level first.
     """
     content: dict[str, object] = {
         "version": 1,
@@ -68,7 +68,7 @@ def _domains(pairs: object) -> dict[str, str]:
 
 
 def put(content: dict[str, object], path: Path, value: object) -> None:
-    """Write ``value`` into a document; what is on the way and is not there yet are mappings."""
+    """Write ``value`` into a document; missing parents become mappings."""
     here: object = content
     for part in path[:-1]:
         if isinstance(here, list) and isinstance(part, int):

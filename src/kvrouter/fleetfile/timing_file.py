@@ -1,4 +1,4 @@
-"""The file that ``kvrouter calibrate`` writes: how long a step of an engine takes."""
+"""The file that ``kvrouter calibrate`` writes: the times of an engine's steps."""
 
 from pathlib import Path
 

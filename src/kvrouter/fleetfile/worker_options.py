@@ -1,5 +1,5 @@
-"""The options of ``kvrouter worker mock`` and of its like for engines: which worker of a fleet file it is, or
-what its flags say of it in the words of such a file.
+"""The options of ``kvrouter worker mock`` and of the commands for engines: the worker of a fleet file, or the
+values of one as flags.
 """
 
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ DRAIN_LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockFileOptions:
-    """Which worker of a fleet file it is."""
+    """The worker's place in a fleet file."""
 
     fleet: Path | None = option("Take the worker from a fleet file.", metavar="FILE")
     group: str | None = option("The group of the fleet file; with --fleet.", metavar="NAME")
@@ -22,7 +22,7 @@ class MockFileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockModelOptions:
-    """What it serves."""
+    """The model that it serves."""
 
     model: str | None = option(
         "The model that it serves.  [default: mock]", metavar="NAME", path=("models", 0, "name")
@@ -80,7 +80,7 @@ class PlaceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockEngineOptions:
-    """What its engine is like."""
+    """The properties of its engine."""
 
     total_kv_blocks: int | None = option(
         "KV blocks of a rank.  [default: 16384]",
@@ -139,7 +139,7 @@ class MockRunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
-    """Which engine it serves: that of a fleet file, or the one that the flags describe."""
+    """The engine that it serves: that of a fleet file, or the one that the flags describe."""
 
     url: str | None = option("Its server, as http://127.0.0.1:8000.", metavar="URL")
     fleet: Path | None = option(
@@ -172,7 +172,7 @@ class AttachOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachRunOptions:
-    """How the process of such a worker serves."""
+    """How the process of an engine's worker serves."""
 
     enable_local_indexer: bool = option(
         "Answer routers that missed KV events, which then travel over NATS Core, not JetStream.",
@@ -190,9 +190,9 @@ class AttachRunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePods:
-    """Which pods are served: those with the label of an engine, narrowed by ``selector``.
+    """The pods that are served: those with the label of an engine, narrowed by ``selector``.
 
-    ``namespace`` is this process's own where it is None.
+    ``namespace`` is this process's own if it is None.
     """
 
     selector: str = option(
@@ -205,7 +205,7 @@ class EnginePods:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodsRunOptions:
-    """How the process of such workers serves."""
+    """How the process of the workers of pods serves."""
 
     drain_limit_s: float = option("Time for running legs at the end.", default=DRAIN_LIMIT_S)
 
@@ -215,4 +215,4 @@ FILE_PATHS = {
     for group in (MockModelOptions, PlaceOptions, MockEngineOptions)
     for each in fields(group)
 }
-"""Where in a fleet file the value of each flag stands; the flag is ``--`` and the name with dashes."""
+"""The path in a fleet file of the value of each flag; the flag is ``--`` and the name with dashes."""

@@ -13,7 +13,7 @@ from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Enforcement
 from kvrouter.frontend.errors import refusal_counts
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.request import Candidate, Decision, Pick, Times
+from kvrouter.kernel.routing.interface import Candidate, Decision, Pick, Times
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint, TransferPolicy
 from kvrouter.router.model_router import KeptDecision
 

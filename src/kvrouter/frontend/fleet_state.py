@@ -23,7 +23,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.engine_sums import SumsReading
 from kvrouter.kernel.placement.link_speeds import LinkReading
 from kvrouter.kernel.placement.speeds import SpeedReading
-from kvrouter.kernel.routing.request import cost_rule
+from kvrouter.kernel.routing.interface import cost_rule
 from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
 from kvrouter.router.engine_reports import AnswerCounts, ReportReading
 from kvrouter.router.event_ingest import EventCacheView, FeedReading
@@ -342,7 +342,7 @@ def _worker_state(
         levels=config.topology_levels,
         taints=sorted(worker_taints(config)),
         prompt_tokens=api.PromptTokens(min=config.prompt_tokens_min, max=config.prompt_tokens_max),
-        event_lane=card.event_source.lane if card.publishes_kv_events else None,
+        event_lane=card.event_source.transport if card.publishes_kv_events else None,
         kv_transfer=_kv_transfer_state(card, default),
         ranks=[_rank_state(rank) for rank in worker.ranks],
         lapsed=lapsed,

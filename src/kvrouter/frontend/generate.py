@@ -48,7 +48,7 @@ from kvrouter.frontend.response_writer import (
     query_workers,
     routing_nvext,
 )
-from kvrouter.kernel.routing.request import Decision
+from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import ANSWERED, Generation
 from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import NO_ORIGIN, Origin

@@ -10,8 +10,8 @@ from kvrouter.frontend.errors import UnknownWorker
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.routing.pick import rules_of
-from kvrouter.kernel.routing.request import RoutingSettings
 from kvrouter.kernel.topology.policy import Required, RouterTopologyDefault, derive, topology_domains
 from kvrouter.router.model_router import ModelRouter
 

@@ -14,7 +14,7 @@ from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
 from kvrouter.frontend.prepare import NamedModel, RequestPreparer
 from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
-from kvrouter.kernel.routing.request import RouteRequest
+from kvrouter.kernel.routing.interface import RouteRequest
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.setting import installed_version

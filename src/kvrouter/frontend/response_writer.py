@@ -24,7 +24,7 @@ from kvrouter.frontend.keep_alive import KeepAliveStream
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed import PassedRoute
-from kvrouter.kernel.routing.request import Decision
+from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import prefilling
 

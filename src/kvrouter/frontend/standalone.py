@@ -57,7 +57,7 @@ from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.request import Decision, Pick
+from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled

@@ -26,7 +26,7 @@ from kvrouter.core.requests import Leg, TraceContext
 from kvrouter.frontend.http import Request
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt
-from kvrouter.kernel.routing.request import Decision, Pick
+from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.router.generation import Generation
 
 Attributes = dict[str, str | bool | int | float]

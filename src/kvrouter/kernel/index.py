@@ -1,6 +1,6 @@
-"""The block index: which ranks hold which blocks, by the engines' KV events or predicted from decisions.
+"""The block index: the blocks that each worker rank holds, from KV events or predicted from decisions.
 
-A slot is a small dense int that stands for one worker rank.
+A slot is a small dense integer that identifies one worker rank.
 """
 
 from collections.abc import Sequence
@@ -17,30 +17,30 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
 
 OverlapColumn = npt.NDArray[np.uint32]
-"""Leading blocks of a prompt that each slot holds; as long as the slots in use, or longer."""
+"""The leading blocks of a prompt that each slot holds; at least one entry for each slot in use."""
 
 SLOTS_MAX = 1 << 16
-"""Slots are below this."""
+"""One more than the largest slot."""
 
 
 class Applied(Protocol):
-    """What became of the blocks of some events."""
+    """The result of applying events: counts of blocks by outcome."""
 
     @property
     def stored(self) -> int:
-        """Blocks that the rank did not hold before, in that medium."""
+        """Stored blocks that the rank did not hold before in that medium."""
 
     @property
     def repeated(self) -> int:
-        """Stores of a block that the rank holds already: each needs a removal of its own."""
+        """Stores of a block that the rank already holds: each needs a separate removal."""
 
     @property
     def replaced(self) -> int:
-        """Blocks whose engine hash stood for other content, which is thereby forgotten."""
+        """Stored blocks whose engine hash had other content before, which is replaced."""
 
     @property
     def removed(self) -> int:
-        """Removals of a block that the rank held, the ones that leave another store in place included."""
+        """Removals of a block that the rank held, including those that leave another store of it."""
 
     @property
     def unknown_removed(self) -> int:
@@ -48,73 +48,73 @@ class Applied(Protocol):
 
     @property
     def orphaned(self) -> int:
-        """Blocks whose parent the rank does not hold: not placed, and a reason to recover."""
+        """Stored blocks whose parent the rank does not hold: ignored, and a reason to recover."""
 
     @property
     def cleared(self) -> int:
-        """Blocks that the rank held and that went all at once."""
+        """Blocks that the rank held and that a clear removed."""
 
     @property
     def over_limit(self) -> int:
-        """Blocks beyond ``blocks_per_rank_max``: not placed."""
+        """Stored blocks beyond ``blocks_per_rank_max``: ignored."""
 
 
 class IndexStats(Protocol):
-    """Sizes. Tuples go by medium, in the order of :class:`Medium`."""
+    """Sizes of an index. Tuples are by medium, in the order of :class:`Medium`."""
 
     @property
     def blocks(self) -> tuple[int, int, int, int]:
-        """Held blocks: one for each engine hash of each rank."""
+        """The held blocks: one for each engine hash of each rank."""
 
     @property
     def sequences(self) -> tuple[int, int, int, int]:
-        """Distinct sequence hashes."""
+        """The distinct sequence hashes."""
 
     @property
     def ranks(self) -> int:
-        """Ranks that hold a block in some medium."""
+        """The ranks that hold a block in some medium."""
 
     @property
     def bytes(self) -> int:
-        """Memory."""
+        """The memory of the index."""
 
 
 class BlockIndex(Protocol):
-    """Who holds which blocks, as the engines' events say."""
+    """The blocks that each rank holds, built from the engines' KV events."""
 
     def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
-        """Apply events of one rank, or parts of its snapshot, in order; none of them if one is malformed."""
+        """Apply events of one rank, or parts of its snapshot, in order; all or, if one is malformed, none."""
 
     def drop_some(self, slot: Slot) -> Applied:
-        """Forget some of what the rank holds, a few thousand blocks at most: ``cleared`` says how many.
+        """Remove some of the rank's blocks, a few thousand at most; ``cleared`` counts them.
 
-        Again and again until that is 0: then the rank holds nothing. No call takes long, however much it
-        holds; where time is no matter, apply ``Cleared``.
+        Call it until that is 0: then the rank holds nothing. Each call is short, however many blocks the rank
+        holds. If time does not matter, apply ``Cleared`` instead.
         """
 
     def dump(self, slot: Slot) -> list[Held]:
-        """Return a snapshot of the rank: applied to an empty rank anywhere, it gives an equal one, store
-        counts included. Takes as long as the rank is big.
+        """Return a snapshot of the rank. Applied to an empty rank of any index, it gives an equal rank, store
+        counts included. Takes time in proportion to the rank's blocks.
         """
 
     def dump_some(self, slot: Slot, place: int = 0) -> tuple[list[Held], int] | None:
-        """Return some of what the rank holds, a few thousand blocks, and the place of what follows.
+        """Return a part of the rank's snapshot, a few thousand blocks, and the ``place`` of the next part.
 
-        From place 0 on until None comes, this is what :meth:`dump` gives, in another order, if nothing was
-        applied to the rank meanwhile.
+        The parts from place 0 until None have the content of :meth:`dump`, in another order, if no event was
+        applied to the rank in between.
         """
 
     def overlap(self, prompt: Prompt, out: OverlapColumn, medium: Medium = Medium.GPU) -> None:
-        """Fill ``out`` with the longest contiguous prefix of the prompt's blocks that each slot holds.
+        """Fill ``out`` with the length, in blocks, of the longest prefix of the prompt that each slot holds.
 
         Raises ValueError when ``out`` is shorter than the slots in use.
         """
 
     def held(self, slot: Slot, medium: Medium = Medium.GPU) -> int:
-        """How many blocks the rank holds."""
+        """Return the number of blocks that the rank holds."""
 
     def stats(self) -> IndexStats:
-        """Sizes now."""
+        """Return the current sizes."""
 
 
 class ApproximateStats(Protocol):
@@ -122,42 +122,42 @@ class ApproximateStats(Protocol):
 
     @property
     def blocks(self) -> int:
-        """Predicted blocks: one for each slot that is thought to hold it."""
+        """The predicted blocks, one for each slot that is predicted to hold it."""
 
     @property
     def bytes(self) -> int:
-        """Memory."""
+        """The memory of the index."""
 
 
 class ApproximateIndex(Protocol):
-    """Who may hold which blocks, predicted from routing decisions alone.
+    """The blocks that each rank is predicted to hold, from routing decisions alone.
 
-    A block is thought to be held for ``ttl_s`` after the last decision for it. When there are more than
-    ``max_blocks``, the least recently used go, the deepest first among equals, until ``prune_target_ratio``
-    of ``max_blocks`` are left. ``now_s`` never goes back.
+    A block is predicted to stay for ``ttl_s`` after the last decision for it. Above ``max_blocks``, the least
+    recently used blocks are removed, the deepest first among equals, until ``prune_target_ratio`` of
+    ``max_blocks`` are left. ``now_s`` must not decrease.
     """
 
     def touch(self, slot: Slot, prompt: Prompt, now_s: float) -> None:
-        """A decision sends the prompt to the slot."""
+        """Record a decision that sends the prompt to the slot."""
 
     def overlap(self, prompt: Prompt, out: OverlapColumn, now_s: float) -> None:
-        """Fill ``out`` as :meth:`BlockIndex.overlap` does, without the blocks whose time is over."""
+        """Fill ``out`` as :meth:`BlockIndex.overlap` does, without expired blocks."""
 
     def expire(self, now_s: float) -> int:
-        """Forget the blocks whose time is over; return how many."""
+        """Remove expired blocks; return their number."""
 
     def drop(self, slot: Slot) -> int:
-        """Forget the slot; return how many blocks it was thought to hold."""
+        """Remove the slot's blocks; return their number."""
 
     def stats(self) -> ApproximateStats:
-        """Sizes now."""
+        """Return the current sizes."""
 
 
 NativeBlockIndex = _BlockIndex
-"""A :class:`BlockIndex` in the native core."""
+"""The native :class:`BlockIndex`."""
 
 NativeApproximateIndex = _ApproximateIndex
-"""An :class:`ApproximateIndex` in the native core."""
+"""The native :class:`ApproximateIndex`."""
 
 PrefixSet = _PrefixSet
-"""What an endless cache shared by all would hold."""
+"""The blocks of all prompts so far: an unlimited cache that all workers share."""

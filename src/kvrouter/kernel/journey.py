@@ -1,4 +1,4 @@
-"""The states of one request as a table: (state, input) → next state and commands.
+"""The state machine of one request, as a table: (state, input) → next state and commands.
 
 ::
 
@@ -8,9 +8,9 @@
        │  └─LegLost (a new worker or pair), KvLost (prefilled again)─┴─────────────┘  (resumable only)
        └─NotPlaced─▶ DONE          ClientLeft, LegRefused, tries used up: from anywhere ─▶ DONE
 
-A prefill leg that is refused, or that fails wherever it is sent, is left out: one worker does it all then.
+When a prefill leg is refused, or fails repeatedly, the request continues aggregated on one worker.
 
-Tokens are the one input that comes thousands of times: they are added to ``generated`` without a row.
+Tokens are the only input that arrives thousands of times: they are added to ``generated`` without a row.
 """
 
 from collections.abc import Callable
@@ -25,21 +25,21 @@ from kvrouter.core.requests import FinishReason, KvLoss, KvTransferParams, Leg, 
 
 
 class State(Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     ROUTING = auto()
-    """It waits for a place: a worker, or a prefill and decode pair."""
+    """It waits to be placed on a worker, or on a prefill and decode pair."""
     PREFILLING = auto()
     """Its prefill leg runs; decode waits for the answer (synchronous handoff)."""
     DECODING = auto()
-    """Its last leg is sent and no token has come yet."""
+    """Its last leg was sent, and its first token has not arrived yet."""
     STREAMING = auto()
     """The client has tokens: from here only a resumable request can change workers."""
     DONE = auto()
 
 
 class Shape(StrEnum):
-    """How the legs of one attempt hang together."""
+    """How the legs of one attempt are connected."""
 
     AGGREGATED = auto()
     SYNCHRONOUS = auto()
@@ -62,7 +62,7 @@ class NotPlaced:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """The prefill leg of a synchronous handoff ended; ``params`` say where its KV waits."""
+    """The prefill leg of a synchronous handoff ended; ``params`` describe where its KV waits."""
 
     worker_id: WorkerId
     params: KvTransferParams | None
@@ -70,39 +70,39 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """The first tokens of this attempt came."""
+    """The first tokens of this attempt arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last leg ended as it should."""
+    """The last leg completed."""
 
     finish: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class LegLost:
-    """A worker could not be reached, was lost, stalled, or answered with a failure of its own."""
+    """A leg failed: its worker was unreachable, lost or stalled, or answered with a failure of its own."""
 
     leg: Leg
     worker_id: WorkerId
     why: str
     full: bool = False
-    """It is alive, and takes no more for now."""
+    """The worker is alive, but accepts no more requests for now."""
     repeated: bool = False
-    """It had this very leg before: nothing is wrong with it, and the next attempt may go there."""
+    """The worker already had this leg: it is healthy, and the next attempt may use it."""
     blameless: bool = False
-    """Nothing is known against it: it is leaving, was no longer to be had, or does not take this call."""
+    """The worker is not at fault: it is leaving, was unreachable, or does not accept this call."""
     answer: EngineAnswer | None = None
-    """What its engine answered instead; the client gets the last one when the tries are used up."""
+    """The engine's error answer; the client gets the last one when the tries are used up."""
     taken: bool = False
-    """It had the leg when it failed: it may be the request that does that to every engine."""
+    """The worker had accepted the leg when it failed: the request may be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """The decode worker did not get the prefill worker's KV. Nothing is wrong with the decode worker, and the
-    prefill worker may serve others: its way to this one is what failed.
+    """The decode worker did not get the prefill worker's KV. The decode worker is healthy, and the prefill
+    worker may serve others: the connection between the two failed.
     """
 
     prefill_worker_id: WorkerId
@@ -121,7 +121,7 @@ class LegRefused:
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """Nobody waits for the answer any more; or the answer is complete without the engine's consent."""
+    """The client no longer waits, or its answer is complete before the engine ended."""
 
     reason: str
 
@@ -133,17 +133,17 @@ class RetryPlan(Enum):
     """How an attempt may be placed."""
 
     USUAL = auto()
-    """As routing decides: a pair where prefill workers are, else one worker for all of it."""
+    """As routing decides: a pair if there are prefill workers, else one worker."""
     OTHER_PREFILL = auto()
-    """The same, without the prefill workers whose KV was lost."""
-    WHOLE = auto()
-    """One worker for all of it, although prefill workers are here: it needs nobody's KV."""
+    """As usual, without the prefill workers whose KV was lost."""
+    AGGREGATED = auto()
+    """One worker for the full request even if there are prefill workers: no KV is transferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Pick and book workers for a new attempt; never one of ``excluded``. The first of ``plans`` in which it
-    can be placed is taken; ``kv_lost_from`` are the prefill workers whose KV was lost.
+    """Pick and book workers for a new attempt, without the ``excluded`` ones, under the first of ``plans``
+    that can be placed; ``kv_lost_from`` are the prefill workers whose KV was lost.
     """
 
     attempt: int
@@ -154,19 +154,21 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendPrefill:
-    """Open the prefill leg."""
+    """Send the prefill leg."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendDecode:
-    """Open the last leg; with ``params``, the KV of a synchronous prefill, decode may be picked again."""
+    """Send the last leg; ``params`` describe the KV of a synchronous prefill: decode may then be picked
+    again.
+    """
 
     params: KvTransferParams | None
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Cancel every open leg of this attempt, free the KV that waits on engines, close its leases."""
+    """Cancel every open leg of this attempt, free KV that waits on engines, and close its leases."""
 
     reason: str
 
@@ -180,7 +182,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The client gets this one error."""
+    """End the request with this error."""
 
     error: KvrouterError
 
@@ -189,19 +191,19 @@ Command = Place | SendPrefill | SendDecode | Abandon | End | Fail
 
 
 REDISPATCHES_MAX = 2
-"""How often a request may be sent again: one poisonous prompt must not kill a fleet."""
+"""The most times that a request is sent again: one harmful prompt must not crash a fleet."""
 
 _MORE_THAN_TEXT = "a seed, penalties, a grammar, logprobs, tools, several answers or fields unknown here"
 
 
 class JourneyError(KvrouterError):
-    """An input that this state cannot have: the driver is wrong, not the request."""
+    """An input is impossible in this state: the driver has a bug."""
 
     code = "journey_error"
 
 
 class Journey:
-    """One request, from its first routing to its one ending."""
+    """One request, from its first routing to its single ending."""
 
     __slots__ = (
         "_excluded",
@@ -229,45 +231,45 @@ class Journey:
     ) -> None:
         self.state = State.ROUTING
         self.is_plain = is_plain
-        """Whether the client gets nothing but the text of ``generated``; set to False once it got more."""
+        """Whether the client gets only the text of ``generated``; False once it got anything else."""
         self.can_be_sent = True
         """Whether another attempt can be made: False once the client's call is no longer kept."""
         self.attempt = 0
         self.resumes = 0
         self.generated: list[int] = []
-        """Output tokens of all attempts; they are what a resumed attempt goes on from."""
+        """The output tokens of all attempts, from which a resumed attempt continues."""
         self._sampling = sampling
         self._redispatches_max = redispatches_max
         self._excluded: frozenset[WorkerId] = frozenset()
         self._losses: list[LegLost] = []
         self._kv_losses: list[WorkerId] = []
-        """The prefill workers whose KV was lost, one by one."""
+        """The prefill workers whose KV was lost, one entry for each loss."""
         self._refusal: KvrouterError | None = None
-        """Why a prefill worker refused its leg."""
+        """The error with which a prefill worker refused its leg; None if it did not."""
         self._prefill_alone = prefill_alone
         """Whether another program sends the last leg."""
 
     @property
     def remaining_tokens(self) -> int:
-        """How many output tokens are still wanted: ``max_tokens`` counts over all attempts."""
+        """The number of output tokens still to generate: ``max_tokens`` counts over all attempts."""
         return self._sampling.max_tokens - len(self.generated)
 
     @property
     def may_resume(self) -> bool:
-        """Whether another worker could go on with the answer, once there are tokens to go on from."""
+        """Whether another worker could continue the answer, once there are tokens to continue from."""
         return self.is_plain and self._sampling.resumable
 
     @property
     def _last_answer(self) -> EngineAnswer | None:
-        """What the last engine said that answered with an error; None when every one was lost in silence."""
+        """The last error answer of an engine; None when every leg was lost without one."""
         return next((loss.answer for loss in reversed(self._losses) if loss.answer is not None), None)
 
     def begin(self) -> list[Command]:
-        """The first command."""
+        """Return the first command."""
         return [self._place()]
 
     def handle(self, event: Input) -> list[Command]:
-        """Return what is to be done now; raise :class:`JourneyError` on an input that cannot be."""
+        """Return the commands for an input; raise :class:`JourneyError` if it is impossible in this state."""
         if self.state is State.DONE:
             return []
         row = _TABLE.get((self.state, type(event)))
@@ -291,7 +293,7 @@ class Journey:
         return self._fail(self._with_cause(event.error))
 
     def _with_cause(self, refused: KvrouterError) -> KvrouterError:
-        """A refusal after a loss reports the loss: that nobody else is left is only its consequence."""
+        """Report an earlier loss instead of the routing refusal that follows from it."""
         if self._refusal is not None and not self._losses:
             return self._refusal
         if not self._losses or not isinstance(refused, RoutingRefused):
@@ -330,7 +332,7 @@ class Journey:
         return self._again(event)
 
     def _kv_lost(self, event: KvLost) -> list[Command]:
-        """Prefill again. Nobody is excluded: the decode worker did its part, and the prefill worker may be
+        """Prefill again. No worker is excluded: the decode worker is healthy, and the prefill worker may be
         the only one.
         """
         self._kv_losses.append(event.prefill_worker_id)
@@ -363,9 +365,9 @@ class Journey:
         return Place(self.attempt, self._excluded, frozenset(self._kv_losses), self._plans())
 
     def _plans(self) -> tuple[RetryPlan, ...]:
-        """The best way first: after a first loss of KV another prefill worker, or the same once more. Who
-        lost it twice rarely has a third pair that works; one worker alone does, and is the last try. So it is
-        with prefill legs that failed.
+        """Return the retry plans, the best first. After a first loss of KV: another prefill worker, or the
+        same again. After a second loss another pair rarely works, but one aggregated worker does, so it comes
+        before the usual plan, and first on the last try. Failed prefill legs are treated likewise.
         """
         if self._prefill_alone:
             return (RetryPlan.USUAL,)
@@ -374,17 +376,17 @@ class Journey:
                 lost.leg is Leg.PREFILL and not (lost.full or lost.repeated) for lost in self._losses
             )
             if self._refusal is not None or failed > 1 or (failed and self.attempt >= self._redispatches_max):
-                return (RetryPlan.WHOLE, RetryPlan.USUAL)
-            return (RetryPlan.USUAL, RetryPlan.WHOLE) if failed else (RetryPlan.USUAL,)
+                return (RetryPlan.AGGREGATED, RetryPlan.USUAL)
+            return (RetryPlan.USUAL, RetryPlan.AGGREGATED) if failed else (RetryPlan.USUAL,)
         if self.attempt >= self._redispatches_max:
-            return (RetryPlan.WHOLE, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
+            return (RetryPlan.AGGREGATED, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
         if len(self._kv_losses) == 1:
-            return (RetryPlan.OTHER_PREFILL, RetryPlan.USUAL, RetryPlan.WHOLE)
-        return (RetryPlan.OTHER_PREFILL, RetryPlan.WHOLE, RetryPlan.USUAL)
+            return (RetryPlan.OTHER_PREFILL, RetryPlan.USUAL, RetryPlan.AGGREGATED)
+        return (RetryPlan.OTHER_PREFILL, RetryPlan.AGGREGATED, RetryPlan.USUAL)
 
     def _lost_while_streaming(self, event: LegLost) -> list[Command]:
         if event.leg is Leg.PREFILL:
-            return []  # decode has its KV: what becomes of the prefill worker no longer matters here
+            return []  # decode has its KV: the prefill worker is no longer needed
         if self.remaining_tokens <= 0 and self.is_plain:
             self.state = State.DONE
             return [Abandon(event.why), End(FinishReason.LENGTH)]
@@ -408,7 +410,9 @@ class Journey:
         return self._fail(event.error)
 
     def _prefill_refused(self, event: LegRefused) -> list[Command]:
-        """A prefill leg is not what the client wrote: one worker is given all of that, and answers it."""
+        """Retry aggregated: a prefill leg differs from the client's call, which one worker now gets
+        unchanged.
+        """
         if self._prefill_alone or self._refusal is not None or not self.can_be_sent:
             return self._fail(self._refusal or event.error)
         self._refusal = event.error

@@ -1,9 +1,9 @@
-"""Drives one request without I/O: its attempts, what is booked for them, which workers the loss of a leg
-counts against, and the blocks of output that become full.
+"""The driver of one request, without I/O: its attempts and bookings, the failures that count against workers,
+and the blocks of output that become full.
 
-The owner of a :class:`RequestDriver` sends the legs, reads them, cancels them and waits: the service for its
-requests and for prefill legs alone, and a replay. Each input returns the commands that are to be carried out
-now. All moments are on one monotonic clock, in seconds.
+The owner of a :class:`RequestDriver` sends, reads and cancels the legs, and waits: the router for requests
+and for separate prefill legs, and the replay. Each input returns the commands to execute now. All times are
+seconds of one monotonic clock.
 """
 
 from collections.abc import Sequence
@@ -33,44 +33,44 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placer import Placer
 
 SILENT_SHARE = 0.5
-"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
+"""The share of a request's deadline after which a worker without output counts as silent."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt of a request, and what it leaves behind. A leg that was never sent has the moment 0."""
+    """One attempt of a request, and its measurements. A leg that was never sent has the time 0."""
 
     placement: Placement
     placed_s: float = 0.0
     prefill_sent_s: float = 0.0
     prefill_done_s: float | None = None
     last_sent_s: float = 0.0
-    """When the leg was sent that answers."""
+    """When the answering leg was sent."""
     first_token_s: float | None = None
     ended_s: float | None = None
     prefill_cached_tokens: int | None = None
-    """What the engine of a pair's prefill leg says that it had cached."""
+    """The prompt tokens that the engine of a pair's prefill leg had cached, as it reports them."""
     cached_tokens: int | None = None
-    """The same of the leg that answers."""
+    """The prompt tokens that the engine of the answering leg had cached, as it reports them."""
     kv_bytes: int | None = None
-    """What the engine of a pair's decode leg says that it fetched."""
+    """The bytes of KV that the engine of a pair's decode leg fetched, as it reports them."""
     lost_leg: Leg | None = None
     kv_loss: KvLoss | None = None
     prefill_runs_in_parallel: bool = False
-    """Whether its prefill leg runs while KV is fetched from it."""
+    """Whether the prefill leg runs in parallel with the decode leg (bootstrap handoff)."""
     prefill_lost: LegLost | None = None
-    """How such a leg was lost, which the decode leg shows."""
+    """The loss of a parallel prefill leg, reported when the decode leg fails."""
     prefill_refused: KvrouterError | None = None
-    """What the engine of such a leg says of the call, which both engines are given."""
+    """The error with which the engine of a parallel prefill leg refused the call."""
 
     def sent_s(self, leg: Leg) -> float:
-        """When ``leg`` was sent."""
+        """Return when ``leg`` was sent."""
         return self.prefill_sent_s if leg is Leg.PREFILL else self.last_sent_s
 
 
 @dataclass(frozen=True, slots=True)
 class _FailedLeg:
-    """A leg that a worker failed at ``failed_s``."""
+    """A leg that its worker failed at ``failed_s``."""
 
     attempt: Attempt
     leg: Leg
@@ -78,10 +78,11 @@ class _FailedLeg:
 
 
 class FailedLegs:
-    """The legs of one request that workers had when they failed, before they brought anything.
+    """The legs of one request that failed after their workers accepted them, before any output.
 
-    Whose fault that is shows when others are given the same: the request's where they fail too, so that no
-    request can set aside engines that serve others; the workers' that failed where another one does it.
+    The request's later attempts decide who is at fault: the request, if other workers fail it too, so that
+    one request cannot open the circuits of healthy engines; or the workers that failed, if another one serves
+    it.
     """
 
     __slots__ = ("_circuits", "_kv_lost", "_last", "_prefill")
@@ -93,27 +94,29 @@ class FailedLegs:
         self._kv_lost: list[Attempt] = []
 
     def add(self, attempt: Attempt, leg: Leg, now_s: float) -> None:
-        """A worker failed a leg that it had."""
+        """Add a leg that failed after its worker accepted it."""
         failed = self._prefill if leg is Leg.PREFILL else self._last
         failed.append(_FailedLeg(attempt, leg, now_s))
 
     def add_kv_lost(self, attempt: Attempt) -> None:
-        """A decode worker failed a leg that fetches KV, and did not say why."""
+        """Add an attempt whose decode worker failed while fetching KV, without a reason."""
         self._kv_lost.append(attempt)
 
     def prefilled(self, now_s: float) -> None:
-        """A worker prefilled the request: those that failed to are at fault."""
+        """Count the failed prefill legs against their workers: another worker prefilled the request."""
         self._blame(self._prefill, Suspicion.SURE, now_s)
 
     def begun(self, now_s: float) -> None:
-        """A worker answers: those that failed to are at fault. Prefill legs that failed were left out."""
+        """Count the failed last legs against their workers: another worker answers. Failed prefill legs were
+        skipped, so they count as in :meth:`end`.
+        """
         self._blame(self._last, Suspicion.SURE, now_s)
         for attempt in self._kv_lost:
             self._circuits.kv_lost(attempt.placement, since_s=attempt.last_sent_s, now_s=now_s)
         self.end(now_s)
 
     def end(self, now_s: float) -> None:
-        """No other worker is given the request. Idempotent."""
+        """Count all remaining failures: the request is not sent again. Idempotent."""
         is_shared = len(self._prefill) + len(self._last) + len(self._kv_lost) > 1
         for failed in (self._prefill, self._last):
             self._blame(failed, Suspicion.SHARED if is_shared else Suspicion.ALONE, now_s)
@@ -137,7 +140,7 @@ AttemptT = TypeVar("AttemptT", bound=Attempt)
 
 
 class RequestDriver(Generic[AttemptT]):
-    """One request: which attempt is under way, and what became of those before."""
+    """Drives the attempts of one request."""
 
     __slots__ = (
         "_block_size",
@@ -167,13 +170,13 @@ class RequestDriver(Generic[AttemptT]):
             sampling, redispatches_max=redispatches_max, is_plain=is_plain, prefill_alone=prefill_alone
         )
         self.attempt: AttemptT | None = None
-        """The attempt under way; None before the first one is placed, and once one is released."""
+        """The current attempt; None before the first is placed, and after an attempt is released."""
         self.placement: Placement | None = None
-        """Where the current (or last) attempt went; None before the first decision."""
+        """The placement of the current or last attempt; None before the first decision."""
         self.error: KvrouterError | None = None
-        """Why the request ends early, although its legs may still run; whatever becomes of them says so."""
+        """Why the request ends early while its legs may still run; their outcomes then report this error."""
         self.last_loss: LegLost | None = None
-        """Why the request is sent again."""
+        """The last loss, because of which the request is sent again."""
         self._placer = placer
         self._failed_legs = FailedLegs(placer.circuits)
         self._generated = self.journey.generated
@@ -183,16 +186,16 @@ class RequestDriver(Generic[AttemptT]):
         self._tail_tokens = 0
 
     @property
-    def held(self) -> AttemptT:
-        """The attempt under way."""
+    def current_attempt(self) -> AttemptT:
+        """The current attempt; raises RuntimeError when there is none."""
         if self.attempt is None:
             raise RuntimeError("a leg of a request that has no place")
         return self.attempt
 
-    # Legs that go well
+    # Progress of legs
 
     def placed(self, attempt: AttemptT) -> Sequence[Command]:
-        """Workers are booked for another attempt: its prompt's partial block is filled on."""
+        """Start an attempt whose workers are booked; output continues in the prompt's partial block."""
         placement = attempt.placement
         self.attempt, self.placement = attempt, placement
         placement.resumed_tokens = len(self._generated)
@@ -202,13 +205,13 @@ class RequestDriver(Generic[AttemptT]):
         return self.journey.handle(Placed(Shape.SYNCHRONOUS if is_alone else placement.shape))
 
     def prefilled(self, attempt: AttemptT, now_s: float) -> None:
-        """The prefill leg came to its end, and its KV waits."""
+        """Handle the end of the prefill leg, whose KV now waits."""
         attempt.prefill_done_s = now_s
         self._placer.prefill_done(attempt.placement, now_s=now_s)
         self._failed_legs.prefilled(now_s)
 
     def decode_sent(self, attempt: AttemptT, now_s: float) -> Sequence[Command]:
-        """The last leg was accepted: what became of the prefill leg meanwhile counts now."""
+        """Handle that the last leg was accepted; a failure of a parallel prefill leg takes effect now."""
         if attempt.prefill_refused is not None:
             return self.journey.handle(LegRefused(attempt.prefill_refused))
         if attempt.prefill_lost is not None:
@@ -216,27 +219,27 @@ class RequestDriver(Generic[AttemptT]):
         return ()
 
     def first_tokens(self, now_s: float) -> None:
-        """The first tokens of the attempt came: its prefill is over."""
+        """Handle the first tokens of the attempt: its prefill is over."""
         self.journey.handle(FirstTokens())
-        attempt = self.held
+        attempt = self.current_attempt
         attempt.first_token_s = now_s
         self._failed_legs.begun(now_s)
         self._placer.first_token(attempt.placement, now_s=now_s)
 
     def tokens(self, token_ids: Sequence[int], now_s: float) -> None:
-        """Output tokens came. This is called for every token of every answer."""
+        """Count output tokens. Called for every token of every answer."""
         self._generated.extend(token_ids)
         self._tail_tokens += len(token_ids)
         if self._tail_tokens >= self._block_size and self.placement is not None:
             blocks, self._tail_tokens = divmod(self._tail_tokens, self._block_size)
             self._placer.output_blocks(self.placement, blocks, now_s=now_s)
 
-    # Legs that fail
+    # Failures of legs
 
     def prefill_ended(
         self, attempt: AttemptT, outcome: PrefillDone | LegLost | LegRefused, now_s: float
     ) -> Sequence[Command]:
-        """A prefill leg that goes before the decode leg ended like this."""
+        """Handle the outcome of a prefill leg that precedes the decode leg."""
         if isinstance(outcome, LegLost):
             return self.lost(attempt, outcome, now_s)
         if isinstance(outcome, LegRefused):
@@ -247,20 +250,18 @@ class RequestDriver(Generic[AttemptT]):
         return self.journey.handle(outcome)
 
     def last_leg_lost(self, attempt: AttemptT, lost: LegLost, now_s: float) -> Sequence[Command]:
-        """The leg that answers is lost; the prefill leg's own failure, when there is one, is the better
-        reason.
-        """
+        """Handle the loss of the answering leg; a failure of the prefill leg has precedence as the reason."""
         if self.journey.state is State.DECODING:
             if attempt.prefill_refused is not None:
                 return self.journey.handle(LegRefused(attempt.prefill_refused))
             if self._placer.prefill_worker_left(attempt.placement):
-                pick = attempt.placement.prefill_pick  # its KV went with it, by no fault of the decode worker
+                pick = attempt.placement.prefill_pick  # the KV was lost with it: decode is not at fault
                 lost = LegLost(pick.leg, pick.rank.worker_id, lost.why)
         return self.lost(attempt, lost, now_s)
 
     def lost(self, attempt: AttemptT, lost: LegLost, now_s: float) -> Sequence[Command]:
-        """A leg is lost: it counts against its worker, and the request is sent again, or ends."""
-        if self.error is not None:  # it was ended here: the deadline passed
+        """Handle the loss of a leg: count it against its worker, and send the request again or end it."""
+        if self.error is not None:  # ended by this router: the deadline passed
             return self.journey.handle(ClientLeft(self.error.code))
         lost = attempt.prefill_lost or lost
         lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
@@ -276,8 +277,8 @@ class RequestDriver(Generic[AttemptT]):
     def kv_loss(
         self, attempt: AttemptT, loss: KvLoss, why: str, answer: EngineAnswer | None = None
     ) -> KvLost | None:
-        """Return what it means that the decode worker did not get the prefill worker's KV; None where it had
-        all that it needed, so that no KV was due any more.
+        """Return the input for KV that the decode worker did not get; None when the request was not split, or
+        the decode leg had started to answer and so had its KV.
         """
         decision = attempt.placement.decision
         if decision.prefill is None or self.journey.state is not State.DECODING:
@@ -287,15 +288,15 @@ class RequestDriver(Generic[AttemptT]):
         return KvLost(sender, receiver, loss, attempt.placement.without_addresses(why), answer)
 
     def kv_lost(self, attempt: AttemptT, event: KvLost, lost: LegLost, now_s: float) -> Sequence[Command]:
-        """KV did not arrive: neither worker is to blame, but the way between them. The prefill leg's own
-        failure, when there is one, is the better reason: then the decode leg is ``lost``.
+        """Handle lost KV: it counts against the pair and not against a worker. If the prefill leg failed
+        itself, that is the reason, and the decode leg counts as ``lost``.
         """
         if self.error is not None or attempt.prefill_lost is not None:
             return self.last_leg_lost(attempt, lost, now_s)
         self._silence = None
         placement = attempt.placement
         if not self._placer.prefill_worker_left(placement):
-            if event.loss is KvLoss.BROKEN:  # also the name of a failure that may be the request's fault
+            if event.loss is KvLoss.BROKEN:  # the request itself may be at fault
                 self._failed_legs.add_kv_lost(attempt)
             else:
                 self._placer.circuits.kv_lost(placement, since_s=attempt.last_sent_s, now_s=now_s)
@@ -303,23 +304,25 @@ class RequestDriver(Generic[AttemptT]):
         return self.journey.handle(event)
 
     def silent(self, why: str, since_s: float) -> None:
-        """Nothing came since then: that is why the legs, which are cancelled now, are lost."""
+        """Record that no output arrived since ``since_s``: the reason of the loss of the legs, which are
+        cancelled now.
+        """
         self._silence, self._silent_since_s = why, since_s
 
     def late(self, limit_s: float, now_s: float) -> None:
-        """A limit of ``limit_s`` seconds was reached, which ends the request. A worker that had it for a good
-        part of them, and brought nothing, is silent.
+        """Handle the deadline ``limit_s``, which ends the request. A worker that had it for a large part of
+        that time without output counts as silent.
         """
         if self.attempt is not None and self.journey.state is not State.STREAMING:
             self._blame_silence(self.attempt, now_s, before_s=now_s - SILENT_SHARE * limit_s)
 
-    # How an attempt, and the request, end
+    # Ends of an attempt and of the request
 
     def release(self, now_s: float, *, shows_speed: bool = True) -> int:
-        """Close the leases of the attempt under way, whose legs were cancelled; return how many tokens it
-        brought, 0 where they came no faster than they were read, and do not show a worker's speed.
+        """Close the leases of the current attempt, whose legs were cancelled. Return the number of its output
+        tokens; 0 without ``shows_speed``, when the reader was slower than the worker.
         """
-        attempt, self.attempt = self.held, None
+        attempt, self.attempt = self.current_attempt, None
         attempt.ended_s = now_s
         placement = attempt.placement
         tokens = len(self._generated) - placement.resumed_tokens if shows_speed else 0
@@ -327,14 +330,14 @@ class RequestDriver(Generic[AttemptT]):
         return tokens
 
     def end(self, now_s: float) -> None:
-        """No other worker is given the request: what its legs failed counts now. Idempotent."""
+        """End the request: remaining failures of its legs count now. Idempotent."""
         self._failed_legs.end(now_s)
 
-    # Which worker is to blame
+    # Faults of workers
 
     def blame(self, attempt: AttemptT, lost: LegLost, now_s: float) -> None:
-        """Count the loss of a leg against its worker. One that is full, had the leg already or is leaving did
-        not fail.
+        """Count the loss of a leg against its worker, unless the worker is full, had the leg already, or is
+        leaving.
         """
         if lost.full or lost.repeated or lost.blameless:
             return
@@ -347,8 +350,8 @@ class RequestDriver(Generic[AttemptT]):
         circuits.failed(placement, leg, Fault.LOST, since_s=since_s, now_s=now_s, has_begun=has_begun)
 
     def _blame_silence(self, attempt: AttemptT, now_s: float, *, before_s: float = inf) -> None:
-        """Nothing came in time, of legs that were sent before ``before_s``. Of a pair whose legs both still
-        run, either may be what is waited for; the one that is well will show it with another request.
+        """Count silence against workers whose legs were sent before ``before_s``. If both legs of a pair run,
+        it counts against both: a healthy worker recovers with its next request.
         """
         circuits, placement, state = self._placer.circuits, attempt.placement, self.journey.state
         waits_for_prefill = state is State.DECODING and attempt.prefill_runs_in_parallel

@@ -16,7 +16,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.openai.parse import pin_of
-from kvrouter.kernel.routing.request import Pick
+from kvrouter.kernel.routing.interface import Pick
 from kvrouter.library.inputs import (
     AnswerPiece,
     AnswerPieces,

@@ -19,7 +19,7 @@ from kvrouter.kernel.feed.rank_feed import RankFeed
 from kvrouter.kernel.feed.states import AskRange, AskSnapshot, Command, FeedCount, FeedState
 from kvrouter.kernel.index import ApproximateIndex, BlockIndex
 from kvrouter.kernel.placement.cache_view import PredictedCacheView
-from kvrouter.kernel.routing.request import Decision
+from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.feed_commands import FeedCommands, uncounted
 from kvrouter.router.index_work import IndexWork, Steps, empty, listed
 from kvrouter.router.instrumentation import ModelInstrumentation

@@ -16,9 +16,9 @@ from kvrouter.kernel.feed.states import FeedCount, FeedState
 from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.index import Applied
 from kvrouter.kernel.journey import KvLost, LegLost
-from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.placement import Placement
-from kvrouter.kernel.routing.request import Decision, Pick
+from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.recording.schema import FleetChange
 from kvrouter.router.engine_reports import EngineInstrumentation
 from kvrouter.router.traffic import TrafficRecorder
@@ -106,14 +106,14 @@ class PlacementInstrumentation(PlacementEvents):
             decode_worker=str(decode),
         )
 
-    def came(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
+    def first_token_observed(self, rank: WorkerRank, *, predicted_s: float, seen_s: float) -> None:
         """A first token arrived; its predicted and measured TTFT, in seconds."""
         labels = self._model, str(rank.worker_id), str(rank.dp_rank)
         self._telemetry.ttft_predicted.inc(*labels, by=predicted_s)
         self._telemetry.ttft_seen.inc(*labels, by=seen_s)
         self._telemetry.ttft_error.observe(abs(seen_s - predicted_s), self._model)
 
-    def turned(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
+    def rank_speed_changed(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
         """A rank became slow, or is no longer slow."""
         log_event(
             logger,
@@ -124,7 +124,7 @@ class PlacementInstrumentation(PlacementEvents):
             slowness=round(slowness, 2),
         )
 
-    def link_turned(self, name: str, *, is_slow: bool, slowness: float) -> None:
+    def link_speed_changed(self, name: str, *, is_slow: bool, slowness: float) -> None:
         """A link, or a class of links, became slow, or is no longer slow."""
         log_event(
             logger,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvrouter.core.ids import WorkerRank
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.placement import Placement
-from kvrouter.kernel.routing.links import kv_bytes_per_token
+from kvrouter.kernel.routing.fleet_links import kv_bytes_per_token
 
 RECENT_S = 10.0
 """Handoffs of the last this many seconds are recent."""

@@ -11,7 +11,7 @@ from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineRequest, FinishReason, GenerateRequest, KvTransferParams
 from kvrouter.kernel.journey import LegLost, LegRefused, PrefillDone
 from kvrouter.kernel.placement.placement import Placement
-from kvrouter.kernel.routing.request import Pick
+from kvrouter.kernel.routing.interface import Pick
 from kvrouter.transports.requests.port import (
     EngineFailed,
     EngineStream,

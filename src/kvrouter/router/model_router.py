@@ -24,8 +24,8 @@ from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prom
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.routing.request import Candidate, Decision, RouteRequest, RoutingSettings, View
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, RoutingSettings, View
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.admission_queue import Wait
 from kvrouter.router.engine_reports import EngineReports
 from kvrouter.router.instrumentation import ModelInstrumentation, prefilling
@@ -388,8 +388,8 @@ class ModelRouter:
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
         self.instrumentation.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
-        wanted = placement.wanted
-        is_guess = wanted.has_media or wanted.is_prompt_unknown
+        route_request = placement.route_request
+        is_guess = route_request.has_media or route_request.is_prompt_unknown
         if card is None or slot is None or card.cache_is_partial or is_guess:
             return
         if self.cache.is_sure_of(slot) and self.engine_reports.answered(
@@ -399,7 +399,7 @@ class ModelRouter:
             cached_tokens=cached_tokens,
             isl_tokens=placement.prompt.isl_tokens,
             prompt_tokens=prompt_tokens,
-            shape=placement.wanted.shape,
+            shape=placement.route_request.shape,
         ):
             self.cache.doubt(slot)
 

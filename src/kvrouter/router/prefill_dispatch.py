@@ -259,7 +259,7 @@ class _Run:
         if self.stream is None:
             raise RuntimeError("a leg that was not sent was read")
         params = await read_prefill(self.stream, self._note_cached)
-        self.driver.prefilled(self.driver.held, time.monotonic())
+        self.driver.prefilled(self.driver.current_attempt, time.monotonic())
         self.driver.release(time.monotonic())
         return params
 
@@ -269,7 +269,7 @@ class _Run:
         if isinstance(error, TimeoutError):
             driver.late(limit_s, now_s)
         else:
-            driver.blame(driver.held, lost_leg(self._placement.prefill_pick, error), now_s)
+            driver.blame(driver.current_attempt, lost_leg(self._placement.prefill_pick, error), now_s)
 
     def abandon(self, reason: str) -> None:
         """Cancel the leg and close its lease; idempotent."""
@@ -297,7 +297,7 @@ class _Run:
 
     async def _send(self) -> Sequence[Command]:
         """Send the leg; in a bootstrap handoff it counts as done once the worker has accepted it."""
-        attempt = self.driver.held
+        attempt = self.driver.current_attempt
         outcome = await prefill_outcome(attempt.placement, self._run(attempt))
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())
 

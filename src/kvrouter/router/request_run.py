@@ -265,7 +265,7 @@ class RequestRun:
         return driver.placed(attempt)
 
     async def _send_prefill(self) -> Sequence[Command]:
-        attempt = self.driver.held
+        attempt = self.driver.current_attempt
         if attempt.placement.shape is Shape.BOOTSTRAP:
             attempt.prefill_runs_in_parallel = True
             task = asyncio.get_running_loop().create_task(self._run_prefill_in_parallel(attempt))
@@ -316,7 +316,7 @@ class RequestRun:
                 attempt.decode.cancel(error.code)
 
     async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
-        driver, attempt = self.driver, self.driver.held
+        driver, attempt = self.driver, self.driver.current_attempt
         try:
             if params is not None:
                 self._model.pick_decode_again(attempt.placement)
@@ -347,7 +347,7 @@ class RequestRun:
 
     def first_tokens(self) -> None:
         """Note the first tokens of the current attempt."""
-        driver, attempt, now_s = self.driver, self.driver.held, time.monotonic()
+        driver, attempt, now_s = self.driver, self.driver.current_attempt, time.monotonic()
         if self._times.first_token_s is None:
             self._times.first_token_s = now_s
         if self._first_attempt is None:

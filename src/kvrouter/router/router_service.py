@@ -13,10 +13,10 @@ from kvrouter.core.cordons import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RouterId, WorkerId, WorkerRank
-from kvrouter.core.sync import LinkNews
+from kvrouter.core.sync import LinkUpdate
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import FleetChange
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.engine_tokenizer import EngineTokenizer
 from kvrouter.router.fleet_cordons import Cordons
 from kvrouter.router.instrumentation import ServiceInstrumentation
@@ -75,7 +75,7 @@ class RouterService:
         self._models: dict[ModelName, ModelRouter] = {}
         self._place: Mapping[str, str] | None = None
         self._links: LinkTable | None = None
-        self._recalled: dict[ModelName, list[LinkNews]] = {}
+        self._recalled: dict[ModelName, list[LinkUpdate]] = {}
         self._recalled_s = 0.0
         self._model_of: dict[WorkerId, ModelName] = {}
         self._refused: dict[WorkerId, RefusedCard] = {}
@@ -153,7 +153,7 @@ class RouterService:
             if turned:
                 model.placer.fleet_changed(now_s=model.clock())
 
-    def recall(self, news: Iterable[LinkNews], *, aged_s: float) -> None:
+    def recall(self, news: Iterable[LinkUpdate], *, aged_s: float) -> None:
         """Give models the link speeds that were saved ``aged_s`` seconds ago; for a model without workers
         they are kept until its first worker joins.
         """
@@ -163,14 +163,14 @@ class RouterService:
             if model is None:
                 self._recalled.setdefault(each.model, []).append(each)
             else:
-                model.placer.transfers.on_news(each, now_s=model.clock(), aged_s=aged_s)
+                model.placer.transfers.on_link_update(each, now_s=model.clock(), aged_s=aged_s)
 
-    def known_links(self, router_id: RouterId) -> Iterator[LinkNews]:
+    def known_links(self, router_id: RouterId) -> Iterator[LinkUpdate]:
         """Yield the current link speeds of every model; recalled ones of models without workers are included
         for :data:`RECALLED_S`.
         """
         for model in self._models.values():
-            yield from model.placer.transfers.all_news(router_id, now_s=model.clock())
+            yield from model.placer.transfers.all_updates(router_id, now_s=model.clock())
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
             for news in recalled:
@@ -254,7 +254,7 @@ class RouterService:
             self._pauses.start()
         for news in self._recalled.pop(card.model, ()):
             aged_s = time.monotonic() - self._recalled_s
-            model.placer.transfers.on_news(news, now_s=model.clock(), aged_s=aged_s)
+            model.placer.transfers.on_link_update(news, now_s=model.clock(), aged_s=aged_s)
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:

@@ -13,7 +13,7 @@ from kvrouter.core.requests import GenerateRequest, Leg, TraceContext
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, CONTEXT_TOKENS_UNKNOWN, WorkerCard
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt
-from kvrouter.kernel.routing.request import Pick
+from kvrouter.kernel.routing.interface import Pick
 from kvrouter.kernel.topology.policy import TransferConstraint, topology_domains, worker_taints
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.request import AttemptFields, LegFields, RequestDetails

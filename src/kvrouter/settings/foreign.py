@@ -1,7 +1,7 @@
-"""Settings of Dynamo that have no effect here: each says why, and what there is instead.
+"""Settings of Dynamo that have no effect here: the reason for each, and what there is instead.
 
-A name with a value that asks for what is done anyway is taken. ``foreign.json`` holds them: a reason that
-several have stands there once, under the word that they give for it.
+A name with a value that asks for the existing behaviour is accepted. ``foreign.json`` holds them: a reason
+that several have is there once, under the key that they refer to.
 """
 
 import json
@@ -13,14 +13,14 @@ from typing import Any
 from kvrouter.settings.setting_spec import SettingKind, parse_switch
 
 NOT_SET = ("", "none")
-"""The texts with which a variable or a flag of Dynamo's says that it sets nothing."""
+"""The texts by which a variable or a flag of Dynamo's leaves it unset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """One of Dynamo's settings: its field, flags and variables. ``met`` are the values with which it asks for
-    what is done here anyway. ``section`` says with which settings its flag is listed; those of the router are
-    fields of ``KvRouterConfig`` too.
+    """One of Dynamo's settings: its field, flags and variables. ``met`` are the values that ask for the
+    existing behaviour. ``section`` is the group of settings that its flag is listed with; those of the router
+    are fields of ``KvRouterConfig`` too.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Foreign:
 
     @property
     def message(self) -> str:
-        """What is said of it, after its name."""
+        """The message on it, after its name."""
         return f"has no effect here: {self.why}"
 
     def is_met_by(self, value: object) -> bool:
-        """Whether ``value`` asks for nothing that is not done anyway."""
+        """Whether ``value`` asks only for the existing behaviour."""
         return value is None or any(type(each) is type(value) and each == value for each in self.met)
 
     def is_met_by_text(self, text: str) -> bool:
@@ -74,13 +74,13 @@ def _choices(name: str) -> Mapping[str, str]:
 
 
 FOREIGN: tuple[Foreign, ...] = tuple(map(_foreign, _written["settings"]))
-"""All of them, by what they are about."""
+"""All of them, by subject."""
 
 FOREIGN_MODES = _choices("modes")
-"""Dynamo's router modes that are none here, and what there is instead."""
+"""Dynamo's router modes that kvrouter does not have, and what there is instead."""
 
 FOREIGN_DISCOVERY = _choices("discovery")
-"""Dynamo's discovery backends that are none here, and what there is instead."""
+"""Dynamo's discovery backends that kvrouter does not have, and what there is instead."""
 
 FOREIGN_VARIABLES: Mapping[str, Foreign] = {
     variable: foreign for foreign in FOREIGN for variable in foreign.variables

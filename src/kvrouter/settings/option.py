@@ -12,11 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the name and the type of a field do not say.
+    """The properties of a field besides its name and its type.
 
-    ``flag`` is given where it is not the field's name; ``is_`` before a name is none of it. ``choices`` are
-    the texts that may be given, where the type does not list them. A default is shown unless it is None,
-    False or empty.
+    ``flag`` is given if it is not the field's name; an ``is_`` before a name is left out. ``choices`` are the
+    allowed texts, if the type does not list them. A default is shown unless it is None, False or empty.
     """
 
     help: str
@@ -28,11 +27,11 @@ class Option:
     at_most: float | None = None
     variable: str | None = None
     alone: str | None = None
-    """What the flag says where no value follows it; without, a value must."""
+    """The value of the flag without a following value; None: it needs one."""
 
     hides_default: bool = False
     path: tuple[str | int, ...] = ()
-    """Where in a fleet file the value stands, where the command writes it as one."""
+    """The path of the value in a fleet file, if the command writes it as one."""
 
 
 def option(text: str, *, default: object = None, is_required: bool = False, **others: Any) -> Any:
@@ -44,13 +43,13 @@ def option(text: str, *, default: object = None, is_required: bool = False, **ot
 
 
 def option_of(field: Field[Any]) -> Option:
-    """Return what a field declares."""
+    """Return the option that a field declares."""
     found: Option = field.metadata["option"]
     return found
 
 
 def given_of(options: Any) -> dict[str, object]:
-    """Return the values of an object of such a class that are not its defaults, by name; tuples are lists."""
+    """Return the values of an options object that are not its defaults, by name; tuples are lists."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     given = {each.name: values[each.name] for each in fields(options) if values[each.name] != each.default}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}

@@ -18,7 +18,7 @@ from kvrouter.settings.setting import HIDDEN_VALUE, model_in, model_tagged
 from kvrouter.settings.variables import without_prefix
 
 Path = tuple[str | int, ...]
-"""Where a value stands in a document: keys and list positions, from the top."""
+"""The place of a value in a document: keys and list positions, from the top."""
 
 
 KEY_ERRORS = ("no_effect", "set_twice")
@@ -26,7 +26,7 @@ KEY_ERRORS = ("no_effect", "set_twice")
 
 
 class Problem(NamedTuple):
-    """One mistake: where it stands, and what it must be instead."""
+    """One mistake: its path, and what it must be instead."""
 
     path: Path
     must: str
@@ -44,13 +44,13 @@ def dotted(path: Path) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean …?)`` for the nearest known word, or nothing when none is near."""
+    """Return `` (did you mean …?)`` for the nearest known word, or an empty text if none is near."""
     nearest = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def did_you_mean_variable(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return `` (did you mean …?)`` for the nearest known variable, whatever prefix it has."""
+    """Return `` (did you mean …?)`` for the nearest known variable, with any prefix."""
     by_rest: dict[str, str] = {}
     for variable in sorted(known, reverse=True):  # of two spellings, DYN_… is the one that is documented
         by_rest[without_prefix(variable)] = variable
@@ -59,7 +59,7 @@ def did_you_mean_variable(name: str, known: Iterable[str], *, cutoff: float = 0.
 
 
 def raise_problems(problems: Sequence[Problem], place: Callable[[Path], str]) -> None:
-    """Raise :func:`config_error` of ``problems``; return when there are none."""
+    """Raise :func:`config_error` of ``problems``; return if there are none."""
     if problems:
         raise config_error(problems, place)
 
@@ -86,7 +86,7 @@ def config_error(problems: Sequence[Problem], place: Callable[[Path], str]) -> C
 
 
 def problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:
-    """Return what one error of validating ``model`` means to the person who wrote the value."""
+    """Return an error of validating ``model`` in the terms of the person who wrote the value."""
     path, around = _walked(error["loc"], model)
     kind = error["type"]
     if kind in KEY_ERRORS:
@@ -105,7 +105,7 @@ def problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:
 
 
 def _walked(loc: Path, model: type[BaseModel]) -> tuple[Path, type[BaseModel] | None]:
-    """Return where ``loc`` stands in the document, which knows no tags of unions, and the model around it."""
+    """Return the path of ``loc`` in the document, which has no tags of unions, and the model around it."""
     path: list[str | int] = []
     around: type[BaseModel] | None = model
     inside: type[BaseModel] | None = model
@@ -185,7 +185,7 @@ _USER_IN_URL = re.compile(r"//[^/@]*@")
 
 
 def without_password(text: str) -> str:
-    """Return ``text`` without the users and passwords that URLs in it name: mistakes are shown and logged."""
+    """Return ``text`` without the users and passwords of its URLs: mistakes are shown and logged."""
     return _USER_IN_URL.sub("//…@", text)
 
 
@@ -211,7 +211,7 @@ DOCUMENT_MAX_KEYS = 100_000
 
 
 STDIN = "standard input"
-"""The name of what is read for the path ``-``."""
+"""The name of the document for the path ``-``."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -251,7 +251,7 @@ class Document:
         return self._lines.get(path, 1)
 
     def place(self, path: Path) -> str:
-        """Return where ``path`` stands, as people look for it: ``fleet.yaml:12: workers[0].replicas``."""
+        """Return the place of ``path`` for people: ``fleet.yaml:12: workers[0].replicas``."""
         where = f"{self.name}:{self.line_of(path)}"
         return f"{where}: {dotted(path)}" if path else where
 
@@ -294,7 +294,7 @@ def parse_document(text: str, name: str) -> Document:
 
 
 def parse_documents(text: str, name: str) -> list[Document]:
-    """Parse YAML of several documents, of which empty ones are left out; raise ConfigError as above."""
+    """Parse YAML of several documents, without the empty ones; raise ConfigError as above."""
     return _parsed(text, name, _several)
 
 
@@ -332,8 +332,8 @@ def _several(loader: yaml.SafeLoader) -> Iterator[yaml.Node | None]:
 def _documents(
     text: str, name: str, nodes: Callable[[yaml.SafeLoader], Iterator[yaml.Node | None]]
 ) -> Iterator[Document]:
-    """Yield what a file says, with the line of everything in it. Raises what PyYAML raises, and ConfigError
-    for keys given twice, and for what is no mapping.
+    """Yield the documents of a file, with the line of every value. Raises PyYAML's errors, and ConfigError
+    for keys given twice, and for a document that is no mapping.
     """
     loader = _Loader(text)  # reads the first characters, and refuses wrong ones
     n_left = DOCUMENT_MAX_KEYS
@@ -357,7 +357,7 @@ def _documents(
 def _walk(
     node: yaml.Node, path: Path, lines: dict[Path, int], problems: list[Problem], keys_max: int
 ) -> None:
-    """Note the line of everything under ``node``; a key that stands twice in one mapping is a problem.
+    """Note the line of every value under ``node``; a repeated key in one mapping is a problem.
 
     An alias is walked again wherever it is used, and so its lines are those of the anchor.
     """

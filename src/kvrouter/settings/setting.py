@@ -1,8 +1,8 @@
 """A setting: one field of a frozen model, with its sources, unit and group.
 
-The field's type, default and docstring are read off the model; :class:`Setting` adds what a type cannot say.
-What comes of both is a :class:`SettingSpec`: the environment, the YAML keys, the documentation page, and with
-it the table that flags and ``--help`` are made from, are all made from these.
+The field's type, default and docstring are read off the model; :class:`Setting` adds the properties that a
+type cannot state. The resulting :class:`SettingSpec` is the source of the environment, the YAML keys, the
+documentation page, and of the table that flags and ``--help`` are made from.
 """
 
 from collections.abc import Mapping
@@ -45,14 +45,14 @@ def plain_type(annotation: object) -> tuple[object, list[object]]:
 
 
 def choices_of(plain: object) -> tuple[str, ...]:
-    """Return the values that an enumeration or a literal allows; none for another type."""
+    """Return the values that an enumeration or a literal allows; empty for another type."""
     if isinstance(plain, type) and issubclass(plain, StrEnum):
         return tuple(member.value for member in plain)
     return tuple(map(str, get_args(plain))) if get_origin(plain) is Literal else ()
 
 
 def limits_of(field: FieldInfo) -> str:
-    """Return what a value must be, as in ``≥ 0, ≤ 1`` or ``kv | random``; empty when anything goes."""
+    """Return what a value must be, as in ``≥ 0, ≤ 1`` or ``kv | random``; empty without limits."""
     plain, metadata = plain_type(field.annotation)
     choices = choices_of(plain)
     if choices:
@@ -89,13 +89,13 @@ def models_in(annotation: object) -> tuple[type[BaseModel], ...]:
 
 
 def model_in(annotation: object) -> type[BaseModel] | None:
-    """Return the model inside an optional, a list or a mapping of it; None when there is none."""
+    """Return the model inside an optional, a list or a mapping of it; None without one."""
     return next(iter(models_in(annotation)), None)
 
 
 def model_tagged(field: FieldInfo, tag: object) -> type[BaseModel] | None:
-    """Return the model of a union that ``tag`` picks; None when the field is no such union, or knows no such
-    tag.
+    """Return the model of a union that ``tag`` picks; None if the field is no such union, or the tag is
+    unknown.
     """
     name = field.discriminator
     if not isinstance(name, str):
@@ -117,7 +117,7 @@ Switch = Annotated[bool, Strict()]
 
 
 HIDDEN_VALUE = "hidden_value"
-"""The type of an error whose value no message shows."""
+"""The type of an error with a value that no message shows."""
 
 
 def _secret(value: object) -> str:
@@ -135,7 +135,7 @@ Secret = Annotated[SecretStr, BeforeValidator(_secret)]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field's name and type cannot say.
+    """The properties of a field besides its name and type.
 
     The flag of ``retries_max`` is ``--retries-max`` and its variable ``KVROUTER_RETRIES_MAX``, unless others
     are given. A secret has no flag, since a process list would show it.
@@ -239,7 +239,7 @@ def _kind(plain: object) -> SettingKind:
 
 
 def refusing(foreign: Mapping[str, str]) -> BeforeValidator:
-    """Return a validator that says of each of these values why it is none here."""
+    """Return a validator that refuses each of these values with its reason."""
 
     def check(value: object) -> object:
         why = foreign.get(value) if isinstance(value, str) else None

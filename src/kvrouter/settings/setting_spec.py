@@ -1,4 +1,4 @@
-"""What is known of every setting, without the models that validate it: flags are made from this alone.
+"""The specs of all settings, without the models that validate them: flags are made from this alone.
 
 ``make docs`` writes ``settings.json`` from the settings tree, so that ``--help`` and a shell's completion
 import no model; a test compares the two.
@@ -96,7 +96,7 @@ class SettingSpec:
         return str(self.default)
 
     def parse(self, text: str) -> SettingValue | None:
-        """Return the value that ``text`` stands for; raise ValueError with what it must be otherwise.
+        """Return the value of ``text``; raise ValueError with what it must be otherwise.
 
         ``none`` unsets a number that may be unset.
         """
@@ -128,7 +128,7 @@ _SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
 
 
 def parse_switch(text: str) -> bool:
-    """Return what a word for on or off means; raise ValueError for any other text."""
+    """Return the value of a word for on or off; raise ValueError for any other text."""
     value = _SWITCH_WORDS.get(text.strip().lower())
     if value is None:
         raise ValueError(f"must be true or false, not {text!r}")

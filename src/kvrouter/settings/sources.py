@@ -36,7 +36,7 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class Loaded(NamedTuple):
-    """The settings, and what their owner should hear about before relying on them."""
+    """The settings, and warnings for their owner."""
 
     settings: Settings
     warnings: tuple[str, ...]
@@ -51,10 +51,10 @@ def load_settings(
     """Merge all sources into one validated tree.
 
     ``flags`` maps YAML keys (``router.router_mode``), and further names of flags (``--router-ttl-secs``), to
-    what was given on the command line; ``environ`` is the whole environment, of which a blank variable counts
-    as unset, and what kubelets say of Services is no setting; ``document`` holds the sections. A setting
-    that one source gives under two names that differ is a mistake.
-    Raises ConfigError with one line per mistake, each with its origin and its field.
+    the values on the command line; ``environ`` is the whole environment, in which a blank variable counts as
+    unset, and a kubelet's variables for Services are no settings; ``document`` holds the sections. A setting
+    that one source gives under two names that differ is a mistake. Raises ConfigError with one line per
+    mistake, each with its origin and its field.
     """
     environ = without_service_links(environ)
     _refuse_unknown_variables(environ)
@@ -92,7 +92,7 @@ def load_settings(
 
 
 class _Given(NamedTuple):
-    """What flags or variables say of one setting, and which of them said it, or was mistaken."""
+    """The value of one setting in flags or variables, and its origin or mistake."""
 
     origin: str
     value: SettingValue | None = None
@@ -100,7 +100,7 @@ class _Given(NamedTuple):
 
 
 def _given(spec: SettingSpec, texts: Mapping[str, SettingValue]) -> _Given | None:
-    """Return the one value that ``texts`` give, by flag or variable; None when there are none."""
+    """Return the one value in ``texts``, by flag or variable; None without any."""
     found: _Given | None = None
     for origin, raw in texts.items():
         try:
@@ -159,7 +159,7 @@ def conflicts(settings: Settings) -> list[Problem]:
 
 
 def settings_warnings(settings: Settings) -> list[str]:
-    """Return what is legal and does not do what its owner probably wanted."""
+    """Return warnings on valid settings that do not do what their owner probably wanted."""
     router, front = settings.router, settings.frontend
     warnings: list[str] = []
     if router.kv_transfer_topology_level is None and "kv_transfer_mismatch_policy" in router.model_fields_set:
@@ -203,8 +203,8 @@ def _unknown(name: str) -> str:
 
 
 def _near_misses(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each variable of Dynamo's that has no effect here, and for each ``DYN_*`` variable
-    that is almost one of ours: the rest belongs to others.
+    """Return a warning for each variable of Dynamo's without effect here, and for each ``DYN_*`` variable
+    that is almost one of kvrouter's: the rest belongs to others.
     """
     warnings: list[str] = []
     for name in sorted(environ):
@@ -226,7 +226,7 @@ def _near_misses(environ: Mapping[str, str]) -> list[str]:
 def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
     """Return the variables that make a process run with ``sections`` of ``settings``.
 
-    What nobody set has no variable: that process has the same defaults, and the same fleet file.
+    An unset setting has no variable: that process has the same defaults, and the same fleet file.
     """
     environ: dict[str, str] = {}
     for spec in SETTINGS:

@@ -9,10 +9,10 @@ from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCar
 from kvrouter.settings.planes import RequestPlaneKind
 
 STATIC_INCARNATION = Epoch(0)
-"""What every start of a worker without discovery is called: nobody could be notified of another."""
+"""The incarnation of every start of a worker without discovery, which could not announce another one."""
 
 DEFAULTS = {"role": Role.BOTH.value, "block_size": "64", "context_length": "32768", "dp_size": "1"}
-"""What a text that does not say so means, as the mock worker's own flags."""
+"""The values that a text may leave out, as the mock worker's own flags."""
 
 _KEYS = ("address", "model", "tokenizer", *DEFAULTS, "bootstrap")
 _ADDRESS = re.compile(
@@ -26,7 +26,7 @@ _SCHEMES = {
 
 
 def static_cards(texts: Sequence[str], plane: RequestPlaneKind) -> tuple[WorkerCard, ...]:
-    """Return the workers of all texts; raise ConfigError that says what is wrong with which."""
+    """Return the workers of all texts; raise ConfigError that names the invalid one and its mistake."""
     cards: dict[WorkerId, WorkerCard] = {}
     for text in texts:
         card = static_card(text, plane)

@@ -23,8 +23,8 @@ FLEET_VARIABLE = "KVROUTER_FLEET"
 """The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
 
 ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
-"""The variable with the key that engines' servers ask for, unless an engine has its own. No flag holds one,
-which every process list shows, nor a file that is diffed: such a file names a variable or another file."""
+"""The variable with the key that engines' servers ask for, unless an engine has its own. No flag holds a key,
+which every process list shows, nor a file that is diffed: a file names a variable or another file."""
 
 ENGINE_KEYS_PREFIX = f"{ENGINE_KEY_VARIABLE}_"
 """Variables with this prefix hold keys of single engines, under any name."""
@@ -57,7 +57,7 @@ def spellings(variable: str) -> tuple[str, ...]:
 
 
 def without_prefix(variable: str) -> str:
-    """Return the part of a name that says what it is about."""
+    """Return a name without its prefix."""
     for prefix in (OUR_PREFIX, SHARED_PREFIX):
         if variable.startswith(prefix):
             return variable.removeprefix(prefix)
@@ -83,7 +83,7 @@ _PORT_MAX = 65_535
 
 
 def without_service_links(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without what kubelets say of Services whose names begin as our variables do."""
+    """Return ``environ`` without a kubelet's variables for Services with kvrouter's prefixes."""
     links: set[str] = set()
     for name, host in environ.items():
         found = _HOST.fullmatch(name)
@@ -93,7 +93,7 @@ def without_service_links(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _links_of(service: str, host: str, environ: Mapping[str, str]) -> set[str]:
-    """Return the variables of a Service; none unless its address, and all of one port, are there.
+    """Return the variables of a Service; empty unless its address, and all of one port, are there.
 
     Its first port may be missing: of Services called ``a`` and ``a-service``, one overwrites the other's.
     """
@@ -117,7 +117,7 @@ class _Port(NamedTuple):
 
 
 def _ports_of(service: str, host: str, environ: Mapping[str, str]) -> list[_Port]:
-    """Return those ports all of whose variables are there, with what belongs there."""
+    """Return the ports with all of their variables, and these variables."""
     at = re.compile(rf"{service}_PORT_(?P<number>[1-9][0-9]{{0,4}})_(?P<protocol>{'|'.join(_PROTOCOLS)})")
     found = []
     for name in environ:

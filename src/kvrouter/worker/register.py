@@ -5,8 +5,8 @@ import secrets
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WORKER_IDS, Epoch, ModelName, WorkerId
 from kvrouter.core.workers import (
-    EventLane,
     EventSource,
+    EventTransport,
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
@@ -97,7 +97,7 @@ async def register_llm(
         model_input=model_input,
         serves=model_type,
         publishes_kv_events=publishes_kv_events,
-        event_source=event_source or EventSource(EventLane.MEMORY),
+        event_source=event_source or EventSource(EventTransport.MEMORY),
         tokenizer=tokenizer,
         engine=engine,
         version=installed_version(),

@@ -13,7 +13,7 @@ from kvrouter.app.attach.attachment import attach
 from kvrouter.app.attach.spec import engine_card
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
-from kvrouter.core.workers import EventLane, EventSource, ModelType, Role, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec, events_of
 from kvrouter.engines.kv_events.listener import EventsAt
 from tests.support.constants import SetConstants
@@ -369,7 +369,7 @@ def card_of(attached: Attached, said: AttachSpec) -> WorkerCard:
         incarnation=Epoch(5),
         address="tcp://h:1/7/5",
         namespace="n",
-        event_source=EventSource(EventLane.MEMORY),
+        event_source=EventSource(EventTransport.MEMORY),
         here=HERE,
     )
 

@@ -3,24 +3,24 @@
 import pytest
 
 from kvrouter.app.worker_transports import event_transport_of
-from kvrouter.core.workers import EventLane
+from kvrouter.core.workers import EventTransport
 from kvrouter.settings.planes import PlaneSettings
 
 
 @pytest.mark.parametrize(
     ("discovery", "event_plane", "has_local_indexer", "lane"),
     [
-        ("file", "auto", False, EventLane.ZMQ),
-        ("file", "auto", True, EventLane.ZMQ),
-        ("nats", "auto", True, EventLane.NATS),
-        ("nats", "auto", False, EventLane.JETSTREAM),
-        ("nats", "zmq", True, EventLane.ZMQ),
-        ("nats", "jetstream", True, EventLane.JETSTREAM),
-        ("file", "nats", False, EventLane.NATS),
+        ("file", "auto", False, EventTransport.ZMQ),
+        ("file", "auto", True, EventTransport.ZMQ),
+        ("nats", "auto", True, EventTransport.NATS),
+        ("nats", "auto", False, EventTransport.JETSTREAM),
+        ("nats", "zmq", True, EventTransport.ZMQ),
+        ("nats", "jetstream", True, EventTransport.JETSTREAM),
+        ("file", "nats", False, EventTransport.NATS),
     ],
 )
 def test_the_lane_of_a_worker(
-    discovery: str, event_plane: str, has_local_indexer: bool, lane: EventLane
+    discovery: str, event_plane: str, has_local_indexer: bool, lane: EventTransport
 ) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": event_plane})
     assert event_transport_of(settings, has_local_indexer=has_local_indexer) is lane
@@ -28,9 +28,9 @@ def test_the_lane_of_a_worker(
 
 @pytest.mark.parametrize(
     ("discovery", "lane"),
-    [("file", EventLane.ZMQ), ("kubernetes", EventLane.ZMQ), ("nats", EventLane.JETSTREAM)],
+    [("file", EventTransport.ZMQ), ("kubernetes", EventTransport.ZMQ), ("nats", EventTransport.JETSTREAM)],
 )
-def test_without_kv_events_no_lane_is_a_reason_for_nats(discovery: str, lane: EventLane) -> None:
+def test_without_kv_events_no_lane_is_a_reason_for_nats(discovery: str, lane: EventTransport) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": "jetstream"})
     assert event_transport_of(settings, has_local_indexer=False, publishes_kv_events=False) is lane
 

@@ -11,7 +11,7 @@ from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table, mock_links, numbered_workers, worker_card
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from kvrouter.settings.problems import parse_document
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePool

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.app.lifetime import allow_many_files
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.workers import EventLane, EventSource
+from kvrouter.core.workers import EventSource, EventTransport
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from tests.support.event_waits import card
 
@@ -18,7 +18,7 @@ FILES = 2_200
 
 def source(number: int) -> EventSource:
     """Where nobody listens: connections are made later or never, sockets are there at once."""
-    return EventSource(EventLane.ZMQ, "tcp://127.0.0.1:1", f"tcp://127.0.0.1:{2 + number}")
+    return EventSource(EventTransport.ZMQ, "tcp://127.0.0.1:1", f"tcp://127.0.0.1:{2 + number}")
 
 
 def never(why: object) -> None:

@@ -14,7 +14,7 @@ from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePoli
 from kvrouter.engines.mock_engine.fabric import Fabric, FabricOutputs
 from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import Links
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from tests.support.mock_links import zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)

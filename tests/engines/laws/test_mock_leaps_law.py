@@ -18,7 +18,7 @@ from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.sequence import LegStamps
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from tests.support.mock_links import zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.engines.mock_engine.network import Network
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from tests.support.mock_links import zone, zone_links
 
 BANDWIDTH = 1_000.0

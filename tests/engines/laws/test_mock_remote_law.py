@@ -20,7 +20,7 @@ from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.handoff import LegId, RemoteSink
 from kvrouter.engines.mock_engine.remote import Failed, Peer, PullId, SinkMessage, SourceMessage, ToSource
 from kvrouter.engines.mock_engine.sequence import sequence_key
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from tests.support.mock_engine import TIMING
 from tests.support.mock_fabric import leg
 from tests.support.mock_links import zone_links

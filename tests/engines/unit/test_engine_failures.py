@@ -26,7 +26,7 @@ from kvrouter.engines.openai.failures import (
     failure_inside,
     failure_of,
 )
-from kvrouter.kernel.routing.request import Pick
+from kvrouter.kernel.routing.interface import Pick
 from kvrouter.router.leg_outcomes import lost_leg
 from kvrouter.transports.requests.port import (
     EngineFailed,

@@ -61,8 +61,8 @@ def a_leg(
     room: int | None = None,
     params: Mapping[str, object] | None = None,
 ) -> EngineRequest:
-    meeting = None if room is None else Bootstrap("10.0.0.1", 99, room)
-    return leg(range(n_prompt), kind, max_tokens=max_tokens, bootstrap=meeting, kv_transfer_params=params)
+    bootstrap = None if room is None else Bootstrap("10.0.0.1", 99, room)
+    return leg(range(n_prompt), kind, max_tokens=max_tokens, bootstrap=bootstrap, kv_transfer_params=params)
 
 
 async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:

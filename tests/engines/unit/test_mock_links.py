@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvrouter.core.ids import WorkerId
 from kvrouter.engines.mock_engine.mock_links import LinkChange, LinkName, Links, Place
 from kvrouter.engines.mock_engine.network import Network
-from kvrouter.kernel.topology.links import ACROSS_LINK, Link, LinkTable
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link, LinkTable
 from tests.support.mock_links import zone, zone_links
 
 LEVELS = ("zone", "rack", "host")

@@ -11,8 +11,8 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
-from kvrouter.kernel.placement.link_speeds import Seen
-from kvrouter.kernel.topology.links import Link, SharedLink
+from kvrouter.kernel.placement.link_speeds import TransferSample
+from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import installed_version
@@ -178,7 +178,7 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
         fleet = (await house.http.get("/v1/fleet")).json()
         metrics = await metrics_of(house)
         speeds = next(iter(house.bench.service.models())).instrumentation.placement
-        speeds.turned(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
+        speeds.rank_speed_changed(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
     assert before["models"][0]["router_cost"] == "time"
     assert [worker["ranks"][0]["speed"] for worker in before["workers"]] == [None, None]
     shown, other = (worker["ranks"][0]["speed"] for worker in fleet["workers"])
@@ -203,14 +203,14 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
         link = SharedLink((("zone", "a"),), "b")
         learned = model.placer.transfers.learned
         for at_s in range(40):
-            learned.note(Seen(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
+            learned.note(TransferSample(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
             learned.refresh((), now_s=float(at_s))
         sums, rank = model.placer.transfers.engine_sums, WorkerRank(WorkerId(1), DpRank(0))
         for n in range(2):  # a first report may be of long ago
             report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(10 * n, 10**9 * n, 1.0 * n))
             house.bench.events.load(report)
         for _ in range(10):
-            sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
+            sums.observed(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
         shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
         metrics = await metrics_of(house)
     assert before == {"alike": True, "engines": None, "learned": []}

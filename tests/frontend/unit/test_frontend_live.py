@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.router import kv_flows, model_router
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.constants import SetConstants

@@ -45,7 +45,7 @@ class BusyMachine(RuleBasedStateMachine):
 
     @rule(slot=SLOT, blocks=BLOCKS)
     def book(self, slot: int, blocks: int) -> None:
-        self.at_report.look(self.columns, now_s=self.now_s)
+        self.at_report.update(self.columns, now_s=self.now_s)
         self.booked[slot] += blocks
         self.leases.append((slot, blocks))
         self.changes(slot)

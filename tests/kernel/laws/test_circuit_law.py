@@ -34,7 +34,7 @@ class CircuitMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.under_way) < 8)
     @rule()
     def send(self) -> None:
-        let_in = self.circuit.lets_in(self.now_s)
+        let_in = self.circuit.allows_request(self.now_s)
         was_closed = self.state is CircuitState.CLOSED
         is_probe = self.circuit.take(self.now_s)
         assert is_probe == (let_in and not was_closed)
@@ -98,12 +98,12 @@ class CircuitMachine(RuleBasedStateMachine):
         probes = sum(is_probe for _, _, is_probe in self.under_way)
         assert probes <= 1
         if probes and self.state is not CircuitState.CLOSED:
-            assert not self.circuit.lets_in(self.now_s)
+            assert not self.circuit.allows_request(self.now_s)
 
     @invariant()
     def it_is_tried_again_in_bounded_time(self) -> None:
         if hasattr(self, "circuit") and not any(is_probe for _, _, is_probe in self.under_way):
-            assert self.circuit.lets_in(self.now_s + OPEN_MAX_S)
+            assert self.circuit.allows_request(self.now_s + OPEN_MAX_S)
 
 
 TestCircuit = CircuitMachine.TestCase

@@ -41,7 +41,7 @@ class CircuitsMachine(RuleBasedStateMachine):
             CircuitSettings(2, 2.0, OPEN_MAX_S),
             KeptEvents(),
             seed=1,
-            on_let_in=self.note,
+            on_readmitted=self.note,
         )
         self.attempts: list[tuple[Placement, float]] = []
         self.suspected: list[tuple[Placement, Leg, float, float]] = []
@@ -68,7 +68,7 @@ class CircuitsMachine(RuleBasedStateMachine):
             None if prefill is None else self.pick(prefill, Leg.PREFILL),
         )
         placement = Placement(
-            wanted=RouteRequest(REQUEST, 1, 1),
+            route_request=RouteRequest(REQUEST, 1, 1),
             decision=decision,
             prompt=Prompt(array("I", [1]), block_size=BLOCK_SIZE),
             token_ids=array("I", [1]),

@@ -28,7 +28,7 @@ def drawn(seed: int) -> tuple[Random, Scene, Fleet]:
     scene = next(scenes(rng, 1))
     mode = rng.choice([*RouterMode])
     settings = structs.replace(scene.settings, mode=mode)
-    request = structs.replace(scene.request, last_resort=rng.random() < 0.5, whole=rng.random() < 0.2)
+    request = structs.replace(scene.request, last_resort=rng.random() < 0.5, aggregated=rng.random() < 0.2)
     scene = scene._replace(settings=settings, request=request)
     fleet = fleet_of(scene, scene.cards)
     for card in scene.cards:

@@ -16,9 +16,9 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
-from kvrouter.kernel.routing.links import links_of
-from kvrouter.kernel.routing.request import CostInput, Speeds
-from kvrouter.kernel.topology.links import Link, LinkState, LinkTable
+from kvrouter.kernel.routing.fleet_links import links_of
+from kvrouter.kernel.routing.interface import CostInput, Speeds
+from kvrouter.kernel.topology.link_table import Link, LinkState, LinkTable
 from kvrouter.kernel.topology.policy import (
     Fallback,
     MismatchPolicy,

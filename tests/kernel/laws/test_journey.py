@@ -72,7 +72,7 @@ def test_a_prefill_answer_without_transfer_params_is_the_workers_fault() -> None
     journey = Journey(GREEDY)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     commands = journey.handle(PrefillDone(WorkerId(4), None))
-    again = (RetryPlan.USUAL, RetryPlan.WHOLE)
+    again = (RetryPlan.USUAL, RetryPlan.AGGREGATED)
     assert commands[-1] == Place(1, frozenset({WorkerId(4)}), frozenset(), again)
 
 
@@ -88,8 +88,8 @@ def test_a_prefill_that_failed_twice_is_left_out() -> None:
         places.append(journey.handle(event)[-1])
     first, both = frozenset({WorkerId(1)}), frozenset({WorkerId(1), WorkerId(2)})
     assert places == [
-        Place(1, first, frozenset(), (RetryPlan.USUAL, RetryPlan.WHOLE)),
-        Place(2, both, frozenset(), (RetryPlan.WHOLE, RetryPlan.USUAL)),
+        Place(1, first, frozenset(), (RetryPlan.USUAL, RetryPlan.AGGREGATED)),
+        Place(2, both, frozenset(), (RetryPlan.AGGREGATED, RetryPlan.USUAL)),
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_last_try_after_a_failed_prefill_is_one_worker_alone() -> None:
     journey = Journey(SEEDED, redispatches_max=1)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     last = journey.handle(failing(1))[-1]
-    assert last == Place(1, frozenset({WorkerId(1)}), frozenset(), (RetryPlan.WHOLE, RetryPlan.USUAL))
+    assert last == Place(1, frozenset({WorkerId(1)}), frozenset(), (RetryPlan.AGGREGATED, RetryPlan.USUAL))
 
 
 def test_a_prefill_that_is_refused_is_left_out_once_and_costs_no_try() -> None:
@@ -106,7 +106,7 @@ def test_a_prefill_that_is_refused_is_left_out_once_and_costs_no_try() -> None:
     again = journey.handle(LegRefused(REFUSED))
     assert again == [
         Abandon(REFUSED.code),
-        Place(1, frozenset(), frozenset(), (RetryPlan.WHOLE, RetryPlan.USUAL)),
+        Place(1, frozenset(), frozenset(), (RetryPlan.AGGREGATED, RetryPlan.USUAL)),
     ]
     journey.handle(Placed(Shape.SYNCHRONOUS))
     assert journey.handle(LegRefused(WorkerFailed("other")))[-1] == Fail(REFUSED)
@@ -138,11 +138,13 @@ def test_kv_that_got_lost_is_prefilled_again_and_nobody_is_excluded() -> None:
     again, whole = frozenset({WorkerId(1)}), frozenset({WorkerId(1), WorkerId(2)})
     assert journey.handle(kv_lost(1)) == [
         Abandon("worker 9 did not get its KV: connection reset"),
-        Place(1, frozenset(), again, (RetryPlan.OTHER_PREFILL, RetryPlan.USUAL, RetryPlan.WHOLE)),
+        Place(1, frozenset(), again, (RetryPlan.OTHER_PREFILL, RetryPlan.USUAL, RetryPlan.AGGREGATED)),
     ]
     journey.handle(Placed(Shape.BOOTSTRAP))
     last = journey.handle(kv_lost(2))[-1]
-    assert last == Place(2, frozenset(), whole, (RetryPlan.WHOLE, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL))
+    assert last == Place(
+        2, frozenset(), whole, (RetryPlan.AGGREGATED, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
+    )
     journey.handle(Placed(Shape.AGGREGATED))
     assert kinds(journey.handle(lost(9))) == ["Abandon", "Fail"]
 
@@ -152,7 +154,7 @@ def test_a_last_try_after_another_loss_needs_no_kv_either() -> None:
     for event in (lost(8), kv_lost(1)):
         journey.handle(Placed(Shape.BOOTSTRAP))
         commands = journey.handle(event)
-    ways = (RetryPlan.WHOLE, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
+    ways = (RetryPlan.AGGREGATED, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
     assert commands[-1] == Place(2, frozenset({WorkerId(8)}), frozenset({WorkerId(1)}), ways)
 
 
@@ -162,7 +164,7 @@ def test_with_tries_left_a_second_loss_of_kv_still_prefers_a_prefill_worker_that
         journey.handle(Placed(Shape.BOOTSTRAP))
         commands = journey.handle(kv_lost(sender))
     assert isinstance(commands[-1], Place)
-    assert commands[-1].plans == (RetryPlan.OTHER_PREFILL, RetryPlan.WHOLE, RetryPlan.USUAL)
+    assert commands[-1].plans == (RetryPlan.OTHER_PREFILL, RetryPlan.AGGREGATED, RetryPlan.USUAL)
 
 
 def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
@@ -269,7 +271,7 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
         assert places[-1].kv_lost_from != frozenset()
     prefills = [event for event in events if isinstance(event, LegLost) and event.leg is Leg.PREFILL]
     no_params = any(isinstance(event, PrefillDone) and event.params is None for event in events)
-    if RetryPlan.WHOLE in places[-1].plans:
+    if RetryPlan.AGGREGATED in places[-1].plans:
         assert senders or prefills or no_params or is_refused, "one worker alone is for prefills that failed"
     for place in places:
         assert place.excluded <= blamed, "nobody is excluded for KV that got lost on its way"

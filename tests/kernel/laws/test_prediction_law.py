@@ -15,7 +15,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import RouteRequest, RoutingSettings, View, route
-from kvrouter.kernel.routing.request import CostInput, Pick, Speeds, Times
+from kvrouter.kernel.routing.interface import CostInput, Pick, Speeds, Times
 from tests.oracles.prediction import RankLoad, predicted
 
 BLOCK = 16

@@ -71,7 +71,11 @@ class Router:
         self.replicas = Replicas(router_id, silent_after_s=SILENT_AFTER_S, ask_again_s=1.0)
         self.ledger = SharedLedger(self.bare, self.fleet, self.journal)
         self.replicas.share(
-            self.fleet, self.bare, on_less=lambda: None, before_more=lambda _now_s: None, now_s=now_s
+            self.fleet,
+            self.bare,
+            on_load_decrease=lambda: None,
+            before_load_increase=lambda _now_s: None,
+            now_s=now_s,
         )
         self.replicas.tick(now_s=now_s)
         self.open: dict[tuple[RequestId, int], Open] = {}

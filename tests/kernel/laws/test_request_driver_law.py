@@ -34,7 +34,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
-from kvrouter.kernel.routing.request import RoutingSettings
+from kvrouter.kernel.routing.interface import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, decode_card, prefill_card
 from tests.support.placements import A_DRAW, KeptEvents
 
@@ -88,12 +88,12 @@ class Drive:
                 case Place() as command:
                     todo.extend(self.place(command))
                 case SendPrefill():
-                    attempt = self.driver.held
+                    attempt = self.driver.current_attempt
                     attempt.prefill_sent_s = self.now_s
                     attempt.prefill_runs_in_parallel = attempt.placement.shape is Shape.BOOTSTRAP
                 case SendDecode():
-                    self.driver.held.last_sent_s = self.now_s
-                    todo.extend(self.driver.decode_sent(self.driver.held, self.now_s))
+                    self.driver.current_attempt.last_sent_s = self.now_s
+                    todo.extend(self.driver.decode_sent(self.driver.current_attempt, self.now_s))
                 case Abandon():
                     if self.driver.attempt is not None:
                         assert self.driver.release(self.now_s) == self.has_tokens
@@ -124,7 +124,7 @@ class Drive:
         self.driver.tokens(range(count), self.now_s)
 
     def lose(self, leg: Leg, how: str) -> None:
-        attempt, state = self.driver.held, self.state
+        attempt, state = self.driver.current_attempt, self.state
         decision = attempt.placement.decision
         pick = attempt.placement.prefill_pick if leg is Leg.PREFILL else decision.decode
         lost = LegLost(
@@ -152,7 +152,7 @@ class Drive:
         assert not is_sure or len(self.events.failures) > n_counted, "nobody else has to fail it first"
 
     def lose_kv(self, loss: KvLoss) -> None:
-        attempt, decode = self.driver.held, self.driver.held.placement.decision.decode
+        attempt, decode = self.driver.current_attempt, self.driver.current_attempt.placement.decision.decode
         event = self.driver.kv_loss(attempt, loss, "no way")
         lost = LegLost(decode.leg, decode.rank.worker_id, "no way")
         if event is None:
@@ -189,13 +189,13 @@ def test_a_driver_books_what_is_held_and_counts_each_failure_once(data: st.DataO
         drive.check()
         if drive.state is State.DONE:
             break
-        placement = driver.held.placement
+        placement = driver.current_attempt.placement
         match drive.state:
             case State.PREFILLING:
                 if data.draw(st.booleans()):
-                    driver.prefilled(driver.held, drive.now_s)
+                    driver.prefilled(driver.current_attempt, drive.now_s)
                     done = PrefillDone(placement.prefill_pick.rank.worker_id, {})
-                    drive.perform(driver.prefill_ended(driver.held, done, drive.now_s))
+                    drive.perform(driver.prefill_ended(driver.current_attempt, done, drive.now_s))
                 else:
                     drive.lose(Leg.PREFILL, data.draw(how_lost))
             case State.DECODING:

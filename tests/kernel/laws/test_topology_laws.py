@@ -10,8 +10,8 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, W
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.links import FleetLinks, links_of
-from kvrouter.kernel.topology.links import Link, LinkState, LinkTable, SharedLink, distance
+from kvrouter.kernel.routing.fleet_links import FleetLinks, links_of
+from kvrouter.kernel.topology.link_table import Link, LinkState, LinkTable, SharedLink, distance
 from kvrouter.kernel.topology.policy import policy_of, topology_domains, topology_taint, worker_taints
 
 LEVELS = ("zone", "rack", "host")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrouter.kernel.fleet.circuit import WELL_S, Circuit, CircuitSettings, CircuitState, Fault, Suspicion
+from kvrouter.kernel.fleet.circuit import HEALTHY_S, Circuit, CircuitSettings, CircuitState, Fault, Suspicion
 
 THREE = CircuitSettings(failures=3, open_s=4.0, open_max_s=20.0)
 
@@ -26,7 +26,7 @@ def opened(at_s: float = 3.0) -> Circuit:
 def test_so_many_failures_in_a_row_open_it() -> None:
     of = opened()
     assert of.state(3.0) is CircuitState.OPEN
-    assert not of.lets_in(3.0)
+    assert not of.allows_request(3.0)
     assert not of.take(3.0)
 
 
@@ -79,13 +79,13 @@ def test_what_was_sent_before_it_opened_says_nothing_of_the_time_after() -> None
 def test_half_open_it_lets_in_one_request_at_a_time() -> None:
     of = opened(3.0)
     assert of.take(8.0)
-    assert not of.lets_in(8.0)
+    assert not of.allows_request(8.0)
     assert not of.take(8.0)
     of.give_back()
     assert of.take(8.0), "its client left: nothing is known yet"
     assert of.begun(8.1)
     of.give_back()
-    assert of.lets_in(8.1)
+    assert of.allows_request(8.1)
     assert not of.take(8.1), "it is closed: a request like any other"
 
 
@@ -132,7 +132,7 @@ def failed_later(circuit: Circuit, suspicion: Suspicion, *, sent_s: float, now_s
 def test_one_that_fails_what_others_fail_too_is_at_fault_when_it_long_did_nothing_else() -> None:
     of = circuit()
     opened_s = [s for s in range(1, 100) if failed_later(of, Suspicion.SHARED, sent_s=s, now_s=s + 0.5)]
-    assert opened_s[0] == 1 + WELL_S + THREE.failures - 1
+    assert opened_s[0] == 1 + HEALTHY_S + THREE.failures - 1
 
 
 @pytest.mark.parametrize("suspicion", [Suspicion.SHARED, Suspicion.ALONE])

@@ -36,7 +36,7 @@ class Bench:
             CircuitSettings(3, OPEN_S, OPEN_MAX_S),
             KeptEvents(),
             seed=1,
-            on_let_in=self.note,
+            on_readmitted=self.note,
         )
 
     def note(self) -> None:
@@ -54,7 +54,7 @@ class Bench:
 
     def booked(self, prefill: int, decode: int) -> Placement:
         placement = Placement(
-            wanted=RouteRequest(REQUEST, 1, 1),
+            route_request=RouteRequest(REQUEST, 1, 1),
             decision=Decision(
                 REQUEST, 0, RouterMode.KV, self.pick(decode, Leg.DECODE), self.pick(prefill, Leg.PREFILL)
             ),

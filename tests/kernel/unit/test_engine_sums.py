@@ -8,7 +8,7 @@ from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.engine_sums import AGREE, HALF_S, TRANSFERS_MIN, EngineSums
 from kvrouter.kernel.placement.transfers import Transfers
-from kvrouter.kernel.topology.links import Link, LinkKind, LinkPace, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkKind, LinkPace, LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents
 
@@ -21,7 +21,7 @@ def sums_of(counted_s: float, seen_s: float, *, n: int = MIN, now_s: float = 0.0
     sums = EngineSums()
     sums.reported(HERE, transfers=0, kv_bytes=0, seconds=0.0, now_s=now_s)
     for _ in range(n):
-        sums.saw(HERE, kv_bytes=1e8, seconds=seen_s, now_s=now_s)
+        sums.observed(HERE, kv_bytes=1e8, seconds=seen_s, now_s=now_s)
     sums.reported(HERE, transfers=n, kv_bytes=n * 10**8, seconds=n * counted_s, now_s=now_s)
     return sums
 
@@ -40,13 +40,13 @@ def test_few_transfers_and_ranks_whose_engines_report_nothing_say_nothing() -> N
     assert sums_of(0.1, 0.1, n=MIN - 1).reading() is None
     sums = sums_of(0.1, 0.1)
     for _ in range(100):
-        sums.saw(ELSEWHERE, kv_bytes=1e8, seconds=9.0, now_s=0.0)
+        sums.observed(ELSEWHERE, kv_bytes=1e8, seconds=9.0, now_s=0.0)
     reading = sums.reading()
     assert reading is not None
     assert reading.agree
     sums.freed(HERE)
     for _ in range(100):
-        sums.saw(HERE, kv_bytes=1e8, seconds=9.0, now_s=0.0)
+        sums.observed(HERE, kv_bytes=1e8, seconds=9.0, now_s=0.0)
     assert sums.reading() == reading
 
 
@@ -54,7 +54,7 @@ def test_what_is_old_counts_less() -> None:
     sums = sums_of(0.1, AGREE)
     at_s = 8 * HALF_S
     for _ in range(MIN):
-        sums.saw(HERE, kv_bytes=1e8, seconds=0.1, now_s=at_s)
+        sums.observed(HERE, kv_bytes=1e8, seconds=0.1, now_s=at_s)
     sums.reported(HERE, transfers=MIN, kv_bytes=MIN * 10**8, seconds=MIN * 0.1, now_s=at_s)
     reading = sums.reading()
     assert reading is not None
@@ -66,7 +66,7 @@ def test_sums_without_bytes_or_time_say_nothing(kv_bytes: int, seconds: float) -
     sums = EngineSums()
     sums.reported(HERE, transfers=MIN, kv_bytes=kv_bytes, seconds=seconds, now_s=0.0)
     for _ in range(MIN):
-        sums.saw(HERE, kv_bytes=1e8, seconds=0.1, now_s=0.0)
+        sums.observed(HERE, kv_bytes=1e8, seconds=0.1, now_s=0.0)
     assert sums.reading() is None
 
 
@@ -84,7 +84,7 @@ def test_what_passes_with_every_transfer_is_no_part_of_what_engines_count() -> N
     transfers.state.set_pace(LinkKind("zone", False), LinkPace(1.0, 0.9))
     for _ in range(MIN):
         transfer = transfers.begin(table, HERE, ELSEWHERE, 1000)
-        transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=1.0)
+        transfers.kv_ready(transfer, is_clear=True, steps_s=0.0, now_s=1.0)
         transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=2.0)
     reading = sums.reading()
     assert reading is not None

@@ -314,12 +314,12 @@ def test_what_failed_instead_of_pairs_is_forgotten_once_none_is_broken(fleet: Fl
     pairs = [(WorkerId(1), WorkerId(3)), (WorkerId(2), WorkerId(3))]
     for pair in pairs:
         fleet.set_broken_pair(*pair, True)
-    fleet.broken_pairs.whole_failed = True
+    fleet.broken_pairs.aggregated_failed = True
     fleet.set_broken_pair(*pairs[0], False)
-    assert fleet.broken_pairs.whole_failed, "one is broken still"
+    assert fleet.broken_pairs.aggregated_failed, "one is broken still"
     fleet.set_broken_pair(*pairs[1], False)
     fleet.set_broken_pair(*pairs[1], True)
-    assert not fleet.broken_pairs.whole_failed
+    assert not fleet.broken_pairs.aggregated_failed
 
 
 def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from kvrouter.kernel.placement.link_speeds import FORGET_S, LearnedLinks, Seen
-from kvrouter.kernel.topology.links import (
+from kvrouter.kernel.placement.link_speeds import FORGET_S, LearnedLinks, TransferSample
+from kvrouter.kernel.topology.link_table import (
     ACROSS_LINK,
     UNKNOWN_KIND,
     Link,
@@ -50,13 +50,13 @@ class Way:
             plain = self.rng.uniform(0.02, 0.4) if plain_s is None else plain_s
             took = (plain * slowness + extra_s) * self.rng.uniform(0.95, 1.05)
             self.now_s += took
-            self.learned.note(Seen(link, self.table, self.now_s - took, self.now_s, plain, took))
+            self.learned.note(TransferSample(link, self.table, self.now_s - took, self.now_s, plain, took))
             self.refresh()
 
-    def late(self, link: SharedLink, took: float, plain: float = 0.1) -> Seen:
-        return Seen(link, self.table, self.now_s - took, self.now_s, plain, took)
+    def late(self, link: SharedLink, took: float, plain: float = 0.1) -> TransferSample:
+        return TransferSample(link, self.table, self.now_s - took, self.now_s, plain, took)
 
-    def refresh(self, *on_the_way: Seen) -> None:
+    def refresh(self, *on_the_way: TransferSample) -> None:
         self.learned.refresh(on_the_way, now_s=self.now_s)
 
     def slowness(self, link: SharedLink | None) -> float:
@@ -244,11 +244,11 @@ def test_a_readers_form_of_links_follows_each_change() -> None:
     heard: list[object] = []
 
     class Reader:
-        def loaded(self, link: SharedLink, load: object) -> None:
+        def load_changed(self, link: SharedLink, load: object) -> None:
             heard.append((link, load))
 
-        def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
-            heard.append((of, pace))
+        def pace_changed(self, link_or_kind: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+            heard.append((link_or_kind, pace))
 
     state = LinkState()
     state.reader = Reader()
@@ -265,7 +265,7 @@ def test_a_rank_that_hangs_makes_no_link_slow() -> None:
     began_s = way.now_s
     for _ in range(8):
         way.send(within("a"), 1.0)
-        hung = [Seen(within("a"), TABLE, began_s, way.now_s, 0.1, way.now_s - began_s)] * 2
+        hung = [TransferSample(within("a"), TABLE, began_s, way.now_s, 0.1, way.now_s - began_s)] * 2
         way.refresh(*hung)
     assert way.slowness(within("a")) == 1.0
     assert way.events.links == []

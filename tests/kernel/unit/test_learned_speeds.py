@@ -21,7 +21,7 @@ from kvrouter.kernel.placement.speeds import (
     Expected,
     LearnedSpeeds,
 )
-from kvrouter.kernel.routing.request import Pick, Times
+from kvrouter.kernel.routing.interface import Pick, Times
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents
 
@@ -57,13 +57,13 @@ class Ranks:
         """One request, that takes so many times as long as it would a rank of slowness 1."""
         expected = self.place(slot, plain_s=plain_s, memory_s=memory_s, queue_s=queue_s, steps_s=steps_s)
         self.now_s += takes * plain_s + queue_s + steps_s
-        self.learned.came(expected, client=client, now_s=self.now_s)
+        self.learned.observed(expected, client=client, now_s=self.now_s)
 
     def serve_at_once(self, slot: int, takes: list[float]) -> None:
         """Several, that are placed before the first of them is answered."""
         placed = [self.place(slot, plain_s=0.2, memory_s=0.0, queue_s=0.0, steps_s=0.0) for _ in takes]
         for expected, its in zip(placed, takes, strict=True):
-            self.learned.came(expected, now_s=self.now_s + 0.2 * its)
+            self.learned.observed(expected, now_s=self.now_s + 0.2 * its)
         self.now_s += 0.2 * max(takes)
 
     def place(
@@ -229,7 +229,7 @@ def test_a_slot_that_is_freed_forgets_its_rank_and_a_late_first_token_is_nobodys
     assert expected is not None
     for slot in ranks.fleet.leave(WorkerId(2), Epoch(1)):
         ranks.learned.freed(slot)
-    ranks.learned.came(expected, now_s=ranks.now_s + 9.0)
+    ranks.learned.observed(expected, now_s=ranks.now_s + 9.0)
     assert ranks.learned.reading(Slot(1)) is None
     assert ranks.events.left == [rank(2)]
 

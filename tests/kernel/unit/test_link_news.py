@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import LINK_NEWS_MAX, LinkName, LinkNews, LinkSeen, LinkUse
+from kvrouter.core.sync import LINK_UPDATE_MAX, LinkName, LinkSample, LinkUpdate, LinkUse
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.link_exchange import LinkExchange
-from kvrouter.kernel.placement.link_journal import LinkJournal, OnLink, as_seen
+from kvrouter.kernel.placement.link_journal import LinkJournal, LinkTraffic, as_sample
 from kvrouter.kernel.placement.link_speeds import KINDS_MAX
-from kvrouter.kernel.placement.transfers import NEWS_LASTS_S, Transfers
-from kvrouter.kernel.topology.links import Link, LinkLoad, LinkTable, SharedLink
+from kvrouter.kernel.placement.transfers import UPDATE_LASTS_S, Transfers
+from kvrouter.kernel.topology.link_table import Link, LinkLoad, LinkTable, SharedLink
 from kvrouter.transports.sync.nats import decode_message
 from tests.support.fleets import BLOCK_SIZE, MODEL
 from tests.support.placements import KeptEvents
@@ -42,7 +42,7 @@ def frame(*amounts: float, digest: str = "d", uses: object = None) -> bytes:
 
 
 def test_a_message_of_amounts_is_read() -> None:
-    assert isinstance(decode_message(frame(1.0, 1.0, 1.0, 1.0, 1.0)), LinkNews)
+    assert isinstance(decode_message(frame(1.0, 1.0, 1.0, 1.0, 1.0)), LinkUpdate)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e300])
@@ -72,21 +72,23 @@ def test_links_that_are_none_are_refused(message: bytes) -> None:
 def test_a_journal_says_the_mean_of_its_looks_and_of_too_many_links_those_with_most_bytes() -> None:
     journal = LinkJournal()
     assert journal.take_uses() is None
-    journal.look([OnLink(link(n), LinkLoad(float(n), 1.0), LinkLoad(0.0, 0.0)) for n in range(100)])
-    journal.look([])
+    journal.sample_loads(
+        [LinkTraffic(link(n), LinkLoad(float(n), 1.0), LinkLoad(0.0, 0.0)) for n in range(100)]
+    )
+    journal.sample_loads([])
     uses = journal.take_uses()
     assert uses is not None
-    assert [use.bytes for use in uses] == [n / 2 for n in range(99, 99 - LINK_NEWS_MAX, -1)]
+    assert [use.bytes for use in uses] == [n / 2 for n in range(99, 99 - LINK_UPDATE_MAX, -1)]
     assert {use.transfers for use in uses} == {0.5}
     assert journal.take_uses() == (), "that nothing is there any more is said once"
     assert journal.take_uses() is None
 
 
-def history(n: int, kind: int = 0) -> tuple[LinkSeen, ...]:
+def history(n: int, kind: int = 0) -> tuple[LinkSample, ...]:
     """Transfers of different lengths over one link, ten times as long as by the table."""
     name = LinkName(((f"level-{kind}", "a"),), "b")
     return tuple(
-        LinkSeen(
+        LinkSample(
             RouterId("a"), kind * 1000 + at, name, 0.0, 1e9, float(n - at), 0.1 + at % 7, 1.0 + 10 * (at % 7)
         )
         for at in range(n)
@@ -95,7 +97,7 @@ def history(n: int, kind: int = 0) -> tuple[LinkSeen, ...]:
 
 def test_a_history_that_comes_at_once_is_learned_whole() -> None:
     here = transfers()
-    here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(64)), now_s=1000.0)
+    here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(64)), now_s=1000.0)
     assert len(here.learned.samples()) == 64
     (reading,) = here.learned.readings()
     assert reading.slowness == pytest.approx(10.0, rel=0.01)
@@ -104,7 +106,7 @@ def test_a_history_that_comes_at_once_is_learned_whole() -> None:
 def test_names_of_links_that_nobody_has_fill_no_memory() -> None:
     here = transfers()
     for kind in range(3 * KINDS_MAX):
-        here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(4, kind)), now_s=1000.0)
+        here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(4, kind)), now_s=1000.0)
     assert len(here.learned.readings()) == KINDS_MAX
     assert len(here.learned.samples()) == 4 * KINDS_MAX
 
@@ -113,7 +115,7 @@ def test_a_router_that_decides_nothing_still_says_what_it_has_on_links() -> None
     here = transfers()
     here.state.add(link(1), 5.0)
     for at_s in (1.0, 2.0):
-        news = here.take_news(HERE, now_s=at_s)
+        news = here.take_update(HERE, now_s=at_s)
         assert news is not None
         assert news.uses == (LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0),)
 
@@ -121,14 +123,14 @@ def test_a_router_that_decides_nothing_still_says_what_it_has_on_links() -> None
 def test_what_was_seen_by_another_table_is_not_sent_under_the_new_one() -> None:
     here = transfers()
     assert here._journal is not None
-    here._journal.saw(as_seen(history(1)[0], now_s=1.0))
+    here._journal.record(as_sample(history(1)[0], now_s=1.0))
     here.use(LinkTable({"zone": Link(1.0, 1.0)}))
-    assert here.take_news(HERE, now_s=1.0) is None
+    assert here.take_update(HERE, now_s=1.0) is None
 
 
 def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
     here, exchange = transfers(), LinkExchange(HERE)
-    exchange.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), history(8)), now_s=500.0)
+    exchange.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(8)), now_s=500.0)
     exchange.share(MODEL, here)
     assert {seen.at_s for seen in here.learned.samples()} == {500.0 - age for age in range(1, 9)}
     exchange.forget(MODEL)
@@ -139,10 +141,10 @@ def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
 def test_what_a_router_put_on_links_counts_no_longer_when_it_falls_silent() -> None:
     here = transfers()
     use = LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0)
-    here.on_news(LinkNews(RouterId("a"), MODEL, TABLE.digest(), (), (use,)), now_s=10.0)
-    assert here.take_news(HERE, now_s=10.0 + NEWS_LASTS_S) is None
+    here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), (), (use,)), now_s=10.0)
+    assert here.take_update(HERE, now_s=10.0 + UPDATE_LASTS_S) is None
     assert here.state.on(link(1)) == LinkLoad(5.0, 1.0)
-    here.take_news(HERE, now_s=10.1 + NEWS_LASTS_S)
+    here.take_update(HERE, now_s=10.1 + UPDATE_LASTS_S)
     assert here.state.on(link(1)) == LinkLoad(0.0, 0)
     assert len(here.state) == 0
 
@@ -170,7 +172,9 @@ def test_each_link_carries_what_each_router_said_last(words: list[tuple[int, dic
         uses_said = tuple(
             LinkUse(LinkName(*link(n)), float(kv_bytes), 1.0, 0.0, 0.0) for n, kv_bytes in uses.items()
         )
-        here.on_news(LinkNews(RouterId(str(router)), MODEL, TABLE.digest(), (), uses_said), now_s=0.0)
+        here.on_link_update(
+            LinkUpdate(RouterId(str(router)), MODEL, TABLE.digest(), (), uses_said), now_s=0.0
+        )
     totals: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     totals[0] = [100.0, 1.0]
     for uses in said.values():

@@ -8,7 +8,7 @@ from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.transfers import Transfers
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.transports.background import PAUSE_S, LoopPauses
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 from tests.support.placements import KeptEvents
@@ -42,7 +42,7 @@ def test_a_transfer_in_which_the_loop_stood_still_for_long_teaches_nothing() -> 
     for paused_s, learns in ((0.0, True), (0.01, True), (0.5, False)):
         transfers, _ = moving()
         transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
-        transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=10.0)
+        transfers.kv_ready(transfer, is_clear=True, steps_s=0.0, now_s=10.0)
         transfers.paused(paused_s)
         transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=11.0)
         assert bool(transfers.learned.readings()) is learns
@@ -53,11 +53,11 @@ def test_transfers_are_not_late_because_the_loop_stood_still() -> None:
         transfers, events = moving()
         for n in range(8):  # each takes 0.1 s by the table, and did
             transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
-            transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=float(n))
+            transfers.kv_ready(transfer, is_clear=True, steps_s=0.0, now_s=float(n))
             transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=n + 0.101)
         for _ in range(4):
             transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
-            transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=10.0)
+            transfers.kv_ready(transfer, is_clear=True, steps_s=0.0, now_s=10.0)
         transfers.paused(paused_s)
         transfers.refresh(lambda _slot: True, now_s=15.1)
         assert len(events.links) == turns

@@ -22,8 +22,8 @@ from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
-from kvrouter.kernel.routing.request import RoutingSettings
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.routing.interface import RoutingSettings
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.placements import A_DRAW, KeptEvents
 

@@ -10,9 +10,9 @@ from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.journey import Shape
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.routing.links import links_of
-from kvrouter.kernel.routing.request import RoutingSettings
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.routing.fleet_links import links_of
+from kvrouter.kernel.routing.interface import RoutingSettings
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from tests.kernel.unit.test_placer import place, placer_of
 from tests.support.fleets import card
 
@@ -131,7 +131,7 @@ def test_a_short_prompt_that_fails_says_nothing_of_broken_pairs() -> None:
     local = place(placer)
     assert local.decision.prefill is None
     placer.circuits.failed(local, Leg.AGGREGATED, Fault.LOST, since_s=0.0, now_s=1.0)
-    assert not placer.fleet.broken_pairs.whole_failed
+    assert not placer.fleet.broken_pairs.aggregated_failed
 
 
 def test_links_are_kept_while_nobody_moves() -> None:

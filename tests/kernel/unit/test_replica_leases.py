@@ -29,7 +29,7 @@ from kvrouter.core.sync import (
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.journal import Journal, SharedLedger, pieces
 from kvrouter.kernel.ledger.port import NativeLedger
-from kvrouter.kernel.ledger.replicas import NEWS_AGE_S, Asks, Replicas
+from kvrouter.kernel.ledger.replicas import BOOKING_DELAY_S, Asks, Replicas
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 HERE, THERE = RouterId("here"), RouterId("there")
@@ -47,9 +47,15 @@ class Here:
     def share(self, fleet: Fleet, ledger: NativeLedger) -> None:
         """The model has this fleet and this ledger from now on."""
         self.fleet, self.ledger = fleet, ledger
-        self.replicas.share(fleet, ledger, on_less=self._on_less, before_more=lambda _now_s: None, now_s=0.0)
+        self.replicas.share(
+            fleet,
+            ledger,
+            on_load_decrease=self._on_load_decrease,
+            before_load_increase=lambda _now_s: None,
+            now_s=0.0,
+        )
 
-    def _on_less(self) -> None:
+    def _on_load_decrease(self) -> None:
         self.less += 1
 
     def join(self, worker: int, incarnation: int = 1) -> None:
@@ -374,7 +380,7 @@ def test_the_rate_of_others_requests_is_known_and_fades() -> None:
     here.replicas.tick(now_s=1.0)
     here.hear(1, lease("a"), lease("b"), structs.replace(lease("b"), leg_number=0))
     here.replicas.tick(now_s=2.0)
-    assert here.replicas.unseen(MODEL) == 1.0 * NEWS_AGE_S  # two a second, and none before
+    assert here.replicas.unseen(MODEL) == 1.0 * BOOKING_DELAY_S  # two a second, and none before
     here.replicas.tick(now_s=3.0)
-    assert here.replicas.unseen(MODEL) == 0.5 * NEWS_AGE_S
+    assert here.replicas.unseen(MODEL) == 0.5 * BOOKING_DELAY_S
     assert here.replicas.unseen(ModelName("other")) == 0.0

@@ -19,9 +19,9 @@ from kvrouter.fleetfile.decision import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.kernel.routing.costs.time import predictor_of, prompt_s
-from kvrouter.kernel.routing.links import links_of
-from kvrouter.kernel.routing.request import CostInput, Speeds
-from kvrouter.kernel.topology.links import Link, LinkState, LinkTable
+from kvrouter.kernel.routing.fleet_links import links_of
+from kvrouter.kernel.routing.interface import CostInput, Speeds
+from kvrouter.kernel.topology.link_table import Link, LinkState, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
 
 BLOCK = 16

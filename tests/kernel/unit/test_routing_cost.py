@@ -12,7 +12,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId, Work
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 
 BLOCK = 4
 

@@ -9,7 +9,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, route, route_decode
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.kernel.topology.policy import Fallback, Required, TransferConstraint
 
 REQUEST = RouteRequest(RequestId("r"), 8, 2)

@@ -8,8 +8,8 @@ from msgspec import structs
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import route
+from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, View
 from kvrouter.kernel.routing.pick import UNSEEN_MAX, draw_unseen
-from kvrouter.kernel.routing.request import RouteRequest, RoutingSettings, View
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 

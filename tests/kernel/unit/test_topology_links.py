@@ -3,7 +3,7 @@ from math import inf, nan
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.kernel.topology.links import (
+from kvrouter.kernel.topology.link_table import (
     ACROSS_LINK,
     NO_SHARED_LEVEL,
     SAME_LEVEL_LINK,

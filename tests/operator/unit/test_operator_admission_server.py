@@ -137,7 +137,7 @@ async def opened(
     data = secret()
     certificate = ServingCertificate(*write(folder, data))
     found = Opened("", Heard(), data, folder)
-    door = AdmissionServer(
+    server = AdmissionServer(
         read_cluster_info=read_cluster_info,
         labels=labels,
         tried=tried,
@@ -153,12 +153,12 @@ async def opened(
         reviews_max=reviews_max,
         bindings_max=bindings_max,
     )
-    port = await door.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", 0)
     found.url = f"https://localhost:{port}"
     try:
         yield found
     finally:
-        await door.stop()
+        await server.stop()
 
 
 def review(document: JsonValue) -> Document:
@@ -196,7 +196,7 @@ async def bound(client: aiohttp.ClientSession, question: Document) -> Document:
 
 
 async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door, door.client() as client:
+    async with opened(tmp_path) as server, server.client() as client:
         response = await bound(client, binding("mine", labels={"a/zone": "forged"}))
         assert response["patchType"] == "JSONPatch"
         assert json.loads(base64.b64decode(str(response["patch"]))) == [
@@ -204,7 +204,7 @@ async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> No
         ]
         for other in ("odd", "theirs"):
             assert "patch" not in await bound(client, binding(other))
-    assert door.heard.labels == [{"a/zone": "fleet-n1"}, None, {}]
+    assert server.heard.labels == [{"a/zone": "fleet-n1"}, None, {}]
 
 
 async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path)
         await asyncio.Event().wait()
         return {}
 
-    async with opened(tmp_path, labels=never, labels_s=0.05) as door, door.client() as client:
+    async with opened(tmp_path, labels=never, labels_s=0.05) as server, server.client() as client:
         assert "patch" not in await bound(client, binding("mine"))
-    assert door.heard.labels == [None]
+    assert server.heard.labels == [None]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ async def test_what_is_no_binding_is_reported_so(tmp_path: Path, part: Document,
     assert isinstance(request, dict)
     request.update(part)
     async with (
-        opened(tmp_path) as door,
-        door.client() as client,
+        opened(tmp_path) as server,
+        server.client() as client,
         client.post("/bind", json=question) as answer,
     ):
         assert answer.status == 400
@@ -249,7 +249,7 @@ async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Pat
         await go.wait()
         return {}
 
-    async with opened(tmp_path, labels=held, bindings_max=1) as door, door.client() as client:
+    async with opened(tmp_path, labels=held, bindings_max=1) as server, server.client() as client:
         first = asyncio.create_task(bound(client, binding("mine")))
         await entered.wait()
         async with client.post("/bind", json=binding("mine")) as answer:
@@ -261,14 +261,14 @@ async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Pat
 
 
 async def test_a_question_is_answered(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door, door.client() as client:
+    async with opened(tmp_path) as server, server.client() as client:
         async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
             assert answer.status == 200
             assert (await answer.json())["response"] == {"uid": "1-2", "allowed": True}
         async with client.post("/validate", json=review({})) as answer:
             response = (await answer.json())["response"]
             assert (response["allowed"], response["status"]["message"]) == (False, "spec: is required")
-    assert [verdict.is_allowed for verdict in door.heard.verdicts] == [True, False]
+    assert [verdict.is_allowed for verdict in server.heard.verdicts] == [True, False]
 
 
 async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -
         asked.append(review.uid)
         return Verdict((Problem(("spec", "components", 1), "no room"),))
 
-    async with opened(tmp_path, tried=refusing) as door, door.client() as client:
+    async with opened(tmp_path, tried=refusing) as server, server.client() as client:
         for graph, reported in (
             ({"labelKey": "a/zone", "domain": "zone"}, "no room"),
             ({"domain": "zone"}, ""),
@@ -301,11 +301,11 @@ async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -
     ],
 )
 async def test_what_is_no_question_is_reported_so(tmp_path: Path, body: bytes, reason: str) -> None:
-    async with opened(tmp_path) as door, door.client() as client:
+    async with opened(tmp_path) as server, server.client() as client:
         async with client.post("/validate", data=body) as answer:
             assert answer.status == 400
             assert reason in await answer.text()
-        assert reason in door.heard.reasons[0]
+        assert reason in server.heard.reasons[0]
 
 
 def body_of(document: JsonValue) -> io.BytesIO:
@@ -325,7 +325,7 @@ async def test_a_large_object_is_read_and_judged_off_the_loop(
     monkeypatch.setattr(server_module, "judged", noted)
     document = deployment(graph=POLICY)
     document.update({f"x{n}": n for n in range(200_000)})
-    async with opened(tmp_path, body_bytes_max=BODY_BYTES_MAX) as door, door.client() as client:
+    async with opened(tmp_path, body_bytes_max=BODY_BYTES_MAX) as server, server.client() as client:
         async with client.post("/validate", data=body_of(document)) as answer:
             response = (await answer.json())["response"]
         assert response["allowed"]
@@ -339,7 +339,7 @@ async def test_a_large_object_is_read_and_judged_off_the_loop(
 
 
 async def test_a_body_has_a_limit(tmp_path: Path) -> None:
-    async with opened(tmp_path, body_bytes_max=1_000) as door, door.client() as client:
+    async with opened(tmp_path, body_bytes_max=1_000) as server, server.client() as client:
         async with client.post("/validate", json=review("x" * 1_000)) as answer:
             assert answer.status == 413
         async with client.post("/validate", json=review("x")) as answer:
@@ -350,7 +350,7 @@ async def test_a_binding_has_a_smaller_limit_and_tells_its_length(tmp_path: Path
     async def without_length() -> AsyncIterator[bytes]:
         yield b"{}"
 
-    async with opened(tmp_path, body_bytes_max=2 * BINDING_BYTES_MAX) as door, door.client() as client:
+    async with opened(tmp_path, body_bytes_max=2 * BINDING_BYTES_MAX) as server, server.client() as client:
         for body in (b" " * (BINDING_BYTES_MAX + 1), without_length()):
             async with client.post("/bind", data=body) as answer:
                 assert answer.status == 413
@@ -364,8 +364,8 @@ async def test_a_body_that_does_not_end_is_not_waited_for(tmp_path: Path) -> Non
         await asyncio.Event().wait()
 
     async with (
-        opened(tmp_path, body_s=0.05) as door,
-        door.client() as client,
+        opened(tmp_path, body_s=0.05) as server,
+        server.client() as client,
         client.post("/validate", data=slow()) as answer,
     ):
         assert answer.status == 408
@@ -386,8 +386,8 @@ async def test_a_cluster_that_does_not_answer_counts_as_unread(tmp_path: Path) -
         (refused, SOON_S, "nobody is there"),
     ):
         async with (
-            opened(tmp_path, read_cluster_info=read_cluster_info, info_timeout_s=info_timeout_s) as door,
-            door.client() as client,
+            opened(tmp_path, read_cluster_info=read_cluster_info, info_timeout_s=info_timeout_s) as server,
+            server.client() as client,
         ):
             async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
                 response = (await answer.json())["response"]
@@ -404,7 +404,7 @@ async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
         await go.wait()
         return GROVE
 
-    async with opened(tmp_path, read_cluster_info=held, reviews_max=1) as door, door.client() as client:
+    async with opened(tmp_path, read_cluster_info=held, reviews_max=1) as server, server.client() as client:
 
         async def ask() -> int:
             async with client.post("/validate", json=review(deployment())) as answer:
@@ -419,27 +419,27 @@ async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
 
 
 async def test_probes(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door, door.client() as client:
-        door.not_ready = "the cluster was not read yet"
+    async with opened(tmp_path) as server, server.client() as client:
+        server.not_ready = "the cluster was not read yet"
         async with client.get("/readyz") as answer:
             assert (answer.status, await answer.text()) == (503, "the cluster was not read yet\n")
-        door.not_ready = None
+        server.not_ready = None
         for path in ("/readyz", "/healthz"):
             async with client.get(path) as answer:
                 assert answer.status == 200
 
 
 async def test_another_certificate_is_shown_when_its_files_change(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door, door.client() as before:
+    async with opened(tmp_path) as server, server.client() as before:
         async with before.get("/healthz") as answer:
             assert answer.status == 200
         other = secret()
         write(tmp_path, other)
-        while await asyncio.wait_for(door.heard.certificates.get(), SOON_S) != "changed":
+        while await asyncio.wait_for(server.heard.certificates.get(), SOON_S) != "changed":
             pass
-        async with door.client(other) as after, after.get("/healthz") as answer:
+        async with server.client(other) as after, after.get("/healthz") as answer:
             assert answer.status == 200
-        async with door.client() as stranger:
+        async with server.client() as stranger:
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await stranger.get("/healthz")
         async with before.get("/healthz") as answer:
@@ -447,11 +447,11 @@ async def test_another_certificate_is_shown_when_its_files_change(tmp_path: Path
 
 
 async def test_files_that_do_not_fit_leave_what_is_shown(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
+    async with opened(tmp_path) as server:
         (tmp_path / SERVING_KEY).write_bytes(secret()[SERVING_KEY])
-        reason = await asyncio.wait_for(door.heard.certificates.get(), SOON_S)
+        reason = await asyncio.wait_for(server.heard.certificates.get(), SOON_S)
         assert str(tmp_path / SERVING_CERT) in reason
-        async with door.client() as client, client.get("/healthz") as answer:
+        async with server.client() as client, client.get("/healthz") as answer:
             assert answer.status == 200
 
 
@@ -461,8 +461,8 @@ def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
 
 
 async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
-    async with opened(tmp_path) as door:
-        port = int(door.url.rpartition(":")[2])
+    async with opened(tmp_path) as server:
+        port = int(server.url.rpartition(":")[2])
         other = AdmissionServer(
             read_cluster_info=known,
             labels=placed,

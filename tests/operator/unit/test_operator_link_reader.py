@@ -59,8 +59,8 @@ async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[MetricsEndpoi
 
 
 async def test_a_page_is_read() -> None:
-    async with answering(OK + b"\r\n" + PAGE) as (door, heads):
-        assert await read_page(door) == (LINK,)
+    async with answering(OK + b"\r\n" + PAGE) as (endpoint, heads):
+        assert await read_page(endpoint) == (LINK,)
     (head,) = heads
     assert head.startswith(b"GET /metrics HTTP/1.1\r\n")
     assert b"gzip" not in head
@@ -75,13 +75,13 @@ async def test_a_long_page_of_other_lines_is_read() -> None:
         writer.write(PAGE + b"\n")
         await writer.drain()
 
-    async with answering(long) as (door, _):
-        assert await read_page(door) == (LINK,)
+    async with answering(long) as (endpoint, _):
+        assert await read_page(endpoint) == (LINK,)
 
 
 async def test_a_frontend_that_knows_nothing_has_no_links() -> None:
-    async with answering(OK + b"\r\n") as (door, _):
-        assert await read_page(door) == ()
+    async with answering(OK + b"\r\n") as (endpoint, _):
+        assert await read_page(endpoint) == ()
 
 
 def endless(part: bytes) -> Answer:
@@ -124,15 +124,15 @@ def endless(part: bytes) -> Answer:
     ],
 )
 async def test_what_is_no_whole_page_is_not_read(answer: bytes | Answer) -> None:
-    async with asyncio.timeout(30.0), answering(answer) as (door, _):
-        assert await read_page(door) is None
+    async with asyncio.timeout(30.0), answering(answer) as (endpoint, _):
+        assert await read_page(endpoint) is None
 
 
 async def test_nobody_is_asked_whom_a_frontend_names() -> None:
     async with answering(OK + b"\r\n" + PAGE) as (other, others_heads):
         redirect = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n"
-        async with answering(redirect.encode()) as (door, heads):
-            assert await read_page(door) is None
+        async with answering(redirect.encode()) as (endpoint, heads):
+            assert await read_page(endpoint) is None
     assert (len(heads), others_heads) == (1, [])
 
 
@@ -140,8 +140,8 @@ async def test_what_is_held_of_a_page_is_bounded_apart_from_its_length() -> None
     line = b"kvrouter_link_slow{}\n"
     page = OK + b"\r\n" + line * (HELD_BYTES_MAX // len(line) + 10_000)
     assert len(page) < PAGE_BYTES_MAX
-    async with answering(page) as (door, _):
-        assert await read_page(door) is None
+    async with answering(page) as (endpoint, _):
+        assert await read_page(endpoint) is None
 
 
 async def test_a_frontend_that_never_answers_is_given_up(set_constants: SetConstants) -> None:
@@ -153,15 +153,15 @@ async def test_a_frontend_that_never_answers_is_given_up(set_constants: SetConst
         await writer.drain()
         await left.wait()
 
-    async with asyncio.timeout(30.0), answering(silent) as (door, _):
-        assert await read_page(door) is None
+    async with asyncio.timeout(30.0), answering(silent) as (endpoint, _):
+        assert await read_page(endpoint) is None
         left.set()
 
 
 async def test_nobody_at_a_port_is_no_error() -> None:
-    async with answering(b"") as (door, _):
+    async with answering(b"") as (endpoint, _):
         pass
-    assert await read_page(door) is None
+    assert await read_page(endpoint) is None
 
 
 class Frontends:
@@ -173,11 +173,11 @@ class Frontends:
         self.changed: list[Key] = []
         self.reader = LinkReader(self.changed.append, clock=lambda: self.now_s, read_page=self.read_page)
 
-    async def read_page(self, door: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
-        return self.pages.get(door)
+    async def read_page(self, endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+        return self.pages.get(endpoint)
 
-    def shown(self, key: Key = ONE, door: MetricsEndpoint | None = DOOR) -> tuple[LinkStatus, ...]:
-        return self.reader.follow(key, door, None)
+    def shown(self, key: Key = ONE, endpoint: MetricsEndpoint | None = DOOR) -> tuple[LinkStatus, ...]:
+        return self.reader.follow(key, endpoint, None)
 
 
 async def test_what_is_read_is_shown_and_only_a_change_is_reported() -> None:
@@ -195,22 +195,22 @@ async def test_what_is_read_is_shown_and_only_a_change_is_reported() -> None:
     assert (fleet.shown(), fleet.changed) == ((OTHER,), [ONE, ONE])
 
 
-@pytest.mark.parametrize("door", [DOOR, None])
-async def test_what_cannot_be_read_again_stays_for_a_while(door: MetricsEndpoint | None) -> None:
+@pytest.mark.parametrize("endpoint", [DOOR, None])
+async def test_what_cannot_be_read_again_stays_for_a_while(endpoint: MetricsEndpoint | None) -> None:
     fleet = Frontends()
     fleet.shown()
     fleet.pages[DOOR] = (LINK,)
     fleet.now_s = 100.0
     await fleet.reader.read()
     del fleet.pages[DOOR]
-    fleet.shown(door=door)
+    fleet.shown(endpoint=endpoint)
     fleet.now_s += KEPT_S - 1
     await fleet.reader.read()
-    assert (fleet.shown(door=door), fleet.changed) == ((LINK,), [ONE])
+    assert (fleet.shown(endpoint=endpoint), fleet.changed) == ((LINK,), [ONE])
     fleet.now_s += 1
     await fleet.reader.read()
     await fleet.reader.read()
-    assert (fleet.shown(door=door), fleet.changed) == ((), [ONE, ONE])
+    assert (fleet.shown(endpoint=endpoint), fleet.changed) == ((), [ONE, ONE])
 
 
 async def test_a_frontend_that_forgot_everything_shows_nothing() -> None:
@@ -238,10 +238,10 @@ async def test_a_deployment_that_is_gone_is_not_read_and_not_reported() -> None:
     fleet.pages[DOOR] = (LINK,)
     began, may_end = asyncio.Event(), asyncio.Event()
 
-    async def slow(door: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+    async def slow(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
         began.set()
         await may_end.wait()
-        return fleet.pages[door]
+        return fleet.pages[endpoint]
 
     fleet.reader = LinkReader(fleet.changed.append, clock=lambda: 0.0, read_page=slow)
     fleet.shown()
@@ -257,11 +257,11 @@ async def test_one_that_does_not_answer_holds_up_no_other_and_few_are_read_at_on
     now, most = 0, 0
     free = asyncio.Event()
 
-    async def read(door: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+    async def read(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
         nonlocal now, most
         now += 1
         most = max(most, now)
-        if door.port == 1:
+        if endpoint.port == 1:
             await free.wait()
         else:
             await asyncio.sleep(0)

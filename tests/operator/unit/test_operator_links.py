@@ -219,7 +219,7 @@ def frontend(name: str, *, address: str | None = "10.0.0.1", ready: bool = True,
     )
 
 
-def door(*pods: Pod, port: str | None = None) -> MetricsEndpoint | None:
+def endpoint(*pods: Pod, port: str | None = None) -> MetricsEndpoint | None:
     variables: list[JsonValue] = [] if port is None else [{"name": "DYN_HTTP_PORT", "value": port}]
     template: JsonValue = {"spec": {"containers": [{"name": "main", "env": variables}]}}
     return metrics_endpoint(planned(deployment(pods={"frontend": template}), defaults=DEFAULTS), pods)
@@ -228,21 +228,21 @@ def door(*pods: Pod, port: str | None = None) -> MetricsEndpoint | None:
 def test_the_first_ready_frontend_by_name_is_read() -> None:
     first = frontend("b", address="10.0.0.2")
     others = [frontend("c"), frontend("a", ready=False), frontend("aa", over=True)]
-    assert door(others[0], first, *others[1:]) == MetricsEndpoint("10.0.0.2", 8000)
+    assert endpoint(others[0], first, *others[1:]) == MetricsEndpoint("10.0.0.2", 8000)
 
 
 def test_its_port_is_that_of_its_service() -> None:
-    assert door(frontend("a"), port="9000") == MetricsEndpoint("10.0.0.1", 9000)
+    assert endpoint(frontend("a"), port="9000") == MetricsEndpoint("10.0.0.1", 9000)
 
 
 def test_workers_are_not_read() -> None:
     worker = Pod("a", labels={"kvrouter.dev/component": "decode"}, is_ready=True, address="10.0.0.1")
-    assert door(worker) is None
+    assert endpoint(worker) is None
 
 
 @pytest.mark.parametrize("address", [None, "", "example.com", "10.0.0.1/x?"])
 def test_what_is_no_address_is_not_read(address: str | None) -> None:
-    assert door(frontend("a", address=address)) is None
+    assert endpoint(frontend("a", address=address)) is None
 
 
 def test_addresses_of_both_kinds_make_a_url() -> None:

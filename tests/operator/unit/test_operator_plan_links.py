@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.fleetfile.fleet_file import LinksSpec
-from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.api.grove import ClusterTopology
 from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX, LevelQoS, LinkQoS, NetworkQoS, PairQoS

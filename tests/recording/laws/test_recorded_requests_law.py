@@ -20,7 +20,7 @@ from kvrouter.core.requests import GenerateRequest, KvLoss, Leg, Sampling
 from kvrouter.kernel.journey import Shape
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.request_driver import Attempt
-from kvrouter.kernel.routing.request import Decision, Pick, RouteRequest
+from kvrouter.kernel.routing.interface import Decision, Pick, RouteRequest
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.recording.request import LegFields, RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
@@ -135,7 +135,7 @@ DECISIONS = st.builds(
 @st.composite
 def trails(draw: st.DrawFn, prompt: Prompt) -> Attempt:
     placement = Placement(
-        wanted=RouteRequest(RequestId("r"), 1, 1),
+        route_request=RouteRequest(RequestId("r"), 1, 1),
         decision=draw(DECISIONS),
         prompt=prompt,
         token_ids=array("I"),

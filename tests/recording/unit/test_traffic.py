@@ -25,7 +25,7 @@ from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerC
 from kvrouter.kernel.journey import Shape
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.request_driver import Attempt
-from kvrouter.kernel.routing.request import Decision, Pick, RouteRequest
+from kvrouter.kernel.routing.interface import Decision, Pick, RouteRequest
 from kvrouter.recording.files import RecordingFolder, recording_files
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.salt import Salt
@@ -130,7 +130,7 @@ def pair() -> Placement:
     prefill = Pick(Slot(0), RANKS[0], Leg.PREFILL, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 2)
     prompt = Prompt(array("I", range(40)), block_size=16)
     return Placement(
-        wanted=RouteRequest(request_id, 40, 3),
+        route_request=RouteRequest(request_id, 40, 3),
         decision=Decision(request_id, 0, RouterMode.KV, decode, prefill),
         prompt=prompt,
         token_ids=array("I", range(40)),

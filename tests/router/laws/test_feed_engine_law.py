@@ -18,7 +18,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
-from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.engine import MockEngine
 from kvrouter.kernel.feed.states import FeedState
@@ -52,7 +52,7 @@ class BadWire:
     def __init__(self, chance: random.Random) -> None:
         self.is_bad = True
         self.desk = RecoveryAnswers()
-        self.source = EventSource(EventLane.MEMORY)
+        self.source = EventSource(EventTransport.MEMORY)
         self._chance = chance
         self._held_back: list[bytes] = []
         self._sinks: list[BatchSink] = []

@@ -10,10 +10,10 @@ from msgspec import structs
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import LinkName, LinkNews, LinkSeen
+from kvrouter.core.sync import LinkName, LinkSample, LinkUpdate
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.placement.link_speeds import FORGET_S
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.router_service import RECALLED_S, RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
@@ -25,12 +25,12 @@ from tests.support.waits import until
 LINK = LinkName((("zone", "a"),), "b")
 
 
-def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> LinkNews:
+def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> LinkUpdate:
     seen = [
-        LinkSeen(RouterId("x"), each, LINK, 2e-3, 3.125e9, float(n - each), 0.1, 0.1 * slowness)
+        LinkSample(RouterId("x"), each, LINK, 2e-3, 3.125e9, float(n - each), 0.1, 0.1 * slowness)
         for each in range(n)
     ]
-    return LinkNews(RouterId("x"), MODEL, table or LinkTable().digest(), tuple(seen))
+    return LinkUpdate(RouterId("x"), MODEL, table or LinkTable().digest(), tuple(seen))
 
 
 async def a_bench(path: Path | None) -> tuple[Bench, KvRouterConfig]:
@@ -57,7 +57,7 @@ async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_t
     bench, config = await a_bench(path)
     async with keeping_learned_links(config, bench.service, clock=lambda: now_s[0]):
         bench.discovery.put(card(1))
-        bench.model.placer.transfers.on_news(news(), now_s=bench.model.clock(), aged_s=0.0)
+        bench.model.placer.transfers.on_link_update(news(), now_s=bench.model.clock(), aged_s=0.0)
         assert slowness(bench.service)[0] > 9.0
     bench.service.stop()
     for away_s, least, most in ((1.0, 9.0, 10.0), (FORGET_S, 2.9, 3.2), (20 * FORGET_S, 1.0, 1.01)):

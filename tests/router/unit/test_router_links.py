@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.decision import routing_settings
 from kvrouter.fleetfile.link_table import link_warnings, read_links
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
 from tests.support.fleets import Bench, card
@@ -59,7 +59,7 @@ def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_wit
     assert routing_settings(blocks, of_file).links is None
     assumed = routing_settings(KvRouterConfig(router_cost="time"), None).links
     assert assumed is not None
-    assert assumed.says_as(LinkTable())
+    assert assumed.has_same_links(LinkTable())
 
 
 def test_a_weight_without_links_is_warned_of() -> None:

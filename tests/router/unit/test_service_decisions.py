@@ -3,7 +3,7 @@
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.kernel.routing.request import Decision, Pick
+from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.router.model_router import ATTEMPTS_MAX, DecisionLog
 from tests.support.fleets import MODEL
 

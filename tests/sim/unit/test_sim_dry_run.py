@@ -183,7 +183,7 @@ def test_a_request_is_refused_where_the_router_s_own_decision_refuses_it(
         while fleet.next_s is not None and fleet.next_s <= each.at_s + 0.0005:
             fleet.step()
         try:
-            route(fleet.asks(each, whole=False), fleet.view)
+            route(fleet.asks(each, aggregated=False), fleet.view)
         except RoutingRefused:
             assert done.verdicts[each.number] is Verdict.REFUSED
         else:

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 from kvrouter.sim.replay.carriage import Moved, Places
 from kvrouter.sim.replay.outcome import Move, Outcome
 from kvrouter.sim.replay.outcomes import Outcomes

@@ -10,7 +10,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Slot
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import FloatColumn
-from kvrouter.kernel.routing.request import PickInput
+from kvrouter.kernel.routing.interface import PickInput
 from kvrouter.sim.policies.balancers import RoundRobin
 from kvrouter.sim.policies.registry import RULES, parse_rule
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop

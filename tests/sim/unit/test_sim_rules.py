@@ -13,7 +13,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs
-from kvrouter.kernel.routing.request import PickInput, RouteRequest, RoutingSettings, View
+from kvrouter.kernel.routing.interface import PickInput, RouteRequest, RoutingSettings, View
 from kvrouter.sim.policies.registry import GRID_MAX, RULES, parse_rule
 from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.sim_fleet import SlotLoads

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvrouter.core.requests import Leg
-from kvrouter.kernel.routing.request import Columns, CostRule, LegInput, Needs, RouteRequest, View
+from kvrouter.kernel.routing.interface import Columns, CostRule, LegInput, Needs, RouteRequest, View
 
 
 class ToyCost(CostRule):

@@ -5,9 +5,9 @@ import pytest
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.kernel.placement.link_speeds import Seen
+from kvrouter.kernel.placement.link_speeds import TransferSample
 from kvrouter.kernel.placement.speeds import LearnedSpeeds, SpeedReading
-from kvrouter.kernel.topology.links import Link, SharedLink
+from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.support.constants import SetConstants
@@ -28,7 +28,7 @@ async def test_a_link_that_is_far_slower_than_its_table(seen_s: float, is_slow: 
         learned = model.placer.transfers.learned
         for at_s in range(40):
             link = SharedLink((("zone", "a"),), "b")
-            learned.note(Seen(link, Link(1e-3, 1e9), at_s - seen_s, float(at_s), 0.1, seen_s))
+            learned.note(TransferSample(link, Link(1e-3, 1e9), at_s - seen_s, float(at_s), 0.1, seen_s))
             learned.refresh((), now_s=float(at_s))
         report = await examined(here)
     if not is_slow:
@@ -49,7 +49,7 @@ async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
         slot = house.bench.model.fleet.slot_of(RANK)
         assert slot is not None
         for _ in range(10):
-            sums.saw(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model.clock())
+            sums.observed(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model.clock())
         report = await examined(house)
     finding = the_finding(report, "links", Severity.WARNING)
     assert finding.seen.startswith("they come 3 times as late as the engines' own transfers take")

@@ -11,7 +11,7 @@ from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
-from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_state import fleet_state
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.events.port import DropReason, EventSubscriber
@@ -122,17 +122,17 @@ class Lanes:
 
     def __init__(self) -> None:
         self.zmq, self.stream = HandEvents(), HandEvents()
-        lanes: dict[EventLane, EventSubscriber] = {
-            EventLane.ZMQ: self.zmq,
-            EventLane.JETSTREAM: self.stream,
+        lanes: dict[EventTransport, EventSubscriber] = {
+            EventTransport.ZMQ: self.zmq,
+            EventTransport.JETSTREAM: self.stream,
         }
-        self.foreign: list[tuple[EventLane, DropReason]] = []
+        self.foreign: list[tuple[EventTransport, DropReason]] = []
         self.both = CombinedSubscriber(
             lanes, on_foreign=lambda lane, error: self.foreign.append((lane, error.reason))
         )
 
 
-def on(lane: EventLane, worker_id: int) -> WorkerCard:
+def on(lane: EventTransport, worker_id: int) -> WorkerCard:
     return replace(card(worker_id), event_source=EventSource(lane))
 
 
@@ -140,8 +140,8 @@ async def test_each_worker_of_a_mixed_fleet_is_heard_and_asked_on_its_own_lane()
     lanes = Lanes()
     loads: list[LoadReport] = []
     end = lanes.both.subscribe(lambda _batch: None, loads.append)
-    end_first = lanes.both.follow(on(EventLane.ZMQ, 1))
-    lanes.both.follow(on(EventLane.JETSTREAM, 2))
+    end_first = lanes.both.follow(on(EventTransport.ZMQ, 1))
+    lanes.both.follow(on(EventTransport.JETSTREAM, 2))
     assert (lanes.zmq.followed, lanes.stream.followed) == ([1], [2])
     for ear, worker_id in ((lanes.zmq, 1), (lanes.stream, 2)):
         ear.load(LoadReport(card(worker_id).ranks()[0], 3, 9))
@@ -161,13 +161,13 @@ async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
     batches: list[KvBatch] = []
     loads: list[LoadReport] = []
     lanes.both.subscribe(batches.append, loads.append)
-    lanes.both.follow(on(EventLane.ZMQ, 1))
+    lanes.both.follow(on(EventTransport.ZMQ, 1))
     rank = card(1).ranks()[0]
     batch, report = KvBatch(rank, Epoch(1), EventId(0), ()), LoadReport(rank, 3, 9)
     lanes.stream.load(report)
     assert (loads, lanes.foreign) == ([], []), "both lanes of NATS hear the loads of all workers"
     lanes.stream.batch(batch)
-    assert (batches, lanes.foreign) == ([], [(EventLane.JETSTREAM, DropReason.OTHER_TRANSPORT)])
+    assert (batches, lanes.foreign) == ([], [(EventTransport.JETSTREAM, DropReason.OTHER_TRANSPORT)])
     lanes.zmq.load(report)
     lanes.zmq.batch(batch)
     assert (batches, loads, len(lanes.foreign)) == ([batch], [report], 1)
@@ -178,6 +178,6 @@ async def test_a_worker_on_a_lane_that_is_not_heard_is_reported_of_and_used(
 ) -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     bench = Bench(plane, subscriber=Lanes().both)
-    await bench.start(on(EventLane.NATS, 1))
+    await bench.start(on(EventTransport.NATS, 1))
     assert "config_warning" in caplog.text
     await read_all(bench)

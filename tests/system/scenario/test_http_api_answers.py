@@ -14,8 +14,8 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Enforcement, KvTransfers, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.kernel.placement.link_speeds import Seen
-from kvrouter.kernel.topology.links import Link, SharedLink
+from kvrouter.kernel.placement.link_speeds import TransferSample
+from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.recording.files import RecordingFolder
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.salt import Salt
@@ -231,7 +231,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
             await house.complete([5] * 40, **needs("own"))
         learned, link = model.placer.transfers.learned, SharedLink((("zone", "a"),), "b")
         for at_s in range(40):
-            learned.note(Seen(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
+            learned.note(TransferSample(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
             learned.refresh((), now_s=float(at_s))
         for n in range(2):
             fetched = KvTransfers(10 * n, 10**9 * n, 1.0 * n, n)
@@ -239,7 +239,9 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
             report = LoadReport(rank(1), 7, 1000, kv_transfers=fetched, kv_events_skipped=skipped)
             house.bench.events.load(report)
         for _ in range(10):
-            model.placer.transfers.engine_sums.saw(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
+            model.placer.transfers.engine_sums.observed(
+                Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock()
+            )
         for _ in range(prompt_shapes.ANSWERS_MIN):
             model.engine_reports.shapes.note(
                 "chat user",

@@ -4,7 +4,7 @@ from msgspec import structs
 
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.kernel.topology.links import LinkLoad, SharedLink
+from kvrouter.kernel.topology.link_table import LinkLoad, SharedLink
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import card
@@ -38,7 +38,7 @@ def hand_on(router: ReplicaRouter, seconds: float, *, n: int) -> None:
     for _ in range(n):
         transfer = transfers.begin(transfers.table, Slot(0), Slot(1), 1000)
         now_s = router.model.clock()
-        transfers.moves(transfer, is_clear=True, steps_s=0.0, now_s=now_s - seconds)
+        transfers.kv_ready(transfer, is_clear=True, steps_s=0.0, now_s=now_s - seconds)
         transfers.arrived(transfer, is_clear=True, steps_s=0.0, now_s=now_s)
 
 
@@ -109,7 +109,7 @@ async def test_a_router_that_was_given_other_figures_learns_nothing() -> None:
     await a.sync.start()
     await b.sync.start()
     hand_on(a, 1.0, n=8)
-    await until(lambda: any(type(message).__name__ == "LinkNews" for message in heard))
+    await until(lambda: any(type(message).__name__ == "LinkUpdate" for message in heard))
     await until(lambda: b.sync.counts().others.replicas == 1)
     assert slowness(b) == 1.0
     assert b.model.placer.transfers.learned.samples() == []

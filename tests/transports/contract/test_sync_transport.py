@@ -19,8 +19,8 @@ from kvrouter.core.sync import (
     Heartbeat,
     LeaseName,
     LinkName,
-    LinkNews,
-    LinkSeen,
+    LinkSample,
+    LinkUpdate,
     LinkUse,
     MarkPrefillCompleted,
     OutputBlocks,
@@ -102,14 +102,14 @@ MESSAGES: list[SyncMessage] = [
     StatePart(A, 1, 0, 2, (add(),)),
     StatePart(A, 1, 1, 2, ()),
     Goodbye(A),
-    LinkNews(
+    LinkUpdate(
         A,
         ModelName("m"),
         "digest",
-        (LinkSeen(B, 7, LINK, 1e-3, 1e9, 0.5, 0.1, 1.0), LinkSeen(A, 0, None, 0.0, 1.0, 0.0, 0.0, 0.0)),
+        (LinkSample(B, 7, LINK, 1e-3, 1e9, 0.5, 0.1, 1.0), LinkSample(A, 0, None, 0.0, 1.0, 0.0, 0.0, 0.0)),
         (LinkUse(LINK, 1e9, 2.5, 5e8, 0.5),),
     ),
-    LinkNews(A, ModelName("m"), "digest"),
+    LinkUpdate(A, ModelName("m"), "digest"),
 ]
 
 

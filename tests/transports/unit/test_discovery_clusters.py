@@ -10,7 +10,7 @@ from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.placement.placement import Draw
-from kvrouter.kernel.topology.links import Link, LinkTable
+from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records import clusters
 from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeBlockIndex
 from kvrouter.router.event_ingest import EventIngest
@@ -208,8 +208,8 @@ async def test_a_followed_worker_counts_on_the_subjects_of_its_own_component_alo
     async with two_ends(shared_nats) as ends:
         heard: list[object] = []
         ends.subscriber.subscribe(heard.append, heard.append)
-        unfollow_older = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
-        unfollow = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
+        unfollow_older = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventTransport.NATS)))
+        unfollow = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventTransport.NATS)))
         unfollow_older()
         client = ends.worker
         other = NatsEventPublisher(client, namespace=ends.namespace, component="prefill", token=TOKEN)

@@ -10,7 +10,7 @@ import zmq
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport
 from kvrouter.transports.events.encoding import (
     BATCH_MAX_BYTES,
     VERSION,
@@ -117,7 +117,7 @@ async def test_a_process_is_heard_only_for_the_workers_whose_cards_name_it() -> 
     try:
         async with closing(worker, router):
             source = EventSource(
-                EventLane.ZMQ, events=f"tcp://127.0.0.1:{port}", recovery=worker.plane.source.recovery
+                EventTransport.ZMQ, events=f"tcp://127.0.0.1:{port}", recovery=worker.plane.source.recovery
             )
             router.plane.follow(card(4, worker.plane.source))
             router.plane.follow(card(5, source))
@@ -147,7 +147,7 @@ async def test_what_cannot_be_read_is_counted_and_let_go() -> None:
         async with closing(worker, router):
             events = f"tcp://127.0.0.1:{port}"
             router.plane.follow(
-                card(4, EventSource(EventLane.ZMQ, events=events, recovery=worker.plane.source.recovery))
+                card(4, EventSource(EventTransport.ZMQ, events=events, recovery=worker.plane.source.recovery))
             )
             damaged = [b"", b"b", b"b\xc1", b"b" + encode_batch(batch(1))[:-1], b"l\x00", b"?x"]
             while len(router.batches) < 3:
@@ -274,7 +274,7 @@ async def test_loads_are_heard() -> None:
 
 async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:
     router = Router()
-    nowhere = EventSource(EventLane.ZMQ, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1")
+    nowhere = EventSource(EventTransport.ZMQ, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1")
     router.plane.follow(card(4, nowhere))
     asking = asyncio.create_task(router.plane.recover_snapshot(RANK))
     await asyncio.sleep(0)
@@ -286,11 +286,11 @@ async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        EventSource(EventLane.ZMQ),
-        EventSource(EventLane.ZMQ, events="tcp://127.0.0.1:1"),
-        EventSource(EventLane.NATS, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1"),
-        EventSource(EventLane.ZMQ, events="no endpoint", recovery="tcp://127.0.0.1:1"),
-        EventSource(EventLane.ZMQ, events="tcp://127.0.0.1:1", recovery="no endpoint"),
+        EventSource(EventTransport.ZMQ),
+        EventSource(EventTransport.ZMQ, events="tcp://127.0.0.1:1"),
+        EventSource(EventTransport.NATS, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1"),
+        EventSource(EventTransport.ZMQ, events="no endpoint", recovery="tcp://127.0.0.1:1"),
+        EventSource(EventTransport.ZMQ, events="tcp://127.0.0.1:1", recovery="no endpoint"),
     ],
 )
 async def test_a_card_that_does_not_say_where_is_refused(source: EventSource) -> None:

@@ -19,7 +19,7 @@ from kvrouter.core.events import (
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.core.workers import EventLane, EventSource, KvTransfers, LoadReport
+from kvrouter.core.workers import EventSource, EventTransport, KvTransfers, LoadReport
 from kvrouter.worker.kv_publisher import KvPublisher, RankMirror
 
 WORKER = WorkerId(3)
@@ -35,7 +35,7 @@ class Wire:
 
     @property
     def source(self) -> EventSource:
-        return EventSource(EventLane.MEMORY)
+        return EventSource(EventTransport.MEMORY)
 
     def publish(self, batch: KvBatch) -> None:
         self.batches.append(batch)

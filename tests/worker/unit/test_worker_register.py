@@ -6,8 +6,8 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, Taint, WorkerId
 from kvrouter.core.workers import (
     Enforcement,
-    EventLane,
     EventSource,
+    EventTransport,
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
@@ -62,7 +62,7 @@ async def test_the_role_follows_from_the_type(model_type: ModelType, disaggregat
 
 
 async def test_where_it_is_heard_and_what_it_is_tokenized_with_are_on_its_card() -> None:
-    source = EventSource(EventLane.ZMQ, "tcp://h:1", "tcp://h:2")
+    source = EventSource(EventTransport.ZMQ, "tcp://h:1", "tcp://h:2")
     card = await register_llm(
         MemoryDiscovery(),
         model="m",
@@ -77,7 +77,7 @@ async def test_where_it_is_heard_and_what_it_is_tokenized_with_are_on_its_card()
     )
     assert (card.event_source, card.tokenizer) == (source, "/models/m")
     alone = await register(MemoryDiscovery())
-    assert (alone.event_source.lane, alone.tokenizer) == (EventLane.MEMORY, None)
+    assert (alone.event_source.transport, alone.tokenizer) == (EventTransport.MEMORY, None)
 
 
 async def test_a_registered_worker_is_discovered() -> None:

@@ -38,11 +38,11 @@ def calibrate_engine(
     api_key: str | None = None,
     clock: Clock = time.monotonic,
 ) -> None:
-    """Measure the engine at ``url``, whose server asks for ``api_key``; fit, write the timing, and print
+    """Measure the engine at ``url``, whose server may ask for ``api_key``; fit, write the timing, and print
     predicted against measured.
 
-    Nothing is written before all has been measured and fitted. Raises ConfigError for options and files,
-    WorkerUnreachable and MeasurementFailed, with the URL, for what the engine answers.
+    Files are written only after all was measured and fitted. Raises ConfigError for options and files,
+    WorkerUnreachable and MeasurementFailed, with the URL, for the engine's answers.
     """
     mistake = url_mistake(url)
     if mistake is not None:
@@ -82,8 +82,8 @@ def fit_engine(
     n_fitted: int,
     on_round: Callable[[int], None] = lambda _: None,
 ) -> Calibrated:
-    """Fit a timing to a live engine's first ``n_fitted`` requests. The fit begins where the model's shape and
-    the GPUs lead one to expect it; without a shape, at what the requests that ran alone took.
+    """Fit a timing to a live engine's first ``n_fitted`` requests. The fit begins at the timing expected from
+    the model's shape and the GPUs; without a shape, at that of the requests that ran alone.
     """
     if shape is not None:
         return calibrate_from(run, roofline(run, shape), n_fitted=n_fitted, on_round=on_round)
@@ -133,7 +133,7 @@ def _queues(times: RequestTimes) -> bool:
 
 
 def _notes(engine: EngineDescription, measured: Measurement, run: MeasuredRun) -> list[str]:
-    """Return lines on what was measured, and on what was not and cannot be separated."""
+    """Return lines on the measured quantities, and on those that were not and cannot be separated."""
     n_known = sum(request.prefill_s is not None for request in measured.requests)
     times = measured.times
     lines = [f"{engine.served_model}: {run.n_requests} requests"]

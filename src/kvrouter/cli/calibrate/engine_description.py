@@ -1,4 +1,4 @@
-"""What a live engine says of itself, and a folder adds: its model, its sizes, its flags, its GPUs."""
+"""The description of a live engine, from its pages and a folder: model, sizes, flags, GPUs."""
 
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.sim.calibrate.measured_run import EngineFlags, RunHardware, RunMeta, read_hardware, read_json
 
 CONTEXT_TOKENS = 2_048
-"""The context of an engine that does not say how long it is; hardly any model has less."""
+"""The context of an engine that does not report it; hardly any model has less."""
 
 WORKERS = "kvrouter_worker_up"
 """The metric of a frontend of kvrouter that has a sample for each worker."""
@@ -42,7 +42,7 @@ class _SchedulerState(msgspec.Struct, frozen=True):
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
-    """What SGLang answers to ``/server_info``."""
+    """SGLang's answer to ``/server_info``."""
 
     page_size: Positive
     max_total_num_tokens: Positive
@@ -54,7 +54,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 
     @property
     def max_num_seqs(self) -> int | None:
-        """How many requests a rank runs at once: what its scheduler says, which knows where no flag does."""
+        """How many requests a rank runs at once: from its scheduler, which knows it without a flag."""
         for state in self.internal_states:
             if state.effective_max_running_requests_per_dp is not None:
                 return state.effective_max_running_requests_per_dp
@@ -62,10 +62,10 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 
 
 class EngineDescription(NamedTuple):
-    """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that says its shape.
+    """One engine. ``served_model`` is its name in requests, ``meta.model`` the one that gives its shape.
 
-    ``states_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just assumed.
-    ``notes`` are lines for the user on what neither the engine nor a file says.
+    ``states_flags``: ``max_num_seqs`` and ``max_num_batched_tokens`` are not just assumed. ``notes`` are
+    lines for the user on values that neither the engine nor a file gives.
     """
 
     served_model: str
@@ -77,7 +77,7 @@ class EngineDescription(NamedTuple):
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens of KV that one rank holds; None where that is unknown."""
+        """Tokens of KV that one rank holds; None if unknown."""
         flags = self.meta.engine_kwargs
         blocks = flags.num_gpu_blocks_override
         return None if blocks is None else blocks * flags.block_size
@@ -86,11 +86,11 @@ class EngineDescription(NamedTuple):
 async def describe_engine(
     server: EngineServer, *, model: str | None, folder: Path | None
 ) -> EngineDescription:
-    """Ask the engine behind ``server``, and read the files of ``folder`` that are there.
+    """Ask the engine behind ``server``, and read the existing files of ``folder``.
 
-    What the engine says wins. Raises ConfigError for a server of no model or of several, without ``model``,
-    for a frontend of several engines, and for files that cannot be read; WorkerUnreachable and ProtocolError
-    as the server's answers do.
+    The engine's values win. Raises ConfigError for a server of no model or of several, without ``model``, for
+    a frontend of several engines, and for unreadable files; WorkerUnreachable and ProtocolError as the
+    server's answers do.
     """
     page = await server.look("/v1/models")
     if page is None:
@@ -140,8 +140,8 @@ def _models(server: EngineServer, page: bytes) -> _Models:
 
 
 def _check_one(url: str, metrics: bytes) -> None:
-    """Raise ConfigError for a frontend of kvrouter with several workers: each has a timing of its own, and
-    together they answer as no engine does.
+    """Raise ConfigError for a frontend of kvrouter with several workers: each has its own timing, and their
+    combined answers match no engine.
     """
     workers = {sample.labels.get("worker") for sample in read_metrics(metrics, (WORKERS,)).get(WORKERS, ())}
     if len(workers) > 1:
@@ -164,7 +164,7 @@ def _served(models: _Models, url: str, model: str | None) -> _Model:
 
 
 def _meta(folder: Path | None, served: _Model) -> tuple[RunMeta, bool]:
-    """Return the engine's flags as far as they are known, and whether a file says them."""
+    """Return the known flags of the engine, and whether a file states them."""
     if folder is not None:
         if not folder.is_dir():
             raise ConfigError(f"--engine: {folder} is no folder", param="engine")
@@ -206,7 +206,7 @@ _server_infos = msgspec.json.Decoder(_ServerInfo)
 
 
 def _server_info(page: bytes | None) -> _ServerInfo | None:
-    """Return what SGLang says; None for another server, which may answer anything there."""
+    """Return SGLang's values; None for another server, which may answer anything there."""
     if page is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Requests sent to a live engine: what a client sees of each, and what the engine's metrics say of it."""
+"""Requests sent to a live engine: a client's observation of each, and the engine's metrics on them."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 COMPLETIONS = "/v1/completions"
 
 ROUND_TRIPS = 5
-"""Of so many small questions the fastest one says how long the way to the engine is."""
+"""The fastest of this many small requests gives the round trip to the engine."""
 
 OTHERS = "others use it, and their load would be measured too"
 
@@ -51,7 +51,7 @@ class MeasurementFailed(KvrouterError):
 
 
 class Measurement(NamedTuple):
-    """The measured requests in the order in which they were sent, and what metrics say of all of them.
+    """The measured requests in the order in which they were sent, and the metrics of all of them.
 
     ``times`` are sums over those requests; ``cached_tokens`` of their prompts were in the engine's cache.
     """
@@ -71,11 +71,11 @@ async def measure_engine(
     on_request: Callable[[int], None] = lambda _: None,
     clock: Clock = time.monotonic,
 ) -> Measurement:
-    """Send ``load``, and return what was measured, by ``clock``; ``on_request`` hears how many requests have
-    ended.
+    """Send ``load``, and return the measurement, by ``clock``; ``on_request`` is called with the number of
+    ended requests.
 
     Each request, its connection included, may take ``limit_s``. Raises MeasurementFailed, which names the URL
-    and what the server said, for the first request that fails, and where the engine served others meanwhile.
+    and the server's message, for the first request that fails, and if the engine served others meanwhile.
     """
     sender = _Sender(server, model, limit_s, clock)
     before = await _settled(server, None, 0)
@@ -115,7 +115,7 @@ def _check_alone(server: EngineServer, times: RequestTimes, n_sent: int) -> None
 
 
 async def _check_idle(server: EngineServer) -> None:
-    """Raise MeasurementFailed where requests run while none of those that were sent from here does."""
+    """Raise MeasurementFailed if requests run that were not sent from here."""
     for _ in range(SETTLE_TRIES):
         page = await server.metrics(RUNNING)
         n_running = None if page is None else read_running(page)
@@ -184,7 +184,7 @@ async def _settled(server: EngineServer, before: RequestTimes | None, n_ended: i
 
 
 async def _round_trip_s(server: EngineServer, clock: Clock) -> float:
-    """Return how long the fastest of a few small questions took."""
+    """Return the time of the fastest of a few small requests."""
     took: list[float] = []
     for _ in range(ROUND_TRIPS):
         began = clock()
@@ -254,7 +254,7 @@ class _Sender:
 
 
 class _Stream(NamedTuple):
-    """When each event with a piece of the answer came, and what the last event counts and says of times."""
+    """The times of the events with a piece of the answer, and the counts and times in the last event."""
 
     times_s: Sequence[float]
     usage: AnswerUsage | None
@@ -293,7 +293,7 @@ async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stre
 
 
 def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEvent | None]]:
-    """Yield the events that ``piece`` completes, and None for the word that there are no more."""
+    """Yield the events that ``piece`` completes, and None for the event that ends the stream."""
     for _, data in cutter.push(piece):
         if data == DONE:
             yield data, None

@@ -1,4 +1,4 @@
-"""``kvrouter calibrate``: the timing of a real engine from a measured run, and what it predicts."""
+"""``kvrouter calibrate``: the timing of a real engine from a measured run, and its predictions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None
 
 
 class Fitted(NamedTuple):
-    """A fit of ``model`` to ``source``; ``lines`` say on what its figures rest."""
+    """A fit of ``model`` to ``source``; ``lines`` state the basis of its figures."""
 
     source: str
     model: str
@@ -64,7 +64,7 @@ class Fitted(NamedTuple):
 
 
 def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None:
-    """Write the timing where that is asked for, and print predicted against measured."""
+    """Write the timing if that is asked for, and print predicted against measured."""
     source, model, run, calibrated, rows, lines = fitted
     if options.write_timing is not None:
         write_atomic(options.write_timing, timing_document(source, model, calibrated, lines).encode())
@@ -78,7 +78,7 @@ def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None
 
 
 def show_notes(lines: Sequence[str], written: Path | None, console: Console) -> None:
-    """Print on what the figures rest, and where the timing is."""
+    """Print the basis of the figures, and where the timing is."""
     for line in lines:
         console.print(Text(line))
     if written is not None:
@@ -86,8 +86,8 @@ def show_notes(lines: Sequence[str], written: Path | None, console: Console) -> 
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """One percentile of one quantity: seconds, and relative errors, which are None where a step's length is
-    what was measured; ``calibrated_s`` is None where nothing was fitted to.
+    """One percentile of one quantity: seconds, and relative errors, which are None if a step's length was
+    measured; ``calibrated_s`` is None without a fit.
     """
 
     quantity: str
@@ -100,8 +100,8 @@ class ComparedFigure(msgspec.Struct, frozen=True):
 
 
 class CalibrationReport(msgspec.Struct, frozen=True):
-    """All of a calibration, as it is written to JSON: the engine with its timing in milliseconds, and what it
-    predicts of requests that were not seen.
+    """The report of a calibration, as written to JSON: the engine with its timing in milliseconds, and its
+    predictions of requests that were not fitted to.
     """
 
     version: str
@@ -149,8 +149,8 @@ def calibration_report(
 
 
 def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequence[str]) -> str:
-    """Return the timing of ``model`` fitted to ``source``, in YAML; comments are ``lines`` on how far it can
-    be relied on, and what the engine of a fleet file needs besides.
+    """Return the timing of ``model`` fitted to ``source``, in YAML; comments are ``lines`` on its
+    reliability, and the other values for the engine of a fleet file.
     """
     config = calibrated.fitted
     figures = {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(config.timing).items()}
@@ -176,9 +176,9 @@ def timing_document(source: str, model: str, calibrated: Calibrated, lines: Sequ
 def show_comparison(
     source: str, run: MeasuredRun, calibrated: Calibrated, rows: Sequence[Comparison], console: Console
 ) -> None:
-    """Print a row for each quantity and percentile of the requests that were not seen.
+    """Print a row for each quantity and percentile of the requests that were not fitted to.
 
-    What is expected of hardware alone has its columns where ``run`` says on what hardware it was measured.
+    The values expected from hardware alone have columns if ``run`` states its hardware.
     """
     n_fitted = calibrated.n_fitted
     table = Table(title=Text(f"{source}: {run.n_requests - n_fitted} requests, predicted from {n_fitted}"))

@@ -1,4 +1,4 @@
-"""What a router answers about cordons, and how ``cordon``, ``uncordon`` and ``drain`` show it."""
+"""A router's answers about cordons, and how ``cordon``, ``uncordon`` and ``drain`` show them."""
 
 import getpass
 import socket
@@ -18,10 +18,10 @@ READ_AGAIN_S = 1.0
 """How often ``drain`` asks what still runs."""
 
 EMPTY_READINGS = 2
-"""How often in a row nothing must run before a place counts as empty."""
+"""How many readings in a row must have no running requests before a place counts as empty."""
 
 WORKERS_NAMED = 8
-"""Of so many workers ``drain`` says what runs there; of the others the sum."""
+"""For how many workers ``drain`` shows the running requests; for the others it shows the sum."""
 
 CORDONS = "/v1/cordons"
 
@@ -34,10 +34,10 @@ def wait_empty(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once nothing runs at what is cordoned, and every router has had the time to learn of it. Raises
-    AskFailed when ``timeout_s`` seconds are over before, or somebody takes the cordon back.
+    """Return once no request runs at the cordoned place, and every router has had the time to learn of it.
+    Raises AskFailed when ``timeout_s`` seconds are over before, or the cordon is removed.
 
-    A router that cannot be asked for a while is asked again.
+    A router that does not answer for a while is asked again.
     """
     began_s, n_empty, shown = clock(), 0, ""
     settled_s = began_s + 2 * cordoned.routers_look_every_s
@@ -63,7 +63,7 @@ def wait_empty(
 
 
 def _running_at(client: RouterClient, cordoned: CordonChange) -> list[CordonedWorker] | None:
-    """The workers of the cordon on which something runs; None where it is no cordon any more."""
+    """Return the workers of the cordon with running requests; None if the cordon is gone."""
     listed = decode_answer(client.read(CORDONS), CordonList).cordons
     for each in listed:
         if (each.level, each.name) == (cordoned.level, cordoned.name):
@@ -97,7 +97,7 @@ def put_cordon(client: RouterClient, level: str, name: str, options: CordonOptio
 
 
 def _user() -> str:
-    """Who this process belongs to; its number where it has no name."""
+    """Return the user of this process; its number without a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -105,7 +105,7 @@ def _user() -> str:
 
 
 def show_change(answer: bytes, changed: str, unchanged: str, output: Output) -> None:
-    """Print what was changed, and what is left."""
+    """Print the change, and what is left."""
     change = decode_answer(answer, CordonChange)
     output.show(lambda: answer, lambda: _say_change(change, changed, unchanged))
     for warning in change.warnings:
@@ -121,7 +121,7 @@ def _say_change(change: CordonChange, changed: str, unchanged: str) -> None:
 
 
 def show_cordons(answer: bytes, output: Output) -> None:
-    """Print what is cordoned."""
+    """Print the cordons."""
     cordons = decode_answer(answer, CordonList).cordons
     output.show(lambda: answer, lambda: _draw_cordons(cordons))
 

@@ -1,4 +1,4 @@
-"""Asks a router and its engines, and makes all checks of what they say."""
+"""Asks a router and its engines, and makes all checks of their answers."""
 
 import asyncio
 import ipaddress
@@ -69,7 +69,7 @@ CHECKS: Sequence[Check] = (
 """Every check, in the order of reports."""
 
 CLOCK_ASKED_WITHIN_S = 1.0
-"""An answer that took longer says nothing of a clock."""
+"""A slower answer gives no information on a clock."""
 
 ASKED_AT_ONCE = 32
 """So many engines are asked at a time."""
@@ -99,9 +99,9 @@ class _TokenizeAnswer(msgspec.Struct, frozen=True):
 async def diagnose(
     router: RouterClient, others: Sequence[RouterClient] = (), options: DoctorOptions | None = None
 ) -> Report:
-    """Ask a router, its engines, and ``others`` of the same fleet; return what all checks say of it.
+    """Ask a router, its engines, and ``others`` of the same fleet; return the report of all checks.
 
-    Raises KvrouterError where the router could not be asked.
+    Raises KvrouterError if the router could not be asked.
     """
     return examine(await gather(router, others, options or DoctorOptions()))
 
@@ -189,7 +189,7 @@ async def _other(router: RouterClient) -> OtherRouter:
 async def _engine(
     worker: Worker, url: str, router_url: str, router_ahead_s: float | None, *, timeout_s: float
 ) -> EngineReading:
-    """Ask one engine what it is, as its worker did when it met it, and what time it has."""
+    """Ask one engine for its values, as its worker did when it attached, and for its time."""
     reading = EngineReading(worker_id=worker.worker_id)
     if worker.engine_silent:
         return replace(reading, why="it does not answer its own worker")
@@ -209,8 +209,8 @@ async def _engine(
 
 
 async def _described(worker: Worker, url: str, reading: EngineReading) -> EngineReading:
-    """Ask what the engine is. Of some kinds the version's name is none of the registry: a second reader of
-    their pages would take from the worker what it reads there.
+    """Ask the engine for its values. The version of some kinds is not in the registry's values: a second
+    reader of their pages would take it from the worker.
     """
     kind = (worker.engine or "").partition(" ")[0]
     if kind not in ENGINES or worker.role not in list(Role):
@@ -230,9 +230,8 @@ async def _described(worker: Worker, url: str, reading: EngineReading) -> Engine
 
 
 async def _clock_ahead_s(url: str) -> float | None:
-    """Return how far an engine's clock is ahead of the one here, by its ``Date``, which is in whole seconds;
-    None where it sends none that can be read, or where its answer took so long that nobody knows when it was
-    written.
+    """Return how far an engine's clock is ahead of this one, by its ``Date``, in whole seconds; None without
+    a readable one, or if its answer took too long to know when it was written.
     """
     async with HttpClient() as client:
         asked_s = time.time()
@@ -249,11 +248,11 @@ async def _clock_ahead_s(url: str) -> float | None:
 
 
 def reached_at(engine_url: str, worker_address: str, router_url: str) -> str:
-    """Return where an engine is reached from here that its worker knows under a name of its own host, such as
-    localhost: at the worker's host, which its address names where it listens itself; one that shares the
-    router's process or host is at the router's.
+    """Return the URL from here of an engine that its worker reaches by a local name, such as localhost: at
+    the worker's host, which its address names if it listens itself; a worker in the router's process or host
+    is at the router's.
 
-    Raises WorkerUnreachable where nobody says which host that is.
+    Raises WorkerUnreachable if that host is unknown.
     """
     parts = urlsplit(engine_url.rstrip("/"))
     if not _is_loopback(parts.hostname or ""):

@@ -1,4 +1,4 @@
-"""Checks that compare what workers say with what their engines say: sizes, versions, clocks, tokens."""
+"""Checks that compare workers' values with those of their engines: sizes, versions, clocks, tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,7 +7,7 @@ from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Sever
 from kvrouter.cli.doctor.reading import EngineReading, Reading, TokenProbe, first_of
 
 CLOCK_APART_S = 2.0
-"""Clocks that differ by less are alike: an engine says the time in whole seconds."""
+"""Clocks with a smaller difference are equal: an engine states its time in whole seconds."""
 
 CLOCK_REMEDY = "set the host's clock: does chrony, ntpd or systemd-timesyncd run there, and reach a server?"
 CLOCK_WHY = (
@@ -28,7 +28,7 @@ TOKENIZER_WHY = (
 
 
 def engines(reading: Reading) -> Iterator[Outcome]:
-    """Engines that could not be asked: what other checks know of them is what their workers say."""
+    """Engines that could not be asked: other checks rely on their workers' values."""
     if not reading.engines_asked:
         yield NotMade("engines", "--no-engines: no engine was asked")
     for engine in reading.engines.values():
@@ -37,7 +37,7 @@ def engines(reading: Reading) -> Iterator[Outcome]:
 
 
 def block_sizes(reading: Reading) -> Iterator[Outcome]:
-    """Workers of one model, or a worker and its engine, whose blocks have other sizes."""
+    """Workers of one model, or a worker and its engine, with different block sizes."""
     for refused in reading.fleet.refused_workers or ():
         if refused.field == "block_size":
             yield Problem(
@@ -112,7 +112,7 @@ def versions(reading: Reading) -> Iterator[Outcome]:
 
 
 def clocks(reading: Reading) -> Iterator[Outcome]:
-    """Hosts whose clock is far from the router's."""
+    """Hosts with a clock far from the router's."""
     unknown: list[int] = []
     for worker in reading.fleet.workers:
         known = [
@@ -276,7 +276,7 @@ def _says_what_it_is(engine: EngineReading | None) -> bool:
 
 
 def _unasked(reading: Reading) -> Iterator[NotMade]:
-    """Say which engines nothing is known of but what their workers' cards say."""
+    """Yield the engines known only from their workers' cards."""
     unasked = [
         worker.worker_id
         for worker in reading.fleet.workers

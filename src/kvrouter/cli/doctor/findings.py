@@ -1,4 +1,4 @@
-"""What a check of a fleet says: a problem with its remedy, or why it could not be made."""
+"""The result of a check: a problem with its remedy, or why it could not be made."""
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
@@ -12,8 +12,8 @@ from kvrouter.cli.doctor.reading import Reading
 class Severity(StrEnum):
     """How bad a problem is, the worst first.
 
-    ``CRITICAL``: requests fail, or will as soon as one more thing does. ``WARNING``: the fleet is slower or
-    less safe than it should be. ``NOTE``: nothing is wrong now, and it explains what was seen.
+    ``CRITICAL``: requests fail, or will after one more failure. ``WARNING``: the fleet is slower or less safe
+    than it should be. ``NOTE``: no problem now, but it explains an observation.
     """
 
     CRITICAL = "critical"
@@ -26,12 +26,12 @@ STRANGERS = 10
 
 
 def severity_of_strangers(n: float) -> Severity:
-    """Return how bad it is that so many peers, or messages of theirs, were refused."""
+    """Return the severity of ``n`` refused peers, or messages of theirs."""
     return Severity.WARNING if n >= STRANGERS else Severity.NOTE
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: with what, what was seen of it, why it matters, and what ends it."""
+    """One problem: its subject, the observation, why it matters, and its remedy."""
 
     severity: Severity
     subject: str
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 class NotMade(NamedTuple):
-    """A check, or its part about a subject, that could not be made: nothing is known, good or bad."""
+    """A check, or its part about a subject, that could not be made: the result is unknown."""
 
     subject: str
     why: str
@@ -51,7 +51,7 @@ Outcome = Problem | NotMade
 
 
 class Check(NamedTuple):
-    """A check: its name in reports, what it says of a fleet that passes, and the function that makes it."""
+    """A check: its name in reports, its statement on a fleet that passes, and its function."""
 
     name: str
     passes: str
@@ -78,7 +78,7 @@ class Unmade(msgspec.Struct, frozen=True):
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """A check that found nothing, and what holds therefore."""
+    """A check that found no problem, and the statement that holds therefore."""
 
     check: str
     holds: str
@@ -86,7 +86,7 @@ class Passed(msgspec.Struct, frozen=True):
 
 class CacheShares(msgspec.Struct, frozen=True):
     """Prompt tokens of a model's requests: all, those that the router expected to be cached, and those that
-    engines say were. ``engines_say`` False: they do not count them.
+    engines counted. ``engines_say`` is False if they do not count them.
     """
 
     model: str
@@ -97,8 +97,8 @@ class CacheShares(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that was found, the worst first; ``over_s`` is how long counts were taken over, None since the
-    router began. ``format`` changes when a field gets another meaning.
+    """All findings, the worst first; ``over_s`` is the period of the counts, None since the router began.
+    ``format`` changes when a field gets another meaning.
     """
 
     url: str

@@ -1,4 +1,4 @@
-"""Checks of what the router knows of caches: KV events, feeds, and how far they hold."""
+"""Checks of the router's knowledge of caches: KV events, feeds, and how far they hold."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ SHORT = 0.7
 """and engines should have had at least this share of them cached."""
 
 UNKNOWN_SHARE = 0.1
-"""Where more answers than this share do not say what was cached, sums of tokens mean nothing."""
+"""If more answers than this share do not report their cached tokens, sums of tokens mean nothing."""
 
 EVENTS_REMEDY = (
     "start its engine with KV events (vLLM and SGLang: --kv-events-config, docs/events.md) and its worker "
@@ -56,7 +56,7 @@ SKIPPED = {
     "no_tokens": "its events have no token ids: update the engine, or switch its offloading of KV off",
     "unreadable": "its messages cannot be read: are the engine's version and topic right?",
 }
-"""What ends each reason for which blocks are not passed on; the other reasons are as they should be."""
+"""The remedy for each reason by which blocks are not passed on; the other reasons need none."""
 
 
 def events_off(reading: Reading) -> Iterator[Outcome]:
@@ -192,7 +192,7 @@ def _feed(subject: str, rank: Rank, feed: Feed) -> Iterator[Outcome]:
 
 
 def predictions(reading: Reading) -> Iterator[Outcome]:
-    """Engines whose own counts of cached tokens contradict what the index had promised."""
+    """Engines with own counts of cached tokens that contradict the index."""
     for worker in reading.fleet.workers:
         for rank in worker.ranks:
             last = rank.predictions
@@ -214,7 +214,7 @@ def predictions(reading: Reading) -> Iterator[Outcome]:
 
 
 def shares(reading: Reading) -> list[CacheShares]:
-    """Return how much of each model's prompts was predicted to be cached, and was."""
+    """Return the predicted and the actual share of cached tokens in each model's prompts."""
     found = []
     for model in reading.fleet.models:
         prompt, predicted, cached = (
@@ -231,7 +231,7 @@ def shares(reading: Reading) -> list[CacheShares]:
 
 
 def hit_rate(reading: Reading) -> Iterator[Outcome]:
-    """Fleets whose engines had far fewer tokens cached than was predicted."""
+    """Fleets with far fewer cached tokens in engines than predicted."""
     for share in shares(reading):
         if not share.engines_say:
             yield NotMade(

@@ -8,7 +8,7 @@ from kvrouter.cli.doctor.reading import Reading
 from kvrouter.core.workers import Role
 
 FAILED_SHARE = 0.01
-"""What happens to a smaller share of all transfers is noted, and is no warning."""
+"""A smaller share of all transfers is a note, and no warning."""
 
 NETWORK_REMEDY = (
     "look at the network between the two ends: is it congested, and did the engines' connector fall back "

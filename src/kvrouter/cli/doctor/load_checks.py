@@ -52,7 +52,7 @@ REASONS = {
     "circuit_open": "workers failed again and again: see circuits",
     "kv_lost": "KV between pairs was lost lately: see circuits and transfers",
 }
-"""What each reason of a refusal asks for."""
+"""The remedy for each reason of a refusal."""
 
 CODES = {
     "no_eligible_worker": "no worker passes the constraints",
@@ -68,7 +68,7 @@ CODES = {
     "retry_bodies_full": "bodies hold more than --retry-bodies-max-bytes: raise it, add frontends",
     "too_many_connections": "raise --connections-max and the limit of open files, or add frontends",
 }
-"""What each error asks for."""
+"""The remedy for each error."""
 
 
 def queue(reading: Reading) -> Iterator[Outcome]:

@@ -8,7 +8,7 @@ from kvrouter.cli.doctor.reading import Reading, first_of, policies_of
 from kvrouter.core.workers import Enforcement, Role
 
 CROSSED_SHARE = 0.01
-"""What happens to a smaller share of all is noted, and is no warning."""
+"""A smaller share of all is a note, and no warning."""
 
 BY_ENFORCEMENT: dict[str, Severity] = {
     Enforcement.REQUIRED: Severity.CRITICAL,
@@ -25,7 +25,7 @@ LABEL_REMEDY = (
 
 
 def labels(reading: Reading) -> Iterator[Outcome]:
-    """Workers that do not say where they are, though others do or a policy needs it."""
+    """Workers without a place, though others have one or a policy needs it."""
     for model in reading.fleet.models:
         workers = reading.fleet.workers_of(model)
         needed = [policy for policy in policies_of(model, workers) if _has_pairs(workers)]
@@ -53,7 +53,7 @@ def labels(reading: Reading) -> Iterator[Outcome]:
 
 
 def zones(reading: Reading) -> Iterator[Outcome]:
-    """Values of a policy's domain where one of the roles has nobody who takes requests."""
+    """Values of a policy's domain in which one of the roles has no available worker."""
     for model in reading.fleet.models:
         workers = reading.fleet.workers_of(model)
         if _has_pairs(workers):

@@ -1,4 +1,4 @@
-"""One reading of a fleet: what its router says over HTTP, and what its engines say."""
+"""One reading of a fleet: its router's answers over HTTP, and those of its engines."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +36,11 @@ GAUGES = (
     "kvrouter_worker_prompt_tokens_total",
     "kvrouter_worker_requests_total",
 )
-"""What is read as it is: of a worker's prompts all, because what it reported does not come again."""
+"""Metrics that are read as they are: all prompts of a worker, because its reports do not come again."""
 
 
 def policies_of(model: Model, workers: Iterable[Worker]) -> list[Policy]:
-    """Return the transfer policies that hold for a model's KV; weights do not tell them apart."""
+    """Return the transfer policies that hold for a model's KV; weights do not distinguish them."""
     found = [worker.kv_transfer for worker in workers] + [model.kv_transfer_default]
     of_all = {(policy.enforcement, policy.domain): policy for policy in found if policy is not None}
     return list(of_all.values())
@@ -58,7 +58,7 @@ class Counts:
         return sum(value for _, value in self.of(name, **labels))
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Return the sums by the values of one label, without those of nothing, the largest first."""
+        """Return the sums by the values of one label, without those of 0, the largest first."""
         sums: dict[str, float] = {}
         for carried, value in self.of(name, **labels):
             key = carried.get(label, "")
@@ -76,9 +76,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """What the engine of a worker says of itself now. ``why`` says why it could not be asked, where that is
-    so; ``model`` is its own name of what it serves; ``clock_ahead_s`` is how far its clock is ahead of the
-    router's, None where it does not say the time.
+    """The values of a worker's engine now. ``why`` is the reason if it could not be asked; ``model`` is its
+    own name of its model; ``clock_ahead_s`` is how far its clock is ahead of the router's, None if unknown.
     """
 
     worker_id: int
@@ -92,8 +91,8 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True)
 class TokenProbe:
-    """The token ids that the router and a worker's engine made of one text. None: it was not asked, and
-    ``why`` says the reason.
+    """The token ids of one text by the router and by a worker's engine; None: not asked, for the reason
+    ``why``.
     """
 
     model: str
@@ -106,7 +105,7 @@ class TokenProbe:
 
 @dataclass(frozen=True, slots=True)
 class OtherRouter:
-    """Another router of the same fleet; ``fleet`` is None where it could not be asked, ``why`` says why."""
+    """Another router of the same fleet; ``fleet`` is None if it was not asked, for the reason ``why``."""
 
     url: str
     fleet: Fleet | None
@@ -115,9 +114,7 @@ class OtherRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """All that was asked. ``engines`` are by their workers; ``engines_asked`` False: nobody wanted them to be
-    asked.
-    """
+    """All answers. ``engines`` are by worker; ``engines_asked`` is False if they were not to be asked."""
 
     url: str
     fleet: Fleet
@@ -132,11 +129,11 @@ class Reading:
 
     @property
     def period(self) -> str:
-        """The time over which counts were taken, in words."""
+        """The period of the counts, in words."""
         return "since the router began" if self.over_s is None else f"in {self.over_s:g} s"
 
     def engine_of(self, worker: Worker) -> EngineReading | None:
-        """What a worker's engine says; None where it was not asked, or did not answer."""
+        """Return the reading of a worker's engine; None if it was not asked, or did not answer."""
         engine = self.engines.get(worker.worker_id)
         return None if engine is None or engine.why is not None else engine
 
@@ -150,7 +147,7 @@ T = TypeVar("T")
 
 
 def first_of(values: Iterable[T], n: int = 5) -> str:
-    """Return the first of some values, and how many more there are."""
+    """Return the first of some values, and the number of further ones."""
     shown = [str(value) for value in values]
     more = f" and {len(shown) - n} more" if len(shown) > n else ""
     return ", ".join(shown[:n]) + more

@@ -79,7 +79,7 @@ def _findings(alike: Sequence[Finding]) -> RenderableType:
 
 
 def _not_made(unmade: Sequence[Unmade]) -> Iterator[tuple[str, str]]:
-    """Yield a row for each, and of a check with very many how many more there are."""
+    """Yield a row for each, and for a check with very many the number of further ones."""
     for name in dict.fromkeys(each.check for each in unmade):
         of_check = [each for each in unmade if each.check == name]
         for each in of_check[:ALSO_SHOWN]:
@@ -109,5 +109,5 @@ def _cache(shares: CacheShares) -> Text:
 
 
 def _plain(text: str) -> str:
-    """Return text without what a terminal would obey."""
+    """Return text without a terminal's control characters."""
     return "".join(char if char.isprintable() else "�" for char in text)

@@ -31,7 +31,7 @@ def refused(reading: Reading) -> Iterator[Outcome]:
 
 
 def answering(reading: Reading) -> Iterator[Outcome]:
-    """Workers that do not answer, whose engine does not, that leave, or that are cordoned."""
+    """Workers that do not answer, have a silent engine, leave, or are cordoned."""
     for worker in reading.fleet.workers:
         if not worker.alive:
             yield Problem(
@@ -104,7 +104,7 @@ def circuits(reading: Reading) -> Iterator[Outcome]:
 
 
 def capacity(reading: Reading) -> Iterator[Outcome]:
-    """Workers that do not say how many KV blocks they have, and contexts that differ."""
+    """Workers without a known number of KV blocks, and contexts that differ."""
     for worker in reading.fleet.workers:
         if any(rank.total_blocks is None for rank in worker.ranks):
             yield Problem(
@@ -141,7 +141,7 @@ def _contexts(model: Model, workers: list[Worker]) -> Iterator[Outcome]:
 
 
 def roles(reading: Reading) -> Iterator[Outcome]:
-    """Models whose requests nobody takes, or one of whose legs nobody does; a router without any."""
+    """Models with requests that no worker takes, or a leg that no worker takes; a router without models."""
     if not reading.fleet.models and not reading.fleet.refused_workers:
         yield Problem(
             Severity.CRITICAL,

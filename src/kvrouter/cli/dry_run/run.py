@@ -38,7 +38,7 @@ _WHAT = {
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """What would have become of the refused requests if each had waited for its domain as long as it took."""
+    """The outcome of the refused requests if each had waited for its domain without a limit."""
 
     refused: int
     """Requests that would have waited for ever, or found no place in the line."""
@@ -65,13 +65,13 @@ class DryRunReport(msgspec.Struct, frozen=True):
     waited: int
     longest_wait_s: float
     if_patient: Patience | None
-    """None where nobody was refused."""
+    """None if no request was refused."""
     refused: tuple[RefusedRequest, ...]
 
 
 def run_dry(options: DryRunOptions, console: Console) -> int:
-    """Decide all of a recording again under a policy, and print what came of it. Returns the exit code: 1
-    where a refusal is a failure and there is one. Raises ConfigError.
+    """Decide all of a recording again under a policy, and print the result. Returns the exit code: 1 if a
+    refusal counts as a failure and there is one. Raises ConfigError.
     """
     if not (isfinite(options.wait_s) and options.wait_s >= 0.0):
         raise ConfigError(

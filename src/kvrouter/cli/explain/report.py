@@ -28,7 +28,7 @@ LAST_RESORT = "Nobody else was left: workers that failed again and again may tak
 
 
 def draw(explanation: Explanation, console: Console) -> None:
-    """Print the decision: a refusal's error, what was asked, a table for each leg, and how KV is moved."""
+    """Print the decision: a refusal's error, the request, a table for each leg, and how KV is moved."""
     if explanation.error is not None:
         console.print(Text(f"{explanation.error.code}: {explanation.error.message}", "bold red"))
     console.print(
@@ -55,7 +55,7 @@ def draw(explanation: Explanation, console: Console) -> None:
 
 
 def draw_transfer(constraint: Constraint | None, console: Console) -> None:
-    """Print what the prefill worker's policy asks of the handoff; nothing where it asks nothing."""
+    """Print the prefill worker's constraint on the handoff; nothing without one."""
     if constraint is not None:
         value = constraint.value or "unknown"
         console.print(f"KV transfer: {constraint.enforcement} {constraint.domain}={value}", markup=False)
@@ -112,13 +112,13 @@ def _table(title: str, leg: Leg) -> Table:
 BLOCKS = ("overlap", "prefill", "decode", "transfer", "×")
 TEXTS = ("", "leg", "worker", "where", "with")
 WHOLE = ("", "leg", "worker", "with")
-"""What is never cut, however narrow the terminal: ids, and why a worker is refused."""
+"""Columns that are never cut, however narrow the terminal: ids, and why a worker is refused."""
 
 
 def _fill(
     table: Table, names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], *, timed: bool
 ) -> None:
-    """Add the columns and the rows; where times are shown, without the columns that say nothing."""
+    """Add the columns and the rows; if times are shown, without empty columns."""
     shown = [at for at in range(len(names)) if not (timed and _is_idle(names[at], [row[at] for row in rows]))]
     for at in shown:
         is_text = names[at] in TEXTS
@@ -128,13 +128,13 @@ def _fill(
 
 
 def _is_idle(name: str, cells: Sequence[str]) -> bool:
-    """Whether a column of numbers says nothing: there are many where times are shown."""
+    """Whether a column of numbers is empty: there are many if times are shown."""
     nothing = {"1", ""} if name == "×" else {"0", "0.0", ""}
     return name not in TEXTS and name != "overlap" and set(cells) <= nothing
 
 
 def _pair_cells(row: Candidate) -> list[str]:
-    """What the whole request costs with the other rank of the pair, and which one that is."""
+    """Return the cost of the whole request with the other rank of the pair, and that rank."""
     if row.pair_cost is None:
         return ["", ""]
     partner = "itself" if row.partner is None else f"{row.partner.worker_id}/{row.partner.dp_rank}"
@@ -142,7 +142,7 @@ def _pair_cells(row: Candidate) -> list[str]:
 
 
 TIMED = ("queue ms", "prefill ms", "memory ms", "transfer ms", "= TTFT ms", "for others")
-"""What stands behind the blocks where a leg's cost is time."""
+"""The columns behind the blocks if a leg's cost is time."""
 
 
 def _times_cells(times: Times | None) -> list[str]:
@@ -166,7 +166,7 @@ def _chosen(leg: Leg) -> str:
 
 
 def number_text(number: float | None) -> str:
-    """A number of blocks, short; empty where there is none."""
+    """Return a number of blocks, short; empty for None."""
     return "" if number is None else f"{number:.2f}".rstrip("0").rstrip(".")
 
 

@@ -22,13 +22,13 @@ from kvrouter.settings.sources import conflicts, settings_warnings
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 KEY_FIELDS = ("api_key_env", "api_key_file")
-"""Of an engine: where its own key is."""
+"""The fields of an engine that locate its own key."""
 
 
 class Mistake(msgspec.Struct, frozen=True):
     """One mistake: its line of the file, its field, and what it must be instead.
 
-    ``is_unreachable``: an engine did not answer, of which the file may be right.
+    ``is_unreachable``: an engine did not answer; the file may be right about it.
     """
 
     line: int
@@ -42,7 +42,7 @@ class Mistake(msgspec.Struct, frozen=True):
 
 
 class FleetCheck(msgspec.Struct, frozen=True):
-    """All that is to be said of a file; ``summary`` says what it describes where nothing is wrong."""
+    """The result for a file; ``summary`` describes it if there are no mistakes."""
 
     file: str
     is_good: bool
@@ -52,11 +52,10 @@ class FleetCheck(msgspec.Struct, frozen=True):
 
 
 def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str, str]) -> FleetCheck:
-    """Validate a fleet file as ``kvrouter up`` does, read its tokenizers, and start nothing.
+    """Validate a fleet file as ``kvrouter up`` does, read its tokenizers, and start no process.
 
-    ``strict`` looks for more, and a file with a warning is not good then; ``connect`` asks every engine that
-    runs already what it is, with its key of ``environ``, and compares. Raises ConfigError for a file that
-    cannot be read.
+    ``strict`` looks for more, and a warning fails the check; ``connect`` asks every running engine for its
+    values, with its key of ``environ``, and compares. Raises ConfigError for an unreadable file.
     """
     document = read_document(path)
     examined = examine_fleet(document, (_setting_problems, topology_env_problems, tokenizer_problems))
@@ -82,7 +81,7 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str
 
 
 def summary_of(fleet: FleetFile) -> str:
-    """Return in a line what a file describes."""
+    """Return the description of a file in one line."""
     n_workers = sum(group.n_workers for group in fleet.workers)
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
     policy = fleet.kv_transfer
@@ -100,7 +99,7 @@ def _mistake(document: Document, problem: Problem, *, is_unreachable: bool = Fal
 
 
 class _EngineAnswers(msgspec.Struct):
-    """What engines answered: mistakes, which of them are silent engines, and warnings."""
+    """The engines' answers: mistakes, which of them are silent engines, and warnings."""
 
     problems: list[Problem] = []
     unreachable: set[int] = set()
@@ -137,14 +136,14 @@ async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _EngineAns
 
 
 async def _asked(engine: FileEngine, environ: Mapping[str, str]) -> Attached:
-    """Ask one engine once, and leave it as it is."""
+    """Ask one engine once, without starting its worker."""
     attached = await attach(engine.with_key(environ))
     await attached.engine.stop()
     return attached
 
 
 def _url_paths(fleet: FleetFile) -> list[FieldPath]:
-    """Where the URL of each engine stands, in the order of the file."""
+    """Return the path of the URL of each engine, in the order of the file."""
     return [
         url_path(position, group.engine, number)
         for position, group in enumerate(fleet.workers)
@@ -156,7 +155,7 @@ def _url_paths(fleet: FleetFile) -> list[FieldPath]:
 def _block_size_problems(
     fleet: FleetFile, attached: list[tuple[FieldPath, FileEngine, Attached]]
 ) -> list[Problem]:
-    """Engines of one model whose blocks differ: the first that joins would keep the others out."""
+    """Engines of one model with different block sizes: the first that joins would keep the others out."""
     problems = []
     for model in fleet.models:
         of_model = [each for each in attached if fleet.model_of(each[1].group) is model]

@@ -17,11 +17,11 @@ from kvrouter.settings.tree import SETTINGS
 from kvrouter.telemetry.joined_workers import ids_text
 
 ASKED = "asked"
-"""What a file leaves to the engines, which are asked."""
+"""Stands for a value that the file leaves to the engines, which are asked."""
 
 
 class ModelShown(msgspec.Struct, frozen=True):
-    """A model; None where its engines are asked, or the router does not say."""
+    """A model; None for values that its engines are asked for, or the router does not report."""
 
     model: str
     tokenizer: str | None
@@ -47,7 +47,7 @@ class GroupShown(msgspec.Struct, frozen=True):
 
 
 class PlaceShown(msgspec.Struct, frozen=True):
-    """A value of a level, and how many workers of each role are there."""
+    """A value of a level, and its number of workers of each role."""
 
     level: str
     value: str
@@ -57,7 +57,7 @@ class PlaceShown(msgspec.Struct, frozen=True):
 
 
 class LinkShown(msgspec.Struct, frozen=True):
-    """A link: seconds, bytes a second, and what 10⁹ bytes cost, where that is known."""
+    """A link: seconds, bytes a second, and the price of 10⁹ bytes, None if unknown."""
 
     link: str
     latency_s: float
@@ -78,7 +78,7 @@ class FleetShown(msgspec.Struct, frozen=True):
 
 
 def file_shown(source: str, fleet: FleetFile) -> FleetShown:
-    """Return what a file means after defaults."""
+    """Return the content of a file after defaults."""
     groups = tuple(_groups(fleet))
     policy = fleet.kv_transfer
     return FleetShown(
@@ -130,7 +130,7 @@ def _groups(fleet: FleetFile) -> Iterable[GroupShown]:
 
 
 def _contract(group: WorkerGroup) -> str | None:
-    """What is said of a group whose workers read their place, and their policy, from files."""
+    """Return a text on a group with workers that read their place, and their policy, from files."""
     return "from its topology_env" if group.topology_env else None
 
 
@@ -161,7 +161,7 @@ def _set_in(fleet: FleetFile) -> dict[str, object]:
 
 
 def places_of(groups: Sequence[GroupShown], levels: Sequence[str]) -> tuple[PlaceShown, ...]:
-    """Return how many workers of each role are in each place."""
+    """Return the number of workers of each role in each place."""
     found = []
     for level in levels:
         for value in sorted({group.domains[level] for group in groups if level in group.domains}):
@@ -213,7 +213,7 @@ def _row_of(worker: Worker, block_size: int | None) -> GroupShown:
 
 
 def draw_fleet(fleet: FleetShown, console: Console) -> None:
-    """Print a fleet as tables: models, workers, how many there are in each place, links, settings."""
+    """Print a fleet as tables: models, workers, their numbers in each place, links, settings."""
     n_workers = sum(len(group.worker_ids) for group in fleet.groups)
     head = f": {n_workers} worker{'' if n_workers == 1 else 's'}"
     if fleet.kv_transfer is not None:

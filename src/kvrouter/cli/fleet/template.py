@@ -32,9 +32,9 @@ class _Group:
 
 
 def write_fleet(path: Path, template: FleetTemplate, *, replace: bool) -> FleetFile:
-    """Write a fleet file that can be run, and return what it says.
+    """Write a valid fleet file, and return its content.
 
-    Raises ConfigError for a template that makes no fleet, and for a file that is there unless ``replace``.
+    Raises ConfigError for a template that makes no valid fleet, and for an existing file unless ``replace``.
     """
     check_folder(path)
     if path.exists() and not replace:

@@ -27,7 +27,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.engine_tokens import ModelTexts
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router_service import RouterService
@@ -149,7 +149,7 @@ async def connected(
 
 @asynccontextmanager
 async def syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncIterator[None]:
-    """Publish to other routers, and count their requests, where that is asked for."""
+    """Publish to other routers, and count their requests, if replica sync is on."""
     if sync is None:
         yield
         return
@@ -166,7 +166,7 @@ async def syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncIterat
 async def saving(
     store: SnapshotStore | None, service: RouterService, messages_max: int
 ) -> AsyncIterator[None]:
-    """Save the index when the stream grows too long, where there is a stream."""
+    """Save the index when the stream grows too long, if there is a stream."""
     if store is None:
         yield
         return

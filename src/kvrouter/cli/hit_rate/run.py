@@ -1,4 +1,4 @@
-"""``kvrouter hit-rate``: the ladder of a recording's hit rate, from what is possible to what was had."""
+"""``kvrouter hit-rate``: the ladder of a recording's hit rate, from the possible hits to the actual ones."""
 
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ _RUNGS = {
 
 
 class HitRateReport(msgspec.Struct, frozen=True):
-    """The ladder, and what it is of; ``fleet`` is the file with the workers' sizes, None for the recorded."""
+    """The ladder, and its inputs; ``fleet`` is the file with the workers' sizes, None for the recorded."""
 
     version: str
     recording: str
@@ -75,9 +75,9 @@ def hit_rate_of(recording: Path, model: str | None, fleet: Path | None = None) -
 
 
 def _sizes_in(file: FleetFile, history: FleetHistory, path: Path) -> Callable[[Worker], int | None]:
-    """Return how many KV blocks the recorded workers have in a fleet file that has the same workers.
+    """Return the recorded workers' numbers of KV blocks in a fleet file with the same workers.
 
-    Raises ConfigError where it has not. A worker that joined later has those of its role and domains.
+    Raises ConfigError for other workers. A worker that joined later has the blocks of its role and domains.
     """
     found, mismatch = match(history, file)
     if found is None:
@@ -99,7 +99,7 @@ def _sizes_in(file: FleetFile, history: FleetHistory, path: Path) -> Callable[[W
 
 
 def show_hit_rate(report: HitRateReport, console: Console) -> None:
-    """Print the rungs with what is lost between them, and what to do about the largest loss."""
+    """Print the rungs with the losses between them, and the remedy for the largest loss."""
     ladder = report.ladder
     title = f"{report.recording}: {ladder.facts.requests:,} requests, {ladder.facts.prompt_tokens:,} tokens"
     table = Table(title=Text(title))

@@ -27,14 +27,14 @@ DEPTH_MAX = 100
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML without anchors: what is used twice is written twice."""
+    """YAML without anchors: a value that is used twice is written twice."""
 
     def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - the signature is PyYAML's
         return True
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.Node:
-    """Text of several lines stands in lines."""
+    """Write a text of several lines as a block."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
@@ -49,15 +49,15 @@ class _Numbered(NamedTuple):
     of: int
 
     def place(self, path: Place) -> str:
-        """Return where ``path`` stands: ``llm.yaml:12: document 2: spec.services.Frontend``."""
+        """Return the place of ``path``: ``llm.yaml:12: document 2: spec.services.Frontend``."""
         where = f"{self.document.name}:{self.document.line_of(path)}"
         which = f": document {self.number}" if self.of > 1 else ""
         return f"{where}{which}: {dotted(path)}" if path else f"{where}{which}"
 
 
 def convert_file(path: Path) -> int:
-    """Write what ``path`` becomes, and say what is lost of it. Return the exit code; raise ConfigError,
-    before anything is written, for what can't be read or converted.
+    """Write the conversion of ``path``, and report its losses. Return the exit code; raise ConfigError,
+    before any output, for input that can't be read or converted.
     """
     read = read_documents(path)
     if not read:
@@ -95,8 +95,8 @@ def _lines(document: _Numbered, found: Conversion) -> Iterator[tuple[int, str]]:
 
 
 def _checked(document: _Numbered, chars_max: int) -> int:
-    """Return how many characters a document has. Raises ConfigError for what JSON does not have, and for too
-    much text.
+    """Return how many characters a document has. Raises ConfigError for values without a JSON form, and for
+    too much text.
     """
     n_chars = 0
     for path, value in _parts(document.document.content, ()):
@@ -121,7 +121,7 @@ def _must(path: Place, value: object) -> str:
 
 
 def _parts(content: object, path: Place) -> Iterator[tuple[Place, object]]:
-    """Yield each mapping, list and value with its place, what is around it first."""
+    """Yield each mapping, list and value with its place, the outer ones first."""
     yield path, content
     if isinstance(content, dict):
         for key, value in content.items():

@@ -1,4 +1,4 @@
-"""What the replays of a command have in common: the trace, its dispatch, timing, events, and what is good."""
+"""The common inputs of a command's replays: the trace, its dispatch, timing, events, and objective."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ from kvrouter.sim.traces.trace_request import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:
-    """What every replay of a command has in common."""
+    """The common inputs of a command's replays."""
 
     options: InputOptions
     trace: Trace
@@ -63,8 +63,8 @@ class ReplayInputs:
         )
 
     def over(self, recorded: RecordedFleet | None, compared: Sequence[Variant]) -> "ReplayInputs":
-        """Return them with what a recording says became of its fleet, as far as that concerns the fleets
-        that are compared. Raises ConfigError where it was asked for and does not.
+        """Return the inputs with a recording's changes of its fleet, as far as they concern the compared
+        fleets. Raises ConfigError if the changes were asked for and do not fit.
         """
         options = self.options
         changes = recorded_changes(
@@ -77,8 +77,8 @@ class ReplayInputs:
         return replace(self, timetable=self.timetable + changes.events, changes=changes)
 
     def check(self, compared: Sequence[Variant]) -> int:
-        """Return how many requests the trace has. Find what cannot be replayed before anything is: in its
-        rows, in each fleet, in the timetable.
+        """Return the number of requests in the trace. Raises before any replay for what cannot be replayed:
+        in its rows, in each fleet, in the timetable.
         """
         self.dispatch.check(self.trace.info)
         n_rows, longest = longest_request(self.trace)
@@ -89,7 +89,7 @@ class ReplayInputs:
 
 
 def open_inputs(options: InputOptions) -> ReplayInputs:
-    """Open the trace and read what goes with it; raises ConfigError for what cannot be read."""
+    """Open the trace and read its other inputs; raises ConfigError for unreadable ones."""
     return ReplayInputs(
         options,
         open_trace(
@@ -106,7 +106,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
 
 
 def replay_progress() -> Progress:
-    """Return a bar of how far replays are, on a terminal only."""
+    """Return a progress bar of replays, on a terminal only."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""What a recording gives a replay in addition to its requests: its fleet, and what became of that."""
+"""A recording's inputs for a replay besides its requests: its fleet, and the changes of that."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +21,14 @@ from kvrouter.sim.traces.read import Trace
 from kvrouter.sim.traces.recorded_trace import Past, Recording
 
 RECORDED = Path("recorded")
-"""In the place of an events file: the recorded changes, or an error where they cannot be applied."""
+"""In place of an events file: the recorded changes, or an error if they cannot be applied."""
 
 NONE = Path("none")
-"""In the place of an events file: nothing happens, whatever was recorded."""
+"""In place of an events file: no changes, even if some were recorded."""
 
 
 class ReplayedFleet(NamedTuple):
-    """The fleet file of a replay; ``recorded`` where it was made of the recording, as ``note`` says."""
+    """The fleet file of a replay; ``recorded`` if it was made of the recording, as ``note`` states."""
 
     document: Document
     recorded: RecordedFleet | None = None
@@ -36,7 +36,7 @@ class ReplayedFleet(NamedTuple):
 
 
 class RecordedChanges(NamedTuple):
-    """The events that a recording gives, and what a reader of the figures must know about them."""
+    """The events of a recording, and notes for readers of the figures."""
 
     events: tuple[TimetableEvent, ...] = ()
     notes: tuple[str, ...] = ()
@@ -48,15 +48,15 @@ NO_CHANGES = RecordedChanges()
 
 
 def open_past(path: Path, model: str | None) -> Past:
-    """Return all that is recorded of one model; what is missing is said on standard error.
+    """Return the whole recording of one model; warnings about missing parts go to standard error.
 
-    Raises ConfigError for what is no recording of it.
+    Raises ConfigError if it is no recording of the model.
     """
     return Recording(path, model=model, warn=warn_reader).past()
 
 
 def warn_reader(what: str) -> None:
-    """Say on standard error what the figures of a command leave out."""
+    """Print on standard error what the figures of a command leave out."""
     error_console().print(Text(f"warning: {what}"), soft_wrap=True)
 
 
@@ -82,10 +82,10 @@ def recorded_changes(
     events: Path | None,
     speedup: float,
 ) -> RecordedChanges:
-    """Return what of the recorded changes happens to ``fleets``, all of which must have the recorded workers.
+    """Return the recorded changes that happen to ``fleets``, all of which must have the recorded workers.
 
-    ``events`` is what was named instead of an events file. Raises ConfigError where the changes were asked
-    for and cannot be applied.
+    ``events`` is the option in place of an events file. Raises ConfigError if the changes were asked for and
+    cannot be applied.
     """
     insists = events == RECORDED
     if history is None:
@@ -110,8 +110,8 @@ def recorded_changes(
 def write_recorded(
     fleet: RecordedFleet | None, changes: RecordedChanges, *, fleet_to: Path | None, events_to: Path | None
 ) -> None:
-    """Write the recorded fleet and its changes where that is asked for. Raises ConfigError, before anything
-    is written, for what there is not.
+    """Write the recorded fleet and its changes if that is asked for. Raises ConfigError, before any output,
+    if there are none.
     """
     files: list[tuple[Path, str]] = []
     if fleet_to is not None:
@@ -134,7 +134,7 @@ def write_recorded(
 def _numbering(
     history: FleetHistory, recorded: RecordedFleet | None, fleets: Sequence[FleetFile]
 ) -> tuple[Numbering | None, str]:
-    """Return who the recorded workers are in all of ``fleets``, or why they are not there."""
+    """Return the recorded workers' ids in all of ``fleets``, or why they do not match."""
     first: Numbering | None = None
     for fleet in fleets:
         found, mismatch = match(history, fleet)

@@ -31,10 +31,10 @@ TUNED_ROWS_MIN = 20
 
 
 def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, console: Console) -> int:
-    """Replay every variant with every seed; print a table, and write what was asked for. Returns the exit
-    code; what is known when it is interrupted is printed and written all the same.
+    """Replay every variant with every seed; print a table, and write the requested files. Returns the exit
+    code; the partial result of an interrupted run is printed and written too.
 
-    Raises ConfigError, before anything is replayed, for what cannot be.
+    Raises ConfigError, before any replay, for invalid inputs.
     """
     for path in filter(None, (files.report, files.write_fleet, files.write_events)):
         check_folder(path)
@@ -86,7 +86,7 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, conso
 
 
 class _Runner:
-    """Replays of one command, one after the other, and how far they are. ``is_whole``: none was stopped."""
+    """The replays of one command, one after the other, and their progress. ``is_whole``: none was stopped."""
 
     def __init__(self, inputs: ReplayInputs, progress: Progress, n_rows: int, *, tunes: bool) -> None:
         self.is_whole = True
@@ -99,7 +99,7 @@ class _Runner:
         self._done = 0
 
     def expect(self, compared: Sequence[Sequence[Variant]]) -> None:
-        """Say what is to come."""
+        """Announce the replays to come."""
         n_tried = sum(len(chosen_from) for chosen_from in compared if len(chosen_from) > 1)
         n_seeds = len(self._inputs.options.all_seeds)
         total = n_tried * len(self._first_half) + len(compared) * n_seeds * self._n_rows
@@ -107,7 +107,7 @@ class _Runner:
 
     def report(self, chosen_from: Sequence[Variant]) -> VariantReport | None:
         """Replay the variant that does best on the first half with every seed. Interrupted, the report has
-        the seeds that were replayed to their end, else what is known of the first; None where nothing is.
+        the seeds that were replayed to their end, else the partial first one; None without any.
         """
         variant: Variant | None = None
         summaries: list[Summary] = []

@@ -17,7 +17,7 @@ from kvrouter.cli.up.run import serve_until
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.standalone import RouterApp
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.bookings import Bookings
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch
@@ -36,7 +36,7 @@ class Standalone(ServingApp):
     prefills: PrefillDispatch
 
     async def drain(self, limit_s: float) -> int:
-        """Book and prefill nothing more; wait until all is freed, or ``limit_s``. Return what was left."""
+        """Stop new work; wait up to ``limit_s`` until all bookings are freed. Return how many are left."""
         until_s = asyncio.get_running_loop().time() + limit_s
         await self.service.requests.drain(0.0)
         left = 0

@@ -42,7 +42,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 def read_answers(client: RouterClient) -> Answers:
-    """Ask a router for what is shown now. Raises AskFailed."""
+    """Ask a router for the shown values. Raises AskFailed."""
     return Answers(
         msgspec.Raw(client.read("/v1/fleet")),
         msgspec.Raw(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}")),
@@ -51,7 +51,7 @@ def read_answers(client: RouterClient) -> Answers:
 
 
 def shown_frame(answers: Answers) -> Frame:
-    """Return what is shown of a router's answers. Raises AskFailed where they are another program's."""
+    """Return the frame for a router's answers. Raises AskFailed for the answers of another program."""
     return Frame(
         decode_answer(bytes(answers.fleet), Fleet),
         decode_answer(bytes(answers.decisions), LastDecisions).decisions,
@@ -60,7 +60,7 @@ def shown_frame(answers: Answers) -> Frame:
 
 
 def read_frame(client: RouterClient) -> Frame:
-    """Ask a router for what is shown now. Raises AskFailed."""
+    """Ask a router for the next frame. Raises AskFailed."""
     return shown_frame(read_answers(client))
 
 
@@ -79,7 +79,7 @@ def show_live(client: RouterClient, url: str, console: Console, *, interval_s: f
 
 
 def frames(client: RouterClient, url: str, shown: RenderableType) -> Iterator[RenderableType]:
-    """Yield what is shown next, for ever: of a router that does not answer the last of it, and since when."""
+    """Yield the next frame for ever; for a router that does not answer its last one, and since when."""
     lost_at: str | None = None
     while True:
         try:
@@ -157,7 +157,7 @@ def _place(worker: Worker) -> str:
 
 
 def _load(worker: Worker) -> str:
-    """Of a prefill worker the tokens that wait for prefill, of others their blocks in use."""
+    """Return a prefill worker's tokens that wait for prefill, another worker's blocks in use."""
     if worker.role == "prefill":
         return f"{sum(rank.prefill_tokens for rank in worker.ranks):,} tok"
     active = sum(rank.active_blocks for rank in worker.ranks)

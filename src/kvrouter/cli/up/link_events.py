@@ -1,4 +1,4 @@
-"""What happens to the links between the mock engines of ``kvrouter up`` while they serve."""
+"""Changes of the links between the mock engines of ``kvrouter up`` while they serve."""
 
 import asyncio
 import logging
@@ -21,8 +21,8 @@ _log = logging.getLogger("kvrouter.engines.mock_engine")
 
 
 class LinkStep(NamedTuple):
-    """A link changes ``at_s`` seconds of the engines' clock after the beginning; ``link`` and ``detail`` say
-    in words which one, and to what.
+    """A link changes ``at_s`` seconds of the engines' clock after the beginning; ``link`` and ``detail`` name
+    it and its new state in words.
     """
 
     at_s: float
@@ -33,7 +33,7 @@ class LinkStep(NamedTuple):
 
 def read_link_events(path: Path, fleet: FleetFile) -> tuple[LinkStep, ...]:
     """Read a file of events as a replay does, for the mock engines of ``fleet``. Raises ConfigError for a
-    fleet that has none, for a mistake in the file, for events of other kinds than links, and for a link that
+    fleet without them, for a mistake in the file, for events of other kinds than links, and for a link that
     no two of the engines share.
     """
     groups = tuple(group for group in fleet.workers if isinstance(group.engine, MockEngineSpec))

@@ -166,7 +166,7 @@ def _has_mocks_alone(fleet: FleetFile) -> bool:
 
 
 async def _until_ready(host: str, port: int, within_s: float) -> None:
-    """Wait until the frontend says that it may be sent requests."""
+    """Wait until the frontend reports that it takes requests."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + within_s
     while not await asyncio.to_thread(_is_ready, host, port):
@@ -190,8 +190,8 @@ def _is_ready(host: str, port: int) -> bool:
 
 @asynccontextmanager
 async def _nats(servers: str, supervisor: Supervisor) -> AsyncIterator[str]:
-    """The address of a NATS server: the one of the settings, or one that is started for as long as this
-    runs when the settings name this host and nothing answers there.
+    """Yield the address of a NATS server: the one of the settings, or one that is started for this run if the
+    settings name this host and no server answers there.
     """
     first = servers.split(",", maxsplit=1)[0].strip()
     try:
@@ -225,7 +225,7 @@ async def _nats(servers: str, supervisor: Supervisor) -> AsyncIterator[str]:
 
 
 def _last_line(log: Path) -> str:
-    """What a nats-server said at last."""
+    """Return the last line of a nats-server's log."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError as error:

@@ -55,11 +55,11 @@ class Embedded(ServingApp):
 async def embedded(
     settings: Settings, fleet: FleetFile, *, environ: Mapping[str, str] = os.environ
 ) -> AsyncIterator[Embedded]:
-    """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process,
-    and a worker for each engine that runs already, which is given its key of ``environ`` where it has one.
+    """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process, and
+    a worker for each running engine, which gets its key of ``environ`` if it has one.
 
-    Raises CannotListen, before any worker starts, when the frontend's address cannot be had, and
-    ConfigError for engines that contradict the file.
+    Raises CannotListen, before any worker starts, if the frontend's address is not available, and ConfigError
+    for engines that contradict the file.
     """
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
@@ -124,7 +124,7 @@ async def _attached(
 
 
 def serve(settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; what the file ``events`` says happens to links meanwhile.
+    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile.
 
     Returns the exit code; raises CannotListen, ConfigError.
     """
@@ -159,7 +159,7 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
 
 
 def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
-    """Return three lines for who has just started it: what is served where, and what to try."""
+    """Return three lines for the user who has just started it: the model, its address, and a first call."""
     host, port = address
     shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{shown}:{port}"

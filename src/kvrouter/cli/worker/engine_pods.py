@@ -45,7 +45,7 @@ _worker_log = logging.getLogger("kvrouter.worker")
 
 
 class PodsDiscovery(MemoryDiscovery):
-    """The cards of this process, whose store counts as lost while pods cannot be watched."""
+    """The cards of this process; its store counts as lost while pods cannot be watched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PodsDiscovery(MemoryDiscovery):
         return end
 
     def on_store(self, is_reachable: bool, why: str) -> None:
-        """Pods can be watched again, or not any more."""
+        """Pods can be watched again, or can no longer."""
         self._lost = None if is_reachable else why
         for on_store in tuple(self._stores.values()):
             on_store(is_reachable, why)
@@ -84,10 +84,10 @@ async def pods_served(
     policy: PodPolicy,
     sources: Mapping[ModelName, str],
 ) -> AsyncIterator[ServingApp]:
-    """Serve the engines of labelled pods behind one frontend, on this event loop; ``sources`` are those of
-    tokenizers here, by model.
+    """Serve the engines of labelled pods behind one frontend, on this event loop; ``sources`` are the local
+    tokenizers, by model.
 
-    Raises CannotListen, before anything is asked, when the frontend's address cannot be had.
+    Raises CannotListen, before any request, if the frontend's address is not available.
     """
     front = settings.frontend
     place = await read_place(settings.router, os.environ)
@@ -186,8 +186,8 @@ def serve_pod_workers(
 
 
 class _Following:
-    """How far the process is, and what it logs of the API server: it is ok from the first time on that
-    it saw the pods, for losing the API server takes nobody away.
+    """The progress of the process, and its log on the API server: it is ok once it has read the pods, since
+    losing the API server stops no worker.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class _Following:
         self._is_lost = False
 
     def on_store(self, is_reachable: bool, why: str) -> None:
-        """Pods can be watched again, or not any more."""
+        """Pods can be watched again, or can no longer."""
         log_event(_worker_log, Event.DISCOVERY_BACK if is_reachable else Event.DISCOVERY_LOST, reason=why)
         self._is_lost = not is_reachable
         self.on_asked()
@@ -206,7 +206,7 @@ class _Following:
             self.health = WorkerHealth.OK
 
     def drain(self) -> None:
-        """It was asked to stop."""
+        """The process was asked to stop."""
         self.health = WorkerHealth.DRAINING
 
 

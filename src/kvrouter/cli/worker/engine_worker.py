@@ -20,9 +20,9 @@ from kvrouter.worker.topology_env import parse_topology_env
 
 
 class ProcessTransports:
-    """The transports of the one worker of this process: they are what its settings say.
+    """The transports of the one worker of this process, from its settings.
 
-    ``on_lost`` hears when another start of its id has its place, which ends the process.
+    ``on_lost`` is called when another start of its id has its place, which ends the process.
     """
 
     def __init__(self, settings: Settings, on_lost: GoneSink | None) -> None:
@@ -67,10 +67,10 @@ async def engine_worker(
     *,
     on_lost: GoneSink | None = None,
 ) -> AsyncIterator[RunningEngineWorker]:
-    """Run the worker on this event loop: inside, it serves; ``on_lost`` hears when another has its place.
+    """Run the worker on this event loop: inside, it serves; ``on_lost`` is called when another has its place.
 
-    Raises what hinders its first start: TopologyUnavailable, ConfigError, or NatsUnreachable. An engine that
-    is started as another one later, and contradicts ``spec``, is logged, and asked again.
+    Raises the errors of its first start: TopologyUnavailable, ConfigError, or NatsUnreachable. An engine that
+    restarts as another one later, and contradicts ``spec``, is logged, and asked again.
     """
     topology = parse_topology_env(environ)
     if not spec.pod and settings.planes.pod_name:  # a container next to its engine's, in one pod

@@ -299,5 +299,5 @@ def topology_wait(
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    """A container's first process is not ended by SIGTERM unless it says so itself."""
+    """A container's first process must handle SIGTERM itself to be ended by it."""
     sys.exit(TERMINATED)

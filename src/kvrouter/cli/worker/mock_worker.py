@@ -1,4 +1,4 @@
-"""``kvrouter worker mock``: one mock engine as a process of its own."""
+"""``kvrouter worker mock``: one mock engine in its own process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -48,7 +48,7 @@ FETCHED_LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockWorkerSpec:
-    """Which worker of a fleet file a process is, and what its file does not say."""
+    """The worker of a fleet file that a process runs, and values that the file does not have."""
 
     fleet: FleetFile
     group: WorkerGroup
@@ -57,7 +57,7 @@ class MockWorkerSpec:
 
     @classmethod
     def pick(cls, fleet: FleetFile, which: MockFileOptions, run: MockRunOptions) -> Self:
-        """Pick a worker of a group. Its id is what ``which`` says, else its number in a file, else random.
+        """Pick a worker of a group. Its id is that of ``which``, else its number in a file, else random.
         Raises ConfigError that names the flag.
         """
         group, index, worker_id = which.group, which.index, which.worker_id
@@ -91,8 +91,8 @@ class RunningWorker:
     cluster: MockCluster
 
     async def drain(self, limit_s: float) -> bool:
-        """Take no new legs; wait up to ``limit_s`` seconds for those that run, and for KV that decode workers
-        have not fetched yet. Returns whether nothing was left.
+        """Take no new legs; wait up to ``limit_s`` seconds for running legs, and for KV that decode workers
+        have not fetched yet. Returns whether all ended.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
@@ -113,7 +113,7 @@ async def mock_worker(
     *,
     on_lost: GoneSink | None = None,
 ) -> AsyncIterator[RunningWorker]:
-    """Run the worker on this event loop: inside, it serves; ``on_lost`` hears when another has its place.
+    """Run the worker on this event loop: inside, it serves; ``on_lost`` is called when another has its place.
 
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
@@ -195,7 +195,7 @@ def _card_of(
 
 @asynccontextmanager
 async def _engine_server(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
-    """Let a custom engine publish its KV events, where that is asked for. Raises ConfigError."""
+    """Let a custom engine publish its KV events, if that is asked for. Raises ConfigError."""
     if spec.run.engine_events is None:
         yield
         return

@@ -58,10 +58,10 @@ def health_of(card: WorkerCard | None) -> WorkerHealth:
 
 @asynccontextmanager
 async def health_pages(planes: PlaneSettings, health: Callable[[], WorkerHealth]) -> AsyncIterator[None]:
-    """Answer ``GET /health`` with 200, whatever ``health`` says, and ``GET /accepting`` with 503 unless it is
-    ok; on no port where the settings name none.
+    """Answer ``GET /health`` with 200, whatever ``health`` returns, and ``GET /accepting`` with 503 unless it
+    is ok; without a port in the settings, on none.
 
-    Raises ConfigError for a port that cannot be had.
+    Raises ConfigError if the port is not available.
     """
     if planes.health_port is None:
         yield
@@ -109,18 +109,18 @@ class Running(Protocol):
 
     @property
     def worker(self) -> Worker | None:
-        """It; None while there is none for a moment."""
+        """The current worker; None between two workers."""
 
     async def drain(self, limit_s: float) -> bool:
-        """Take no new legs, and wait up to ``limit_s`` seconds for what is under way."""
+        """Take no new legs, and wait up to ``limit_s`` seconds for running ones."""
 
 
 Run = Callable[[GoneSink], AbstractAsyncContextManager[Running]]
-"""Runs a worker: inside, it serves; the sink hears when another has its place."""
+"""Runs a worker: inside, it serves; the sink is called when another has its place."""
 
 
 class WorkerProcess:
-    """One worker's life as a process, and what its log says of it."""
+    """One worker's life as a process, and its log."""
 
     def __init__(self, settings: Settings, worker_id: WorkerId, *, role: str, drain_limit_s: float) -> None:
         self._settings = settings

@@ -45,7 +45,7 @@ from kvrouter.sim.worth.worth import (
 
 
 class Today(msgspec.Struct, frozen=True):
-    """The fleet file as it is: its choice, with how many seeds it was replayed, its figures."""
+    """The fleet file as it is: its choice, the number of its replayed seeds, its figures."""
 
     name: str
     choice: TransferChoice
@@ -54,10 +54,10 @@ class Today(msgspec.Struct, frozen=True):
 
 
 class WorthReport(msgspec.Struct, frozen=True):
-    """All of a comparison, as it is written to JSON. KV crosses between domains of ``level``.
+    """The report of a comparison, as written to JSON. KV crosses between domains of ``level``.
 
-    Interrupted, ``today`` is None where it was not replayed to its end, and ``alternatives`` are those that
-    were; ``events`` happened in all of them. ``advice`` is about them, None where there are none.
+    Interrupted, ``today`` is None if it was not replayed to its end, and ``alternatives`` are the finished
+    ones; ``events`` happened in all of them. ``advice`` is about them, None without any.
     """
 
     version: str
@@ -75,14 +75,14 @@ class WorthReport(msgspec.Struct, frozen=True):
     alternatives: tuple[Alternative, ...]
     advice: Advice | None
     notes: tuple[str, ...] = ()
-    """What became of the changes of the fleet that a recording has."""
+    """Notes on the changes of a recording's fleet."""
 
 
 def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
-    """Replay today's choice and every other one; print a table of changes and an advice, and write what was
-    asked for. Returns the exit code; what is known when it is interrupted is printed and written as well.
+    """Replay today's choice and every other one; print changes and an advice, and write the requested files.
+    Returns the exit code; the partial result of an interrupted run is printed and written too.
 
-    Raises ConfigError, before anything is replayed, for what cannot be.
+    Raises ConfigError, before any replay, for invalid inputs.
     """
     threshold = options.threshold / 100.0
     if not 0.0 <= threshold < 1.0:
@@ -141,7 +141,7 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
 
 @dataclass(slots=True)
 class _Replays:
-    """Replays a variant with every seed, and shows how far it is."""
+    """Replays a variant with every seed, and shows the progress."""
 
     inputs: ReplayInputs
     places: Places

@@ -18,9 +18,9 @@ from kvrouter.engines.mock_engine.handoff import (
     Command,
     Deliver,
     HandoffFailed,
+    HandoffName,
     Handoffs,
     LegId,
-    MeetingName,
     Pull,
     Release,
     RemoteSink,
@@ -157,7 +157,7 @@ class Fabric:
         self.advance_before(now)
         member = self._members[worker_id]
         leg_id = LegId(worker_id, sequence_key(request))
-        name = _meeting_name(member.engine, request)
+        name = _handoff_name(member.engine, request)
         if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
         member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
@@ -182,11 +182,11 @@ class Fabric:
         match message:
             case Join(name, expiry_s, may_follow):
                 try:
-                    self._handoffs.may_join(MeetingName(name), as_source=False)
+                    self._handoffs.may_join(HandoffName(name), as_source=False)
                 except InvalidRequest as taken:
                     self.pulls.send_to_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
                 else:
-                    self._sink_joins(now, MeetingName(name), sink, expiry_s, may_follow)
+                    self._sink_joins(now, HandoffName(name), sink, expiry_s, may_follow)
             case Want(kv_tokens):
                 if self._handoffs.is_in(sink):
                     self._do(now, self._handoffs.kv_wanted(now, sink, kv_tokens))
@@ -327,7 +327,7 @@ class Fabric:
         for arrived in self.network.advance(time) if len(self.network) else ():
             pull = self.pulls.of_key(arrived.key)
             if pull is None:
-                self._do(time, self._handoffs.pulled(MeetingName(arrived.key)), arrived)
+                self._do(time, self._handoffs.pulled(HandoffName(arrived.key)), arrived)
             else:
                 self.pulls.close(pull)
                 self.pulls.send_to_source(pull, Done())
@@ -374,7 +374,7 @@ class Fabric:
         member: _Member,
         leg_id: LegId,
         request: EngineRequest,
-        name: MeetingName,
+        name: HandoffName,
         source_at: Peer | None,
     ) -> None:
         """A leg that was accepted takes its side of the handoff."""
@@ -388,7 +388,7 @@ class Fabric:
             self.pulls.open(leg_id, source_at, Join(name, expiry_s, may_follow))
 
     def _sink_joins(
-        self, now: float, name: MeetingName, sink: Sink, expiry_s: float, may_follow: bool
+        self, now: float, name: HandoffName, sink: Sink, expiry_s: float, may_follow: bool
     ) -> None:
         expiry_limit_s = expiry_s * self._expiry_scale
         self._do(
@@ -428,14 +428,14 @@ class Fabric:
                         self._settle(now, member)
 
 
-def _meeting_name(engine: MockEngine, request: EngineRequest) -> MeetingName | None:
-    """Return the name by which the two legs of a request meet; None for an aggregated one."""
+def _handoff_name(engine: MockEngine, request: EngineRequest) -> HandoffName | None:
+    """Return the name of the handoff of a request's two legs; None for an aggregated one."""
     if request.leg is Leg.AGGREGATED:
         return None
     if request.bootstrap is not None:
         bootstrap = request.bootstrap
-        return MeetingName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
+        return HandoffName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
     if request.leg is Leg.PREFILL:
-        return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
+        return HandoffName(f"{engine.engine_id}/{sequence_key(request)}")
     params = request.kv_transfer_params or {}
-    return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")
+    return HandoffName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")

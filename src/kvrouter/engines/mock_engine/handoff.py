@@ -2,7 +2,7 @@
 
 They meet under one name: the bootstrap address and room, or the one in the prefill answer's
 ``kv_transfer_params``. Either may come first in a bootstrap handoff. The sink may be in another process. A
-meeting ends when the KV arrived, when one side gave up, or when it waited for too long; in every ending the
+handoff ends when the KV arrived, when one side gave up, or when it waited for too long; in every ending the
 source's KV is released.
 
 ========================  ==========================================================================
@@ -29,7 +29,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import KvLoss
 from kvrouter.engines.mock_engine.sequence import SequenceKey
 
-MeetingName = NewType("MeetingName", str)
+HandoffName = NewType("HandoffName", str)
 
 
 class LegId(NamedTuple):
@@ -51,16 +51,16 @@ Sink = LegId | RemoteSink
 class Pull(NamedTuple):
     """Move ``kv_tokens`` tokens' KV from the source to the sink."""
 
-    meeting: MeetingName
+    handoff: HandoffName
     source: LegId
     sink: Sink
     kv_tokens: int
 
 
 class StopPull(NamedTuple):
-    """End the transfer of this meeting."""
+    """End the transfer of this handoff."""
 
-    meeting: MeetingName
+    handoff: HandoffName
 
 
 class Release(NamedTuple):
@@ -87,8 +87,8 @@ Command = Pull | StopPull | Release | Deliver | HandoffFailed
 
 
 @dataclass(slots=True)
-class _Meeting:
-    name: MeetingName
+class _Handoff:
+    name: HandoffName
     source: LegId | None = None
     sink: Sink | None = None
     source_expiry_s: float = 0.0
@@ -101,165 +101,165 @@ class _Meeting:
 
 
 class Handoffs:
-    """All meetings. Every method returns the commands to run now, in order."""
+    """All handoffs. Every method returns the commands to run now, in order."""
 
     def __init__(self) -> None:
-        self._meetings: dict[MeetingName, _Meeting] = {}
-        self._by_leg: dict[Sink, _Meeting] = {}
-        self._deadlines: list[tuple[float, MeetingName]] = []
+        self._handoffs: dict[HandoffName, _Handoff] = {}
+        self._by_leg: dict[Sink, _Handoff] = {}
+        self._deadlines: list[tuple[float, HandoffName]] = []
 
     def __len__(self) -> int:
-        return len(self._meetings)
+        return len(self._handoffs)
 
-    def may_join(self, name: MeetingName, *, as_source: bool) -> None:
+    def may_join(self, name: HandoffName, *, as_source: bool) -> None:
         """Raise InvalidRequest when the place is taken."""
-        meeting = self._meetings.get(name)
-        if meeting is not None and (meeting.source if as_source else meeting.sink) is not None:
+        handoff = self._handoffs.get(name)
+        if handoff is not None and (handoff.source if as_source else handoff.sink) is not None:
             side = "prefill" if as_source else "decode"
             raise InvalidRequest(f"handoff {name} has its {side} leg already", param="bootstrap")
 
     def legs_of(self, worker_id: WorkerId) -> list[LegId]:
-        """Return the legs of one worker that are in a meeting."""
+        """Return the legs of one worker that are in a handoff."""
         leg_ids = (leg_id for leg_id in self._by_leg if isinstance(leg_id, LegId))
         return [leg_id for leg_id in leg_ids if leg_id.worker_id == worker_id]
 
-    def source_joins(self, name: MeetingName, source: LegId, *, expiry_s: float) -> None:
+    def source_joins(self, name: HandoffName, source: LegId, *, expiry_s: float) -> None:
         """A prefill leg was accepted; its KV will wait ``expiry_s`` at most for a sink."""
-        meeting = self._meetings.setdefault(name, _Meeting(name))
-        meeting.source, meeting.source_expiry_s = source, expiry_s
-        meeting.deadline_s = None
-        self._by_leg[source] = meeting
+        handoff = self._handoffs.setdefault(name, _Handoff(name))
+        handoff.source, handoff.source_expiry_s = source, expiry_s
+        handoff.deadline_s = None
+        self._by_leg[source] = handoff
 
     def sink_joins(
-        self, name: MeetingName, sink: Sink, *, expiry_s: float, source_may_follow: bool
+        self, name: HandoffName, sink: Sink, *, expiry_s: float, source_may_follow: bool
     ) -> list[Command]:
         """A decode leg was accepted; it waits ``expiry_s`` at most for a source to join."""
-        meeting = self._meetings.get(name)
-        if meeting is None and not source_may_follow:
+        handoff = self._handoffs.get(name)
+        if handoff is None and not source_may_follow:
             return [HandoffFailed(sink, KvLoss.UNKNOWN, f"no KV waits under {name}")]
-        if meeting is None:
-            meeting = self._meetings[name] = _Meeting(name)
-        meeting.sink, meeting.sink_expiry_s = sink, expiry_s
-        meeting.kv_unwanted = False
-        self._by_leg[sink] = meeting
+        if handoff is None:
+            handoff = self._handoffs[name] = _Handoff(name)
+        handoff.sink, handoff.sink_expiry_s = sink, expiry_s
+        handoff.kv_unwanted = False
+        self._by_leg[sink] = handoff
         return []
 
     def kv_ready(self, now: float, source: LegId) -> list[Command]:
         """The prefill leg ended well and its KV waits."""
-        meeting = self._by_leg[source]
-        if meeting.kv_unwanted:
-            return [Release(source), *self._close(meeting)]
-        meeting.kv_ready = True
-        self._expire_at(meeting, now + meeting.source_expiry_s)
-        return self._pull(meeting)
+        handoff = self._by_leg[source]
+        if handoff.kv_unwanted:
+            return [Release(source), *self._close(handoff)]
+        handoff.kv_ready = True
+        self._expire_at(handoff, now + handoff.source_expiry_s)
+        return self._pull(handoff)
 
     def kv_wanted(self, now: float, sink: Sink, kv_tokens: int) -> list[Command]:
         """The decode leg has memory for the ``kv_tokens`` tokens that it lacks."""
-        meeting = self._by_leg[sink]
-        meeting.wanted_tokens = kv_tokens
-        if meeting.source is None:
-            self._expire_at(meeting, now + meeting.sink_expiry_s)
-        return self._pull(meeting)
+        handoff = self._by_leg[sink]
+        handoff.wanted_tokens = kv_tokens
+        if handoff.source is None:
+            self._expire_at(handoff, now + handoff.sink_expiry_s)
+        return self._pull(handoff)
 
-    def pulled(self, name: MeetingName) -> list[Command]:
+    def pulled(self, name: HandoffName) -> list[Command]:
         """The transfer ended."""
-        return self._pulled(self._meetings[name])
+        return self._pulled(self._handoffs[name])
 
     def remote_pulled(self, sink: RemoteSink) -> list[Command]:
         """The transfer to another process ended there; does nothing without a transfer."""
-        meeting = self._by_leg.get(sink)
-        return self._pulled(meeting) if meeting is not None and meeting.pulling else []
+        handoff = self._by_leg.get(sink)
+        return self._pulled(handoff) if handoff is not None and handoff.pulling else []
 
     def is_in(self, sink: RemoteSink) -> bool:
-        """True from the moment when a sink joins until its meeting ends, or it does."""
+        """True from the moment when a sink joins until its handoff ends, or it does."""
         return sink in self._by_leg
 
     @property
     def has_remote_sinks(self) -> bool:
-        """True when a decode leg of another process takes part in a meeting here."""
+        """True when a decode leg of another process takes part in a handoff here."""
         return any(isinstance(leg_id, RemoteSink) for leg_id in self._by_leg)
 
-    def _pulled(self, meeting: _Meeting) -> list[Command]:
-        meeting.pulling = False
+    def _pulled(self, handoff: _Handoff) -> list[Command]:
+        handoff.pulling = False
         commands: list[Command] = []
-        if meeting.source is not None:
-            commands.append(Release(meeting.source))
-        if meeting.sink is not None:
-            commands.append(Deliver(meeting.sink))
-        return [*commands, *self._close(meeting)]
+        if handoff.source is not None:
+            commands.append(Release(handoff.source))
+        if handoff.sink is not None:
+            commands.append(Deliver(handoff.sink))
+        return [*commands, *self._close(handoff)]
 
     def leg_ended(self, now: float, leg_id: Sink, reason: str, *, lost: bool) -> list[Command]:
         """A leg was cancelled, or ``lost`` with its engine; what memory it held is free already."""
-        meeting = self._by_leg.get(leg_id)
-        if meeting is None:
+        handoff = self._by_leg.get(leg_id)
+        if handoff is None:
             return []
-        if meeting.source == leg_id:
-            sink = meeting.sink
-            commands = self._close(meeting)
+        if handoff.source == leg_id:
+            sink = handoff.sink
+            commands = self._close(handoff)
             loss = KvLoss.BROKEN if lost else KvLoss.UNKNOWN
             return commands if sink is None else [*commands, HandoffFailed(sink, loss, reason)]
-        return self._sink_ended(now, meeting, lost=lost)
+        return self._sink_ended(now, handoff, lost=lost)
 
     def give_up(self, source: LegId) -> list[Command]:
         """The prefill leg was cancelled after its end: KV that no decode leg has come for is released."""
-        meeting = self._by_leg.get(source)
-        if meeting is None or not meeting.kv_ready or meeting.sink is not None:
+        handoff = self._by_leg.get(source)
+        if handoff is None or not handoff.kv_ready or handoff.sink is not None:
             return []
-        return [Release(source), *self._close(meeting)]
+        return [Release(source), *self._close(handoff)]
 
     def next_time(self) -> float | None:
-        """Return when the next meeting expires."""
+        """Return when the next handoff expires."""
         while self._deadlines:
             deadline_s, name = self._deadlines[0]
-            meeting = self._meetings.get(name)
-            if meeting is not None and meeting.deadline_s == deadline_s:
+            handoff = self._handoffs.get(name)
+            if handoff is not None and handoff.deadline_s == deadline_s:
                 return deadline_s
             heappop(self._deadlines)
         return None
 
     def expire(self, now: float) -> list[Command]:
-        """End every expired meeting."""
+        """End every expired handoff."""
         commands: list[Command] = []
         while (deadline_s := self.next_time()) is not None and deadline_s <= now:
-            meeting = self._meetings[self._deadlines[0][1]]
-            if meeting.source is not None:
-                commands.append(Release(meeting.source))
-            if meeting.sink is not None:
-                why = f"handoff {meeting.name} did not come about in time"
-                commands.append(HandoffFailed(meeting.sink, KvLoss.TIMEOUT, why))
-            commands.extend(self._close(meeting))
+            handoff = self._handoffs[self._deadlines[0][1]]
+            if handoff.source is not None:
+                commands.append(Release(handoff.source))
+            if handoff.sink is not None:
+                why = f"handoff {handoff.name} did not come about in time"
+                commands.append(HandoffFailed(handoff.sink, KvLoss.TIMEOUT, why))
+            commands.extend(self._close(handoff))
         return commands
 
-    def _sink_ended(self, now: float, meeting: _Meeting, *, lost: bool) -> list[Command]:
+    def _sink_ended(self, now: float, handoff: _Handoff, *, lost: bool) -> list[Command]:
         """A sink that is lost did not give up: another may come for the KV."""
-        if meeting.source is None:
-            return self._close(meeting)
-        if meeting.kv_ready and not lost:
-            return [*self._close(meeting), Release(meeting.source)]
-        commands: list[Command] = [StopPull(meeting.name)] if meeting.pulling else []
-        if meeting.sink is not None:
-            del self._by_leg[meeting.sink]
-        meeting.sink, meeting.wanted_tokens, meeting.pulling = None, None, False
-        if meeting.kv_ready:
-            self._expire_at(meeting, now + meeting.source_expiry_s)
+        if handoff.source is None:
+            return self._close(handoff)
+        if handoff.kv_ready and not lost:
+            return [*self._close(handoff), Release(handoff.source)]
+        commands: list[Command] = [StopPull(handoff.name)] if handoff.pulling else []
+        if handoff.sink is not None:
+            del self._by_leg[handoff.sink]
+        handoff.sink, handoff.wanted_tokens, handoff.pulling = None, None, False
+        if handoff.kv_ready:
+            self._expire_at(handoff, now + handoff.source_expiry_s)
         else:
-            meeting.kv_unwanted = not lost
+            handoff.kv_unwanted = not lost
         return commands
 
-    def _pull(self, meeting: _Meeting) -> list[Command]:
-        source, sink, kv_tokens = meeting.source, meeting.sink, meeting.wanted_tokens
-        if source is None or sink is None or kv_tokens is None or not meeting.kv_ready:
+    def _pull(self, handoff: _Handoff) -> list[Command]:
+        source, sink, kv_tokens = handoff.source, handoff.sink, handoff.wanted_tokens
+        if source is None or sink is None or kv_tokens is None or not handoff.kv_ready:
             return []
-        meeting.pulling, meeting.deadline_s = True, None
-        return [Pull(meeting.name, source, sink, kv_tokens)]
+        handoff.pulling, handoff.deadline_s = True, None
+        return [Pull(handoff.name, source, sink, kv_tokens)]
 
-    def _expire_at(self, meeting: _Meeting, deadline_s: float) -> None:
-        meeting.deadline_s = deadline_s
-        heappush(self._deadlines, (deadline_s, meeting.name))
+    def _expire_at(self, handoff: _Handoff, deadline_s: float) -> None:
+        handoff.deadline_s = deadline_s
+        heappush(self._deadlines, (deadline_s, handoff.name))
 
-    def _close(self, meeting: _Meeting) -> list[Command]:
-        del self._meetings[meeting.name]
-        for leg_id in (meeting.source, meeting.sink):
+    def _close(self, handoff: _Handoff) -> list[Command]:
+        del self._handoffs[handoff.name]
+        for leg_id in (handoff.source, handoff.sink):
             if leg_id is not None:
                 self._by_leg.pop(leg_id, None)
-        return [StopPull(meeting.name)] if meeting.pulling else []
+        return [StopPull(handoff.name)] if handoff.pulling else []

@@ -8,7 +8,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.kernel.topology.links import Link, LinkTable, distance
+from kvrouter.kernel.topology.link_table import Link, LinkTable, distance
 
 LevelName = Annotated[str, Meta(max_length=63)]
 DomainValue = Annotated[str, Meta(max_length=189)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvrouter.engines.mock_engine.mock_links import DomainPair, LinkChange, LinkName, Links, Place
-from kvrouter.kernel.topology.links import Link
+from kvrouter.kernel.topology.link_table import Link
 
 
 class Arrived(NamedTuple):

@@ -1,6 +1,6 @@
 """Handoffs between two processes: their messages, and the pulls in progress.
 
-The process of the source (the prefill leg) holds the meeting and its expiry; the sink (the decode leg) of
+The process of the source (the prefill leg) holds the handoff and its expiry; the sink (the decode leg) of
 another process takes part in it as a :class:`RemoteSink`. The sink's process simulates the transfer, over its
 own links, and counts it. The caller carries the messages: each pull has its own connection, which keeps
 their order. When it is lost, the source's side counts the sink as lost, and the sink's side the KV.
@@ -164,7 +164,7 @@ class Pulls:
     def open(self, sink: LegId, peer: Peer, join: Join) -> None:
         """Open the pull of an accepted decode leg with its source at ``peer``."""
         pull_id = PullId(next(self._ids))
-        # Every meeting's name has a slash and this key has none: no transfer is taken for another.
+        # Every handoff's name has a slash and this key has none: no transfer is taken for another.
         pull = RemotePull(pull_id, sink, peer, f"pull {pull_id}")
         self._by_sink[sink] = self._by_id[pull_id] = self._by_key[pull.key] = pull
         self.send_to_source(pull, join)

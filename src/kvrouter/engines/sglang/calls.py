@@ -144,12 +144,12 @@ def _put_common(body: Body, request: EngineRequest, n_ranks: int) -> None:
     if request.lora_name is not None:
         put(body, lora_path=request.lora_name)
     if request.bootstrap is not None:
-        meeting = request.bootstrap
+        bootstrap = request.bootstrap
         put(
             body,
-            bootstrap_host=meeting.host,
-            bootstrap_port=meeting.port,
-            bootstrap_room=meeting.room,
+            bootstrap_host=bootstrap.host,
+            bootstrap_port=bootstrap.port,
+            bootstrap_room=bootstrap.room,
         )
 
 

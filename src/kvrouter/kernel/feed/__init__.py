@@ -1,1 +1,1 @@
-"""One rank's event stream: next, duplicate or gap; Live, Recovering or Partial."""
+"""The feed of one worker rank: orders its KV event stream, and detects and recovers missing events."""

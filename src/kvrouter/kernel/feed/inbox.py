@@ -1,4 +1,4 @@
-"""The batches that wait while a feed recovers: sorted by id, per epoch, bounded."""
+"""The bounded buffer of batches that wait while a feed recovers, sorted by id for each epoch."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from kvrouter.core.ids import Epoch, EventId
 
 
 class Added(Enum):
-    """What became of a batch that was offered."""
+    """The result of adding a batch."""
 
     KEPT = auto()
     REPEATED = auto()
@@ -19,7 +19,7 @@ class Added(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive events: event ``i`` has the id ``first + i``."""
+    """A run of consecutive events: event ``i`` has the id ``first + i``."""
 
     first: EventId
     events: tuple[KvEvent, ...]
@@ -32,16 +32,17 @@ class Run:
 
 @dataclass(slots=True)
 class _EpochBatches:
-    """The batches of one epoch by first id; ``seen_at_ticket``: the latest ask when its first batch came."""
+    """An epoch's batches, sorted by first id; ``known_at_ticket``: the latest ask at its first batch."""
 
     batches: list[KvBatch]
-    seen_at_ticket: int
+    known_at_ticket: int
 
 
 class Inbox:
-    """Holds batches that weigh up to ``events_max`` events. Full: only the highest batch of each epoch stays.
+    """Holds batches with a total weight of ``events_max``. When full, it keeps each epoch's highest batch
+    only.
 
-    The highest ids are what must not be forgotten: they show how far a recovery has to reach.
+    The highest ids are kept because they show how far a recovery has to reach.
     """
 
     __slots__ = ("_by_epoch", "_epochs_max", "_events", "_events_max")
@@ -57,28 +58,28 @@ class Inbox:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """The epochs held, the one met first before the others."""
+        """The held epochs, in the order in which they first arrived."""
         return list(self._by_epoch)
 
     @property
     def latest_epoch(self) -> Epoch | None:
-        """The epoch that was met last, among those held."""
+        """The held epoch that arrived last; None when the inbox is empty."""
         return next(reversed(self._by_epoch), None)
 
     def has(self, epoch: Epoch) -> bool:
-        """Whether a batch of ``epoch`` is held."""
+        """Whether the inbox holds a batch of ``epoch``."""
         return epoch in self._by_epoch
 
     def has_other_than(self, epoch: Epoch) -> bool:
-        """Whether a batch of another epoch is held."""
+        """Whether the inbox holds a batch of another epoch."""
         return len(self._by_epoch) > (epoch in self._by_epoch)
 
-    def epochs_seen_before(self, ticket: int) -> list[Epoch]:
-        """The held epochs that were met before the ask ``ticket`` was made."""
-        return [epoch for epoch, held in self._by_epoch.items() if held.seen_at_ticket < ticket]
+    def epochs_known_before(self, ticket: int) -> list[Epoch]:
+        """Return the held epochs that arrived before the ask ``ticket`` was made."""
+        return [epoch for epoch, held in self._by_epoch.items() if held.known_at_ticket < ticket]
 
     def add(self, batch: KvBatch, *, ticket: int) -> Added:
-        """Keep ``batch``; ``ticket`` is that of the latest ask."""
+        """Add ``batch``; ``ticket`` is that of the latest ask."""
         held = self._by_epoch.get(batch.epoch)
         if held is None:
             held = self._by_epoch[batch.epoch] = _EpochBatches([], ticket)
@@ -95,12 +96,12 @@ class Inbox:
         return Added.KEPT
 
     def first_id(self, epoch: Epoch) -> EventId | None:
-        """The lowest id held of ``epoch``."""
+        """Return the lowest held id of ``epoch``; None without one."""
         held = self._by_epoch.get(epoch)
         return held.batches[0].first_event_id if held else None
 
     def reach(self, epoch: Epoch, start: EventId) -> EventId:
-        """The id up to which what is held carries on from ``start``; ``start`` itself when it does not."""
+        """Return the id after the consecutive held events from ``start``; ``start`` when there are none."""
         held = self._by_epoch.get(epoch)
         for batch in held.batches if held else ():
             if batch.first_event_id > start:
@@ -109,13 +110,13 @@ class Inbox:
         return start
 
     def first_after(self, epoch: Epoch, last: EventId) -> EventId | None:
-        """The first id above ``last`` with which a held batch of ``epoch`` begins."""
+        """Return the first id above ``last`` at which a held batch of ``epoch`` begins; None without one."""
         held = self._by_epoch.get(epoch)
         firsts = (batch.first_event_id for batch in held.batches) if held else iter(())
         return next((first for first in firsts if first > last), None)
 
     def drop_from(self, epoch: Epoch, first: EventId) -> None:
-        """Drop the batches of ``epoch`` that begin with ``first`` or later."""
+        """Drop the batches of ``epoch`` that begin at ``first`` or later."""
         held = self._by_epoch.get(epoch)
         if held is None:
             return
@@ -126,14 +127,14 @@ class Inbox:
             del self._by_epoch[epoch]
 
     def is_gapless(self, epoch: Epoch, start: EventId) -> bool:
-        """Whether everything held of ``epoch`` carries on from ``start``."""
+        """Whether the held events of ``epoch`` have no gap from ``start`` on."""
         held = self._by_epoch.get(epoch)
         if held is None:
             return True
         return self.reach(epoch, start) >= max(batch.next_event_id for batch in held.batches)
 
     def take_run(self, epoch: Epoch, start: EventId) -> Run:
-        """Take out everything that carries on from ``start``; what lies before ``start`` is dropped."""
+        """Remove and return the consecutive events from ``start``; earlier events are dropped."""
         held = self._by_epoch.get(epoch)
         events: list[KvEvent] = []
         taken = 0
@@ -151,7 +152,7 @@ class Inbox:
         return Run(start, tuple(events))
 
     def take_last_run(self, epoch: Epoch) -> Run:
-        """Take out the consecutive events that end at the highest id of ``epoch``, and drop the rest."""
+        """Remove and return the consecutive events that end at the highest id of ``epoch``; drop the rest."""
         held = self._by_epoch[epoch]
         start = end = held.batches[0].first_event_id
         for batch in held.batches:
@@ -164,13 +165,13 @@ class Inbox:
         return run
 
     def drop(self, epoch: Epoch) -> None:
-        """Drop everything of ``epoch``."""
+        """Drop the batches of ``epoch``."""
         held = self._by_epoch.pop(epoch, None)
         if held is not None:
             self._forget(held.batches)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all batches."""
         self._by_epoch.clear()
         self._events = 0
 

@@ -1,4 +1,4 @@
-"""One rank's event stream as one table: (state, input) → next state and commands.
+"""The state machine of one rank's event stream, as one table: (state, input) → next state and commands.
 
 ::
 
@@ -10,15 +10,15 @@
                                                   │   (emptied first)    │
                                                   └─ gap, another epoch ─┘
 
-Missing stores cost a cache hit; a missing removal sends requests to blocks that are gone. So nothing scores
-while events are missing, and when they are lost for good every block is dropped before the feed scores again.
+A missing store costs a cache hit; a missing removal sends requests to blocks that are gone. So blocks do not
+count as overlap while events are missing, and when events are lost for good, all blocks are dropped before
+the feed counts again.
 
-A rank that reports more blocks than its worker can hold is in none of these: ``OVER_LIMIT``, emptied, from
-any state, and recovering again after a rest.
+From any state, a rank that reports more blocks than its worker can hold enters ``OVER_LIMIT``: its blocks are
+dropped, and it recovers after a rest.
 
-Batches of a rank may be lost, repeated and reordered, also over a restart of the worker. Epochs have no
-order of their own, so a batch of another epoch is only a suspicion: the worker's snapshot, or discovery,
-decides.
+Batches of a rank may be lost, repeated and reordered, also across a restart of the worker. Epochs have no
+order, so a batch of another epoch does not prove a restart: the worker's snapshot, or discovery, decides.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,15 +41,14 @@ from kvrouter.kernel.feed.states import (
     SnapshotAnswer,
     Ticked,
 )
-from kvrouter.kernel.feed.track import Asked, Track
+from kvrouter.kernel.feed.track import AskKind, Track
 
 
 class RankFeed:
-    """Turns what arrives from one worker rank into commands for its driver.
+    """Turns the messages of one worker rank into commands for its driver.
 
-    ``now_s`` is any clock that never goes back, the same one for every call. The driver carries the commands
-    out in order before its next call. It says when each ask goes out, and hands in its answer, with its
-    ticket, or lets it time out.
+    ``now_s`` is seconds of one monotonic clock. The driver executes the commands in order before its next
+    call. It reports when each ask is sent, and passes in its answer with its ticket, or lets it time out.
     """
 
     __slots__ = ("_track", "rank")
@@ -60,76 +59,76 @@ class RankFeed:
 
     @property
     def state(self) -> FeedState:
-        """How far what was applied can be trusted."""
+        """How far the applied events can be trusted."""
         return self._track.state
 
     @property
     def scores(self) -> bool:
-        """Whether the rank's blocks count as overlap now."""
+        """Whether the rank's blocks currently count as overlap."""
         return self._track.state in (FeedState.LIVE, FeedState.PARTIAL)
 
     @property
     def epoch(self) -> Epoch | None:
-        """The epoch that was applied last; None before the first."""
+        """The epoch of the last applied events; None before the first."""
         return self._track.epoch
 
     @property
     def next_event_id(self) -> EventId:
-        """The first id of ``epoch`` that was not applied."""
+        """The first id of ``epoch`` that is not applied yet."""
         return self._track.next_event_id
 
     @property
     def is_asking(self) -> bool:
-        """Whether an answer is awaited: without it, the open question is of no use any more."""
+        """Whether an answer is awaited; if not, the driver can cancel an ask that is in flight."""
         return self._track.ask is not None
 
     @property
     def next_timeout_s(self) -> float | None:
-        """When to call :meth:`on_timeout` next; None while only an input can change anything."""
+        """When to call :meth:`on_timeout` next; None while no timeout is pending."""
         track = self._track
         if track.ask is not None:
             return track.ask.due_s
         return track.retry_s if track.state in (FeedState.PARTIAL, FeedState.OVER_LIMIT) else None
 
     def on_batch(self, batch: KvBatch, *, now_s: float) -> list[Command]:
-        """A batch arrived. An empty one shows how far the ids have come: it reveals a lost tail."""
+        """Handle a batch. An empty batch, a heartbeat, has the next id and so reveals a lost tail."""
         return self._handle(batch, now_s)
 
     def on_asked(self, ticket: int, *, now_s: float) -> None:
-        """An ask went out, perhaps long after it was made: the time for its answer begins."""
+        """Record that an ask was sent: its timeout starts now, perhaps long after the ask was made."""
         self._track.now_s = now_s
-        self._track.went_out(ticket)
+        self._track.sent(ticket)
 
     def on_range(self, ticket: int, batch: KvBatch | None, *, now_s: float) -> list[Command]:
-        """The answer to :class:`AskRange`."""
+        """Handle the answer to :class:`AskRange`; None for no answer."""
         return self._handle(RangeAnswer(ticket, batch), now_s)
 
     def on_snapshot(self, ticket: int, snapshot: KvSnapshot | None, *, now_s: float) -> list[Command]:
-        """The answer to :class:`AskSnapshot`."""
+        """Handle the answer to :class:`AskSnapshot`; None for no answer."""
         return self._handle(SnapshotAnswer(ticket, snapshot), now_s)
 
     def on_new_epoch(self, epoch: Epoch, *, now_s: float) -> list[Command]:
-        """Discovery names the worker's epoch: what an earlier one held is gone. Also starts a feed."""
+        """Handle the worker's epoch from discovery, which starts a feed and ends an earlier epoch."""
         return self._handle(NewEpoch(epoch), now_s)
 
     def on_orphan(self, *, now_s: float) -> list[Command]:
-        """The index could not place a store: an event was lost before it had an id."""
+        """Handle a store that the index could not place: an event was lost before it got an id."""
         return self._handle(Orphaned(), now_s)
 
     def on_doubt(self, *, now_s: float) -> list[Command]:
-        """The engine's own answers contradict the index."""
+        """Handle an engine's answer that contradicts the index."""
         return self._handle(Orphaned(FeedCount.DOUBTS), now_s)
 
     def on_contradiction(self, *, now_s: float) -> list[Command]:
-        """A heartbeat reports another number of blocks than the index has at the same id."""
+        """Handle a heartbeat whose number of blocks differs from the index at the same id."""
         return self._handle(Orphaned(FeedCount.CONTRADICTIONS), now_s)
 
     def on_overfilled(self, *, now_s: float) -> list[Command]:
-        """The index has more blocks of the rank than its worker can hold."""
+        """Handle that the index has more blocks of the rank than its worker can hold."""
         return self._handle(Overfilled(), now_s)
 
     def on_timeout(self, *, now_s: float) -> list[Command]:
-        """Time passed; harmless when nothing is due."""
+        """Handle a timeout; no effect when none is due."""
         return self._handle(Ticked(), now_s)
 
     def _handle(self, event: Input, now_s: float) -> list[Command]:
@@ -141,7 +140,7 @@ class RankFeed:
 
 
 def _ignore(track: Track, _event: Input) -> None:
-    """Nothing changes."""
+    """Ignore the input."""
 
 
 def _batch_live(track: Track, batch: KvBatch) -> None:
@@ -186,7 +185,7 @@ def _batch_recovering(track: Track, batch: KvBatch) -> None:
     if added is Added.KEPT_AND_FULL:
         track.count(FeedCount.INBOX_FULL)
     needs_snapshot = is_foreign or added is Added.KEPT_AND_FULL
-    if track.ask is None or (track.ask.what is Asked.RANGE and needs_snapshot):
+    if track.ask is None or (track.ask.kind is AskKind.RANGE and needs_snapshot):
         track.ask_snapshot()
     elif track.can_carry_on():
         track.carry_on()
@@ -213,7 +212,7 @@ def _snapshot(track: Track, answer: SnapshotAnswer) -> None:
     if not track.close(answer.ticket):
         return
     snapshot = answer.snapshot
-    if snapshot is not None and track.is_of_use(snapshot):
+    if snapshot is not None and track.is_usable(snapshot):
         track.load(snapshot, ticket=answer.ticket)
         return
     if snapshot is not None:
@@ -251,7 +250,7 @@ def _orphan_live(track: Track, event: Orphaned) -> None:
     track.count(event.count)
     track.is_complete = False
     if track.now_s < track.orphans_rest_until_s:
-        # A snapshot did not help a moment ago: what is known is still held, so it keeps on counting.
+        # A snapshot did not help a moment ago: the known blocks are still held, so they keep counting.
         track.state, track.retry_s = FeedState.PARTIAL, track.orphans_rest_until_s
     else:
         track.state, track.is_orphaned = FeedState.RECOVERING, True
@@ -261,7 +260,7 @@ def _orphan_live(track: Track, event: Orphaned) -> None:
 def _orphan_recovering(track: Track, event: Orphaned) -> None:
     track.count(event.count)
     track.is_orphaned = True
-    if track.ask is None or track.ask.what is Asked.RANGE:
+    if track.ask is None or track.ask.kind is AskKind.RANGE:
         track.ask_snapshot()
 
 
@@ -283,7 +282,7 @@ def _tick_recovering(track: Track, _event: Ticked) -> None:
     if track.ask is None or not track.is_ask_overdue():
         return
     track.count(FeedCount.ANSWERS_OVERDUE)
-    if track.ask.what is Asked.RANGE:
+    if track.ask.kind is AskKind.RANGE:
         track.ask_snapshot()
     else:
         track.go_without_snapshot()

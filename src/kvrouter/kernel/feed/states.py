@@ -8,13 +8,13 @@ from kvrouter.core.ids import Epoch, EventId
 
 
 class FeedState(Enum):
-    """How far what was applied can be trusted.
+    """How far the applied events can be trusted.
 
-    ``LIVE``: exactly what the worker rank held at the last applied event. ``RECOVERING``: events are
-    missing, a removal may be among them, so nothing counts as overlap until an answer comes. ``PARTIAL``:
-    the missing events are lost for good; the blocks were dropped, and those stored since are held for
-    certain: a lower bound. ``OVER_LIMIT``: it reported more blocks than its worker can hold. They were
-    dropped, it is not listened to, and after a while it is asked for all that it holds.
+    ``LIVE``: the index has exactly the blocks that the rank held at the last applied event. ``RECOVERING``:
+    events are missing, perhaps removals, so blocks do not count as overlap until an answer arrives.
+    ``PARTIAL``: the missing events are lost for good; earlier blocks were dropped, and the blocks stored
+    since are a lower bound. ``OVER_LIMIT``: the rank reported more blocks than its worker can hold. They were
+    dropped, its events are ignored, and after a rest the feed asks for a snapshot.
     """
 
     LIVE = auto()
@@ -24,7 +24,7 @@ class FeedState(Enum):
 
 
 class FeedCount(StrEnum):
-    """What a feed counts for the metrics."""
+    """The counters of a feed, for metrics."""
 
     REPEATED_EVENTS = "repeated_events"
     GAPS = "gaps"
@@ -47,15 +47,15 @@ class FeedCount(StrEnum):
 class FeedLimits:
     """The limits of one feed.
 
-    ``inbox_events_max``: events kept while an answer is awaited; when full, all but the newest batch are let
-    go and a snapshot brings them back. ``range_events_max``: a longer gap is asked for as a snapshot at once;
-    the size of a publisher's ring. ``range_timeout_s``, ``snapshot_timeout_s``: an answer that takes longer,
-    from when its question went out, is taken for none; who asks gives up earlier when nothing comes any more.
-    ``snapshot_retry_s``: how long a partial feed waits before it asks again, and the least time between two
-    snapshots for orphans. ``epochs_max``: how many ended epochs are remembered, and how many unconfirmed ones
-    are kept apart. ``behind_s``: a worker whose heartbeats name ids below what was applied for so long never
-    published all of that; less than the time between two heartbeats. ``over_limit_rest_s``: how long a rank
-    that reported too many blocks is not listened to.
+    ``inbox_events_max``: the events kept while an answer is awaited; when full, all but the newest batch are
+    dropped, and a snapshot replaces them. ``range_events_max``: a longer gap is recovered by a snapshot at
+    once; the size of a publisher's ring. ``range_timeout_s``, ``snapshot_timeout_s``: the longest time from
+    sending an ask to its answer; the driver gives up earlier when a transfer stalls. ``snapshot_retry_s``:
+    the pause of a partial feed before it asks again, and the least time between two snapshots for orphans.
+    ``epochs_max``: the number of ended epochs that are remembered, and of unconfirmed epochs that are
+    buffered. ``behind_s``: when a worker's heartbeats have named ids below the applied ones for this long, it
+    did not publish all applied events; less than the time between two heartbeats. ``over_limit_rest_s``: how
+    long the events of a rank that reported too many blocks are ignored.
     """
 
     inbox_events_max: int = 8192
@@ -70,7 +70,7 @@ class FeedLimits:
 
 @dataclass(frozen=True, slots=True)
 class RangeAnswer:
-    """What came back for :class:`AskRange`; None when the worker no longer has it or does not answer."""
+    """The answer to :class:`AskRange`; None when the worker no longer has the range or does not answer."""
 
     ticket: int
     batch: KvBatch | None
@@ -78,7 +78,7 @@ class RangeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotAnswer:
-    """What came back for :class:`AskSnapshot`; None when there is no one to ask."""
+    """The answer to :class:`AskSnapshot`; None when no worker can answer."""
 
     ticket: int
     snapshot: KvSnapshot | None
@@ -86,16 +86,16 @@ class SnapshotAnswer:
 
 @dataclass(frozen=True, slots=True)
 class NewEpoch:
-    """Discovery says that the worker restarted."""
+    """Discovery reports that the worker restarted."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """The index met a store whose parent it does not know, and did not place it; or, counted as ``DOUBTS``,
-    the engine's own answers contradict the index; or, as ``CONTRADICTIONS``, its worker's heartbeat does.
-    Either way an event was lost unseen, or was never the worker's.
+    """The index got a store with an unknown parent, and ignored it; or, counted as ``DOUBTS``, the engine's
+    answers contradict the index; or, counted as ``CONTRADICTIONS``, the worker's heartbeat does. In each case
+    an event was lost without a gap in the ids, or an applied event was not the worker's.
     """
 
     count: FeedCount = FeedCount.ORPHANS
@@ -103,7 +103,7 @@ class Orphaned:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passed; see ``RankFeed.next_timeout_s``."""
+    """A timeout may be due; see ``RankFeed.next_timeout_s``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class AskRange:
-    """Ask the worker for the events ``first`` to ``last``, inclusive; answer with the ticket."""
+    """Ask the worker for the events ``first`` to ``last``, inclusive; the answer carries the ticket."""
 
     ticket: int
     first: EventId
@@ -132,14 +132,14 @@ class AskRange:
 
 @dataclass(frozen=True, slots=True)
 class AskSnapshot:
-    """Ask the worker for its whole state; answer with the ticket."""
+    """Ask the worker for a snapshot; the answer carries the ticket."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """Drop every block of the rank: some may be gone."""
+    """Drop every block of the rank: some may no longer exist."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The position of one feed in its stream, and its transitions."""
+"""The position of one feed in its event stream, and its state transitions."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ from kvrouter.kernel.feed.states import (
 )
 
 
-class Asked(Enum):
-    """What an ask is for."""
+class AskKind(Enum):
+    """The kind of an ask: a range of events, or a snapshot."""
 
     RANGE = auto()
     SNAPSHOT = auto()
@@ -30,28 +30,28 @@ class Asked(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The one question that is open; an answer with another ticket is to a question given up.
+    """The open ask; an answer with another ticket belongs to an abandoned ask.
 
-    ``due_s``: when its answer is taken for none; None until the question went out.
+    ``due_s``: when it times out; None until it was sent.
     """
 
     ticket: int
-    what: Asked
+    kind: AskKind
     due_s: float | None = None
 
 
 class Track:
-    """The position of one feed: ``next_event_id`` of ``epoch`` is the first event that was not applied.
+    """The position of one feed: ``next_event_id`` of ``epoch`` is the first event that is not applied yet.
 
-    ``is_complete``: nothing before the position is lost. ``is_orphaned``: the index could not place a store,
-    so only a snapshot helps. ``confirmed``: the epoch that discovery named; ``verified``: the one that it or
-    a snapshot named last. ``retired``: epochs that are over; what still arrives from them is stale. While an
-    ask is open the inbox keeps every batch that arrives, also those that a partial feed applies at once: the
-    answer may be older than they are. Without an ask it is empty. ``behind_since_s``: since when the worker's
-    heartbeats name ids below the position. ``is_contradicted``: they did so for too long, and no snapshot was
-    loaded since. ``floor``: epoch and next id of the snapshot that answered the last contradiction; its
-    worker came that far, so a heartbeat with a lower id is late. ``unreached``: the first id held that the
-    last snapshot did not lead up to.
+    ``is_complete``: no event before the position is lost. ``is_orphaned``: the index could not place a store,
+    so only a snapshot helps. ``confirmed``: the epoch from discovery; ``verified``: the last epoch from
+    discovery or a snapshot. ``retired``: ended epochs, whose batches are stale. While an ask is open the
+    inbox keeps every batch that arrives, also those that a partial feed applies at once, because the answer
+    may be older than they are. Without an ask it is empty. ``behind_since_s``: since when the worker's
+    heartbeats have named ids below the position. ``is_contradicted``: they did so for too long, and no
+    snapshot was loaded since. ``floor``: epoch and next id of the snapshot that answered the last
+    contradiction: a heartbeat with a lower id is late. ``unreached``: the first held id that did not connect
+    to the last snapshot.
     """
 
     __slots__ = (
@@ -101,22 +101,22 @@ class Track:
 
     @property
     def is_verified(self) -> bool:
-        """Whether more than batches speak for the epoch; if not, a feed stays partial and asks again."""
+        """Whether discovery or a snapshot named the epoch; if not, the feed stays partial and asks again."""
         return self.epoch == self.verified
 
     def is_ask_overdue(self) -> bool:
-        """Whether the open ask waits for too long."""
+        """Whether the open ask has timed out."""
         return self.ask is not None and self.ask.due_s is not None and self.now_s >= self.ask.due_s
 
-    def went_out(self, ticket: int) -> None:
-        """The question goes out now: its answer's time counts from here."""
+    def sent(self, ticket: int) -> None:
+        """Start the timeout of the open ask, which is sent now."""
         if self.ask is not None and self.ask.ticket == ticket:
-            is_range = self.ask.what is Asked.RANGE
+            is_range = self.ask.kind is AskKind.RANGE
             timeout_s = self.limits.range_timeout_s if is_range else self.limits.snapshot_timeout_s
             self.ask = replace(self.ask, due_s=self.now_s + timeout_s)
 
     def advance(self, batch: KvBatch) -> None:
-        """Apply what is new in a batch that begins at or before the next id."""
+        """Apply the new events of a batch that begins at or before the next id."""
         events = batch.events
         repeated = min(self.next_event_id - batch.first_event_id, len(events))
         if repeated:
@@ -125,16 +125,16 @@ class Track:
         self.apply(events)
 
     def apply(self, events: tuple[KvEvent, ...]) -> None:
-        """Apply the events that follow."""
+        """Apply the next events."""
         if not events:
             return
         self.out.append(Apply(events))
         self.next_event_id = EventId(self.next_event_id + len(events))
         if not self.is_complete and self.is_verified and any(isinstance(event, Cleared) for event in events):
-            self.is_complete = True  # what was lost before a clear no longer matters
+            self.is_complete = True  # events lost before a clear no longer matter
 
     def break_off(self, batch: KvBatch) -> None:
-        """Stop scoring: events before ``batch`` are missing, or it is of another epoch."""
+        """Start recovering: events before ``batch`` are missing, or it is of another epoch."""
         if batch.epoch in self.retired:
             self.count(FeedCount.STALE_EPOCH_BATCHES)
             return
@@ -150,10 +150,10 @@ class Track:
             self.ask_snapshot()
 
     def is_contradicted_by(self, batch: KvBatch) -> bool:
-        """Whether ``batch`` shows that not all that was applied was the worker's.
+        """Whether a heartbeat shows that some applied events were not the worker's.
 
-        A heartbeat on its way may be overtaken by an answer; one that comes ``behind_s`` later probably was
-        not. It was when the stream lags by more: then the snapshot that is asked for names the higher id.
+        An answer may overtake a heartbeat in flight; a heartbeat ``behind_s`` later was probably not
+        overtaken. If the stream lags by more it was, and the snapshot that is asked for has the higher id.
         """
         if batch.events:
             return False
@@ -167,7 +167,7 @@ class Track:
         return self.now_s - self.behind_since_s >= self.limits.behind_s
 
     def restart(self) -> None:
-        """Trust nothing of what was applied: only a snapshot is authoritative, whatever its id."""
+        """Discard the position: only a snapshot is authoritative, whatever its id."""
         self.count(FeedCount.CONTRADICTIONS)
         self.behind_since_s = None
         self.is_contradicted = True
@@ -178,7 +178,7 @@ class Track:
         self.ask_snapshot()
 
     def rest_over_limit(self) -> None:
-        """Drop everything of a rank that reported too much, and leave it alone for a while."""
+        """Drop all blocks of a rank that reported too many, and ignore it for ``over_limit_rest_s``."""
         self.count(FeedCount.OVER_LIMIT)
         self.out.append(Empty())
         self.inbox.clear()
@@ -189,7 +189,7 @@ class Track:
         self.retry_s = self.now_s + self.limits.over_limit_rest_s
 
     def can_carry_on(self) -> bool:
-        """Whether the inbox repairs everything by itself, so that no answer is needed."""
+        """Whether the inbox closes the gap, so that no answer is needed."""
         return (
             self.epoch is not None
             and not self.is_orphaned
@@ -198,7 +198,7 @@ class Track:
         )
 
     def carry_on(self) -> None:
-        """Apply what the inbox has from the next id on; then score, or ask for what is still missing."""
+        """Apply the inbox's events from the next id on; then settle, or ask for the events still missing."""
         if self.epoch is not None:
             self.apply(self.inbox.take_run(self.epoch, self.next_event_id).events)
         if not self.inbox:
@@ -211,27 +211,29 @@ class Track:
             self.ask_snapshot()
 
     def settle(self) -> None:
-        """Score again: nothing is missing, or what is missing is lost for good."""
+        """End the recovery: no event is missing (LIVE), or missing events are lost for good (PARTIAL)."""
         self.inbox.clear()
         self.ask = None
         self.state = FeedState.LIVE if self.is_complete else FeedState.PARTIAL
         self.retry_s = self.now_s + self.limits.snapshot_retry_s
 
-    def is_of_use(self, snapshot: KvSnapshot) -> bool:
-        """Not of an epoch that is over, and no older than what was applied and can't be applied again."""
+    def is_usable(self, snapshot: KvSnapshot) -> bool:
+        """Whether a snapshot can be loaded: its epoch has not ended, and it loses no applied event, because
+        it is at the position or the inbox has the events from its id to there.
+        """
         if snapshot.epoch != self.epoch:
             is_doubtful = self.is_verified and self.epoch is not None and self.epoch == self.confirmed
             if is_doubtful and not self.inbox.has(snapshot.epoch):
-                return False  # from a process that discovery knows to be over, and no batch contradicts it
+                return False  # discovery knows that its process has ended, and no batch contradicts that
             return snapshot.epoch not in self.retired
         return self.inbox.reach(snapshot.epoch, snapshot.next_event_id) >= self.next_event_id
 
     def load(self, snapshot: KvSnapshot, *, ticket: int) -> None:
-        """Start over from ``snapshot``, the answer to ``ticket``.
+        """Restart from ``snapshot``, the answer to ``ticket``.
 
-        Epochs that were met before that ask, and did not answer it, are over.
+        Epochs that arrived before that ask, and did not answer it, have ended.
         """
-        for epoch in self.inbox.epochs_seen_before(ticket):
+        for epoch in self.inbox.epochs_known_before(ticket):
             if epoch != snapshot.epoch:
                 self.retire(epoch)
         if self.epoch is not None and self.epoch != snapshot.epoch and not self.inbox.has(self.epoch):
@@ -249,8 +251,8 @@ class Track:
         self.carry_on()
 
     def _drop_unreachable(self) -> None:
-        """Drop batches up to which two snapshots in a row do not lead: the worker never published what
-        would come before them.
+        """Drop batches that did not connect to two snapshots in a row: the worker never published the events
+        before them.
         """
         if self.epoch is None:
             return
@@ -263,7 +265,7 @@ class Track:
         self.unreached = unreached
 
     def go_without_snapshot(self) -> None:
-        """No one can provide the whole state. A partial feed goes on; a recovering one is emptied first."""
+        """Continue without a snapshot, because no worker provides one; a recovering feed is emptied first."""
         if self.state is FeedState.PARTIAL:
             self.retry_later()
             return
@@ -273,7 +275,7 @@ class Track:
         epoch = self.inbox.latest_epoch
         if epoch is not None:
             if self.inbox.has_other_than(epoch):
-                self.verified = None  # two epochs, and no one to say which is over
+                self.verified = None  # it is unknown which of two epochs has ended
             run = self.inbox.take_last_run(epoch)
             self.epoch, self.next_event_id = epoch, run.first
             self.is_complete = run.first == 0 and self.is_verified
@@ -281,19 +283,19 @@ class Track:
         self.settle()
 
     def retry_later(self) -> None:
-        """Give up the open ask of a partial feed; it asks again after a while."""
+        """Abandon the open ask of a partial feed, which asks again after ``snapshot_retry_s``."""
         self.ask = None
         self.inbox.clear()
         self.retry_s = self.now_s + self.limits.snapshot_retry_s
 
     def retire(self, epoch: Epoch) -> None:
-        """Forget an epoch that is over; one that discovery named is over only when discovery says so."""
+        """Mark an epoch as ended; the epoch from discovery ends only when discovery names another."""
         self.inbox.drop(epoch)
         if epoch != self.confirmed and epoch not in self.retired:
             self.retired.append(epoch)
 
     def close(self, ticket: int) -> bool:
-        """Whether ``ticket`` is the open ask, which it then is no more."""
+        """Close the open ask if it has this ticket; return whether it does."""
         if self.ask is None or self.ask.ticket != ticket:
             self.count(FeedCount.ANSWERS_USELESS)
             return False
@@ -301,24 +303,24 @@ class Track:
         return True
 
     def ask_gap(self) -> None:
-        """Ask for what is missing before the first batch held: the range, or a snapshot when it is long."""
+        """Ask for the events before the first held batch: as a range, or as a snapshot when it is long."""
         first_held = self.inbox.first_id(self.epoch) if self.epoch is not None else None
         if first_held is None or first_held - self.next_event_id > self.limits.range_events_max:
             self.ask_snapshot()
             return
-        ticket = self._open(Asked.RANGE)
+        ticket = self._open(AskKind.RANGE)
         self.count(FeedCount.RANGES_ASKED)
         self.out.append(AskRange(ticket, self.next_event_id, EventId(first_held - 1)))
 
     def ask_snapshot(self) -> None:
-        """Ask for everything; any other ask is given up."""
-        ticket = self._open(Asked.SNAPSHOT)
+        """Ask for a snapshot, and abandon any other ask."""
+        ticket = self._open(AskKind.SNAPSHOT)
         self.count(FeedCount.SNAPSHOTS_ASKED)
         self.out.append(AskSnapshot(ticket))
 
-    def _open(self, what: Asked) -> int:
+    def _open(self, kind: AskKind) -> int:
         self.tickets += 1
-        self.ask = Ask(self.tickets, what)
+        self.ask = Ask(self.tickets, kind)
         return self.tickets
 
     def count(self, name: FeedCount, n: int = 1) -> None:

@@ -1,1 +1,1 @@
-"""The workers of one model: worker ranks as dense slots, with columns of what each is and does."""
+"""The workers of one model: each worker rank has a dense slot; columns over slots hold its properties."""

@@ -6,8 +6,8 @@
                                              ▲                      │
                                              └── it failed: longer ─┘
 
-Two things count, each in a row: legs that brought nothing, until one brings something; and answers that broke
-off, until one comes to its end. All moments are on one monotonic clock, in seconds.
+Two kinds of consecutive failures are counted: legs that failed before their first output, until a leg has
+output; and answers that broke off, until an answer completes. All times are seconds of one monotonic clock.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,48 +21,49 @@ from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import WorkerId
 
 JITTER = 0.25
-"""By how much of its time a circuit may close earlier, so that routers do not try a worker all at once."""
+"""The largest random reduction of an open time, so that routers do not all try a worker at once."""
 
 
 class CircuitState(StrEnum):
-    """What a circuit lets through: everything, nothing, or one request."""
+    """The requests that a circuit allows: all, none, or one at a time."""
 
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
 
 
-WELL_S = 30.0
-"""For how long a worker that brought something is well, whatever it answers to one request. So long it has to
-fail requests that others fail too, and to bring nothing to anybody, before it is at fault itself."""
+HEALTHY_S = 30.0
+"""A worker counts as healthy for this long after it last had output, even if single requests fail. Failures
+of requests that other workers fail too count only after the worker has failed without any output for this
+long."""
 
 
 class Suspicion(Enum):
-    """How sure it is that a failed leg is its worker's fault, and not its request's."""
+    """The certainty that a failed leg is its worker's fault and not its request's."""
 
     SURE = auto()
-    """Another worker did what this one failed, or its request did not get as far as its engine."""
+    """Another worker served the same request, or the request did not reach the engine."""
     ALONE = auto()
-    """No other was given it: it counts for a worker that is not well."""
+    """No other worker had the request: the failure counts only if the worker is not healthy."""
     SHARED = auto()
-    """Others that were given it failed too: it counts for a worker that long did nothing else."""
+    """Other workers failed the request too: it counts only if the worker has long had only failures."""
 
 
 class Fault(StrEnum):
-    """How a leg failed that its worker is to blame for."""
+    """The kind of a failure that counts against a worker or a pair."""
 
     LOST = "lost"
-    """It could not be sent, the engine answered that it failed, or the answer broke off."""
+    """The leg could not be sent, the engine answered with a failure, or the answer broke off."""
     SILENT = "silent"
-    """Nothing came of it in time."""
+    """The leg had no output in time."""
     KV_LOST = "kv_lost"
-    """Of a pair: the KV of the one did not reach the other."""
+    """The KV of a pair's prefill worker did not reach its decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitSettings:
-    """``failures`` in a row open a circuit, for ``open_s`` seconds at first; each time that the next request
-    fails too it is twice as long, up to ``open_max_s``.
+    """``failures`` in a row open a circuit, for ``open_s`` seconds at first; the time doubles each time the
+    half-open request fails too, up to ``open_max_s``.
     """
 
     failures: int
@@ -71,7 +72,7 @@ class CircuitSettings:
 
 
 class Circuit:
-    """The circuit of one worker, or of one pair. ``seed`` draws the jitter."""
+    """The circuit breaker of one worker or one pair. ``seed`` determines the jitter."""
 
     __slots__ = (
         "_broken",
@@ -94,47 +95,47 @@ class Circuit:
         self._broken = 0
         self._opened = 0
         self._opened_s = now_s
-        """Legs that were sent before this are not counted: they belong to what came before."""
+        """When the circuit last opened. Failures of legs that were sent earlier do not count again."""
         self._open_until_s: float | None = None
         self._is_probed = False
         self.begun_s = -inf
-        """When a leg last brought something."""
+        """When a leg last had output."""
         self._failed_s = -inf
         self._failing_since_s = inf
-        """When the first leg failed since one brought something."""
+        """When the first leg failed since the last output; ``inf`` if none did."""
 
     def state(self, now_s: float) -> CircuitState:
-        """Return what it lets through."""
+        """Return the state at ``now_s``."""
         if self._open_until_s is None:
             return CircuitState.CLOSED
         return CircuitState.OPEN if now_s < self._open_until_s else CircuitState.HALF_OPEN
 
-    def lets_in(self, now_s: float) -> bool:
-        """Whether a request may be sent there: of a circuit that is half open, one at a time."""
+    def allows_request(self, now_s: float) -> bool:
+        """Whether a request may be sent now; a half-open circuit allows one at a time."""
         if self._open_until_s is None:
             return True
         return now_s >= self._open_until_s and not self._is_probed
 
     @property
     def half_open_s(self) -> float | None:
-        """When it will be, or became, half open; None while it is closed."""
+        """When the circuit becomes or became half open; None while it is closed."""
         return self._open_until_s
 
     def take(self, now_s: float) -> bool:
-        """A request is sent there. True where it is the one that a half-open circuit lets through: the
-        sender gives it back.
+        """Record that a request is sent. Return whether it is the single request of a half-open circuit: its
+        sender then calls :meth:`give_back`.
         """
-        if self._open_until_s is None or not self.lets_in(now_s):
+        if self._open_until_s is None or not self.allows_request(now_s):
             return False
         self._is_probed = True
         return True
 
     def give_back(self) -> None:
-        """The one request has reported its outcome, or will report none."""
+        """Release the single request of a half-open circuit: it reported its outcome, or never will."""
         self._is_probed = False
 
     def begun(self, now_s: float) -> bool:
-        """A leg brought something: the circuit closes. True where it was not closed."""
+        """Record a leg's first output, which closes the circuit. Return whether it was not closed."""
         was_open = self._open_until_s is not None
         self._open_until_s = None
         self._unanswered = 0
@@ -143,29 +144,29 @@ class Circuit:
         return was_open
 
     def ended(self) -> None:
-        """An answer came to its end: those that broke off before do not count any more."""
+        """Record a complete answer: earlier broken answers no longer count."""
         self._broken = 0
         self._opened = 0
 
     def suspect(self, failed_s: float) -> None:
-        """A leg failed; whose fault that is may only show later."""
+        """Record a failed leg before it is known whether the worker or the request is at fault."""
         self._failing_since_s = min(self._failing_since_s, failed_s)
 
     def counts(self, suspicion: Suspicion, now_s: float) -> bool:
-        """Whether a failure that is so surely the worker's counts against it."""
+        """Whether a failure with this certainty counts against the worker."""
         if suspicion is Suspicion.ALONE:
-            return now_s - self.begun_s >= WELL_S
-        return suspicion is Suspicion.SURE or now_s - self._failing_since_s >= WELL_S
+            return now_s - self.begun_s >= HEALTHY_S
+        return suspicion is Suspicion.SURE or now_s - self._failing_since_s >= HEALTHY_S
 
     def failed(
         self, now_s: float, fault: Fault, *, since_s: float, has_begun: bool, failed_s: float | None = None
     ) -> bool:
-        """A leg failed; return whether that opened the circuit.
+        """Count a failed leg; return whether that opened the circuit.
 
-        ``since_s`` is when it was sent, or since when it has been silent; ``failed_s`` is when it failed,
-        where that counts only now. Legs that were under way when another one failed are one failure with it:
-        they break together. Silence counts each time. It, and what counts later, do so only where nobody was
-        brought anything since: a worker that is slow with one request may be at work.
+        ``since_s`` is when the leg was sent, or since when it has been silent; ``failed_s`` is when it
+        failed, if it is counted later than that. Legs that were in flight when another one failed count as
+        the same failure; silence counts each time. Silence and late-counted failures count only if no leg had
+        output since: a worker that is slow with one request may be busy with others.
         """
         failed_s = now_s if failed_s is None else failed_s
         if self.state(now_s) is CircuitState.OPEN or since_s < self._opened_s or failed_s < self.begun_s:
@@ -192,20 +193,20 @@ class Circuit:
 
 
 class Pair(NamedTuple):
-    """A prefill worker, and a decode worker that its KV goes to."""
+    """A prefill worker and the decode worker that receives its KV."""
 
     prefill: WorkerId
     decode: WorkerId
 
 
 class BrokenPairs:
-    """Prefill workers, and the decode workers that their KV does not reach."""
+    """The pairs of workers between which KV was lost lately."""
 
     def __init__(self) -> None:
         self._of: dict[WorkerId, set[WorkerId]] = {}
-        self.whole_failed = False
-        """Whether one worker alone failed with the last request that it was given because every pair was
-        broken: then pairs are the better try, for as long as any is broken.
+        self.aggregated_failed = False
+        """Whether the last request that ran aggregated because every pair was broken failed too: while pairs
+        are broken, pairs are then tried again instead.
         """
 
     def __bool__(self) -> bool:
@@ -215,15 +216,15 @@ class BrokenPairs:
         return (Pair(prefill, decode) for prefill, decodes in self._of.items() for decode in decodes)
 
     def senders(self) -> Iterable[WorkerId]:
-        """Return the prefill workers whose KV does not reach somebody."""
+        """Return the prefill workers of all broken pairs."""
         return self._of.keys()
 
     def of(self, prefill: WorkerId) -> frozenset[WorkerId]:
-        """Return the decode workers that KV of this prefill worker does not reach."""
+        """Return the decode workers that form a broken pair with this prefill worker."""
         return frozenset(self._of.get(prefill, ()))
 
     def put(self, prefill: WorkerId, decode: WorkerId, is_broken: bool) -> bool:
-        """Note it; return whether it is news."""
+        """Set whether a pair is broken; return whether that changed."""
         decodes = self._of.get(prefill, set())
         if (decode in decodes) == is_broken:
             return False
@@ -233,5 +234,5 @@ class BrokenPairs:
             decodes.discard(decode)
             if not decodes:
                 del self._of[prefill]
-                self.whole_failed = self.whole_failed and bool(self._of)
+                self.aggregated_failed = self.aggregated_failed and bool(self._of)
         return True

@@ -1,4 +1,4 @@
-"""Columns over slots: one numpy array per property, kept when the fleet changes."""
+"""Columns over slots: one numpy array per property, updated when the fleet changes."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ BoolColumn = npt.NDArray[np.bool_]
 FloatColumn = npt.NDArray[np.float64]
 IntColumn = npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32] | npt.NDArray[np.uint64]
 SlotColumn = npt.NDArray[np.intp]
-"""Slots themselves, as indexes into columns."""
+"""An array of slots, as indexes into columns."""
 
 UNKNOWN: Final = -1
-"""A count that the worker did not publish."""
+"""The entry of a count that the worker did not publish."""
 
 INTEGER_MAX: Final = 2**63 - 1
 """The largest integer that a column holds."""
@@ -28,12 +28,11 @@ _Entry = TypeVar("_Entry", bound=np.generic)
 
 
 class Columns:
-    """What each slot's worker rank is, and its latest load report. Readers get arrays that they cannot write.
+    """The properties of each slot's worker rank, and its latest load report, as read-only arrays.
 
-    Shapes: every column has ``n_slots`` entries. ``total_blocks`` and ``seats``, how many requests run at a
-    time, are infinite where they are unknown, so that a fraction of them is 0; the other counts are
-    ``UNKNOWN``. The arrays are replaced when ``n_slots`` changes:
-    fetch them again after each change of the fleet.
+    Every column has ``n_slots`` entries. ``total_blocks`` and ``seats``, the number of requests that run at a
+    time, are infinite when unknown, so that a fraction of them is 0; other unknown counts are ``UNKNOWN``.
+    The arrays are replaced when ``n_slots`` changes: fetch them again after each change of the fleet.
     """
 
     present: BoolColumn
@@ -92,7 +91,7 @@ class Columns:
         self._show(0)
 
     def resize(self, n_slots: int) -> None:
-        """Have ``n_slots`` entries; what lies beyond is empty, and capacity follows in both directions."""
+        """Resize to ``n_slots`` entries; the capacity grows and shrinks with them."""
         capacity = fit_capacity(len(self._full["present"]), n_slots)
         for name, (_, empty) in self._empty.items():
             full = self._full[name]
@@ -105,7 +104,7 @@ class Columns:
         self._full[name][slot] = value
 
     def clear(self, slot: int) -> None:
-        """Make every entry of ``slot`` empty."""
+        """Reset every entry of ``slot`` to its empty value."""
         for name, (_, empty) in self._empty.items():
             self._full[name][slot] = empty
 
@@ -134,14 +133,14 @@ def resized(full: npt.NDArray[_Entry], capacity: int, empty: bool | int | float)
 
 
 UNKNOWN_VALUE: Final = -1
-"""The id of a domain's value where the worker has none."""
+"""The id at slots without a value of the domain."""
 
 _NO_SUCH_VALUE: Final = -2
 _TAINT_COLUMNS_MAX: Final = 256
 
 
 class DomainColumn:
-    """The values of one domain over slots, as small ids; an id is free again when its last slot leaves."""
+    """The values of one domain over slots, as small ids; an id is reused once no slot has its value."""
 
     def __init__(self, n_slots: int) -> None:
         self._full = np.full(fit_capacity(_MIN_CAPACITY, n_slots), UNKNOWN_VALUE, np.int32)
@@ -155,32 +154,32 @@ class DomainColumn:
 
     @property
     def n_ids(self) -> int:
-        """One more than the largest id in use."""
+        """One more than the largest id."""
         return len(self._values)
 
     def id_of(self, value: str) -> int:
-        """Return the id of ``value``; an id that no slot has when no worker is there."""
+        """Return the id of ``value``; an id that no slot has when no worker has the value."""
         return self._id_of.get(value, _NO_SUCH_VALUE)
 
     def ids(self, n_slots: int) -> npt.NDArray[np.int32]:
-        """Return the ids of the first ``n_slots`` slots, for reading."""
+        """Return a read-only array of the ids of the first ``n_slots`` slots."""
         shown = self._full[:n_slots]
         shown.flags.writeable = False
         return shown
 
     def value_at(self, slot: Slot) -> str | None:
-        """Return the value at ``slot``."""
+        """Return the value at ``slot``; None when it has none."""
         at = int(self._full[slot])
         return None if at == UNKNOWN_VALUE else self._values[at]
 
     def resize(self, n_slots: int) -> None:
-        """Have room for ``n_slots`` slots."""
+        """Resize to hold ``n_slots`` slots."""
         capacity = fit_capacity(len(self._full), n_slots)
         if capacity != len(self._full):
             self._full = resized(self._full, capacity, UNKNOWN_VALUE)
 
     def set(self, slot: Slot, value: str | None) -> None:
-        """Give ``slot`` this value, or none."""
+        """Set the value at ``slot``; None for no value."""
         before = int(self._full[slot])
         self._full[slot] = UNKNOWN_VALUE if value is None else self._take(value)
         if before != UNKNOWN_VALUE:
@@ -208,7 +207,7 @@ class DomainColumn:
 
 
 class PlaceColumns:
-    """Where the slots are, and which taints they carry."""
+    """The topology domains and the taints of each slot."""
 
     def __init__(self) -> None:
         self._n_slots = 0
@@ -219,14 +218,14 @@ class PlaceColumns:
         self._taint_columns: dict[Taint, BoolColumn] = {}
 
     def resize(self, n_slots: int) -> None:
-        """Have ``n_slots`` entries; slots beyond have been emptied before."""
+        """Resize to ``n_slots`` entries; the caller has emptied removed slots before."""
         self._n_slots = n_slots
         self._taint_columns.clear()
         for column in self._domains.values():
             column.resize(n_slots)
 
     def put(self, slot: Slot, domains: Mapping[str, str], own_taints: frozenset[Taint]) -> None:
-        """Say where ``slot`` is and what it carries, in place of what was said before."""
+        """Set the domains and own taints of ``slot``, in place of earlier ones."""
         for domain in self._domains_of.pop(slot, frozenset()) - domains.keys():
             self._domains[domain].set(slot, None)
             if not self._domains[domain]:
@@ -250,34 +249,34 @@ class PlaceColumns:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The domains that some worker has a value of, by name."""
+        """The domains of which some worker has a value, sorted by name."""
         return tuple(sorted(self._domains))
 
     def n_ids(self, domain: str) -> int:
-        """Return one more than the largest id that :meth:`ids` holds."""
+        """Return one more than the largest id in :meth:`ids`."""
         column = self._domains.get(domain)
         return 0 if column is None else column.n_ids
 
     def value_id(self, domain: str, value: str) -> int | None:
-        """Return the id of the domain's value; None when no worker has it."""
+        """Return the id of a domain's value; None when no worker has the value."""
         column = self._domains.get(domain)
         at = -1 if column is None else column.id_of(value)
         return None if at < 0 else at
 
     def value_at(self, domain: str, slot: Slot) -> str | None:
-        """Return the domain's value at ``slot``."""
+        """Return the domain's value at ``slot``; None when it has none."""
         column = self._domains.get(domain)
         return None if column is None else column.value_at(slot)
 
     def ids(self, name: str) -> npt.NDArray[np.int32]:
-        """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
+        """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` at slots without a value."""
         column = self._domains.get(name)
         if column is None:
             return np.full(self._n_slots, UNKNOWN_VALUE, np.int32)
         return column.ids(self._n_slots)
 
     def carries(self, taint: Taint) -> BoolColumn:
-        """Return which slots carry ``taint``, whether their own or made from a domain."""
+        """Return the slots that carry ``taint``, as an own taint or derived from a domain."""
         found = self._taint_columns.get(taint)
         if found is not None:
             return found
@@ -301,7 +300,7 @@ class PlaceColumns:
 
 
 class Policies:
-    """Prefill slots by their worker's own policy; None is the policy of those that publish none."""
+    """Prefill slots by their worker's own transfer policy; None is the key of workers without one."""
 
     def __init__(self) -> None:
         self._slots: dict[TransferPolicy | None, set[Slot]] = {}
@@ -313,18 +312,18 @@ class Policies:
 
     @property
     def required_domain(self) -> str | None:
-        """A domain that some of them require: the first by name."""
+        """The first domain, by name, that some policy requires; None if no policy requires one."""
         domains = (policy.domain for policy in self._slots if isinstance(policy, Required))
         return min(domains, default=None)
 
     def put(self, slot: Slot, policy: TransferPolicy | None) -> None:
-        """Say that ``slot`` is a prefill slot with this policy."""
+        """Add ``slot`` as a prefill slot with this policy, in place of an earlier one."""
         self.remove(slot)
         self._policy_of[slot] = policy
         self._slots.setdefault(policy, set()).add(slot)
 
     def remove(self, slot: Slot) -> None:
-        """Say that ``slot`` is no prefill slot."""
+        """Remove ``slot`` if it is a prefill slot."""
         if slot not in self._policy_of:
             return
         policy = self._policy_of.pop(slot)
@@ -334,5 +333,5 @@ class Policies:
 
 
 def hash_rank(rank: WorkerRank) -> int:
-    """Return 64 bits that depend on the worker rank alone."""
+    """Return a 64-bit hash of the worker rank."""
     return mix64(mix64(rank.worker_id) ^ rank.dp_rank)

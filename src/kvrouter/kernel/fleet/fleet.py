@@ -1,4 +1,4 @@
-"""The fleet of one model: worker ranks and their slots."""
+"""The fleet of one model: its workers, their ranks and slots."""
 
 import reprlib
 from collections import Counter
@@ -18,24 +18,24 @@ from kvrouter.kernel.fleet.slots import Slots
 from kvrouter.kernel.topology.policy import policy_of, topology_domains, validate_runtime_config
 
 MAX_SLOTS: Final = 65_536
-"""Worker ranks in one model's fleet."""
+"""The most worker ranks of one model's fleet."""
 
 REPORTED_BLOCKS_FACTOR: Final = 4
-"""How many times the blocks of a worker's card its load reports may raise what is believed of a rank."""
+"""The most times the card's number of blocks that load reports may raise a rank's number of blocks to."""
 
 MEASURED_TOKENS_MIN: Final = 1024
-"""An engine that fetched the KV of so many tokens shows how many bytes one has."""
+"""The fetched tokens from which an engine's report is used to measure the KV bytes of a token."""
 
 MEASURED_ALIKE: Final = 0.05
-"""Engines count whole blocks: what differs by less changes nothing."""
+"""The least relative change of measured KV bytes that counts: engines count full blocks."""
 
 Key = TypeVar("Key")
 Built = TypeVar("Built")
 
 
 class FleetChange(NamedTuple):
-    """What a card changed. Drop what is known of the ``freed`` slots before using the ``joined`` ones:
-    a slot may be in both. ``warnings`` are about the card, one line each.
+    """The slots that a card changed. Drop the state of ``freed`` slots before using the ``joined`` ones: a
+    slot may be in both. ``warnings`` are about the card, one line each.
     """
 
     joined: tuple[Slot, ...]
@@ -44,9 +44,7 @@ class FleetChange(NamedTuple):
 
 
 class _Member:
-    """One worker: its card, its slots by rank, whether it answers, whether its circuit is open, and the
-    cordons that hold for it.
-    """
+    """One worker: its card, slots by rank, liveness, circuit state and cordons."""
 
     __slots__ = ("alive", "card", "circuit_open", "cordons", "slots")
 
@@ -59,7 +57,7 @@ class _Member:
 
 
 def _answering(fleet: "Fleet") -> list[WorkerCard]:
-    """Return the cards of the workers that answer; all cards where none answers."""
+    """Return the cards of the live workers; all cards when no worker is alive."""
     return [card for card in fleet if fleet.is_alive(card.worker_id)] or list(fleet)
 
 
@@ -68,8 +66,8 @@ def _takes_calls(fleet: "Fleet", _key: None) -> bool:
 
 
 def _names(fleet: "Fleet", _: None) -> Mapping[str, str | None]:
-    said = Counter(item for card in _answering(fleet) for item in card.names.items())
-    return dict(item for item, _ in reversed(said.most_common()))
+    counts = Counter(item for card in _answering(fleet) for item in card.names.items())
+    return dict(item for item, _ in reversed(counts.most_common()))
 
 
 def _context_length_tokens(fleet: "Fleet", _: None) -> int | None:
@@ -117,9 +115,7 @@ def _rank_order(fleet: "Fleet", _: None) -> SlotColumn:
 
 
 class Derived(Generic[Built]):
-    """An attribute that follows from a fleet's cards and liveness: built when it is read, and kept until the
-    fleet changes.
-    """
+    """A cached attribute of a fleet: computed from cards and liveness when read, until the fleet changes."""
 
     def __init__(self, build: Callable[["Fleet", None], Built]) -> None:
         self._build = build
@@ -129,10 +125,10 @@ class Derived(Generic[Built]):
 
 
 class Fleet:
-    """Who serves one model. Reading changes nothing.
+    """The workers of one model and their columns over slots. Reading has no side effects.
 
-    A freed slot is used again by a later worker rank. ``n_slots`` is one more than the highest slot in use,
-    and the length of every column. ``policies`` are what prefill workers publish.
+    A freed slot is reused by a later worker rank. ``n_slots`` is one more than the highest slot in use, and
+    the length of every column. ``policies`` are the transfer policies that prefill workers publish.
     """
 
     def __init__(self, model: ModelName, block_size: int) -> None:
@@ -151,7 +147,7 @@ class Fleet:
         self._last_took_calls = False
         self._last_names: Mapping[str, str | None] = {}
 
-    # --- who is there
+    # --- workers
 
     def __len__(self) -> int:
         return len(self._members)
@@ -165,12 +161,12 @@ class Fleet:
         return len(self._slots.ranks)
 
     def card(self, worker_id: WorkerId) -> WorkerCard | None:
-        """Return the worker's card; None when it is not here."""
+        """Return the worker's card; None when it is not in the fleet."""
         member = self._members.get(worker_id)
         return None if member is None else member.card
 
     def is_alive(self, worker_id: WorkerId) -> bool:
-        """Whether the worker is here and answers."""
+        """Whether the worker is in the fleet and answers."""
         member = self._members.get(worker_id)
         return member is not None and member.alive
 
@@ -180,7 +176,7 @@ class Fleet:
         return () if member is None else member.cordons
 
     def may_take(self, card: WorkerCard) -> bool:
-        """Whether the worker of a card that is here answers, and new requests may be sent there."""
+        """Whether the worker of a card in the fleet is alive and may get new requests."""
         member = self._members[card.worker_id]
         return member.alive and card.takes_new_requests and not member.cordons
 
@@ -190,7 +186,7 @@ class Fleet:
         return () if member is None else tuple(member.slots.values())
 
     def slot_of(self, rank: WorkerRank) -> Slot | None:
-        """Return the slot of a worker rank; None when it is not here."""
+        """Return the slot of a worker rank; None when it is not in the fleet."""
         member = self._members.get(rank.worker_id)
         return None if member is None else member.slots.get(rank.dp_rank)
 
@@ -205,9 +201,9 @@ class Fleet:
         return None if rank is None else self._members[rank.worker_id].card
 
     def kv_blocks(self, slot: Slot) -> int | None:
-        """How many KV blocks the rank at ``slot`` has: the larger of its card's number and its latest load
-        report's, at most :data:`REPORTED_BLOCKS_FACTOR` times the card's. None when the card does not say,
-        or the slot is free.
+        """Return the number of KV blocks of the rank at ``slot``: the larger of its card's number and its
+        latest load report's, at most :data:`REPORTED_BLOCKS_FACTOR` times the card's. None when the card has
+        no number, or the slot is free.
         """
         card = self.card_at(slot)
         if card is None or not card.runtime_config.total_kv_blocks:
@@ -216,54 +212,54 @@ class Fleet:
         return min(max(in_card, reported), REPORTED_BLOCKS_FACTOR * in_card)
 
     has_open_circuits = Derived(_has_open_circuits)
-    """Whether some worker is passed over because its circuit is open."""
+    """Whether the circuit of some worker is open."""
 
     @property
     def takes_calls(self) -> bool:
-        """Whether every worker gives its engine calls as clients wrote them; without any worker, whether the
+        """Whether every worker passes clients' calls to its engine unchanged; without any worker, whether the
         last ones did.
         """
         return self.derived(_takes_calls, None) if self._members else self._last_took_calls
 
     context_length_tokens = Derived(_context_length_tokens)
-    """What a client may ask for, prompt and answer: the longest context of those who may answer now, else
-        of those who are here. None without any worker.
-        """
+    """The most tokens of prompt and answer that a client may request: the longest context of the workers that
+    may answer now, else of all workers. None when unknown.
+    """
 
     engine_kind = Derived(_engine_kind)
-    """What most workers have behind them, such as ``vllm``; empty where nobody says."""
+    """The most common engine of the workers, such as ``vllm``; empty when unknown."""
 
     unsure_blocks = Derived(_unsure_blocks)
-    """How many blocks at the end of a match each slot's engine may not have, because what follows them
-        decides; None where there are none.
-        """
+    """The blocks at the end of a match, by slot, that an engine may not reuse because it also compares the
+    tokens behind them (``lookahead_tokens``); None when all are 0.
+    """
 
     shortest_context_tokens = Derived(_shortest_context_tokens)
-    """What fits into the context of every worker here."""
+    """The shortest context of all workers, in tokens; 0 without any worker."""
 
     @property
     def names(self) -> Mapping[str, str | None]:
-        """What else calls may ask for, by those who answer: another name of the model (None), or an adapter
-        of it. What most of them say holds; without any worker, what the last one took.
+        """Further names that calls may use, as live workers report: an alias of the model (None), or an
+        adapter. The majority decides; without any worker, the last worker's names.
         """
         return self.derived(_names, None) if self._members else self._last_names
 
     # --- columns over slots
 
     def unreached_from(self, prefill_slot: Slot) -> BoolColumn | None:
-        """Return the slots that KV from the prefill worker at ``prefill_slot`` does not reach at present;
-        None where there are none.
+        """Return the slots of the decode workers that form a broken pair with the prefill worker at
+        ``prefill_slot``; None when there are none.
         """
         return self.derived(_unreached_from, prefill_slot) if self.broken_pairs else None
 
     rank_order = Derived(_rank_order)
-    """The slots in use in the order of their worker ranks, which does not depend on who joined first."""
+    """The slots in use, sorted by worker rank, independent of the order in which workers joined."""
 
     def derived(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
-        """Return ``build(self, key)``, kept until the fleet changes; ``key`` must be hashable.
+        """Return ``build(self, key)``, cached until the fleet changes; ``key`` must be hashable.
 
-        For what follows from cards and liveness alone: load reports are not a change. A builder
-        with a key for each slot builds small things, and no builder has a key for each request.
+        For values computed from cards and liveness alone: load reports are not a change. A builder with a key
+        per slot must build small values, and no builder may have a key per request.
         """
         try:
             return cast("Built", self._derived[build, key])
@@ -272,8 +268,8 @@ class Fleet:
             return built
 
     def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
-        """Return ``build(self, key)``, kept until a rank joins, leaves or moves: for what follows from roles,
-        domains, levels, transfer policies and bytes of KV a token alone.
+        """Return ``build(self, key)``, cached until a rank joins, leaves or moves: for values computed from
+        roles, domains, levels, transfer policies and KV bytes per token alone.
         """
         try:
             return cast("Built", self._derived_from_places[build, key])
@@ -284,11 +280,11 @@ class Fleet:
     # --- changes
 
     def join(self, card: WorkerCard) -> FleetChange:
-        """Take in a worker, or a new incarnation of one (the old one leaves), or a new card of a present one.
+        """Add a worker, a new incarnation (which replaces the old one), or a new card of a worker.
 
-        Raises ConfigError, with ``param`` naming the field and the fleet unchanged, for another model,
-        another block size, impossible ranks, a number that no column holds, a full fleet, or a runtime
-        config that cannot be run with.
+        Raises ConfigError, with the field as ``param`` and the fleet unchanged, for another model, another
+        block size, impossible ranks, a number that no column can hold, a full fleet, or an invalid runtime
+        config.
         """
         member = self._members.get(card.worker_id)
         n_own = 0 if member is None else len(member.slots)
@@ -304,7 +300,7 @@ class Fleet:
         return FleetChange(joined, tuple(freed), tuple(warnings))
 
     def leave(self, worker_id: WorkerId, incarnation: Epoch) -> list[Slot]:
-        """Let a worker go and return its freed slots: none when another incarnation of it is here."""
+        """Remove a worker and return its freed slots; empty when the fleet has another incarnation of it."""
         member = self._members.get(worker_id)
         if member is None or member.card.incarnation != incarnation:
             return []
@@ -316,7 +312,7 @@ class Fleet:
         return freed
 
     def set_alive(self, worker_id: WorkerId, alive: bool) -> bool:
-        """Say whether a worker answers; False when it is not here."""
+        """Set whether a worker answers. Return whether the worker is in the fleet."""
         member = self._members.get(worker_id)
         if member is None:
             return False
@@ -328,24 +324,22 @@ class Fleet:
         return True
 
     def set_cordons(self, rules: CordonRules) -> list[WorkerCard]:
-        """Keep new requests from the workers that ``rules`` name, and from no others; return the workers that
-        are cordoned now and were not, or the reverse.
-        """
+        """Replace all cordons by ``rules``; return the cards of newly cordoned and uncordoned workers."""
         self._cordons = rules
-        turned = []
+        changed = []
         for member in self._members.values():
             was_cordoned = bool(member.cordons)
             member.cordons = rules.on(member.card, topology_domains(member.card.runtime_config))
             if bool(member.cordons) != was_cordoned:
-                turned.append(member.card)
+                changed.append(member.card)
                 for slot in member.slots.values():
                     self.columns.write(slot, "cordoned", not was_cordoned)
-        if turned:
+        if changed:
             self._changed()
-        return turned
+        return changed
 
     def set_circuit_open(self, worker_id: WorkerId, is_open: bool) -> None:
-        """Say whether a worker that answers is to be passed over; nothing is said of one that is not here."""
+        """Set whether a worker's circuit is open; ignored for a worker that is not in the fleet."""
         member = self._members.get(worker_id)
         if member is not None and member.circuit_open != is_open:
             member.circuit_open = is_open
@@ -354,15 +348,15 @@ class Fleet:
             self._changed()
 
     def set_broken_pair(self, prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
-        """Say whether KV of one worker does not reach another one; they need not be here."""
+        """Set whether KV from one worker does not reach another; they need not be in the fleet."""
         if self.broken_pairs.put(prefill, decode, is_broken):
             for slot in self.slots_of(prefill):
-                self._derived.pop((_unreached_from, slot), None)  # all else that is derived stays as it is
+                self._derived.pop((_unreached_from, slot), None)  # no other derived value depends on it
 
     def report(self, report: LoadReport) -> bool:
-        """Keep the latest load of a worker rank; False when it is not here.
+        """Store the latest load of a worker rank. Return whether the rank is in the fleet.
 
-        What its engine fetched says how many bytes of KV a token has, where cards do not.
+        The engine's KV transfers measure the KV bytes per token, for cards that do not publish them.
         """
         slot = self.slot_of(report.rank)
         if slot is None:
@@ -379,12 +373,12 @@ class Fleet:
             write(slot, "total_blocks", report.total_blocks)
         return True
 
-    # --- how
+    # --- internals
 
-    def _measure_kv(self, fetched: KvTransfers) -> None:
-        if fetched.tokens < MEASURED_TOKENS_MIN or fetched.bytes <= 0:
+    def _measure_kv(self, kv_transfers: KvTransfers) -> None:
+        if kv_transfers.tokens < MEASURED_TOKENS_MIN or kv_transfers.bytes <= 0:
             return
-        measured, before = round(fetched.bytes / fetched.tokens), self._kv_bytes_per_token
+        measured, before = round(kv_transfers.bytes / kv_transfers.tokens), self._kv_bytes_per_token
         if before is not None and abs(measured - before) <= MEASURED_ALIKE * before:
             return
         self._kv_bytes_per_token = measured
@@ -433,7 +427,7 @@ class Fleet:
         longest = config.prompt_tokens_max
         write(slot, "prompt_tokens_max", INTEGER_MAX if longest is None else longest)
         write(slot, "seats", config.max_num_seqs or np.inf)
-        if not keep_total_blocks:  # a load report may have said better meanwhile
+        if not keep_total_blocks:  # a load report may have a better number
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
         self.places.put(slot, topology_domains(config), config.taints)
         if card.role is Role.PREFILL:
@@ -453,9 +447,7 @@ class Fleet:
 
 
 def _validate(card: WorkerCard, fleet: Fleet, n_others: int) -> list[str]:
-    """Return what is doubtful about a card, where ``n_others`` slots have other workers' ranks. Raises
-    ConfigError.
-    """
+    """Validate a card and return warnings; ``n_others`` counts other workers' slots. Raises ConfigError."""
     if card.model != fleet.model:
         raise ConfigError(f"model: worker {card.worker_id} serves {card.model!r}, not {fleet.model!r}",
                           param="model")  # fmt: skip
@@ -479,7 +471,7 @@ def _validate(card: WorkerCard, fleet: Fleet, n_others: int) -> list[str]:
 
 
 def _place_of(card: WorkerCard) -> tuple[object, ...]:
-    """What of a card says where KV goes from there, and what that asks for."""
+    """Return the fields of a card that determine its KV transfers."""
     config = card.runtime_config
     return (
         card.role,
@@ -493,7 +485,7 @@ def _place_of(card: WorkerCard) -> tuple[object, ...]:
 
 
 def _check_integers(card: WorkerCard) -> None:
-    """Raise ConfigError for a number that no column can hold, so that nobody is here in part."""
+    """Raise ConfigError for a number that no column can hold, before any slot is written."""
     config = card.runtime_config
     for name, number in (
         ("worker_id", card.worker_id),

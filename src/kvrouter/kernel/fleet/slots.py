@@ -1,4 +1,4 @@
-"""The slots of a fleet: which worker rank has which, and the columns over them."""
+"""The slots of a fleet: the worker rank at each slot, and the columns over slots."""
 
 import heapq
 
@@ -7,8 +7,8 @@ from kvrouter.kernel.fleet.columns import Columns, PlaceColumns, Policies, hash_
 
 
 class Slots:
-    """A freed slot is used again by a later rank, the lowest first. ``ranks`` has the rank at each slot, None
-    where it is free, and the length of every column.
+    """Allocates slots to worker ranks; the lowest free slot is reused first. ``ranks`` has the rank at each
+    slot, None for a free one, and has the length of every column.
     """
 
     def __init__(self) -> None:
@@ -20,11 +20,11 @@ class Slots:
 
     @property
     def in_use(self) -> int:
-        """How many slots have a rank."""
+        """The number of slots with a rank."""
         return len(self.ranks) - len(self._free)
 
     def take(self, rank: WorkerRank) -> Slot:
-        """Give the rank a slot."""
+        """Allocate a slot to the rank and return it."""
         if self._free:
             slot = heapq.heappop(self._free)
             self.ranks[slot] = rank
@@ -39,7 +39,7 @@ class Slots:
         return slot
 
     def free(self, slot: Slot) -> Slot:
-        """Take the slot from its rank, and return it."""
+        """Free the slot and return it."""
         self.ranks[slot] = None
         self.columns.clear(slot)
         self.places.put(slot, {}, frozenset())
@@ -48,7 +48,7 @@ class Slots:
         return slot
 
     def trim(self) -> None:
-        """Have no free slot at the end."""
+        """Remove free slots at the end."""
         n_slots = len(self.ranks)
         while n_slots and self.ranks[n_slots - 1] is None:
             n_slots -= 1

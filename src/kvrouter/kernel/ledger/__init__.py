@@ -1,1 +1,1 @@
-"""The load of each rank: prefill tokens that wait or run, and blocks that running requests hold."""
+"""The ledger: the load of each rank, as prefill tokens that wait or run and blocks of running requests."""

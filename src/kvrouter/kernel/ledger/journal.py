@@ -1,4 +1,4 @@
-"""Journal of this router's own leases, in messages of bounded size, for the other replicas."""
+"""The journal of this router's leases, published to other replicas in messages of bounded size."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
@@ -26,19 +26,19 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import BlocksColumn, Ledger, LedgerColumns
 
 LEASES_MAX: Final = 65_536
-"""How many leases a router publishes. Those beyond stay its own knowledge, and are counted as ``untold``."""
+"""The most leases that a router publishes. Further ones are not published, and are counted as ``untold``."""
 
 PENDING_MAX: Final = 4_096
-"""How many deltas may wait to be taken. When there are more they are dropped, and a number with them: the
-others see the gap and ask for everything."""
+"""The most deltas that may be pending. Beyond it they are dropped with a message number: the other replicas
+see the gap and ask for the state."""
 
 Item = TypeVar("Item", bound=Delta)
 
 
 class Journal:
-    """This router's open leases as the others know them, and the deltas not yet published.
+    """This router's published open leases, and the deltas not yet published.
 
-    ``on_pending`` is called when there begins to be something to take.
+    ``on_pending`` is called when the first delta becomes pending.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Journal:
         self._number = 0
 
     def __len__(self) -> int:
-        """How many leases are open and published."""
+        """The number of open, published leases."""
         return len(self._leases)
 
     @property
     def is_full(self) -> bool:
-        """Whether no further lease is published."""
+        """Whether the limit of published leases is reached."""
         return len(self._leases) >= self._leases_max
 
-    # What happens to leases
+    # Changes of leases
 
     def opened(self, request: AddRequest) -> bool:
-        """A lease was booked. False when there are too many to publish it: its name stays unknown here."""
+        """Record a booked lease. Return False when the journal is full and does not publish it."""
         name = request.name
         if name not in self._leases and self.is_full:
             self.untold += 1
@@ -82,7 +82,7 @@ class Journal:
         return True
 
     def moved(self, request: AddRequest) -> None:
-        """A lease is elsewhere now; its blocks of output went along."""
+        """Record that a lease moved to another rank, with its blocks of output."""
         old = self._leases[request.name]
         request = structs.replace(request, output_blocks=old.output_blocks)
         if request != old:
@@ -90,18 +90,18 @@ class Journal:
             self._note(request)
 
     def prefill_completed(self, name: LeaseName) -> None:
-        """Prefill is over, if there was any to do."""
+        """Record that prefill is over, if the lease had any."""
         old = self._leases[name]
         if old.prefill_tokens:
             self._leases[name] = structs.replace(old, prefill_tokens=0)
             self._note(MarkPrefillCompleted(name))
 
     def grew(self, name: LeaseName, blocks: int) -> None:
-        """So many more blocks are full of output: published with the next heartbeat, in one sum a lease."""
+        """Record further blocks full of output; the next heartbeat publishes one sum for each lease."""
         self._grown[name] = self._grown.get(name, 0) + blocks
 
     def ended(self, name: LeaseName) -> None:
-        """The lease is closed."""
+        """Record that a lease was closed."""
         del self._leases[name]
         self._grown.pop(name, None)
         self._note(Free(name))
@@ -115,17 +115,17 @@ class Journal:
         if len(self._pending) == 1:
             self._on_pending()
 
-    # What is published
+    # Messages
 
     def take(self) -> Iterator[Deltas]:
-        """Yield what waits, as numbered messages; nothing waits any more once they are all taken."""
+        """Yield the pending deltas as numbered messages; afterwards no delta is pending."""
         pending, self._pending = self._pending, []
         for piece in pieces(pending):
             self._number += 1
             yield Deltas(self.router_id, self._number, piece)
 
     def take_heartbeat(self) -> Iterator[Deltas | Heartbeat]:
-        """Yield what waits, the growth of output included, and then a sign of life."""
+        """Yield the pending deltas, with the growth of output, and then a heartbeat."""
         for name, blocks in self._grown.items():
             old = self._leases[name]
             new = structs.replace(old, output_blocks=old.output_blocks + blocks)
@@ -136,9 +136,9 @@ class Journal:
         yield Heartbeat(self.router_id, self._number, len(self._leases))
 
     def state(self) -> Iterator[StatePart]:
-        """Return every open lease, in parts, as of what was taken so far.
+        """Return every open lease, in parts, as of the last taken message.
 
-        Raises RuntimeError while something waits: one number always stands for the same leases.
+        Raises RuntimeError while deltas are pending, so that a number always identifies the same leases.
         """
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} deltas wait to be taken before the state")
@@ -150,7 +150,7 @@ class Journal:
 
 
 def pieces(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
-    """Yield ``items`` in order, in pieces that fit into a message."""
+    """Split ``items``, in order, into pieces that fit into a message."""
     piece: list[Item] = []
     n_blocks = 0
     for item in items:
@@ -165,9 +165,9 @@ def pieces(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
 
 
 class SharedLedger:
-    """The ledger of one model, which writes what this router books into its journal.
+    """A ledger of one model that also records this router's leases in its journal.
 
-    See :class:`kvrouter.kernel.ledger.port.Ledger` for what each call does.
+    It implements :class:`kvrouter.kernel.ledger.port.Ledger`.
     """
 
     def __init__(self, ledger: Ledger, fleet: Fleet, journal: Journal) -> None:
@@ -175,26 +175,26 @@ class SharedLedger:
         self._fleet = fleet
         self._journal = journal
         self._published: dict[LeaseId, tuple[AddRequest, Slot]] = {}
-        """The open leases that others know, as they were booked or moved."""
+        """The published open leases, as they were booked or last moved."""
 
     def ensure_slots(self, n_slots: int) -> bool:
-        """Make room for ``n_slots`` slots. True when the columns are new: take them again."""
+        """Make room for ``n_slots`` slots. Return whether the columns were replaced."""
         return self._ledger.ensure_slots(n_slots)
 
     def columns(self) -> LedgerColumns:
-        """The load by slot, to read in place."""
+        """Return the load by slot, as live arrays."""
         return self._ledger.columns()
 
     def not_active(self, prompt: Prompt, out: BlocksColumn, exclude: LeaseId | None = None) -> None:
-        """Fill ``out`` with the prompt's blocks that no lease but ``exclude`` holds at the slot yet."""
+        """Fill ``out``, by slot, with the number of the prompt's blocks that no other lease holds."""
         self._ledger.not_active(prompt, out, exclude)
 
     def find(self, key: LeaseKey) -> LeaseId | None:
-        """The open lease with this key."""
+        """Return the open lease with this key; None without one."""
         return self._ledger.find(key)
 
     def __len__(self) -> int:
-        """The number of open leases, those of other routers included."""
+        """The number of open leases, of all routers."""
         return len(self._ledger)
 
     def book(
@@ -206,7 +206,7 @@ class SharedLedger:
         )
         card = self._fleet.card_at(slot)
         rank = self._fleet.rank_at(slot)
-        if card is None or rank is None:  # nobody is there: nothing that another router could count
+        if card is None or rank is None:  # the slot is free: other routers could not count the lease
             return lease
         hashes = prompt.block_hashes[: HASH_BYTES * NAMED_BLOCKS_MAX] if track_blocks else b""
         request = AddRequest(
@@ -225,7 +225,7 @@ class SharedLedger:
         return lease
 
     def move(self, lease: LeaseId, slot: Slot, prefill_tokens: int) -> bool:
-        """Move the lease, and publish the move when that changed anything."""
+        """Move the lease, and publish the move if it changed the lease."""
         is_open = self._ledger.move(lease, slot, prefill_tokens)
         published = self._published.get(lease)
         if not is_open or published is None:
@@ -251,33 +251,33 @@ class SharedLedger:
         return True
 
     def first_token(self, lease: LeaseId) -> bool:
-        """Prefill is over: publish that."""
+        """End the lease's prefill, and publish that."""
         published = self._published.get(lease)
         if published is not None:
             self._journal.prefill_completed(published[0].name)
         return self._ledger.first_token(lease)
 
     def output_block(self, lease: LeaseId, n: int = 1) -> bool:
-        """``n`` more blocks are full of output; they are published with the next heartbeat."""
+        """Add ``n`` blocks full of output; the next heartbeat publishes them."""
         published = self._published.get(lease)
         if published is not None and published[0].track_blocks:
             self._journal.grew(published[0].name, n)
         return self._ledger.output_block(lease, n)
 
     def close(self, lease: LeaseId) -> bool:
-        """End the lease, and publish its end."""
+        """Close the lease, and publish that."""
         if lease in self._published:
             self._forget(lease)
         return self._ledger.close(lease)
 
     def drop_slot(self, slot: Slot) -> int:
-        """Close all leases at the slot, of all routers, and publish the end of our own."""
+        """Close all leases at the slot, of all routers, and publish the end of this router's."""
         for lease in [lease for lease, (_, where) in self._published.items() if where == slot]:
             self._forget(lease)
         return self._ledger.drop_slot(slot)
 
     def drop_router(self, router_id: RouterId) -> int:
-        """Close all leases of one router incarnation, and publish that when they are our own."""
+        """Close all leases of one router incarnation, and publish that if they are this router's."""
         if router_id == self._journal.router_id:
             for lease in list(self._published):
                 self._forget(lease)

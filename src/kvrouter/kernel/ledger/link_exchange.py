@@ -1,4 +1,4 @@
-"""What routers say to each other of links: between a model's transfers and the messages of replica sync."""
+"""Exchange of link measurements and loads between routers, as messages of replica sync."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -7,72 +7,70 @@ from typing import Final, Protocol
 from msgspec import structs
 
 from kvrouter.core.ids import ModelName, RouterId
-from kvrouter.core.sync import LinkNews
+from kvrouter.core.sync import LinkUpdate
 
 EARLY_MODELS_MAX: Final = 64
-EARLY_NEWS_MAX: Final = 64
-"""So many messages are kept of so many models whose workers did not come yet."""
+EARLY_UPDATES_MAX: Final = 64
+"""The most buffered messages for each model, and the most models, whose workers have not joined yet."""
 
 
 class LinkSharer(Protocol):
-    """Who learns of one model's links."""
+    """The source and receiver of one model's link updates."""
 
-    def take_news(self, router_id: RouterId, *, now_s: float) -> LinkNews | None:
-        """Return what is new since the last time; None where nothing is."""
+    def take_update(self, router_id: RouterId, *, now_s: float) -> LinkUpdate | None:
+        """Return the update since the last call; None when nothing changed."""
 
-    def all_news(self, router_id: RouterId, *, now_s: float) -> Iterator[LinkNews]:
-        """Yield all that counts now, the oldest first."""
+    def all_updates(self, router_id: RouterId, *, now_s: float) -> Iterator[LinkUpdate]:
+        """Yield all current measurements, the oldest first."""
 
-    def on_news(self, news: LinkNews, *, now_s: float) -> None:
-        """Take in what another router says."""
+    def on_link_update(self, update: LinkUpdate, *, now_s: float) -> None:
+        """Apply another router's update."""
 
     def router_gone(self, router_id: RouterId) -> None:
-        """A router ended, and what it put on links with it."""
+        """Remove the link loads of a router that ended."""
 
 
 class LinkExchange:
-    """One router's part, for all of its models."""
+    """Exchanges link updates for all models of one router."""
 
     def __init__(self, router_id: RouterId) -> None:
         self._router_id = router_id
         self._sharers: dict[ModelName, LinkSharer] = {}
-        self._early: dict[ModelName, deque[tuple[float, LinkNews]]] = {}
-        """Of models whose workers did not come yet: a router that starts hears of links first."""
+        self._early: dict[ModelName, deque[tuple[float, LinkUpdate]]] = {}
+        """Updates by model for models whose workers have not joined yet, as when this router starts."""
 
     def share(self, model: ModelName, sharer: LinkSharer) -> None:
-        """Share what is learned of a model's links, from what was heard before on; an earlier sharer of it is
-        let be.
-        """
+        """Exchange a model's updates from now on, and apply the buffered ones; replaces an earlier sharer."""
         self._sharers[model] = sharer
-        for heard_s, news in self._early.pop(model, ()):
-            sharer.on_news(news, now_s=heard_s)
+        for received_s, update in self._early.pop(model, ()):
+            sharer.on_link_update(update, now_s=received_s)
 
     def forget(self, model: ModelName) -> None:
-        """Share nothing of it any more."""
+        """Stop exchanging the model's updates."""
         self._sharers.pop(model, None)
 
-    def take(self, *, now_s: float) -> Iterator[LinkNews]:
-        """Yield what is new, for all other routers."""
+    def take(self, *, now_s: float) -> Iterator[LinkUpdate]:
+        """Yield the updates since the last call, for all other routers."""
         for sharer in self._sharers.values():
-            news = sharer.take_news(self._router_id, now_s=now_s)
-            if news is not None:
-                yield news
+            update = sharer.take_update(self._router_id, now_s=now_s)
+            if update is not None:
+                yield update
 
-    def state(self, *, now_s: float) -> Iterator[LinkNews]:
-        """Yield all that is known, for one that asks."""
+    def state(self, *, now_s: float) -> Iterator[LinkUpdate]:
+        """Yield all current measurements, for a router that asks."""
         for sharer in tuple(self._sharers.values()):
-            yield from sharer.all_news(self._router_id, now_s=now_s)
+            yield from sharer.all_updates(self._router_id, now_s=now_s)
 
-    def on_news(self, news: LinkNews, *, now_s: float) -> None:
-        """Take in what came; for a model that is not here yet it is kept, the last of it."""
-        sharer = self._sharers.get(news.model)
+    def on_link_update(self, update: LinkUpdate, *, now_s: float) -> None:
+        """Apply an update; for a model without workers yet, buffer the latest ones."""
+        sharer = self._sharers.get(update.model)
         if sharer is not None:
-            sharer.on_news(news, now_s=now_s)
-        elif news.seen and (news.model in self._early or len(self._early) < EARLY_MODELS_MAX):
-            kept = structs.replace(news, uses=None)
-            self._early.setdefault(news.model, deque(maxlen=EARLY_NEWS_MAX)).append((now_s, kept))
+            sharer.on_link_update(update, now_s=now_s)
+        elif update.seen and (update.model in self._early or len(self._early) < EARLY_MODELS_MAX):
+            kept = structs.replace(update, uses=None)
+            self._early.setdefault(update.model, deque(maxlen=EARLY_UPDATES_MAX)).append((now_s, kept))
 
     def router_gone(self, router_id: RouterId) -> None:
-        """A router ended."""
+        """Remove a router's link loads from all models."""
         for sharer in self._sharers.values():
             sharer.router_gone(router_id)

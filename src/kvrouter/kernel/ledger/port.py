@@ -1,4 +1,4 @@
-"""The ledger: the load of each slot as the sum of open leases; the port, and the native one."""
+"""The ledger: the load of each slot as the sum of open leases; the port and the native implementation."""
 
 from typing import NamedTuple, Protocol
 
@@ -13,11 +13,11 @@ CountColumn = npt.NDArray[np.int64]
 """One count for each slot; read-only."""
 
 BlocksColumn = npt.NDArray[np.uint32]
-"""One number of blocks for each slot."""
+"""A number of blocks for each slot."""
 
 
 class LeaseExists(Exception):
-    """An open lease has this key; its fields are the key's."""
+    """A lease with this key is already open."""
 
     def __init__(self, router_id: str, request_id: str, leg_number: int) -> None:
         super().__init__(f"leg {leg_number} of request {request_id!r} is booked by router {router_id!r}")
@@ -25,7 +25,8 @@ class LeaseExists(Exception):
 
 
 class LedgerColumns(NamedTuple):
-    """The ledger's load by slot. The arrays show every later change, until ``ensure_slots`` grows them.
+    """The ledger's load by slot, as live arrays: they show later changes, until ``ensure_slots`` replaces
+    them.
 
     ``requests`` counts open leases, ``waiting`` those whose first token has not come.
     """
@@ -39,76 +40,76 @@ class LedgerColumns(NamedTuple):
 class Ledger(Protocol):
     """Active prefill tokens, active blocks and requests of each slot, as the sum of open leases.
 
-    A block that several requests hold at a slot counts once; a partial tail and a full block of output are
-    one each, unshared. Calls for a lease that is not open change nothing and return False.
+    A block that several requests hold at a slot counts once; a partial tail and a full block of output count
+    once for each request. Calls for a lease that is not open have no effect and return False.
     """
 
     def ensure_slots(self, n_slots: int) -> bool:
-        """Make room for ``n_slots`` slots. True when the columns are new: take them again."""
+        """Make room for ``n_slots`` slots. Return whether the columns were replaced: fetch them again."""
 
     def columns(self) -> LedgerColumns:
-        """The load by slot, to read in place."""
+        """Return the load by slot, as live arrays."""
 
     def book(
         self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
     ) -> LeaseId:
-        """Open a lease: ``prefill_tokens`` of prefill and, if ``track_blocks``, the prompt's blocks.
+        """Open a lease with ``prefill_tokens`` and, if ``track_blocks``, the prompt's blocks.
 
         Raises LeaseExists, or ValueError for a slot beyond ``ensure_slots``.
         """
 
     def find(self, key: LeaseKey) -> LeaseId | None:
-        """The open lease with this key."""
+        """Return the open lease with this key; None without one."""
 
     def first_token(self, lease: LeaseId) -> bool:
-        """Prefill is over: its tokens are no load any more, and the request waits no longer."""
+        """End the lease's prefill: its tokens, and the request as a waiting one, no longer count."""
 
     def output_block(self, lease: LeaseId, n: int = 1) -> bool:
-        """``n`` more blocks are full of output."""
+        """Add ``n`` blocks full of output."""
 
     def close(self, lease: LeaseId) -> bool:
-        """End the lease."""
+        """Close the lease."""
 
     def move(self, lease: LeaseId, slot: Slot, prefill_tokens: int) -> bool:
-        """Move the lease and all its blocks to another slot, with ``prefill_tokens`` to do there.
+        """Move the lease and all its blocks to another slot, where ``prefill_tokens`` remain.
 
-        Raises ValueError for a slot beyond ``ensure_slots``; the lease stays where it is.
+        Raises ValueError for a slot beyond ``ensure_slots``; the lease is then unchanged.
         """
 
     def not_active(self, prompt: Prompt, out: BlocksColumn, exclude: LeaseId | None = None) -> None:
-        """Fill ``out`` with the prompt's blocks, the partial tail included, that no lease holds at the slot
-        yet.
+        """Fill ``out`` with the number of the prompt's blocks, the partial tail included, that no lease holds
+        at the slot.
 
         ``exclude`` counts as closed. ``out`` may be shorter or longer than the columns.
         """
 
     def drop_slot(self, slot: Slot) -> int:
-        """Close all leases at the slot; return how many."""
+        """Close all leases at the slot; return their number."""
 
     def drop_router(self, router_id: RouterId) -> int:
-        """Close all leases of one router incarnation, such as a replica that is gone; return how many."""
+        """Close all leases of one router incarnation, such as a lost replica; return their number."""
 
     def __len__(self) -> int:
         """The number of open leases."""
 
 
 class NativeLedger(_Ledger):
-    """The ledger of the native core; its columns are arrays that are views of the native memory."""
+    """The native ledger; its columns are views of native memory."""
 
     __slots__ = ("_columns",)
 
-    def __init__(self, n_slots: int = 64) -> None:  # noqa: ARG002 - what the native part is made with
+    def __init__(self, n_slots: int = 64) -> None:  # noqa: ARG002 - an argument of the native constructor
         self._columns = self._take_columns()
 
     def ensure_slots(self, n_slots: int) -> bool:
-        """Make room for ``n_slots`` slots. True when the columns are new: take them again."""
+        """Make room for ``n_slots`` slots. Return whether the columns were replaced: fetch them again."""
         is_new = super().ensure_slots(n_slots)
         if is_new:
             self._columns = self._take_columns()
         return is_new
 
     def columns(self) -> LedgerColumns:
-        """The load by slot, to read in place."""
+        """Return the load by slot, as live arrays."""
         return self._columns
 
     def _take_columns(self) -> LedgerColumns:

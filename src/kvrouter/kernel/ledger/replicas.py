@@ -1,4 +1,4 @@
-"""The other router replicas, and their leases in this router's ledgers."""
+"""Router replicas: books the leases that other routers publish in this router's ledgers."""
 
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
@@ -15,7 +15,7 @@ from kvrouter.core.sync import (
     Goodbye,
     Heartbeat,
     LeaseName,
-    LinkNews,
+    LinkUpdate,
     MarkPrefillCompleted,
     OutputBlocks,
     StatePart,
@@ -29,25 +29,25 @@ from kvrouter.kernel.ledger.port import Ledger
 
 
 class RemoteLease:
-    """A lease of another router, whether its rank is here or not."""
+    """A lease of another router, whether or not its rank is in the fleet."""
 
     __slots__ = ("booked", "request", "router_id")
 
     def __init__(self, router_id: RouterId, request: AddRequest) -> None:
         self.router_id = router_id
         self.request = request
-        """As it is now: what came after it is in it."""
+        """The lease's current state, with later deltas applied."""
 
         self.booked: LeaseId | None = None
-        """Its number in the ledger; None while its rank is not here."""
+        """The lease in this router's ledger; None while it is not booked."""
 
 
 class RemoteLeases:
-    """Books other routers' leases of one model in its ledger, at the slots that their ranks have here.
+    """Books other routers' leases of one model in its ledger, at the slots of their ranks.
 
-    A lease whose rank is not here, or is another incarnation of its worker, is kept unbooked: it counts from
-    the moment its rank joins. ``on_less`` is called when load went away, ``before_more``, with the moment,
-    when more is about to be booked.
+    A lease whose rank, in the same incarnation, is not in the fleet is kept unbooked until the rank joins.
+    ``on_load_decrease`` is called after load decreased, ``before_load_increase``, with ``now_s``, before a
+    booking.
     """
 
     def __init__(
@@ -55,35 +55,35 @@ class RemoteLeases:
         fleet: Fleet,
         ledger: Ledger,
         *,
-        on_less: Callable[[], None],
-        before_more: Callable[[float], None],
+        on_load_decrease: Callable[[], None],
+        before_load_increase: Callable[[float], None],
     ) -> None:
         self.unusable = 0
-        """Leases that could not be booked: another block size, or no such prompt."""
+        """The number of leases that could not be booked: another block size, or an invalid prompt."""
 
         self._fleet = fleet
         self._ledger = ledger
-        self._on_less = on_less
-        self._before_more = before_more
+        self._on_load_decrease = on_load_decrease
+        self._before_load_increase = before_load_increase
         self._at: dict[WorkerRank, dict[RemoteLease, None]] = {}
         self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
         self._is_less = False
-        self._heard = 0
+        self._n_bookings = 0
         self.requests_per_s = 0.0
-        """How many requests others place a second, of late."""
+        """The recent rate at which other routers place requests."""
 
-    def heard(self, request: AddRequest) -> None:
-        """A booking was heard of just now. A request counts once, by its decode or aggregated leg."""
-        self._heard += request.leg_number % 2
+    def count_booking(self, request: AddRequest) -> None:
+        """Count a received booking. A request counts once, by its decode or aggregated leg."""
+        self._n_bookings += request.leg_number % 2
 
     def measure(self, elapsed_s: float) -> None:
-        """So much time passed since the last measure; the one before counts for half of the new one."""
+        """Update the rate, ``elapsed_s`` after the last call; the previous rate has half of the weight."""
         if elapsed_s > 0.0:
-            self.requests_per_s = (self.requests_per_s + self._heard / elapsed_s) / 2.0
-            self._heard = 0
+            self.requests_per_s = (self.requests_per_s + self._n_bookings / elapsed_s) / 2.0
+            self._n_bookings = 0
 
     def add(self, lease: RemoteLease, *, now_s: float) -> None:
-        """Take in a lease that is not here yet."""
+        """Add a new lease, and book it if its rank is in the fleet."""
         rank = lease.request.rank
         leases = self._at.get(rank)
         if leases is None:
@@ -105,19 +105,19 @@ class RemoteLeases:
             self._is_less = True
 
     def prefill_completed(self, lease: RemoteLease) -> None:
-        """Prefill is over."""
+        """End a lease's prefill."""
         if lease.booked is not None:
             self._ledger.first_token(lease.booked)
             self._is_less = True
 
     def grew(self, lease: RemoteLease, blocks: int, *, now_s: float) -> None:
-        """So many more blocks are full of output."""
+        """Add blocks full of output to a lease."""
         if lease.booked is not None:
-            self._before_more(now_s)
+            self._before_load_increase(now_s)
             self._ledger.output_block(lease.booked, blocks)
 
     def fleet_changed(self, *, now_s: float) -> None:
-        """A worker came, changed or left: its leases count from now on, or no more."""
+        """Book or unbook leases whose ranks joined, changed or left."""
         for rank, leases in self._at.items():
             where = self._find(rank)
             if where == self._where[rank]:
@@ -130,10 +130,10 @@ class RemoteLeases:
                 self._book(lease, where, now_s)
 
     def notify(self) -> None:
-        """Call ``on_less`` when there is less load than before."""
+        """Call ``on_load_decrease`` if load has decreased since the last call."""
         if self._is_less:
             self._is_less = False
-            self._on_less()
+            self._on_load_decrease()
 
     def _find(self, rank: WorkerRank) -> tuple[Slot, Epoch] | None:
         slot, card = self._fleet.slot_of(rank), self._fleet.card(rank.worker_id)
@@ -151,7 +151,7 @@ class RemoteLeases:
             self.unusable += 1
             return
         self._ledger.ensure_slots(self._fleet.n_slots)
-        self._before_more(now_s)
+        self._before_load_increase(now_s)
         lease.booked = self._ledger.book(
             key=LeaseKey(lease.router_id, request.request_id, request.leg_number),
             slot=where[0],
@@ -164,12 +164,12 @@ class RemoteLeases:
 
 
 BACKLOG_MAX: Final = 256
-"""How many messages are kept that follow a missing one. When there are more they are dropped: the state that
-was asked for has them."""
+"""The most messages that are kept behind a missing one. Beyond it they are dropped: the requested state
+includes them."""
 
 
 class ReplicaLeases:
-    """The leases of one other router over all models, as they are booked here."""
+    """The leases of one other router, of all models."""
 
     def __init__(self, router_id: RouterId, models: dict[ModelName, RemoteLeases], leases_max: int) -> None:
         self.over_limit = 0
@@ -182,12 +182,12 @@ class ReplicaLeases:
         return len(self._by_name)
 
     def apply(self, delta: Delta, *, now_s: float) -> None:
-        """One of them changed; of one that is not known nothing is left to change."""
+        """Apply a delta; a change of an unknown lease is ignored."""
         if isinstance(delta, AddRequest):
             self._add(delta, now_s)
             model = self._models.get(delta.model)
             if model is not None:
-                model.heard(delta)
+                model.count_booking(delta)
             return
         lease = self._by_name.get(delta.lease)
         if lease is None:
@@ -208,7 +208,7 @@ class ReplicaLeases:
                     model.grew(lease, more, now_s=now_s)
 
     def replace(self, leases: Iterable[AddRequest], *, now_s: float) -> None:
-        """These are all of them."""
+        """Replace all leases by these."""
         by_name = {request.name: request for request in leases}
         for name in [name for name in self._by_name if name not in by_name]:
             self._remove(name)
@@ -216,12 +216,12 @@ class ReplicaLeases:
             self._add(request, now_s)
 
     def clear(self) -> None:
-        """There are none any more."""
+        """Remove all leases."""
         for name in tuple(self._by_name):
             self._remove(name)
 
     def rebook(self, name: ModelName, model: RemoteLeases | None, *, now_s: float) -> None:
-        """The model has another ledger now, or none."""
+        """Book the model's leases in its new ledger; None: the model was removed."""
         for lease in self._by_name.values():
             if lease.request.model == name:
                 lease.booked = None
@@ -251,21 +251,21 @@ class ReplicaLeases:
 
 
 class Replica:
-    """Puts one router's messages in order. What was missed is asked for as a whole; see :meth:`wants_state`.
+    """Orders one router's messages, and asks for its state when one is missing; see :meth:`wants_state`.
 
-    A router that was never heard of held nothing before its first deltas, which have the number 1. While it
-    is behind, nothing is applied: deltas that follow a gap wait for it to be closed, or for the state.
+    A new router held no leases before its first deltas, which have the number 1. Deltas behind a gap are not
+    applied until the gap is closed or the state arrives.
     """
 
     def __init__(self, leases: ReplicaLeases, *, now_s: float, leases_max: int) -> None:
         self.leases = leases
-        self.heard_s = now_s
+        self.last_message_s = now_s
         self.duplicates = 0
         self.gaps = 0
         self._leases_max = leases_max
         self._next = 1
         self._latest = 0
-        """The highest number that is known to exist."""
+        """The highest message number known to exist."""
 
         self._is_doubted = False
         self._backlog: dict[int, tuple[Delta, ...]] = {}
@@ -275,11 +275,11 @@ class Replica:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something of this router's leases is not known here."""
+        """Whether this router's leases may be incomplete here."""
         return self._next <= self._latest or self._is_doubted
 
     def wants_state(self, now_s: float, *, again_after_s: float) -> bool:
-        """Whether to ask now; asking is taken for done."""
+        """Whether to ask for the state now; True records that it was asked for."""
         if not self.is_behind:
             self._asked_s = None
             return False
@@ -291,7 +291,7 @@ class Replica:
         return True
 
     def on_deltas(self, message: Deltas, *, now_s: float) -> None:
-        """Deltas came, in whatever order."""
+        """Handle deltas, in any order."""
         number = message.number
         if number < self._next or number in self._backlog:
             self.duplicates += 1
@@ -303,7 +303,7 @@ class Replica:
             self._backlog.clear()
 
     def on_heartbeat(self, message: Heartbeat) -> None:
-        """It lives, and says how far it is."""
+        """Handle a heartbeat: compare its number and its count of leases."""
         self._latest = max(self._latest, message.number)
         if message.number == self._next - 1 and min(message.open_leases, self._leases_max) != len(
             self.leases
@@ -311,7 +311,7 @@ class Replica:
             self._is_doubted = True
 
     def on_state_part(self, message: StatePart, *, now_s: float) -> None:
-        """A part of its leases came, asked for or not."""
+        """Handle a part of the state, requested or not."""
         number = message.number
         if not self.is_behind or number < self._next - 1 or number < self._parts_number:
             return
@@ -342,19 +342,19 @@ class Replica:
 
 
 REPLICAS_MAX: Final = 64
-"""How many other routers are listened to. What those beyond say is counted as ``unheard``: their load
-is not seen."""
+"""The most other routers whose leases are booked. Messages of further routers are ignored and counted as
+``unheard``."""
 
-NEWS_AGE_S: Final = 0.004
-"""How long a booking of another router takes to be load here: the wait for others to travel with, the way,
-and the loops at both ends. Half or twice as much does nearly as well."""
+BOOKING_DELAY_S: Final = 0.004
+"""The delay from another router's booking to its load here: batching, the network, and the event loops at
+both ends. Half or twice as much works nearly as well."""
 
 MODELS_MAX: Final = 1024
-"""How many models' ledgers are kept; beyond them, models whose workers all left are forgotten."""
+"""The most models with a ledger; beyond it, a model without workers is removed."""
 
 
 class Asks(NamedTuple):
-    """What a message, or time, calls for: whom to ask for its state, and whom to give this router's own."""
+    """The messages to send: to ``ask`` routers for their state, and to ``answer`` routers with this one's."""
 
     ask: tuple[RouterId, ...] = ()
     answer: tuple[RouterId, ...] = ()
@@ -364,7 +364,7 @@ NOTHING: Final = Asks()
 
 
 class Counts(NamedTuple):
-    """The figures about the other routers."""
+    """Counts about the other routers."""
 
     replicas: int
     behind: int
@@ -372,24 +372,23 @@ class Counts(NamedTuple):
     gaps: int
     duplicates: int
     lost: int
-    """Routers that fell silent; their leases were dropped."""
+    """Routers that became silent; their leases were dropped."""
 
     over_limit: int
-    """Leases that were not taken in: their router publishes too many."""
+    """Leases that were not added: their router publishes too many."""
 
     unheard: int
-    """Messages of routers beyond those that are listened to."""
+    """Messages of routers beyond :data:`REPLICAS_MAX`."""
 
     unusable: int
-    """Leases that cannot be load here: their block size, or their prompt, is another."""
+    """Leases that cannot be booked: their block size differs, or their prompt is invalid."""
 
 
 class Replicas:
-    """Takes in what other routers publish; knows no wire and no clock.
+    """Applies the messages of other routers, without a transport or a clock.
 
-    A router that is silent for ``silent_after_s``, or says goodbye, is forgotten with all its leases. When it
-    is heard again it is asked for everything. A booking of another router is heard of after ``news_age_s``
-    seconds.
+    A router that is silent for ``silent_after_s``, or says goodbye, is removed with all its leases. When it
+    sends again, it is asked for its state. A booking of another router arrives after ``booking_delay_s``.
     """
 
     def __init__(
@@ -398,21 +397,21 @@ class Replicas:
         *,
         silent_after_s: float,
         ask_again_s: float,
-        news_age_s: float = NEWS_AGE_S,
+        booking_delay_s: float = BOOKING_DELAY_S,
         replicas_max: int = REPLICAS_MAX,
         leases_max: int = LEASES_MAX,
     ) -> None:
         self._router_id = router_id
         self._silent_after_s = silent_after_s
         self._ask_again_s = ask_again_s
-        self._news_age_s = news_age_s
+        self._booking_delay_s = booking_delay_s
         self._replicas_max = replicas_max
         self._leases_max = leases_max
         self._replicas: dict[RouterId, Replica] = {}
         self._leases: dict[RouterId, ReplicaLeases] = {}
         self._models: dict[ModelName, RemoteLeases] = {}
         self._fleets: dict[ModelName, Fleet] = {}
-        self._gone = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._past_counts = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._ticked_s = 0.0
         self.links = LinkExchange(router_id)
 
@@ -423,31 +422,31 @@ class Replicas:
         fleet: Fleet,
         ledger: Ledger,
         *,
-        on_less: Callable[[], None],
-        before_more: Callable[[float], None],
+        on_load_decrease: Callable[[], None],
+        before_load_increase: Callable[[float], None],
         now_s: float,
     ) -> None:
-        """Book from now on in this ledger what others run of the fleet's model. An earlier one is let be."""
+        """Book other routers' leases of the fleet's model in this ledger, in place of an earlier one."""
         if fleet.model not in self._models and len(self._models) >= MODELS_MAX:
             self._forget_a_model(now_s)
         self._count_last(fleet.model)
         model = self._models[fleet.model] = RemoteLeases(
-            fleet, ledger, on_less=on_less, before_more=before_more
+            fleet, ledger, on_load_decrease=on_load_decrease, before_load_increase=before_load_increase
         )
         self._fleets[fleet.model] = fleet
         for leases in self._leases.values():
             leases.rebook(fleet.model, model, now_s=now_s)
 
     def fleet_changed(self, name: ModelName, *, now_s: float) -> None:
-        """A worker of the model came, changed or left."""
+        """Update a model's leases after a worker joined, changed or left."""
         model = self._models.get(name)
         if model is not None:
             model.fleet_changed(now_s=now_s)
 
     def unseen(self, name: ModelName) -> float:
-        """How many requests of the model others have placed that are not heard of yet, as expected."""
+        """Return the expected number of the model's requests that others have placed and not reported yet."""
         model = self._models.get(name)
-        return 0.0 if model is None else model.requests_per_s * self._news_age_s
+        return 0.0 if model is None else model.requests_per_s * self._booking_delay_s
 
     def _forget_a_model(self, now_s: float) -> None:
         for name, fleet in self._fleets.items():
@@ -460,26 +459,28 @@ class Replicas:
                 return
 
     def _count_last(self, name: ModelName) -> None:
-        """Keep what a model's leases counted, before others take their place."""
+        """Add the counts of a model's leases to the past counts, before they are replaced."""
         model = self._models.get(name)
         if model is not None:
-            self._gone = self._gone._replace(unusable=self._gone.unusable + model.unusable)
+            self._past_counts = self._past_counts._replace(
+                unusable=self._past_counts.unusable + model.unusable
+            )
 
     # Routers
 
     def on_message(self, message: SyncMessage, *, now_s: float) -> Asks:
-        """Take in what came."""
+        """Handle a message of replica sync."""
         router_id = message.router_id
         if router_id == self._router_id:
             return NOTHING
         if isinstance(message, Goodbye):
             self._drop(router_id)
-            self._tell()
+            self._notify()
             return NOTHING
-        replica = self._replicas.get(router_id) or self._meet(router_id, now_s)
+        replica = self._replicas.get(router_id) or self._add_replica(router_id, now_s)
         if replica is None:
             return NOTHING
-        replica.heard_s = now_s
+        replica.last_message_s = now_s
         match message:
             case Deltas():
                 replica.on_deltas(message, now_s=now_s)
@@ -487,33 +488,33 @@ class Replicas:
                 replica.on_heartbeat(message)
             case StatePart():
                 replica.on_state_part(message, now_s=now_s)
-            case LinkNews():
-                self.links.on_news(message, now_s=now_s)
+            case LinkUpdate():
+                self.links.on_link_update(message, now_s=now_s)
                 return NOTHING
             case StateQuestion():
                 return Asks(answer=(router_id,))
-        self._tell()
+        self._notify()
         if replica.wants_state(now_s, again_after_s=self._ask_again_s):
             return Asks(ask=(router_id,))
         return NOTHING
 
     def tick(self, *, now_s: float) -> Asks:
-        """Time passed: forget who is silent, ask again where nothing came.
+        """Remove silent routers, and ask again for states that did not arrive.
 
-        After a pause of this process nobody is taken for silent: what they said waits to be read.
+        After a pause of this process no router counts as silent: its messages are still unread.
         """
         elapsed_s = now_s - self._ticked_s
         for model in self._models.values():
             model.measure(elapsed_s)
         if elapsed_s > self._silent_after_s / 2:
             for replica in self._replicas.values():
-                replica.heard_s = now_s
+                replica.last_message_s = now_s
         self._ticked_s = now_s
         for router_id, replica in tuple(self._replicas.items()):
-            if now_s - replica.heard_s > self._silent_after_s:
+            if now_s - replica.last_message_s > self._silent_after_s:
                 self._drop(router_id)
-                self._gone = self._gone._replace(lost=self._gone.lost + 1)
-        self._tell()
+                self._past_counts = self._past_counts._replace(lost=self._past_counts.lost + 1)
+        self._notify()
         return Asks(
             ask=tuple(
                 router_id
@@ -523,29 +524,30 @@ class Replicas:
         )
 
     def drop_all(self) -> None:
-        """Forget every router and its leases."""
+        """Remove every router and its leases."""
         for router_id in tuple(self._replicas):
             self._drop(router_id)
-        self._tell()
+        self._notify()
 
     def counts(self) -> Counts:
-        """Sizes now, and what happened since the start."""
+        """Return current sizes, and totals since the start."""
         replicas = self._replicas.values()
         return Counts(
             replicas=len(replicas),
             behind=sum(replica.is_behind for replica in replicas),
             leases=sum(map(len, self._leases.values())),
-            gaps=self._gone.gaps + sum(replica.gaps for replica in replicas),
-            duplicates=self._gone.duplicates + sum(replica.duplicates for replica in replicas),
-            lost=self._gone.lost,
-            over_limit=self._gone.over_limit + sum(leases.over_limit for leases in self._leases.values()),
-            unheard=self._gone.unheard,
-            unusable=self._gone.unusable + sum(model.unusable for model in self._models.values()),
+            gaps=self._past_counts.gaps + sum(replica.gaps for replica in replicas),
+            duplicates=self._past_counts.duplicates + sum(replica.duplicates for replica in replicas),
+            lost=self._past_counts.lost,
+            over_limit=self._past_counts.over_limit
+            + sum(leases.over_limit for leases in self._leases.values()),
+            unheard=self._past_counts.unheard,
+            unusable=self._past_counts.unusable + sum(model.unusable for model in self._models.values()),
         )
 
-    def _meet(self, router_id: RouterId, now_s: float) -> Replica | None:
+    def _add_replica(self, router_id: RouterId, now_s: float) -> Replica | None:
         if len(self._replicas) >= self._replicas_max:
-            self._gone = self._gone._replace(unheard=self._gone.unheard + 1)
+            self._past_counts = self._past_counts._replace(unheard=self._past_counts.unheard + 1)
             return None
         leases = self._leases[router_id] = ReplicaLeases(router_id, self._models, self._leases_max)
         replica = self._replicas[router_id] = Replica(leases, now_s=now_s, leases_max=self._leases_max)
@@ -558,20 +560,20 @@ class Replicas:
         leases = self._leases.pop(router_id)
         leases.clear()
         self.links.router_gone(router_id)
-        gone = self._gone
-        self._gone = gone._replace(
-            gaps=gone.gaps + replica.gaps,
-            duplicates=gone.duplicates + replica.duplicates,
-            over_limit=gone.over_limit + leases.over_limit,
+        past = self._past_counts
+        self._past_counts = past._replace(
+            gaps=past.gaps + replica.gaps,
+            duplicates=past.duplicates + replica.duplicates,
+            over_limit=past.over_limit + leases.over_limit,
         )
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for model in self._models.values():
             model.notify()
 
 
 class Replication(NamedTuple):
-    """One router's part in replica sync, without the wire: what it publishes, and what it has heard."""
+    """One router's state in replica sync, without a transport: its own leases, and those of other routers."""
 
     journal: Journal
     replicas: Replicas
@@ -581,14 +583,20 @@ class Replication(NamedTuple):
         fleet: Fleet,
         ledger: Ledger,
         *,
-        on_less: Callable[[], None],
-        before_more: Callable[[float], None],
+        on_load_decrease: Callable[[], None],
+        before_load_increase: Callable[[float], None],
         now_s: float,
     ) -> SharedLedger:
-        """Return the ledger that a model books in from now on: others hear of it, and it counts theirs.
+        """Return a ledger for a model that publishes its bookings and includes other routers' leases.
 
-        ``on_less`` is called when load of theirs went away, ``before_more``, with the moment, when more is
-        about to be booked.
+        ``on_load_decrease`` is called after their load decreased, ``before_load_increase``, with ``now_s``,
+        before one of their leases is booked.
         """
-        self.replicas.share(fleet, ledger, on_less=on_less, before_more=before_more, now_s=now_s)
+        self.replicas.share(
+            fleet,
+            ledger,
+            on_load_decrease=on_load_decrease,
+            before_load_increase=before_load_increase,
+            now_s=now_s,
+        )
         return SharedLedger(ledger, fleet, self.journal)

@@ -1,4 +1,4 @@
-"""What one attempt of a request asks of placement: its prompt in blocks, and what routing needs to know."""
+"""Placement's input for one attempt of a request: its prompt in blocks, and routing's input."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import GenerateRequest, TokenBuffer
 from kvrouter.kernel.journey import RetryPlan
 from kvrouter.kernel.placement.placement import AttemptRequest
-from kvrouter.kernel.routing.request import RouteRequest
+from kvrouter.kernel.routing.interface import RouteRequest
 
 
 def hash_prompt(
@@ -20,9 +20,9 @@ def hash_prompt(
     lora_name: str | None = None,
     cache_namespace: str | None = None,
 ) -> Prompt:
-    """Hash a prompt's blocks, once; the result travels with the request."""
+    """Hash a prompt's blocks; the result is computed once and kept with the request."""
     seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
-    # An empty array has no buffer. Nothing may be known of a prompt that an engine tokenizes itself.
+    # An empty array has no buffer. The prompt is empty when its engine tokenizes it.
     return Prompt(token_ids or (), block_size=block_size, seed=seed)
 
 
@@ -36,14 +36,16 @@ def attempt_request(
     kv_lost_from: frozenset[WorkerId],
     plans: Sequence[RetryPlan],
 ) -> AttemptRequest:
-    """Return what one attempt of ``request`` asks for under each of ``plans``."""
-    usual = route_request(request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from))
+    """Return the input for one attempt of ``request``, with an option for each of ``plans``."""
+    usual = to_route_request(
+        request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from)
+    )
     return AttemptRequest(
         prompt,
         token_ids,
         {plan: _under(plan, usual, kv_lost_from) for plan in plans},
         shows_first_token=request.call is None or request.call.stream,
-        teaches=request.pin is None and request.prefill_pin is None,
+        is_sampled=request.pin is None and request.prefill_pin is None,
         client=request.client,
     )
 
@@ -54,13 +56,13 @@ def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerI
             return usual
         case RetryPlan.OTHER_PREFILL:
             return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
-        case RetryPlan.WHOLE:
-            return structs.replace(usual, whole=True)
+        case RetryPlan.AGGREGATED:
+            return structs.replace(usual, aggregated=True)
 
 
 def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: int) -> Prompt:
-    """Hash the blocks of a request's prompt, which is ``token_ids``. One whose tokens are not known has as
-    many blocks as it may have, and shares none with another request.
+    """Hash the blocks of a request's prompt, ``token_ids``. A prompt with unknown tokens gets as many blocks
+    as estimated, which it shares with no other request.
     """
     if request.is_prompt_unknown:
         return hash_prompt(
@@ -76,7 +78,7 @@ def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: i
     )
 
 
-def route_request(
+def to_route_request(
     request: GenerateRequest,
     prompt: Prompt,
     *,
@@ -84,10 +86,9 @@ def route_request(
     excluded: frozenset[WorkerId],
     has_lost_kv: bool = False,
 ) -> RouteRequest:
-    """Return what routing needs to know of one attempt of ``request``.
+    """Return routing's input for one attempt of ``request``.
 
-    One that has lost no KV itself begins with what worked for others; after that its journey says what to
-    try next.
+    A request that has not lost KV itself avoids broken pairs; after a loss, its retry plans decide.
     """
     return RouteRequest(
         request_id=request.request_id,
@@ -99,8 +100,8 @@ def route_request(
         prefill_pin=request.prefill_pin,
         excluded=excluded,
         attempt=attempt,
-        whole=request.whole,
-        whole_if_broken=not has_lost_kv,
+        aggregated=request.aggregated,
+        aggregated_if_broken=not has_lost_kv,
         has_media=request.has_media,
         shape=request.shape,
         is_prompt_unknown=request.is_prompt_unknown,

@@ -1,4 +1,4 @@
-"""The cache view: the port that returns each rank's overlap; predicted from decisions, or always zero."""
+"""The cache view: the port that returns each rank's overlap; predicted from decisions, or always None."""
 
 from typing import Protocol
 
@@ -9,89 +9,89 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.kernel.index import ApproximateIndex
-from kvrouter.kernel.routing.request import Decision
+from kvrouter.kernel.routing.interface import Decision
 
 U32 = npt.NDArray[np.uint32]
 
 
 class CacheView(Protocol):
-    """Overlaps for a decision, and what a decision teaches."""
+    """The cached blocks of each rank, as known from events or decisions."""
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
-        """Leading blocks of ``prompt`` that each slot holds; None when caches are not used.
+        """Return the leading blocks of ``prompt`` that each slot holds; None when caches are not tracked.
 
-        The array is reused by the next call.
+        The next call reuses the array.
         """
 
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """The prompt's blocks will be where the decision sends it."""
+        """Record a decision: the prompt's blocks will be at its ranks."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """A worker rank that publishes KV events is at the slot."""
+        """Add a worker rank that publishes KV events."""
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """So many blocks the slot's rank can hold on its GPU, as far as it says; None where it does not.
-        Its worker has ``n_ranks``.
-        """
+        """Set the number of GPU blocks of the slot's rank; None when unknown. Its worker has ``n_ranks``."""
 
     def freed(self, slot: Slot) -> None:
-        """The slot's worker rank is gone, and its cache with it."""
+        """Remove the slot's worker rank and its cached blocks."""
 
     def is_sure_of(self, slot: Slot) -> bool:
-        """Whether what the slot holds is known, all of it, and not guessed."""
+        """Whether the slot's blocks are known completely, from events and not from predictions."""
 
     def doubt(self, slot: Slot) -> None:
-        """The engine's own answers contradict what is believed of the slot."""
+        """Handle an engine's answer that contradicts the known blocks of the slot."""
 
     def on_batch(self, batch: KvBatch) -> None:
-        """KV events came."""
+        """Handle a batch of KV events."""
 
     def close(self) -> None:
-        """Stop what runs."""
+        """Stop background work."""
 
 
 class NoCacheView:
-    """``--kv-overlap-score-weight 0``, or a mode that asks no costs: no index is built."""
+    """No cache view: for ``--kv-overlap-score-weight 0`` or a mode without costs; no index is built."""
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
-        """Caches are not used."""
+        """Return None: caches are not tracked."""
         return None
 
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """Nothing to ask."""
+        """Do nothing."""
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def freed(self, slot: Slot) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def is_sure_of(self, slot: Slot) -> bool:  # noqa: ARG002 - the port's signature
-        """Nothing is known."""
+        """Return False: no blocks are known."""
         return False
 
     def doubt(self, slot: Slot) -> None:
-        """Nothing is believed."""
+        """Do nothing."""
 
     def on_batch(self, batch: KvBatch) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 class PredictedCacheView:
-    """``--no-kv-events``: a decision predicts that its workers will hold the prompt's blocks for a while."""
+    """Predicted caches, for ``--no-kv-events``: a decision's workers are predicted to hold its prompt for a
+    while.
+    """
 
     def __init__(self, index: ApproximateIndex) -> None:
         self.index = index
         self._out: U32 = np.zeros(16, np.uint32)
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
-        """Leading blocks that are believed to be held, by slot."""
+        """Return the leading blocks that each slot is predicted to hold."""
         if len(self._out) < n_slots:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
         out = self._out[:n_slots]
@@ -99,30 +99,30 @@ class PredictedCacheView:
         return out
 
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
-        """Both workers of a pair will hold the prompt's blocks."""
+        """Predict that the workers of both legs hold the prompt's blocks."""
         self.index.touch(decision.decode.slot, prompt, now_s)
         if decision.prefill is not None:
             self.index.touch(decision.prefill.slot, prompt, now_s)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """Events are not followed."""
+        """Do nothing: events are not followed."""
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """What is predicted has a limit of its own."""
+        """Do nothing: the predicted index has a limit for all ranks."""
 
     def freed(self, slot: Slot) -> None:
-        """Forget the slot."""
+        """Remove the slot's blocks."""
         self.index.drop(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:  # noqa: ARG002 - the port's signature
-        """Predictions are no knowledge."""
+        """Return False: blocks are predicted."""
         return False
 
     def doubt(self, slot: Slot) -> None:
-        """Predictions are no knowledge: there is nobody to ask."""
+        """Do nothing: the worker cannot be asked for its blocks."""
 
     def on_batch(self, batch: KvBatch) -> None:
-        """Events are not followed."""
+        """Do nothing: events are not followed."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""

@@ -1,14 +1,13 @@
-"""Engines' own sums of the KV that they fetched, as a check of what the router sees of links.
+"""Compares the engines' own totals of fetched KV with the router's measurements of links.
 
-What passes from the end of a prefill to the first token holds the transfer and all else that a request waits
-for meanwhile. Engines count the transfer alone. Over the ranks whose engines report it::
+The time from the end of a prefill to the first token includes the transfer and every other wait of the
+request. Engines count the transfer alone. Over the ranks whose engines report it::
 
-    ratio = (seconds a byte, as the router saw them) / (seconds a byte, as engines count them)
+    ratio = (seconds per byte, as the router measures) / (seconds per byte, as engines count)
 
-of the last minutes; what is learned to pass with every transfer, no matter how much is moved, is taken off
-before. Links themselves are slow where both say so; where the ratio is above
-:data:`AGREE`, something else holds up the first tokens of requests whose KV is there. It changes no choice:
-a first token that waits is late, whatever holds it up.
+of the last minutes; the learned constant time of each transfer is subtracted first. If both are high, links
+are slow; if the ratio is above :data:`AGREE`, something else delays the first tokens of requests whose KV has
+arrived. This affects no decision: a first token that waits is late, whatever delays it.
 """
 
 from typing import NamedTuple
@@ -16,62 +15,65 @@ from typing import NamedTuple
 from kvrouter.core.ids import Slot
 
 HALF_S = 60.0
-"""What was so long ago counts half."""
+"""The half-life of a transfer's weight."""
 
 AGREE = 2.0
-"""Both agree where the router saw at most so many times what engines count."""
+"""The largest ratio at which both are considered to agree."""
 
 TRANSFERS_MIN = 8.0
-"""Fewer on either side say nothing."""
+"""The least number of transfers on either side for a comparison."""
 
 
 class SumsReading(NamedTuple):
-    """What engines count, and the router saw, of the same ranks' transfers."""
+    """The engines' and the router's bandwidth of the same ranks' transfers."""
 
     bandwidth_bytes_per_s: float
-    """By the engines' sums: bytes over the seconds that transfers took, each for itself."""
+    """By the engines' totals: bytes over the sum of the transfers' seconds."""
     seen_bytes_per_s: float
     ratio: float
     agree: bool
 
 
 class EngineSums:
-    """The sums of one model's decode ranks. ``now_s`` is a moment of one monotonic clock."""
+    """The totals of one model's decode ranks. ``now_s`` is seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._counted = _Sums()
-        self._seen = _Sums()
+        self._observed = _Sums()
         self._slots: set[Slot] = set()
 
     def reported(self, slot: Slot, *, transfers: int, kv_bytes: int, seconds: float, now_s: float) -> None:
-        """The engine of the slot's rank fetched so much since its last report."""
+        """Add the KV that the slot's engine fetched since its last report."""
         self._slots.add(slot)
         if transfers > 0:
             self._counted.add(float(transfers), float(kv_bytes), seconds, now_s)
 
-    def saw(self, slot: Slot, *, kv_bytes: float, seconds: float, now_s: float) -> None:
-        """A transfer to that rank took so long, as far as the router sees."""
+    def observed(self, slot: Slot, *, kv_bytes: float, seconds: float, now_s: float) -> None:
+        """Add a transfer to the slot's rank, as the router measured it."""
         if slot in self._slots:
-            self._seen.add(1.0, kv_bytes, seconds, now_s)
+            self._observed.add(1.0, kv_bytes, seconds, now_s)
 
     def freed(self, slot: Slot) -> None:
-        """The slot's rank is gone."""
+        """Remove the slot's rank."""
         self._slots.discard(slot)
 
     def reading(self) -> SumsReading | None:
-        """What both say; None where too little was carried, or no engine reports it."""
-        counted, seen = self._counted, self._seen
-        if min(counted.transfers, seen.transfers) < TRANSFERS_MIN or min(counted.bytes, seen.bytes) <= 0.0:
+        """Return the comparison; None with too few transfers, or when no engine reports them."""
+        counted, observed = self._counted, self._observed
+        if (
+            min(counted.transfers, observed.transfers) < TRANSFERS_MIN
+            or min(counted.bytes, observed.bytes) <= 0.0
+        ):
             return None
-        if min(counted.seconds, seen.seconds) <= 0.0:
+        if min(counted.seconds, observed.seconds) <= 0.0:
             return None
-        counted_rate, seen_rate = counted.bytes / counted.seconds, seen.bytes / seen.seconds
+        counted_rate, seen_rate = counted.bytes / counted.seconds, observed.bytes / observed.seconds
         ratio = counted_rate / seen_rate
         return SumsReading(counted_rate, seen_rate, ratio, ratio <= AGREE)
 
 
 class _Sums:
-    """Sums in which what is old counts less."""
+    """Sums in which older entries have less weight."""
 
     __slots__ = ("_at_s", "bytes", "seconds", "transfers")
 

@@ -1,45 +1,45 @@
-"""What share of the decode steps of others a prompt waits for, learned from first tokens.
+"""Interference: the share of other requests' decode steps that a prompt waits for, learned from first tokens.
 
-An engine that computes prompts and decode steps one after another lets a prompt wait for all of them; one
-that computes both at once, or on other hardware, for a part or none. With the seconds that a rank of
-slowness 1 takes for what is queued and the prompt (plain), and for the decode steps meanwhile (steps)::
+On an engine that computes prompts and decode steps in turn, a prompt waits for all decode steps; on one that
+computes both at once, or on separate hardware, for some or none. ``plain`` is the seconds that a rank of
+slowness 1 takes for its queue and the prompt, ``steps`` those of the decode steps in that time::
 
-    seen / plain = slowness of the rank + interference · steps / plain
+    observed / plain = slowness of the rank + interference · steps / plain
 
-It is the least squares of that line, each rank with a slowness of its own, over the last requests of all
-ranks, drawn towards 1 as if noise of 20 % had been seen where 1 is true within 0.5. A rank that always
-decodes says nothing of it; without it such a rank would count as faster than one that is idle half of the
-time, wherever prompts do not wait for decode steps.
+It is the least-squares fit of that line, with a separate slowness for each rank, over the last requests of
+all ranks, with a prior of 1 ± 0.5 at a noise of 20 %. A rank that always decodes does not determine it;
+without it such a rank would appear faster than one that is idle half of the time, on engines where prompts do
+not wait for decode steps.
 """
 
 from kvrouter.core.ids import Slot
 
-MEMORY = 64
-"""About how many of each rank's last requests count."""
+RECENT_REQUESTS = 64
+"""The approximate number of each rank's last requests that count."""
 
-CAUTION = 0.2**2 / 0.5**2
-"""What weighs 1, in squares of steps / plain."""
+PRIOR_SQUARES = 0.2**2 / 0.5**2
+"""The weight of the prior value 1, in squares of steps / plain."""
 
 RATIO_MAX = 10.0
-"""One request counts as at most so many times as long as the plain seconds."""
+"""The largest ratio of a request's seconds to its plain seconds that counts."""
 
 
 class _Moments:
-    """Weighted means of one rank's requests, and what they spread, with older ones counting less."""
+    """Weighted means and covariances of one rank's requests; older requests have less weight."""
 
-    __slots__ = ("products", "seen", "squares", "steps", "weight")
+    __slots__ = ("observed", "products", "squares", "steps", "weight")
 
     def __init__(self) -> None:
-        self.weight = self.steps = self.seen = self.squares = self.products = 0.0
+        self.weight = self.steps = self.observed = self.squares = self.products = 0.0
 
-    def note(self, steps: float, seen: float) -> None:
-        keep = 1.0 - 1.0 / MEMORY
+    def note(self, steps: float, observed: float) -> None:
+        keep = 1.0 - 1.0 / RECENT_REQUESTS
         self.weight = keep * self.weight + 1.0
         off = steps - self.steps
         self.steps += off / self.weight
-        self.seen += (seen - self.seen) / self.weight
+        self.observed += (observed - self.observed) / self.weight
         self.squares = keep * self.squares + off * (steps - self.steps)
-        self.products = keep * self.products + off * (seen - self.seen)
+        self.products = keep * self.products + off * (observed - self.observed)
 
 
 class Interference:
@@ -51,18 +51,18 @@ class Interference:
         self._ranks: dict[Slot, _Moments] = {}
 
     def note(self, slot: Slot, *, plain_s: float, steps_s: float, seen_s: float) -> None:
-        """A first token came after ``seen_s``; ``plain_s`` is above 0."""
+        """Add a first token after ``seen_s``; ``plain_s`` must be above 0."""
         moments = self._ranks.get(slot)
         if moments is None:
             moments = self._ranks[slot] = _Moments()
         moments.note(steps_s / plain_s, min(seen_s / plain_s, RATIO_MAX))
 
     def refresh(self) -> None:
-        """Take what was noted since the last time into account."""
+        """Update ``share`` from the requests so far."""
         squares = sum(moments.squares for moments in self._ranks.values())
         products = sum(moments.products for moments in self._ranks.values())
-        self.share = min(max((CAUTION + products) / (CAUTION + squares), 0.0), 1.0)
+        self.share = min(max((PRIOR_SQUARES + products) / (PRIOR_SQUARES + squares), 0.0), 1.0)
 
     def freed(self, slot: Slot) -> None:
-        """The slot's rank is gone."""
+        """Remove the slot's rank."""
         self._ranks.pop(slot, None)

@@ -1,7 +1,7 @@
-"""What a placer learns from its requests: how fast ranks and links are, and what it predicts from that.
+"""Learned costs: the speeds of ranks and links, measured from a placer's requests and used for predictions.
 
-It learns from first tokens alone, and from the ends of prefill legs. An answer that comes as a whole shows no
-first token: its length is the client's choice, and says nothing of how fast its prompt was computed.
+Measurements are first tokens and the ends of prefill legs. An answer that arrives in one piece has no visible
+first token: its length is the client's choice, and its time does not show how fast its prompt was computed.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import Ledger
-from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.speeds import LearnedSpeeds
 from kvrouter.kernel.placement.transfers import Transfers
 from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, prompt_s
-from kvrouter.kernel.routing.request import CostInput, Pick, RoutingSettings
+from kvrouter.kernel.routing.interface import CostInput, Pick, RoutingSettings
 
 _AGGREGATED = Leg.AGGREGATED
 
 
 class LearnedCosts:
-    """The learned speeds of one model's ranks and links. ``now_s`` is a moment of one monotonic clock."""
+    """The learned speeds of one model's ranks and links. ``now_s`` is seconds of one monotonic clock."""
 
     def __init__(
         self,
@@ -41,24 +41,24 @@ class LearnedCosts:
         self._ledger = ledger
 
     def cost_input(self, requests: IntColumn, waiting: IntColumn, n_slots: int, *, now_s: float) -> CostInput:
-        """Return what the cost of time reads; ``requests`` and ``waiting`` are the ledger's."""
+        """Return the input of the time rule; ``requests`` and ``waiting`` are the ledger's columns."""
         if self.transfers.has_begun:
             self.transfers.refresh(self._is_clear, now_s=now_s)
         return CostInput(requests, waiting, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
 
     def freed(self, slot: Slot) -> None:
-        """A slot has no worker rank any more."""
+        """Remove the slot's worker rank."""
         self.speeds.freed(slot)
         self.transfers.engine_sums.freed(slot)
 
     def placed(self, placement: Placement, *, now_s: float) -> None:
-        """Note what is predicted of both legs."""
+        """Record the predictions for both legs of a placement."""
         for pick in (placement.decision.prefill, placement.decision.decode):
             if pick is not None:
                 tokens = missing_tokens(self._fleet, pick, placement.prompt)
                 expected = self.speeds.placed(
                     pick,
-                    tokens if placement.teaches else 0,
+                    tokens if placement.is_sampled else 0,
                     steps_s=self._decode_share_s(pick, tokens),
                     now_s=now_s,
                 )
@@ -66,7 +66,7 @@ class LearnedCosts:
         self.begin_transfer(placement)
 
     def prefill_ends_s(self, placement: Placement, *, now_s: float) -> float:
-        """Return when the prompt of a placement on one worker, just booked, should be computed."""
+        """Return when the prompt of an aggregated placement, just booked, is expected to be computed."""
         pick = placement.decision.decode
         if pick.times is not None:
             return now_s + pick.times.expected_s
@@ -74,56 +74,58 @@ class LearnedCosts:
         return now_s + prompt_s(self.settings.timing, queued)
 
     def transfer_ends_s(self, placement: Placement, *, now_s: float) -> float:
-        """Return when the KV of a pair whose prompt is computed should be where its answer comes from."""
+        """Return when the KV of a pair, whose prompt is computed, is expected at the decode rank."""
         times = placement.decision.decode.times
         return now_s if times is None else now_s + times.transfer_s
 
     def begin_transfer(self, placement: Placement) -> None:
-        """Count what the pair has to move, where links are weighed."""
+        """Add the pair's transfer to its link's load, when links are weighed."""
         decision, links = placement.decision, self.settings.links
         if decision.prefill is None or links is None:
             return
         prefill, decode = decision.prefill, decision.decode
         if self._fleet.rank_at(prefill.slot) != prefill.rank:
-            return  # it left: nothing knows its place
+            return  # the prefill worker left, and its domains are unknown
         tokens = missing_tokens(self._fleet, decode, placement.prompt)
         placement.transfer = self.transfers.begin(links, prefill.slot, decode.slot, tokens)
 
     def end_transfer(self, placement: Placement) -> None:
-        """The KV arrived, or never will; nothing is learned from it."""
+        """Remove the transfer from its link's load, without a measurement."""
         if placement.transfer is not None:
             self.transfers.end(placement.transfer)
             placement.transfer = None
 
-    def moves(self, placement: Placement, *, now_s: float) -> None:
-        """The prompt is prefilled; of engines that say so only after the transfer, nothing is learned."""
+    def kv_ready(self, placement: Placement, *, now_s: float) -> None:
+        """Handle that the prompt is prefilled. Engines that report it only after the transfer are not
+        measured.
+        """
         transfer, step_s = placement.transfer, self._learned_step_s(placement)
         if transfer is None or step_s is None or placement.decision.prefill is None:
             return
         card = self._fleet.card_at(placement.decision.prefill.slot)
         if card is not None and not card.ends_after_transfer:
-            is_clear = placement.teaches and self._is_clear(transfer.to)
-            self.transfers.moves(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
+            is_clear = placement.is_sampled and self._is_clear(transfer.to)
+            self.transfers.kv_ready(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
 
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
-        """The prefill leg ended."""
-        self.moves(placement, now_s=now_s)
+        """Handle the end of the prefill leg."""
+        self.kv_ready(placement, now_s=now_s)
         if placement.decision.decode.leg is not _AGGREGATED:
-            self._came(placement, now_s)
+            self._record_prompt_time(placement, now_s)
 
     def first_token(self, placement: Placement, *, now_s: float) -> None:
-        """The first token came, or all of an answer that shows none."""
+        """Handle the first token, or the end of an answer in one piece."""
         if placement.shows_first_token:
             self._arrived(placement, now_s)
-            if self._learns(placement):
+            if self._is_learned_from(placement):
                 step_s = self._step_s(placement)
                 placement.first_token_s, placement.step_s = (None, 0.0) if step_s is None else (now_s, step_s)
             if placement.decision.decode.leg is _AGGREGATED:
-                self._came(placement, now_s)
+                self._record_prompt_time(placement, now_s)
         self.end_transfer(placement)
 
     def released(self, placement: Placement, *, tokens: int, now_s: float) -> None:
-        """An attempt ended that brought so many tokens; idempotent."""
+        """Handle the end of an attempt with so many output ``tokens``; idempotent."""
         self.end_transfer(placement)
         if placement.first_token_s is not None:
             slot, took_s = placement.decision.decode.slot, now_s - placement.first_token_s
@@ -135,26 +137,26 @@ class LearnedCosts:
                 )
             placement.first_token_s = None
 
-    def _learns(self, placement: Placement) -> bool:
-        """Whether times are predicted, and a client did not choose where to be measured."""
-        return placement.teaches and placement.decision.decode.times is not None
+    def _is_learned_from(self, placement: Placement) -> bool:
+        """Whether times are predicted, and the client did not choose the worker."""
+        return placement.is_sampled and placement.decision.decode.times is not None
 
-    def _came(self, placement: Placement, now_s: float) -> None:
-        """What was expected of a prompt came."""
+    def _record_prompt_time(self, placement: Placement, now_s: float) -> None:
+        """Record the measured time of a predicted prompt."""
         expected, placement.expected = placement.expected, None
-        if expected is not None and placement.teaches:
-            self.speeds.came(expected, client=placement.client, now_s=now_s)
+        if expected is not None and placement.is_sampled:
+            self.speeds.observed(expected, client=placement.client, now_s=now_s)
 
     def _arrived(self, placement: Placement, now_s: float) -> None:
-        """The KV came: a link is learned from it."""
+        """Record the arrival of the KV as a measurement of its link."""
         transfer, step_s = placement.transfer, self._learned_step_s(placement)
         if transfer is not None and step_s is not None:
             placement.transfer = None
-            is_clear = placement.teaches and self._is_clear(transfer.to)
+            is_clear = placement.is_sampled and self._is_clear(transfer.to)
             self.transfers.arrived(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
 
     def _is_clear(self, slot: Slot) -> bool:
-        """Whether a decode leg there waits for its KV alone: neither for prompts, nor memory, nor a seat."""
+        """Whether a decode leg at the slot waits only for its KV: not for prompts, memory or a seat."""
         ledger, columns, settings = self._ledger.columns(), self._fleet.columns, self.settings
         return bool(
             settings.track_prefill_tokens
@@ -166,13 +168,13 @@ class LearnedCosts:
         )
 
     def _learned_step_s(self, placement: Placement) -> float | None:
-        """What a decode step takes where the answer comes from, by that rank's speed; None where it left."""
+        """Return a decode step's seconds at the answering rank, at its learned speed; None when it left."""
         step_s = self._step_s(placement)
         slot = placement.decision.decode.slot
         return None if step_s is None else step_s * self.speeds.decode_slowness(slot)
 
     def _decode_share_s(self, pick: Pick, tokens: int) -> float:
-        """What of a pick's queue the decode steps of others take, while so many tokens are prefilled."""
+        """Return the seconds of others' decode steps in a pick's queue while ``tokens`` are prefilled."""
         columns, weight = self._ledger.columns(), self.settings.decode_weight
         is_alone = columns.requests[pick.slot] <= columns.waiting[pick.slot]
         if pick.times is None or weight == 0.0 or is_alone:
@@ -180,8 +182,8 @@ class LearnedCosts:
         return pick.times.decode_s / weight * (1.0 + tokens / CHUNK_TOKENS)
 
     def _step_s(self, placement: Placement) -> float | None:
-        """What a decode step takes where the answer comes from now, on a rank of slowness 1; None where that
-        rank left.
+        """Return the seconds of a decode step at the answering rank now, on a rank of slowness 1; None when
+        it left.
         """
         decode = placement.decision.decode
         if self._fleet.rank_at(decode.slot) != decode.rank:
@@ -194,23 +196,23 @@ class LearnedCosts:
 
 
 def missing_tokens(fleet: Fleet, pick: Pick, prompt: Prompt) -> int:
-    """Return the tokens of the prompt that are not cached where it was picked for."""
+    """Return the tokens of the prompt that are not cached at the picked rank."""
     return max(0, prompt.isl_tokens - pick.overlap_blocks * fleet.block_size)
 
 
 class UnseenPrefills:
-    """The requests whose first token stays unseen, as their answers come whole, until their prefill is
-    expected to have ended.
+    """Requests without a visible first token, because their answers arrive in one piece, until the expected
+    end of their prefill.
     """
 
     def __init__(self) -> None:
         self._running: dict[int, Placement] = {}
         self._ends: list[tuple[float, int]] = []
-        """A heap of moments and keys; those of requests that ended before stay until they are many."""
+        """A heap of times and keys; entries of ended requests are removed in bulk."""
         self._next = 1
 
     def expect(self, placement: Placement, at_s: float) -> None:
-        """Let the request's prefill end at this moment. The first moment stays."""
+        """Set the expected end of the request's prefill; a later call has no effect."""
         if placement.unseen_prefill:
             return
         key = placement.unseen_prefill = self._next
@@ -219,14 +221,14 @@ class UnseenPrefills:
         heappush(self._ends, (at_s, key))
 
     def forget(self, placement: Placement) -> None:
-        """The request ended before that. Idempotent."""
+        """Remove a request that ended earlier. Idempotent."""
         self._running.pop(placement.unseen_prefill, None)
         if len(self._ends) > 2 * len(self._running) + 64:
             self._ends = [end for end in self._ends if end[1] in self._running]
             heapify(self._ends)
 
     def ended(self, now_s: float) -> Iterator[Placement]:
-        """Yield, once each, those whose prefill should have ended by now."""
+        """Yield, once each, the requests whose prefill should have ended by now."""
         while self._ends and self._ends[0][0] <= now_s:
             placement = self._running.pop(heappop(self._ends)[1], None)
             if placement is not None:

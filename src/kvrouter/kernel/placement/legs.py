@@ -1,4 +1,4 @@
-"""The legs of a placement, as engines receive them."""
+"""Builds the engine requests of a placement's legs."""
 
 from msgspec import structs
 
@@ -9,7 +9,7 @@ from kvrouter.kernel.placement.placement import Placement
 def prefill_leg(
     request: GenerateRequest, placement: Placement, *, time_left_s: float | None
 ) -> EngineRequest:
-    """The prefill of a pair: one token, which the decode leg will give again."""
+    """Return the prefill leg of a pair: it generates one token, which the decode leg generates again."""
     sampling = structs.replace(request.sampling, max_tokens=1, min_tokens=0)
     return _leg(
         request,
@@ -28,8 +28,8 @@ def last_leg(
     kv_transfer_params: KvTransferParams | None,
     time_left_s: float | None,
 ) -> EngineRequest:
-    """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted, and what the
-    worker's context has room for.
+    """Return the answering leg, decode or aggregated; ``max_tokens`` is reduced by the tokens of earlier
+    attempts, and to the room in the worker's context.
     """
     sampling, resumed_tokens = request.sampling, placement.resumed_tokens
     if resumed_tokens:
@@ -39,7 +39,7 @@ def last_leg(
             min_tokens=max(0, sampling.min_tokens - resumed_tokens),
         )
     room_tokens = placement.decode_context_tokens - len(placement.token_ids)
-    if request.context_tokens and 0 < room_tokens < sampling.max_tokens:  # its client leaves the length open
+    if request.context_tokens and 0 < room_tokens < sampling.max_tokens:  # the client left the length open
         sampling = structs.replace(
             sampling, max_tokens=room_tokens, min_tokens=min(sampling.min_tokens, room_tokens)
         )
@@ -79,6 +79,6 @@ def _leg(
         cache_namespace=request.cache_namespace,
         time_left_s=time_left_s,
         intake=request.intake,
-        call=None if request.call is None else structs.replace(request.call),  # the router may empty its own
+        call=None if request.call is None else structs.replace(request.call),  # the router may empty its copy
         trace=request.trace,
     )

@@ -1,4 +1,4 @@
-"""A placement: one attempt's workers and leases, with the request and the random draw it was made from."""
+"""A placement: the workers and leases of one attempt, with its request and its random draw."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from kvrouter.kernel.fleet.circuit import Circuit, Pair
 from kvrouter.kernel.journey import RetryPlan, Shape
 from kvrouter.kernel.placement.speeds import Expected
 from kvrouter.kernel.placement.transfers import Transfer
-from kvrouter.kernel.routing.request import Decision, Pick, RouteRequest
+from kvrouter.kernel.routing.interface import Decision, Pick, RouteRequest
 
 
 class Draw(NamedTuple):
-    """What one decision and its booking draw from: the same draw gives the same worker among equals."""
+    """The random draw of one decision and its booking: equal draws pick the same worker among equals."""
 
     seed: int
     """64 random bits, for the decision."""
@@ -29,70 +29,74 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRequest:
-    """What an attempt asks for, under each of its open retry plans; ``RetryPlan.USUAL`` is one of them."""
+    """The input of an attempt, with an option for each of its retry plans; ``RetryPlan.USUAL`` is one of
+    them.
+    """
 
     prompt: Prompt
     token_ids: TokenBuffer
     options: Mapping[RetryPlan, RouteRequest]
     shows_first_token: bool = True
-    """False where the answer comes whole, from an engine that says nothing before."""
-    teaches: bool = True
-    """False where the client pins it: its calls alone would say how fast that worker is."""
+    """False when the answer arrives in one piece, so that its first token is not visible."""
+    is_sampled: bool = True
+    """Whether its times count in the learned speeds; False when the client pins a worker, whose measured
+    speed would depend on that client's calls alone.
+    """
     client: int = 0
-    """Who asks, as :attr:`GenerateRequest.client` has it."""
+    """The client, as in :attr:`GenerateRequest.client`."""
 
 
 @dataclass(slots=True)
 class Placement:
     """One attempt's workers and leases. ``decision`` changes when decode is picked again after prefill."""
 
-    wanted: RouteRequest
+    route_request: RouteRequest
     decision: Decision
     prompt: Prompt
     token_ids: TokenBuffer
     block_size: int
     shape: Shape
     draw: Draw
-    """What the decision drew from."""
+    """The random draw of the decision."""
 
     decode_address: str
     decode_lease: LeaseId
     decode_context_tokens: int
-    """The context of the worker that answers, in tokens."""
+    """The context length of the answering worker, in tokens."""
 
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
     bootstrap: Bootstrap | None = None
     has_begun: bool = False
-    """Whether its answer brought something, and has not failed."""
+    """Whether its answer has had output, and has not failed."""
     tries: tuple[tuple[WorkerId | Pair, Circuit], ...] = ()
-    """The half-open circuits that let it in, to see whether their workers are well."""
+    """The half-open circuits whose single request this is."""
     shows_first_token: bool = True
-    teaches: bool = True
+    is_sampled: bool = True
     client: int = 0
-    """These three are the attempt's."""
+    """These three are those of the :class:`AttemptRequest`."""
     unseen_prefill: int = 0
-    """The key of ``UnseenPrefills`` in ``learned_costs``; 0 where it is not there."""
+    """The key in ``learned_costs.UnseenPrefills``; 0 when it has none."""
     expected: Expected | None = None
-    """What its prompt was expected to take where it is prefilled; None where times are not predicted."""
+    """The prediction for its prompt at the prefilling rank; None when times are not predicted."""
     transfer: Transfer | None = None
-    """The KV that its pair has still to move, where that is counted."""
+    """The pair's pending KV transfer; None when it has ended or is not tracked."""
     trace_id: str = ""
-    """The trace that its request belongs to, empty where none is known."""
+    """The trace id of its request; empty when unknown."""
     is_counted: bool = False
-    """Whether its first token is counted."""
+    """Whether its first token has been counted."""
     decision_s: float = 0.0
-    """How long it took to decide and book, in seconds."""
+    """The duration of the decision and the booking, in seconds."""
     first_token_s: float | None = None
     resumed_tokens: int = 0
-    """What earlier attempts had generated."""
+    """The number of tokens that earlier attempts generated."""
     step_s: float = 0.0
-    """What a decode step was expected to take, at its first token, on a rank of slowness 1."""
+    """The expected seconds of a decode step at its first token, on a rank of slowness 1."""
     decode_domains: Mapping[str, str] = field(default_factory=dict)
     prefill_domains: Mapping[str, str] = field(default_factory=dict)
 
     def without_addresses(self, text: str) -> str:
-        """``text``, which a client may read, without the workers' addresses that may occur in it."""
+        """Return ``text``, which a client may read, without the workers' addresses in it."""
         for address in (self.decode_address, self.prefill_address):
             if address:
                 text = text.removeprefix(f"{address}: ").replace(address, "the worker")
@@ -100,7 +104,9 @@ class Placement:
 
     @property
     def prefill_pick(self) -> Pick:
-        """The prefill worker: of a pair, or where prefill alone was decided."""
+        """The prefill pick: of a pair, or of a decision for prefill alone. RuntimeError for an aggregated
+        attempt.
+        """
         decision = self.decision
         if decision.decode.leg is Leg.PREFILL:
             return decision.decode

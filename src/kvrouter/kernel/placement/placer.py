@@ -1,6 +1,6 @@
-"""The placer of one model: takes one reading, decides once and books; later moves and releases.
+"""The placer of one model: reads the state once, decides and books; later moves and releases leases.
 
-No step waits between the reading and the booking. ``now_s`` is a moment of one monotonic clock, in seconds.
+No other task runs between the reading and the booking. ``now_s`` is seconds of one monotonic clock.
 """
 
 from contextlib import suppress
@@ -25,15 +25,15 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan, Shape
 from kvrouter.kernel.ledger.port import Ledger, LedgerColumns
 from kvrouter.kernel.ledger.replicas import Replication
-from kvrouter.kernel.placement.attempt_request import prompt_of, route_request
+from kvrouter.kernel.placement.attempt_request import prompt_of, to_route_request
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.circuits import Circuits
-from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
 from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
+from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
-from kvrouter.kernel.routing.request import (
+from kvrouter.kernel.routing.interface import (
     CostInput,
     Decision,
     Pick,
@@ -49,26 +49,26 @@ U32 = npt.NDArray[np.uint32]
 
 
 class DecisionSink(Protocol):
-    """Who is given each decision that a placer books, with what it was made from."""
+    """A callback for each decision that the placer books, with its input."""
 
     def __call__(
-        self, wanted: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+        self, route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
     ) -> None:
-        """``view``'s columns are reused by the next reading. ``prefill``: where the KV of a request waits
-        whose decode was picked again; None where all of it was decided.
+        """Called with a decision. ``view``'s columns are reused by the next reading. ``prefill``: the rank
+        where the KV waits of a request whose decode was picked again; None for a first decision.
         """
 
 
 ROOM_LIMIT = 2**63 - 1
-"""A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
+"""One more than the largest bootstrap room: engines store it in a signed 64-bit integer."""
 
 
 class Placer:
-    """Places the attempts of one model's requests, and keeps their leases true.
+    """Places the attempts of one model's requests, and maintains their leases.
 
-    With ``replication`` the requests of other routers are load here too. ``circuit_seed`` is what the
-    circuits draw their open times from; ``events`` receives what happens to workers and links;
-    ``call_soon`` calls those who wait. ``rule`` costs and picks instead of the settings' cost and mode.
+    With ``replication`` the requests of other routers count as load too. ``circuit_seed`` is the random seed
+    of the circuits' open times; ``events`` receives the events of workers and links; ``call_soon`` wakes
+    waiting requests. ``rule`` replaces the settings' cost and mode.
     """
 
     def __init__(
@@ -97,14 +97,18 @@ class Placer:
         self.settings = settings
         self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
-        on_less = self.waiting.admission.pulse
-        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_let_in=on_less)
+        on_load_decrease = self.waiting.admission.pulse
+        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_readmitted=on_load_decrease)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
         self._replication = replication
         if replication is not None:
             self.ledger = replication.share(
-                fleet, ledger, on_less=on_less, before_more=self._read_load, now_s=now_s
+                fleet,
+                ledger,
+                on_load_decrease=on_load_decrease,
+                before_load_increase=self._read_load,
+                now_s=now_s,
             )
         self.learned = LearnedCosts(fleet, self.ledger, events, settings, router_id)
         self.speeds, self.transfers = self.learned.speeds, self.learned.transfers
@@ -120,7 +124,7 @@ class Placer:
     def set_busy_thresholds(
         self, *, decode_blocks: float | None, prefill_tokens: int | None, now_s: float
     ) -> None:
-        """Judge from now on who is busy by these; requests that wait may try again."""
+        """Replace the busy thresholds; waiting requests are decided again."""
         self.settings = structs.replace(
             self.settings,
             active_decode_blocks_threshold=decode_blocks,
@@ -130,8 +134,8 @@ class Placer:
         self.waiting.admission.pulse()
 
     def set_routing(self, settings: RoutingSettings, *, now_s: float) -> None:
-        """Decide by these from now on; requests that wait may try again. What bookings depend on stays as it
-        is: whether blocks are tracked, and whether the prefill leg is all that is decided.
+        """Replace the routing settings; waiting requests are decided again. Settings on which bookings depend
+        are kept: whether blocks are tracked, and whether only the prefill leg is decided.
         """
         self.transfers.use(settings.links)
         self.settings = self.learned.settings = structs.replace(
@@ -145,8 +149,8 @@ class Placer:
         self.waiting.admission.pulse()
 
     def set_prefill_alone(self, is_alone: bool) -> None:
-        """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
-        running answer.
+        """Set whether only the prefill leg is decided from now on, for workers that hold no blocks of
+        answers.
         """
         self.settings = self.learned.settings = structs.replace(
             self.settings,
@@ -157,7 +161,7 @@ class Placer:
     # The fleet
 
     def fleet_changed(self, *, now_s: float) -> None:
-        """A worker came, changed or left: requests that wait may try again."""
+        """Handle a worker that joined, changed or left; waiting requests are decided again."""
         if self._replication is not None:
             self._replication.replicas.fleet_changed(self.fleet.model, now_s=now_s)
         self.circuits.fleet_changed()
@@ -166,13 +170,13 @@ class Placer:
         self.waiting.admission.pulse()
 
     def freed(self, slot: Slot) -> None:
-        """A slot has no worker rank any more: its leases and its cache go."""
+        """Remove the state of a slot without a worker rank: its leases, cache and learned speed."""
         self.ledger.drop_slot(slot)
         self.cache.freed(slot)
         self.learned.freed(slot)
 
     def reported(self, report: LoadReport, slot: Slot, *, now_s: float) -> None:
-        """The worker rank at ``slot`` reported its load."""
+        """Handle a load report of the worker rank at ``slot``."""
         self.fleet.report(report)
         if self._at_report is not None:
             self.ledger.ensure_slots(self.fleet.n_slots)
@@ -180,7 +184,7 @@ class Placer:
         self.waiting.admission.pulse()
 
     def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
-        """Leading blocks held, by slot, as far as they are sure to be found again."""
+        """Return the overlap by slot, without blocks that the engine may not reuse."""
         overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media)
         unsure = self.fleet.unsure_blocks
         if overlap is not None and unsure is not None:
@@ -189,16 +193,16 @@ class Placer:
 
     def _read_load(self, now_s: float) -> None:
         if self._at_report is not None:
-            self._at_report.look(self.ledger.columns(), now_s=now_s)
+            self._at_report.update(self.ledger.columns(), now_s=now_s)
 
     # Deciding
 
     def view(
         self, prompt: Prompt, draw: Draw, *, now_s: float, has_media: bool = False, own: Pick | None = None
     ) -> View:
-        """Take one reading of all that a decision depends on; its columns are reused by the next one.
+        """Read all state that a decision depends on; the next reading reuses its columns.
 
-        ``own`` is where the request is booked already: its blocks are active there, so none would be new.
+        ``own`` is the pick of a request that is already booked: all of its blocks are active there.
         """
         if self.circuits.not_closed:
             self.circuits.refresh(now_s=now_s)
@@ -216,7 +220,7 @@ class Placer:
         columns = self.ledger.columns()
         at_report = self._at_report
         if at_report is not None:
-            at_report.look(columns, now_s=now_s)
+            at_report.update(columns, now_s=now_s)
         replication = self._replication
         return View(
             fleet=self.fleet,
@@ -240,58 +244,59 @@ class Placer:
             return self.learned.cost_input(*counts, n_slots, now_s=now_s)
         return CostInput(*counts)
 
-    def decide(self, wanted: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
-        """Take one reading and decide; books nothing. Raises :class:`RoutingRefused`."""
-        return route(wanted, self.view(prompt, draw, now_s=now_s, has_media=wanted.has_media))
+    def decide(self, route_request: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
+        """Read the state and decide; books nothing. Raises :class:`RoutingRefused`."""
+        return route(route_request, self.view(prompt, draw, now_s=now_s, has_media=route_request.has_media))
 
     def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing."""
         prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
-        wanted = route_request(request, prompt, attempt=0, excluded=frozenset())
+        route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
-        return route(wanted, view, explain=True)
+        return route(route_request, view, explain=True)
 
     def explain_attempt(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Decision:
         """Decide as :meth:`place` would by the usual plan, with a row for every candidate; books nothing."""
-        wanted = request.options[RetryPlan.USUAL]
-        view = self.view(request.prompt, draw, now_s=now_s, has_media=wanted.has_media)
-        return route(wanted, view, explain=True)
+        route_request = request.options[RetryPlan.USUAL]
+        view = self.view(request.prompt, draw, now_s=now_s, has_media=route_request.has_media)
+        return route(route_request, view, explain=True)
 
     # Placing
 
     def place(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Placement:
-        """Decide in the first option that is not refused, a last resort only where all others are, and book.
+        """Decide, and book the first option that is not refused; an option of last resort only if all others
+        are.
 
-        Raises the :class:`RoutingRefused` of the usual option when all are refused; nothing is booked then.
+        Raises the :class:`RoutingRefused` of the usual option when all are refused, without a booking.
         """
         refusals: dict[RetryPlan, RoutingRefused] = {}
         last_resort: tuple[RouteRequest, View, Decision] | None = None
-        for plan, wanted in request.options.items():
-            view = self.view(request.prompt, draw, now_s=now_s, has_media=wanted.has_media)
+        for plan, route_request in request.options.items():
+            view = self.view(request.prompt, draw, now_s=now_s, has_media=route_request.has_media)
             try:
-                decision = route(wanted, view)
+                decision = route(route_request, view)
             except RoutingRefused as refused:
                 refusals[plan] = refused
                 continue
             if not decision.last_resort:
-                return self._book(wanted, view, decision, request, draw, now_s)
-            last_resort = last_resort or (wanted, view, decision)
+                return self._book(route_request, view, decision, request, draw, now_s)
+            last_resort = last_resort or (route_request, view, decision)
         if last_resort is None:
             raise refusals[RetryPlan.USUAL]
         return self._book(*last_resort, request, draw, now_s)
 
     def pick_decode_again(self, placement: Placement, *, now_s: float) -> bool:
-        """After a synchronous prefill: decide decode again under its constraint, and move the lease. Return
-        whether another rank has it now. Raises :class:`RoutingRefused`.
+        """Decide decode again after a synchronous prefill, under its constraint, and move the lease. Return
+        whether the rank changed. Raises :class:`RoutingRefused`.
         """
         old = placement.decision
-        self.circuits.give_back(placement, now_s=now_s)  # or it would be passed over for its own sake
+        self.circuits.give_back(placement, now_s=now_s)  # else its own trial would exclude its worker
         began_s = None if placement.transfer is None else placement.transfer.began_s
         has_transfer = placement.transfer is not None
-        self.learned.end_transfer(placement)  # or its own KV would crowd the link
+        self.learned.end_transfer(placement)  # else its own KV would count as load of the link
         decision = structs.replace(self._decide_decode_again(placement, now_s), prefill=old.prefill)
         if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
-            # The worker left during prefill, and the lease with it.
+            # The worker left during prefill, which closed the lease.
             placement.decode_lease = self._book_decode(decision, placement.prompt)
         card = self._card(decision.decode)
         placement.decision = decision
@@ -299,64 +304,64 @@ class Placer:
         if has_transfer:
             self.learned.begin_transfer(placement)
             if began_s is not None:
-                self.learned.moves(placement, now_s=now_s)
+                self.learned.kv_ready(placement, now_s=now_s)
         placement.decode_address = card.address
         placement.decode_context_tokens = card.context_length or CONTEXT_TOKENS_UNKNOWN
         placement.decode_domains = card.runtime_config.topology_domains
         return decision.decode.rank != old.decode.rank
 
     def _decide_decode_again(self, placement: Placement, now_s: float) -> Decision:
-        """Decide with the draw of the booking. In turn and by chance there is nothing new to weigh, so the
-        worker is kept while it may be: else all that ends its prefill at one time would meet at one worker.
-        Nobody is too busy for a request that was admitted: its load is booked. Where nobody else may take it,
-        a worker that was cordoned since then keeps it.
+        """Decide with the draw of the booking. Under round-robin and random the worker is kept while it is
+        eligible: otherwise all requests that end their prefill at the same time would go to the same worker.
+        Busy thresholds do not apply to an admitted request, whose load is booked. If no other worker may take
+        it, a worker that was cordoned since then keeps it.
         """
-        old, wanted = placement.decision, placement.wanted
+        old, route_request = placement.decision, placement.route_request
         admitted = structs.replace(
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
         view = self.view(
-            placement.prompt, placement.draw, now_s=now_s, has_media=wanted.has_media, own=old.decode
+            placement.prompt, placement.draw, now_s=now_s, has_media=route_request.has_media, own=old.decode
         )
         view = structs.replace(view, settings=admitted)
         sender = None if old.prefill is None else old.prefill.rank
         fleet, slot = self.fleet, old.decode.slot
         is_here = fleet.rank_at(slot) == old.decode.rank
         if old.mode is not RouterMode.KV and is_here and not fleet.columns.circuit_open[slot]:
-            keep = structs.replace(wanted, pin=Pin(*old.decode.rank))
+            keep = structs.replace(route_request, pin=Pin(*old.decode.rank))
             with suppress(RoutingRefused):
                 kept = route_decode(keep, view, old.constraint, prefill=sender)
                 if not kept.fallback_used:
                     return self._picked_again(keep, view, kept, sender)
         try:
-            again = route_decode(wanted, view, old.constraint, prefill=sender)
+            again = route_decode(route_request, view, old.constraint, prefill=sender)
         except RoutingRefused:
             if is_here and _is_kept_from_new_alone(fleet, slot):
                 return old
             raise
-        return self._picked_again(wanted, view, again, sender)
+        return self._picked_again(route_request, view, again, sender)
 
     def _picked_again(
-        self, wanted: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
+        self, route_request: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
     ) -> Decision:
         if self.on_decided is not None:
-            self.on_decided(wanted, view, decision, prefill=sender)
+            self.on_decided(route_request, view, decision, prefill=sender)
         return decision
 
     # Booking
 
     def _book(
         self,
-        wanted: RouteRequest,
+        route_request: RouteRequest,
         view: View,
         decision: Decision,
         request: AttemptRequest,
         draw: Draw,
         now_s: float,
     ) -> Placement:
-        """Claim the picked ranks. The two legs of an attempt hold leases 2·attempt and 2·attempt + 1."""
+        """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1."""
         if self.on_decided is not None:
-            self.on_decided(wanted, view, decision, prefill=None)
+            self.on_decided(route_request, view, decision, prefill=None)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
         prefill_lease: LeaseId | None = None
         if prefill is not None:
@@ -368,11 +373,11 @@ class Placer:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
-        if not wanted.is_prompt_unknown:
-            self.cache.decided(decision, prompt, now_s=now_s, has_media=wanted.has_media)
+        if not route_request.is_prompt_unknown:
+            self.cache.decided(decision, prompt, now_s=now_s, has_media=route_request.has_media)
         decode_card = self._card(decode)
         placement = Placement(
-            wanted=wanted,
+            route_request=route_request,
             decision=decision,
             prompt=prompt,
             token_ids=request.token_ids,
@@ -385,7 +390,7 @@ class Placer:
             decode_domains=decode_card.runtime_config.topology_domains,
             bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is Leg.PREFILL else None,
             shows_first_token=request.shows_first_token,
-            teaches=request.teaches,
+            is_sampled=request.is_sampled,
             client=request.client,
         )
         if prefill is not None:
@@ -425,7 +430,7 @@ class Placer:
     # Leases
 
     def prefill_worker_left(self, placement: Placement) -> bool:
-        """Whether the pair's prefill worker left or does not answer, and the KV that waited there with it."""
+        """Whether the pair's prefill worker left or does not answer, so that its waiting KV is lost."""
         pick = placement.decision.prefill
         if pick is None:
             return False
@@ -437,7 +442,7 @@ class Placer:
         )
 
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
-        """The prefill leg ended: its tokens no longer load its worker."""
+        """Handle the end of the prefill leg: its tokens no longer count as load."""
         self.circuits.prefilled(placement, now_s=now_s)
         self.learned.prefill_done(placement, now_s=now_s)
         if placement.prefill_lease is not None:
@@ -447,7 +452,7 @@ class Placer:
             self._unseen_prefills.expect(placement, self.learned.transfer_ends_s(placement, now_s=now_s))
 
     def first_token(self, placement: Placement, *, now_s: float) -> None:
-        """The first token came, or all of an answer that shows none: load moves from prefill to decode."""
+        """Handle the first token, or the end of an answer in one piece: the load of prefill ends."""
         self.circuits.begun(placement, now_s=now_s)
         self.learned.first_token(placement, now_s=now_s)
         self._prefilled(placement)
@@ -459,18 +464,20 @@ class Placer:
         self.waiting.admission.pulse()
 
     def _end_unseen_prefills(self, now_s: float) -> None:
-        """Move the load of requests whose first token stays unseen when it is expected to have come."""
+        """End the prefill load of requests without a visible first token whose prefill is expected to have
+        ended.
+        """
         for placement in self._unseen_prefills.ended(now_s):
             self.learned.end_transfer(placement)
             self._prefilled(placement)
 
     def output_blocks(self, placement: Placement, blocks: int, *, now_s: float) -> None:
-        """So many more blocks are full of output."""
+        """Add blocks full of output to the decode lease."""
         self._read_load(now_s)
         self.ledger.output_block(placement.decode_lease, blocks)
 
     def release(self, placement: Placement, *, now_s: float, tokens: int = 0) -> None:
-        """Close the leases, after an attempt that brought so many tokens; idempotent."""
+        """Close the leases of an attempt with so many output ``tokens``; idempotent."""
         self.learned.released(placement, tokens=tokens, now_s=now_s)
         self._unseen_prefills.forget(placement)
         self.circuits.released(placement, now_s=now_s)
@@ -481,14 +488,16 @@ class Placer:
 
 
 def _is_kept_from_new_alone(fleet: Fleet, slot: Slot) -> bool:
-    """Whether a cordon is why nothing new goes to the rank at ``slot``: what is booked there goes on."""
+    """Whether the rank at ``slot`` refuses new requests only because it is cordoned: booked requests
+    continue.
+    """
     columns = fleet.columns
     leaves = columns.draining[slot] or columns.engine_silent[slot] or not columns.alive[slot]
     return bool(columns.cordoned[slot] and not leaves)
 
 
 def _bootstrap(card: WorkerCard, prefill: Pick, draw: Draw) -> Bootstrap | None:
-    """The rendezvous, when the prefill worker offers one: a drawn room, congruent to its dp rank."""
+    """Return the rendezvous if the prefill worker offers one: a random room, congruent to its dp rank."""
     host, port = card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port
     if host is None or port is None:
         return None

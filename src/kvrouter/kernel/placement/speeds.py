@@ -1,13 +1,11 @@
-"""How fast each worker rank is, learned from what its requests took to their first token and between tokens.
+"""Learned speeds of worker ranks, from the times of requests to the first token and between tokens.
 
-A rank's slowness is what its last requests took, over what they would have taken one of slowness 1: the least
-squares of a line through 0, in which long prompts weigh most, as what else delays a request is the same for
-all, and old ones less. A rank without evidence is as slow as
-ranks are on average; one that was not heard of for long becomes so again by halves, so that it is tried
-again.
-Requests that had to wait for KV memory or a seat say nothing of its speed. Nor do those that were placed
-before the first answer of an engine since it started, where they take long: it is cold. A rank that counted
-as slow for it would get nothing for minutes where the others are not busy.
+A rank's slowness is the measured time of its last requests over their time at slowness 1: the least-squares
+line through 0, in which long prompts have more weight, because other delays are the same for all, and older
+requests less. A rank without measurements has the mean slowness; the difference of a rank without requests
+decays by half-lives, so that it is tried again. Requests that waited for KV memory or a seat are not
+measured. Nor are slow requests that were placed before the first answer of an engine since its start: it is
+cold, and a rank that counted as slow for that would get no requests for minutes while others are not busy.
 """
 
 from collections import deque
@@ -21,105 +19,105 @@ import numpy.typing as npt
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.kernel.fleet.columns import resized
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.interference import Interference
+from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.routing.costs.time import ANSWER_S
-from kvrouter.kernel.routing.request import Pick, Speeds
+from kvrouter.kernel.routing.interface import Pick, Speeds
 
-MEMORY = 16
-"""About how many of a rank's last requests count."""
+RECENT_REQUESTS = 16
+"""The approximate number of a rank's last requests that count."""
 
-CAUTION = 4.0
-"""As many requests' worth it is taken for as slow as the others, until so many of its own were seen."""
+PRIOR_REQUESTS = 4.0
+"""The weight, in requests, of the other ranks' slowness in a rank's own, until it has enough requests."""
 
 CLIP = 4.0
-"""One request changes the view of a rank as if it had taken at most so many times what was expected."""
+"""The largest factor between a request's measured and expected time that counts."""
 
 FORGET_S = 120.0
-"""After so long without a request half of what sets a rank apart is forgotten."""
+"""The half-life of a rank's difference to the others without a request."""
 
 TURNOVER_S = 100.0
-"""What was cached so long ago counts half, in how fast a cache is replaced."""
+"""The half-life of inserted tokens in a cache's turnover."""
 
 TURNOVER_FLOOR = 0.25
-"""A cache into which less came than this share of the others' mean is calm: its turnover is 0."""
+"""A cache with fewer insertions than this share of the mean is calm: its turnover is 0."""
 
 TURNOVER_ALIKE = 0.15
-"""Caches count as alike whose turnover is this near to the mean's, and others as so much nearer to it: else
-any difference decides between idle ranks, and who came to one moves the others for minutes after it left.
+"""Turnovers this near to the mean count as equal to it, and others as nearer to it by as much: otherwise
+small differences would decide between idle ranks, and shift requests for minutes after one request.
 """
 
 ANSWERS = 64
-"""About how many of the last answers count in how long one keeps its blocks."""
+"""The approximate number of last answers in the mean time that an answer holds its blocks."""
 
 ANSWER_TOKENS_MIN = 4
-"""Shorter answers say nothing of how fast a rank decodes."""
+"""Shorter answers do not show how fast a rank decodes."""
 
 SLOW = 1.5
-"""A rank that takes so many times as long as half of the ranks do is slow,"""
+"""A rank becomes slow when its slowness is above this many times the median."""
 
-WELL = 1.25
-"""and at this or below it is well again."""
+RECOVERED = 1.25
+"""A slow rank recovers when its slowness is at most this many times the median."""
 
 ALIKE = 0.05
-"""Ranks that differ by no more from the others count as alike: what is left to tell them apart is chance."""
+"""Ranks that differ from the others by at most this share count as equal: the rest is noise."""
 
 SLOWNESS_MIN = 1e-3
 SLOWNESS_MAX = 1e3
 
 SLOW_REQUESTS = 3
-"""So many of its own requests must say so."""
+"""The least number of a rank's requests for such a judgement."""
 
 CLIENT_SHARE = 0.5
-"""Of a rank's last requests so many may be one client's, or as many as are its of all ranks' last requests:
-what it asks for may be slow for reasons of its own.
+"""The largest share of one client in a rank's last requests, or the client's share in all ranks' last
+requests if that is larger: a client's requests may be slow for other reasons than the rank.
 """
 
 CLIENTS_SEEN = 64
-"""So many of all ranks' last requests say what share a client has."""
+"""The number of all ranks' last requests from which a client's share is computed."""
 
 CLIENT_WAITS_S = 10.0
-"""A rank from which nobody else was answered for so long may be shown by one client's requests again."""
+"""After this long without a measured request, a rank is measured by any client's requests."""
 
 _REFRESH_S = 1.0
 _REBASE = 60.0
 
 
 class Expected(NamedTuple):
-    """What one leg was expected to take at a slot when it was placed."""
+    """The prediction for one leg at a slot, when it was placed."""
 
     slot: Slot
     rank: WorkerRank
     at_s: float
     plain_s: float
-    """What is queued and this prompt, on a rank of slowness 1."""
+    """The seconds of the queue and this prompt, on a rank of slowness 1."""
     steps_s: float
-    """What the decode steps of others take meanwhile."""
+    """The seconds of others' decode steps in that time."""
     predicted_s: float
     is_clear: bool
-    """Whether nothing but the rank's speed decides how long it takes."""
+    """Whether the duration depends on the rank's speed alone."""
 
 
 class SpeedReading(NamedTuple):
-    """What is known of one rank's speed."""
+    """The measured speed of one rank."""
 
     slowness: float
-    """Of its prompts, over the settings' timing."""
+    """Of its prompts, relative to the settings' timing."""
     decode_slowness: float
     """Of its decode steps."""
     relative: float
-    """Over the slowness that half of the ranks are within."""
+    """Of its prompts, relative to the median rank."""
     requests: int
-    """How many of its requests showed it."""
+    """The number of its measured requests."""
     predicted_s: float
-    """The mean prediction of its last requests to the first token,"""
+    """The mean predicted time of its last requests to the first token."""
     seen_s: float
-    """and what they took."""
+    """The mean measured time of its last requests to the first token."""
     is_slow: bool
 
 
 class LearnedSpeeds:
-    """The speeds of one model's ranks. ``now_s`` is a moment of one monotonic clock."""
+    """The learned speeds of one model's ranks. ``now_s`` is seconds of one monotonic clock."""
 
     def __init__(self, fleet: Fleet, events: PlacementEvents) -> None:
         self._fleet = fleet
@@ -128,22 +126,22 @@ class LearnedSpeeds:
         self._decode_slowness: npt.NDArray[np.float64] = np.ones(16)
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
-        """Tokens that came into each cache, each counted 2^(its age before ``_base_s`` / TURNOVER_S)."""
+        """The tokens inserted into each cache, each weighed 2^((its time − ``_base_s``) / TURNOVER_S)."""
         self._ranks: dict[Slot, _Rank] = {}
         self._decoding: dict[Slot, _Rank] = {}
         self._base_s, self._refreshed_s = 0.0, -inf
         self._is_settled = self._decode_is_settled = False
-        """Whether some rank was seen often enough; until then each request changes what all count as."""
+        """Whether some rank has enough requests; until then each request changes the slowness of all."""
         self._mean = self._median = self._decode_mean = 1.0
         self._mean_inserted: dict[bool, float] = {}
-        """By role: what came into the caches of those who only prefill, and of the others."""
+        """The mean inserted tokens, by role: of ranks that only prefill (True), and of the others."""
         self._answer_s = ANSWER_S
         self._answers = 0
         self._clients: deque[int] = deque(maxlen=CLIENTS_SEEN)
         self._interference = Interference()
 
     def speeds(self, n_slots: int, *, now_s: float) -> Speeds:
-        """What is known now; the columns are those of the next reading too."""
+        """Return the current speeds; the next call reuses the columns."""
         self._ensure_slots(n_slots)
         if now_s - self._refreshed_s >= _REFRESH_S:
             self._refresh(now_s)
@@ -156,12 +154,12 @@ class LearnedSpeeds:
         )
 
     def decode_slowness(self, slot: Slot) -> float:
-        """How many times as long as the settings' timing says a decode step takes there."""
+        """Return the duration of a decode step at the slot, relative to the settings' timing."""
         return float(self._decode_slowness[slot]) if slot < len(self._decode_slowness) else self._decode_mean
 
     def placed(self, pick: Pick, tokens: int, *, steps_s: float, now_s: float) -> Expected | None:
-        """A leg was placed, ``tokens`` of its prompt come into that rank's cache, and of its queue the decode
-        steps of others take ``steps_s``.
+        """Record a placed leg: ``tokens`` of its prompt are inserted into the rank's cache, and others'
+        decode steps are ``steps_s`` of its queue. Return the prediction; None when times are not predicted.
         """
         times = pick.times
         slot = pick.slot
@@ -172,21 +170,21 @@ class LearnedSpeeds:
         own_s = times.queue_s + times.prefill_s
         waits_s = self._interference.share * steps_s
         plain_s = max(0.0, own_s - waits_s) / float(self._slowness[slot])
-        # Where decode steps are most of the wait it says little of how fast prompts are computed.
+        # If decode steps are most of the wait, it shows little of how fast prompts are computed.
         is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and waits_s <= own_s / 2
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
         return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear)
 
-    def came(self, expected: Expected, *, client: int = 0, now_s: float) -> None:
-        """What was expected came: the first token, or the end of a prefill leg; ``client`` asked for it."""
+    def observed(self, expected: Expected, *, client: int = 0, now_s: float) -> None:
+        """Record the first token or the end of a prefill leg of a prediction; ``client`` sent the request."""
         slot, seen_s = expected.slot, now_s - expected.at_s
         if self._fleet.rank_at(slot) != expected.rank:
             return
-        self.events.came(expected.rank, predicted_s=expected.predicted_s, seen_s=seen_s)
+        self.events.first_token_observed(expected.rank, predicted_s=expected.predicted_s, seen_s=seen_s)
         rank = self._ranks.get(slot)
         if rank is None:
             rank = self._ranks[slot] = _Rank()
-            rank.who = expected.rank
+            rank.worker_rank = expected.rank
         rank.predicted(expected.predicted_s, seen_s)
         was_cold = expected.at_s < rank.warm_s
         rank.warm_s = min(rank.warm_s, now_s)
@@ -205,12 +203,12 @@ class LearnedSpeeds:
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
     def _counts(self, rank: "_Rank", client: int, now_s: float) -> bool:
-        """Whether one more request of the client's may show how fast a rank is; notes it then."""
+        """Whether a further request of the client is measured at the rank; if so, count it."""
         self._clients.append(client)
         share = max(CLIENT_SHARE, self._clients.count(client) / len(self._clients))
-        most = ceil(MEMORY * share)
+        most = ceil(RECENT_REQUESTS * share)
         is_news = now_s - rank.last_s >= CLIENT_WAITS_S
-        if most < MEMORY and not is_news and rank.clients.count(client) >= most:
+        if most < RECENT_REQUESTS and not is_news and rank.clients.count(client) >= most:
             return False
         rank.clients.append(client)
         return True
@@ -218,8 +216,8 @@ class LearnedSpeeds:
     def answered(
         self, slot: Slot, tokens: int, seconds: float, *, step_s: float, client: int = 0, now_s: float
     ) -> None:
-        """An answer of so many tokens ended so long after its first one, where decode steps would take one of
-        slowness 1 ``step_s``.
+        """Record an answer: its last token came ``seconds`` after its first; decode steps at slowness 1 take
+        ``step_s``.
         """
         self._ensure_slots(slot + 1)
         self._answers += 1
@@ -239,7 +237,7 @@ class LearnedSpeeds:
         self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
 
     def fleet_changed(self) -> None:
-        """Engines that do not answer start again, cold: what they took before is forgotten."""
+        """Drop the measurements of ranks whose engines do not answer: they will start again, cold."""
         columns = self._fleet.columns
         silent = np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)).tolist()
         found = [ranks.get(Slot(slot)) for slot in silent for ranks in (self._ranks, self._decoding)]
@@ -250,10 +248,10 @@ class LearnedSpeeds:
             self._refresh_slowness(self._refreshed_s)
 
     def freed(self, slot: Slot) -> None:
-        """The slot's rank is gone."""
+        """Remove the slot's rank."""
         rank = self._ranks.pop(slot, None)
-        if rank is not None and rank.who is not None:
-            self.events.rank_gone(rank.who)
+        if rank is not None and rank.worker_rank is not None:
+            self.events.rank_gone(rank.worker_rank)
         self._decoding.pop(slot, None)
         self._interference.freed(slot)
         if slot < len(self._slowness):
@@ -262,7 +260,7 @@ class LearnedSpeeds:
             self._inserted[slot] = self._turnover[slot] = 0.0
 
     def reading(self, slot: Slot) -> SpeedReading | None:
-        """What is known of the slot's rank; None before the first of its requests."""
+        """Return the measured speed of the slot's rank; None before its first request."""
         rank = self._ranks.get(slot)
         if rank is None:
             return None
@@ -285,14 +283,14 @@ class LearnedSpeeds:
             self._turnover = resized(self._turnover, capacity, 0.0)
             self._inserted = resized(self._inserted, capacity, 0.0)
 
-    def _judge(self, rank: "_Rank", who: WorkerRank, slowness: float) -> None:
+    def _judge(self, rank: "_Rank", worker_rank: WorkerRank, slowness: float) -> None:
         if rank.n_seen < SLOW_REQUESTS or len(self._ranks) < 2:
             return
         relative = slowness / self._median
-        is_slow = relative > (WELL if rank.is_slow else SLOW)
+        is_slow = relative > (RECOVERED if rank.is_slow else SLOW)
         if is_slow != rank.is_slow:
             rank.is_slow = is_slow
-            self.events.turned(who, is_slow=is_slow, slowness=relative)
+            self.events.rank_speed_changed(worker_rank, is_slow=is_slow, slowness=relative)
 
     def _insert(self, slot: Slot, tokens: int, now_s: float) -> None:
         self._inserted[slot] += tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
@@ -301,7 +299,7 @@ class LearnedSpeeds:
             self._turnover[slot] = _turnover(float(self._inserted[slot]) / mean)
 
     def _refresh(self, now_s: float) -> None:
-        """Let what is old count less, and columns be of now."""
+        """Decay old measurements, and update the columns."""
         if self._refreshed_s == -inf:
             self._base_s = now_s
         if (now_s - self._base_s) / TURNOVER_S > _REBASE:
@@ -336,22 +334,22 @@ class LearnedSpeeds:
 
 
 def _turnover(ratio: float) -> float:
-    """The turnover of a cache into which came so many times what came into the others' on average."""
+    """Return the turnover of a cache with ``ratio`` times the mean insertions."""
     lead = log(max(ratio, TURNOVER_FLOOR / 2))
     near = min(max(lead, -TURNOVER_ALIKE), TURNOVER_ALIKE)
     return max(lead - near - log(TURNOVER_FLOOR), 0.0)
 
 
 def _known(ranks: Mapping[Slot, "_Rank"]) -> tuple[list[float], bool]:
-    """The slowness of ranks that were seen often enough, the least first, and whether there are any. Without,
-    that of all that were seen: what the first requests show is of the timing rather than of their rank.
+    """Return the slownesses of ranks with enough requests, sorted, and True; without any, those of all
+    measured ranks, and False: first requests show the error of the timing rather than of their rank.
     """
     known = sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SLOW_REQUESTS)
     return (known, True) if known else (sorted(rank.own() for rank in ranks.values() if rank.n_seen), False)
 
 
 class _Rank:
-    """What the last requests of one rank took."""
+    """The measurements of one rank's last requests."""
 
     __slots__ = (
         "_n_predicted",
@@ -364,39 +362,39 @@ class _Rank:
         "predicted_s",
         "seen_s",
         "warm_s",
-        "who",
+        "worker_rank",
     )
 
     def __init__(self) -> None:
         self._plain = self._taken = self.last_s = 0.0
-        self.clients: deque[int] = deque(maxlen=MEMORY)
-        """Whose requests its last ones were."""
+        self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
+        """The clients of its last requests."""
         self._n_predicted = 0
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
         self.is_slow = False
         self.warm_s = inf
-        """When the first answer came since its engine started."""
-        self.who: WorkerRank | None = None
+        """When the first answer arrived since its engine started; ``inf`` before that."""
+        self.worker_rank: WorkerRank | None = None
 
     def forget(self) -> None:
-        """Its engine starts again: nothing is known of its speed any more."""
+        """Reset the measurements: the engine starts again."""
         self._plain = self._taken = 0.0
         self.n_seen = 0
         self.clients.clear()
         self.warm_s = inf
 
     def predicted(self, predicted_s: float, seen_s: float) -> None:
-        """A prediction, and what came."""
+        """Add a predicted and a measured time to the means."""
         self._n_predicted += 1
-        share = 1.0 / min(self._n_predicted, MEMORY)
+        share = 1.0 / min(self._n_predicted, RECENT_REQUESTS)
         self.predicted_s += share * (predicted_s - self.predicted_s)
         self.seen_s += share * (seen_s - self.seen_s)
 
     def note(self, plain_s: float, taken_s: float, slowness: float, now_s: float) -> None:
-        """A request took so long that would have taken a rank of slowness 1 ``plain_s``."""
-        keep = 1.0 - 1.0 / MEMORY
-        # the first ones may show that the timing is of another engine, which all ranks then differ from
+        """Add a request that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
+        keep = 1.0 - 1.0 / RECENT_REQUESTS
+        # the first requests may show that the timing is for another engine, which affects all ranks
         least_s = plain_s * slowness / CLIP if self.n_seen >= SLOW_REQUESTS else 0.0
         bounded_s = min(max(taken_s, least_s), plain_s * slowness * CLIP)
         self._plain = keep * self._plain + plain_s * plain_s
@@ -405,15 +403,17 @@ class _Rank:
         self.n_seen += 1
 
     def own(self) -> float:
-        """What its own requests say, of which there are some; within what hardware can differ by."""
+        """Return the slowness of its own requests, within plausible limits; it needs at least one."""
         return min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
 
     def slowness(self, others: float, now_s: float) -> float:
-        """The rank's slowness now, where the others' is ``others``."""
+        """Return the rank's current slowness, given the others' mean."""
         if self.n_seen == 0:
             return others
-        caution = CAUTION * max(0.0, 1.0 - self.n_seen / MEMORY) / min(self.n_seen, MEMORY)
-        own = (self.own() + caution * others) / (1.0 + caution)
+        prior_weight = (
+            PRIOR_REQUESTS * max(0.0, 1.0 - self.n_seen / RECENT_REQUESTS) / min(self.n_seen, RECENT_REQUESTS)
+        )
+        own = (self.own() + prior_weight * others) / (1.0 + prior_weight)
         kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / FORGET_S)
         lead = (own - others) * kept
         return others if abs(lead) <= ALIKE * others else others + lead

@@ -1,4 +1,4 @@
-"""The KV that placed requests have still to move, and is on its way, over each link that transfers share."""
+"""Pending and running KV transfers of placed requests, by shared link, and their measurement."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -6,39 +6,40 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvrouter.core.ids import RouterId, Slot
-from kvrouter.core.sync import LINK_NEWS_MAX, LinkNews, LinkSeen, LinkUse
+from kvrouter.core.sync import LINK_UPDATE_MAX, LinkSample, LinkUpdate, LinkUse
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.engine_sums import EngineSums
-from kvrouter.kernel.placement.events import PlacementEvents
-from kvrouter.kernel.placement.link_journal import LinkJournal, OnLink, as_message, as_seen
-from kvrouter.kernel.placement.link_speeds import FIT_TRANSFERS, LearnedLinks, Seen
-from kvrouter.kernel.routing.links import kv_bytes_per_token, links_of
-from kvrouter.kernel.topology.links import NO_LOAD, Link, LinkLoad, LinkState, LinkTable, SharedLink
+from kvrouter.kernel.placement.link_journal import LinkJournal, LinkTraffic, as_message, as_sample
+from kvrouter.kernel.placement.link_speeds import FIT_TRANSFERS, LearnedLinks, TransferSample
+from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.routing.fleet_links import kv_bytes_per_token, links_of
+from kvrouter.kernel.topology.link_table import NO_LOAD, Link, LinkLoad, LinkState, LinkTable, SharedLink
 
 REFRESH_S = 0.1
-"""Paces are looked at again after so long, when a decision asks for them."""
+"""The least time between two updates of paces, which decisions trigger."""
 
-LOOKED_AT_MAX = 16
-"""So many transfers of one link, the oldest ones, are looked at while they are on their way."""
+CHECKED_MAX = 16
+"""The most transfers of one link, the oldest, that are checked while they are in progress."""
 
 PAUSED_SHARE = 0.1
-"""A transfer in which this process stood still for more than this share of it teaches nothing."""
+"""A transfer is not measured if this process was blocked for more than this share of it."""
 
 SHARED_TRANSFERS_MAX = 1024
-"""So many of the last transfers are sent to a router that starts."""
+"""The most measured transfers that are sent to a router that starts."""
 
-HEARD_MAX = 16_384
-"""So many transfers of other routers are known by name."""
+RECEIVED_MAX = 16_384
+"""The most transfers of other routers that are remembered by id, to ignore repeated ones."""
 
-NEWS_LASTS_S = 3.0
-"""What another router puts on links counts for so long after it said so; it says so every second."""
+UPDATE_LASTS_S = 3.0
+"""How long another router's reported link loads count; it reports them every second."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """What one request has to move. ``link`` is None where nobody knows what it shares, ``table`` is what is
-    given of it. ``began_s`` is when its prefill was done, None before that and where that is not known;
-    ``sharing_bytes`` what it shared its link with then, ``steps_s`` what the decode worker's step takes.
+    """The KV transfer of one request. ``link`` is None when its shared link is unknown; ``table`` is its link
+    in the link table. ``began_s`` is when its prefill ended, None before that and when unknown;
+    ``sharing_bytes`` the other bytes on its link at that time; ``steps_s`` the seconds of the decode worker's
+    step.
     """
 
     link: SharedLink | None
@@ -49,32 +50,32 @@ class Transfer:
     sharing_bytes: float = 0.0
     steps_s: float = 0.0
     is_clear: bool = True
-    """Whether nothing but the link decides how long it takes."""
+    """Whether its duration depends on the link alone."""
     paused_s: float = 0.0
-    """How long this process stood still meanwhile: so much later it may have heard of the arrival."""
+    """How long this process was blocked during the transfer, and may have noticed its end late."""
     tables: int = 0
-    """How many tables there were before the one that ``table`` is of."""
+    """The number of link tables before the current one, when it began."""
 
 
 @dataclass(slots=True)
 class _Moving:
-    """What is on its way over one link, the oldest first."""
+    """The transfers in progress over one link, the oldest first."""
 
     transfers: dict[Transfer, None] = field(default_factory=dict)
     bytes: float = 0.0
 
 
-class _Others(NamedTuple):
-    """What another router said last of what it puts on links, and when."""
+class _RouterUses(NamedTuple):
+    """Another router's last report of its link loads, and when it arrived."""
 
     at_s: float
     uses: dict[SharedLink, LinkUse]
 
 
 class Transfers:
-    """Counts a transfer from the decision for a pair to its first token, and learns from what it took.
+    """Tracks each transfer from the decision for a pair to its first token, and learns link speeds from it.
 
-    ``table`` are the figures that are given of links; None while nobody weighs them.
+    ``table`` is the configured link table; None while links are not weighed.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class Transfers:
     ) -> None:
         self._fleet = fleet
         self._router_id = router_id
-        self._n_seen = 0
-        self._heard: dict[tuple[RouterId, int], None] = {}
-        """Transfers of other routers that count already: more than one router may pass them on."""
+        self._n_samples = 0
+        self._received: dict[tuple[RouterId, int], None] = {}
+        """The ids of received transfers of other routers: several routers may forward the same one."""
         self.table = table
         self.state = LinkState()
         self.learned = LearnedLinks(self.state, events)
@@ -94,17 +95,17 @@ class Transfers:
         self._tables = 0
         self._journal: LinkJournal | None = None
         self.has_begun = False
-        """Whether something was ever moved, or heard of: before that there is nothing to look at."""
-        self._others: dict[RouterId, _Others] = {}
+        """Whether a transfer was ever begun or reported; until then there is nothing to refresh."""
+        self._others: dict[RouterId, _RouterUses] = {}
         self._others_moving: dict[SharedLink, LinkLoad] = {}
 
     def use(self, table: LinkTable | None) -> None:
-        """Links have these figures from now on. What was learned over others is forgotten."""
+        """Replace the link table. Speeds that were learned with another table are dropped."""
         before, self.table = self.table, table
-        if before is table or (before is not None and table is not None and table.says_as(before)):
+        if before is table or (before is not None and table is not None and table.has_same_links(before)):
             return
         self._tables += 1
-        self._heard.clear()
+        self._received.clear()
         if self._journal is not None:
             self._journal = LinkJournal()
         self.learned.forget()
@@ -113,7 +114,7 @@ class Transfers:
                 transfer.is_clear = False
 
     def begin(self, table: LinkTable, prefill: Slot, decode: Slot, tokens: int) -> Transfer:
-        """So many tokens of KV will travel from one worker to the other."""
+        """Add a transfer of ``tokens`` of KV from one worker to another to its link's load."""
         links = links_of(self._fleet, table)
         link = links.shared(prefill, decode)
         kv_bytes = float(tokens * kv_bytes_per_token(self._fleet, prefill))
@@ -124,8 +125,10 @@ class Transfers:
             self.state.add(link, kv_bytes)
         return transfer
 
-    def moves(self, transfer: Transfer, *, is_clear: bool, steps_s: float, now_s: float) -> None:
-        """The prompt is prefilled: its KV may travel from now on, to where a step takes ``steps_s``."""
+    def kv_ready(self, transfer: Transfer, *, is_clear: bool, steps_s: float, now_s: float) -> None:
+        """Start a transfer: its prompt is prefilled. ``steps_s`` are the seconds of a decode step at its
+        destination.
+        """
         if transfer.began_s is None:
             transfer.began_s, transfer.steps_s = now_s, steps_s
             transfer.is_clear = is_clear and transfer.tables == self._tables
@@ -135,25 +138,25 @@ class Transfers:
             moving.bytes += transfer.bytes
 
     def arrived(self, transfer: Transfer, *, is_clear: bool, steps_s: float, now_s: float) -> None:
-        """The first token came after it, for which the decode worker's step took ``steps_s``."""
+        """End a transfer at its first token, and measure it; the decode worker's step took ``steps_s``."""
         began_s = transfer.began_s
         is_timed = began_s is not None and transfer.paused_s <= PAUSED_SHARE * (now_s - began_s)
         if began_s is not None and is_timed and transfer.is_clear and is_clear:
-            seen = self._seen(transfer, began_s, now_s, steps_s)
+            seen = self._sample(transfer, began_s, now_s, steps_s)
             if seen.seen_s > 0.0:
-                self._n_seen += 1
-                # what an engine takes for each transfer besides is learned, and no part of what it counts
+                self._n_samples += 1
+                # an engine does not count the learned constant time of each transfer
                 extra_s = self.state.pace_of_kind(seen.kind).extra_s
                 took_s = max(0.0, seen.seen_s - extra_s) + transfer.table.latency_s
-                self.engine_sums.saw(transfer.to, kv_bytes=transfer.bytes, seconds=took_s, now_s=now_s)
-                seen = seen._replace(seen_by=self._router_id, number=self._n_seen)
+                self.engine_sums.observed(transfer.to, kv_bytes=transfer.bytes, seconds=took_s, now_s=now_s)
+                seen = seen._replace(seen_by=self._router_id, number=self._n_samples)
                 self.learned.note(seen)
                 if self._journal is not None:
-                    self._journal.saw(seen)
+                    self._journal.record(seen)
         self.end(transfer)
 
     def end(self, transfer: Transfer) -> None:
-        """It arrived, or never will."""
+        """Remove a transfer from its link's load."""
         moving = self._moving.get(transfer.link)
         if moving is not None and transfer in moving.transfers:
             del moving.transfers[transfer]
@@ -164,37 +167,37 @@ class Transfers:
             self.state.remove(transfer.link, transfer.bytes)
 
     def paused(self, seconds: float) -> None:
-        """This process stood still for so long, just now."""
+        """Record that this process was just blocked for so many ``seconds``."""
         for moving in self._moving.values():
             for transfer in moving.transfers:
                 transfer.paused_s += seconds
 
     def refresh(self, is_clear: Callable[[Slot], bool], *, now_s: float) -> None:
-        """Let links have the pace that is known of them now, a few times a second. Transfers to ranks that
-        are not clear meanwhile say nothing of links.
+        """Update the paces of links, a few times a second. Running transfers to ranks that are not clear are
+        no longer measured.
         """
         if now_s - self._refreshed_s >= REFRESH_S or now_s < self._refreshed_s:
             self._refreshed_s = now_s
             self.learned.refresh(self._on_the_way(is_clear, now_s), now_s=now_s)
             if self._journal is not None:
-                self._journal.look(self._on_links())
+                self._journal.sample_loads(self._on_links())
 
-    def _on_the_way(self, is_clear: Callable[[Slot], bool], now_s: float) -> Iterator[Seen]:
+    def _on_the_way(self, is_clear: Callable[[Slot], bool], now_s: float) -> Iterator[TransferSample]:
         for moving in self._moving.values():
-            for transfer in islice(moving.transfers, LOOKED_AT_MAX):
+            for transfer in islice(moving.transfers, CHECKED_MAX):
                 transfer.is_clear = transfer.is_clear and is_clear(transfer.to)
                 if transfer.is_clear and transfer.began_s is not None:
-                    # the step that runs there ends first, and its own follows
+                    # the running decode step ends first, and the request's first step follows
                     besides_s = 2 * transfer.steps_s + transfer.paused_s
-                    yield self._seen(transfer, transfer.began_s, now_s, besides_s)
+                    yield self._sample(transfer, transfer.began_s, now_s, besides_s)
 
-    def _seen(self, transfer: Transfer, began_s: float, now_s: float, steps_s: float) -> Seen:
-        """What a transfer took so far, and what it would take by the table with what it shares its link
-        with: the mean of its begin and of now.
+    def _sample(self, transfer: Transfer, began_s: float, now_s: float, steps_s: float) -> TransferSample:
+        """Return a measurement of a transfer so far, with the time by the table given the mean of other bytes
+        on its link at its start and now.
         """
         sharing = (transfer.sharing_bytes + self._sharing(transfer)) / 2
         table = transfer.table
-        return Seen(
+        return TransferSample(
             link=transfer.link,
             table=table,
             began_s=began_s,
@@ -204,7 +207,7 @@ class Transfers:
         )
 
     def _sharing(self, transfer: Transfer) -> float:
-        """What travels with it, of which it waits for no more than as many bytes as its own for each."""
+        """Return the other bytes in progress on its link, at most its own bytes for each other transfer."""
         if transfer.link is None:
             return 0.0
         kv_bytes, n = self._others_moving.get(transfer.link, NO_LOAD)
@@ -218,73 +221,79 @@ class Transfers:
     # Other routers
 
     def begin_sharing(self) -> None:
-        """Collect what other routers will be sent."""
+        """Start to collect updates for other routers."""
         self._journal = self._journal or LinkJournal()
 
-    def take_news(self, router_id: RouterId, *, now_s: float) -> LinkNews | None:
-        """Return what is new since the last time; None where nothing is, and where no links are given.
+    def take_update(self, router_id: RouterId, *, now_s: float) -> LinkUpdate | None:
+        """Return the update since the last call; None when nothing changed, and without a link table.
 
-        What others put on links counts no longer when they fall silent.
+        The reported loads of silent routers are dropped.
         """
-        for other in [other for other, said in self._others.items() if now_s - said.at_s > NEWS_LASTS_S]:
+        for other in [
+            other for other, router_uses in self._others.items() if now_s - router_uses.at_s > UPDATE_LASTS_S
+        ]:
             self.router_gone(other)
         if self._journal is None:
             return None
-        if not self._journal.n_looks:  # nothing was decided since, and what travels goes on
-            self._journal.look(self._on_links())
-        seen = tuple(as_message(each, now_s=now_s) for each in self._journal.take_seen())
+        if not self._journal.n_samples:  # transfers continue even if no decision was made since
+            self._journal.sample_loads(self._on_links())
+        seen = tuple(as_message(each, now_s=now_s) for each in self._journal.take_samples())
         uses = self._journal.take_uses()
         if self.table is None or (not seen and uses is None):
             return None
-        return LinkNews(router_id, self._fleet.model, self.table.digest(), seen, uses)
+        return LinkUpdate(router_id, self._fleet.model, self.table.digest(), seen, uses)
 
-    def all_news(self, router_id: RouterId, *, now_s: float) -> Iterator[LinkNews]:
-        """Yield the transfers that count, the oldest first."""
+    def all_updates(self, router_id: RouterId, *, now_s: float) -> Iterator[LinkUpdate]:
+        """Yield the current measurements, the oldest first."""
         if self.table is None:
             return
         digest, seen = self.table.digest(), self.learned.samples()[-SHARED_TRANSFERS_MAX:]
-        for begin in range(0, len(seen), LINK_NEWS_MAX):
-            piece = tuple(as_message(each, now_s=now_s) for each in seen[begin : begin + LINK_NEWS_MAX])
-            yield LinkNews(router_id, self._fleet.model, digest, piece)
+        for begin in range(0, len(seen), LINK_UPDATE_MAX):
+            piece = tuple(as_message(each, now_s=now_s) for each in seen[begin : begin + LINK_UPDATE_MAX])
+            yield LinkUpdate(router_id, self._fleet.model, digest, piece)
 
-    def on_news(self, news: LinkNews, *, now_s: float, aged_s: float = 0.0) -> None:
-        """Learn from what another router saw, or this one ``aged_s`` ago, and count what it puts on links.
-        What it measures by other figures than this one says nothing here.
+    def on_link_update(self, update: LinkUpdate, *, now_s: float, aged_s: float = 0.0) -> None:
+        """Learn from the measurements of another router, or of this one ``aged_s`` ago, and count its link
+        loads. Updates with another link table are ignored.
         """
-        if self.table is None or news.table != self.table.digest():
+        if self.table is None or update.table != self.table.digest():
             return
         self.has_begun = True
-        found = [as_seen(each, now_s=now_s - aged_s) for each in news.seen if self._is_new(each)]
+        found = [as_sample(each, now_s=now_s - aged_s) for each in update.seen if self._is_new(each)]
         for begin in range(0, len(found), FIT_TRANSFERS):
             piece = found[begin : begin + FIT_TRANSFERS]
             for seen in piece:
                 self.learned.note(seen)
             self.learned.refresh((), now_s=piece[-1].at_s)  # else what follows looks like a change
-        if news.uses is not None:
-            before = self._others.get(news.router_id)
-            said = self._others[news.router_id] = _Others(
-                now_s, {SharedLink(*use.link): use for use in news.uses}
+        if update.uses is not None:
+            before = self._others.get(update.router_id)
+            router_uses = self._others[update.router_id] = _RouterUses(
+                now_s, {SharedLink(*use.link): use for use in update.uses}
             )
-            self._count_others(said.uses.keys() | (set() if before is None else before.uses.keys()))
+            self._count_others(router_uses.uses.keys() | (set() if before is None else before.uses.keys()))
 
-    def _is_new(self, seen: LinkSeen) -> bool:
+    def _is_new(self, seen: LinkSample) -> bool:
         name = (seen.seen_by, seen.number)
-        if seen.seen_by == self._router_id or name in self._heard:
+        if seen.seen_by == self._router_id or name in self._received:
             return False
-        self._heard[name] = None
-        if len(self._heard) > HEARD_MAX:
-            del self._heard[next(iter(self._heard))]
+        self._received[name] = None
+        if len(self._received) > RECEIVED_MAX:
+            del self._received[next(iter(self._received))]
         return True
 
     def router_gone(self, router_id: RouterId) -> None:
-        """A router ended: it puts nothing on links any more."""
-        said = self._others.pop(router_id, None)
-        if said is not None:
-            self._count_others(said.uses.keys())
+        """Drop the link loads of a router that ended."""
+        router_uses = self._others.pop(router_id, None)
+        if router_uses is not None:
+            self._count_others(router_uses.uses.keys())
 
     def _count_others(self, links: Iterable[SharedLink]) -> None:
         for link in links:
-            uses = [use for said in self._others.values() if (use := said.uses.get(link)) is not None]
+            uses = [
+                use
+                for router_uses in self._others.values()
+                if (use := router_uses.uses.get(link)) is not None
+            ]
             self._others_moving.pop(link, None)
             if not uses:
                 self.state.set_others(link, None)
@@ -296,8 +305,8 @@ class Transfers:
                 sum(use.moving_bytes for use in uses), sum(use.moving_transfers for use in uses)
             )
 
-    def _on_links(self) -> Iterator[OnLink]:
+    def _on_links(self) -> Iterator[LinkTraffic]:
         for link, load in self.state.own_loads():
             moving = self._moving.get(link)
             on_its_way = NO_LOAD if moving is None else LinkLoad(moving.bytes, len(moving.transfers))
-            yield OnLink(link, load, on_its_way)
+            yield LinkTraffic(link, load, on_its_way)

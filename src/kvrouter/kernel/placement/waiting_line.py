@@ -1,4 +1,4 @@
-"""The wait queues of one model: requests that wait for a worker, and which are woken by a change."""
+"""The wait queues of one model: parked requests, which are decided again after a change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
 
 TRIES_PER_TURN = 16
-"""How many of those who wait are decided again in one turn of the event loop."""
+"""The most waiting requests that are decided again in one turn of the event loop."""
 
 DOMAIN_WAITERS_MAX = 1024
-"""How many requests may wait for a decode worker to join a domain; admission has its own limit."""
+"""The most requests that wait for a decode worker to join a domain; admission has a separate limit."""
 
 CallSoon = Callable[[Callable[[], None]], object]
-"""Calls a function in the next turn of the event loop, or of a simulation."""
+"""A function that schedules a call for the next turn of the event loop, or of a simulation."""
 
 
 class WaitingLine:
-    """Parks requests until something changes; one that is called is decided again, and keeps its place.
+    """Parks requests until a change; a request that is called is decided again, and keeps its place.
 
-    A change calls the whole line, once: ``TRIES_PER_TURN`` in a turn of the event loop, which so stays free
-    however many wait. Changes that come meanwhile count as one, and call the line again after that.
+    A change calls each request once, ``TRIES_PER_TURN`` in a turn of the event loop, so that the loop is not
+    blocked. Changes in the meantime are merged, and call all requests again afterwards.
     """
 
     def __init__(self, *, places_max: int, call_soon: CallSoon) -> None:
@@ -37,11 +37,11 @@ class WaitingLine:
 
     @property
     def is_full(self) -> bool:
-        """True when one more request would be one too many."""
+        """Whether the line has no free place."""
         return len(self._line) >= self._places_max
 
     def enter(self, on_called: Callable[[], None]) -> "Ticket":
-        """Take the last place in the line; ``on_called`` is called each time that the request may try again.
+        """Take the last place in the line; ``on_called`` is called each time the request may try again.
 
         The caller leaves by :meth:`Ticket.leave`.
         """
@@ -50,13 +50,13 @@ class WaitingLine:
         return ticket
 
     def pulse(self) -> None:
-        """Something changed: those who wait may try again."""
+        """Call the waiting requests, after a change."""
         if self._line:
             self._has_changed = True
             self._set_call()
 
     def forget(self, number: int) -> None:
-        """A ticket was given back."""
+        """Remove a ticket."""
         self._line.pop(number, None)
 
     def _set_call(self) -> None:
@@ -65,7 +65,7 @@ class WaitingLine:
             self._call_soon(self._call)
 
     def _call(self) -> None:
-        """Call the next piece of the line; one that came after the change has seen it already."""
+        """Call the next requests of the line, without those that entered after the change."""
         self._call_is_due = False
         if self._called >= self._last_to_call:
             self._has_changed = False
@@ -97,7 +97,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class WaitingLimits:
-    """How many requests may wait, and for how many seconds; 0 seconds: they are refused at once."""
+    """The most waiting requests, and the most seconds to wait; with 0 seconds they are refused at once."""
 
     admission_places_max: int
     admission_wait_s: float
@@ -105,7 +105,7 @@ class WaitingLimits:
 
 
 class WaitingLines:
-    """The two lines: ``admission`` for workers that are busy, ``domain`` for one that should join."""
+    """The two lines: ``admission`` for busy workers, ``domain`` for a missing decode worker of a domain."""
 
     def __init__(self, limits: WaitingLimits, call_soon: CallSoon) -> None:
         self.admission = WaitingLine(places_max=limits.admission_places_max, call_soon=call_soon)
@@ -116,7 +116,7 @@ class WaitingLines:
         return len(self.admission) + len(self.domain)
 
     def line_for(self, refused: RoutingRefused) -> tuple[WaitingLine, float]:
-        """Where such a refusal may wait, and for how many seconds; 0: nowhere."""
+        """Return the line where a refused request may wait, and for how many seconds; 0 for none."""
         limits = self._limits
         if isinstance(refused, AllWorkersBusy):
             return self.admission, limits.admission_wait_s if limits.admission_places_max else 0.0

@@ -1,6 +1,6 @@
-"""The decision: eligibility, cost, pick, the prefill and decode pair, and why."""
+"""Routing decisions: eligibility, costs, the pick of a worker or pair, and explanations."""
 
-from kvrouter.kernel.routing.request import Candidate, Decision, Pick, RouteRequest, RoutingSettings, View
+from kvrouter.kernel.routing.interface import Candidate, Decision, Pick, RouteRequest, RoutingSettings, View
 from kvrouter.kernel.routing.route import route, route_decode
 
 __all__ = [

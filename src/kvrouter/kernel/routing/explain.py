@@ -1,4 +1,4 @@
-"""Explanations and refusals: every candidate as a row, read from the columns of the decision."""
+"""Explanations and refusals: one row for each candidate, read from the columns of the decision."""
 
 from collections.abc import Iterable
 
@@ -11,6 +11,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import UNKNOWN_VALUE, BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs
+from kvrouter.kernel.routing.interface import Candidate, Costs, RouteRequest, View
 from kvrouter.kernel.routing.masks import (
     DecodeMask,
     DomainGroups,
@@ -24,25 +25,24 @@ from kvrouter.kernel.routing.masks import (
     tiers_of,
 )
 from kvrouter.kernel.routing.pick import Picked, pick_at, rules_of
-from kvrouter.kernel.routing.request import Candidate, Costs, RouteRequest, View
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 
 
 def rows_of(
-    who: Screen, fleet: Fleet, stopped: Iterable[Stopped], costs: Costs, picked: Slot | None
+    screen: Screen, fleet: Fleet, stopped: Iterable[Stopped], costs: Costs, picked: Slot | None
 ) -> tuple[Candidate, ...]:
-    """Return a row for each rank of the leg's role and for each other rank ``stopped``, in their order.
+    """Return a row for each rank of the leg's role and each other rank in ``stopped``, in the order of ranks.
 
-    A refusal has nobody ``picked``.
+    ``picked`` is None for a refusal.
     """
-    asked = who.role.copy()
+    asked = screen.role.copy()
     refused_for: dict[int, Reason] = {}
     for reason, slots in stopped:
         asked |= slots
         refused_for.update(dict.fromkeys(np.flatnonzero(slots).tolist(), reason))
     rows = []
     for slot in map(Slot, fleet.rank_order[asked[fleet.rank_order]].tolist()):
-        pick = pick_at(slot, who.leg, fleet, costs, 0)
+        pick = pick_at(slot, screen.leg, fleet, costs, 0)
         rows.append(
             Candidate(
                 slot=slot,
@@ -62,24 +62,24 @@ def rows_of(
     return tuple(rows)
 
 
-def candidates(who: Screen, fleet: Fleet, later: Iterable[Step], picked: Picked) -> tuple[Candidate, ...]:
-    """Return a row for every rank of the leg's role; ``later`` are the steps that follow the screen's own."""
-    stopped = first_refusals(who, fleet, later)
-    return rows_of(who, fleet, stopped, picked.costs, picked.pick.slot)
+def candidates(screen: Screen, fleet: Fleet, later: Iterable[Step], picked: Picked) -> tuple[Candidate, ...]:
+    """Return a row for every rank of the leg's role; ``later`` are the steps after the screen's."""
+    stopped = first_refusals(screen, fleet, later)
+    return rows_of(screen, fleet, stopped, picked.costs, picked.pick.slot)
 
 
 def busy_steps(not_busy: BoolColumn | None) -> tuple[Step, ...]:
-    """The step that a busy rank does not pass."""
+    """Return the step that refuses busy ranks; empty when no threshold is set."""
     return () if not_busy is None else (Step(Reason.BUSY, not_busy),)
 
 
 def handoff_steps(reached: BoolColumn | None) -> tuple[Step, ...]:
-    """The step that a rank does not pass whose KV did not arrive lately, or that it did not arrive at."""
+    """Return the step that refuses ranks between which KV was lost lately; empty when there are none."""
     return () if reached is None else (Step(Reason.KV_LOST, reached),)
 
 
 def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[Step, ...]:
-    """The steps of a decode rank that must share the domain of one prefill worker."""
+    """Return the steps of a decode rank that must share the domain of one prefill worker."""
     if constraint is None or isinstance(constraint.policy, Preferred):
         return ()
     known = fleet.places.ids(constraint.domain) != UNKNOWN_VALUE
@@ -92,7 +92,9 @@ def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[S
 
 
 def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tuple[Step, ...]:
-    """The steps of a prefill rank that must have a decode rank in its domain; ``passed`` have."""
+    """Return the steps of a prefill rank that must have a decode rank in its domain; ``passed`` ranks have
+    one.
+    """
     known = passed | groups.unbound
     for group in groups.bound:
         known = known | (group.members & (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE))
@@ -100,7 +102,7 @@ def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tup
 
 
 def sender_steps(fleet: Fleet, sides: Sides) -> tuple[Step, ...]:
-    """The steps of a pair's prefill rank: its domain, whether its KV arrived lately, and its load."""
+    """Return the steps of a pair's prefill rank: its domain, whether its KV arrived lately, and its load."""
     screens = sides.screens
     tiers = tiers_of(screens.groups, fleet, sides.receivers)
     passed = tiers.home if (sides.senders.allowed & tiers.home).any() else tiers.served
@@ -111,7 +113,7 @@ def sender_steps(fleet: Fleet, sides: Sides) -> tuple[Step, ...]:
 def receiver_steps(
     fleet: Fleet, constraint: TransferConstraint | None, chosen: DecodeMask, not_busy: BoolColumn | None
 ) -> tuple[Step, ...]:
-    """The steps of a decode rank that follows one prefill worker, or of a rank that takes a leg alone."""
+    """Return the steps of a decode rank after a prefill rank, or of a rank that takes a leg alone."""
     domain = () if chosen.fallback_used else decode_steps(fleet, constraint)
     return (*domain, *handoff_steps(chosen.reached), *busy_steps(not_busy))
 
@@ -119,14 +121,14 @@ def receiver_steps(
 def reach_steps(
     fleet: Fleet, groups: DomainGroups, prefill: BoolColumn, domain: str | None
 ) -> tuple[Step, ...]:
-    """The steps of a decode rank that some of the ``prefill`` ranks must be able to send KV to.
+    """Return the steps of a decode rank to which some of the ``prefill`` ranks must be able to send KV.
 
-    ``domain`` is the one that the refusal names.
+    ``domain`` is the domain that the refusal names.
     """
-    everybody = np.ones(fleet.n_slots, np.bool_)
+    all_slots = np.ones(fleet.n_slots, np.bool_)
     if domain is None or (prefill & groups.unbound).any():
         return ()
-    reached = ~everybody
+    reached = ~all_slots
     for group in groups.bound:
         senders = group.members & prefill
         if isinstance(group.policy, Fallback) and senders.any():
@@ -148,35 +150,36 @@ _VALUES_SHOWN = 3
 def refuse_leg(
     request: RouteRequest,
     view: View,
-    who: Screen,
+    screen: Screen,
     not_busy: BoolColumn | None,
     *,
     explain: bool,
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
 ) -> RoutingRefused:
-    """Return the refusal of a request whose one leg nobody may take; explained, with a row for each rank."""
+    """Return the refusal of a request without an eligible rank for its one leg; explained, with a row for
+    each rank.
+    """
     fleet, domain = view.fleet, None
     domain_steps: tuple[Step, ...] = ()
     if constraint is not None and isinstance(constraint.policy, Required):
         domain, domain_steps = constraint.domain, decode_steps(fleet, constraint)
     values = () if constraint is None or constraint.value is None else (constraint.value,)
-    stopped = first_refusals(who, fleet, (*domain_steps, *busy_steps(not_busy)))
-    refused = _refusal(request, fleet, who, stopped, domain, values)
+    stopped = first_refusals(screen, fleet, (*domain_steps, *busy_steps(not_busy)))
+    refused = _refusal(request, fleet, screen, stopped, domain, values)
     if explain:
         weight = rules_of(view.settings, request.override).overlap_score_weight
-        costs = leg_costs(request, view, who.leg, weight, constraint=constraint, prefill_slot=prefill_slot)
-        refused.rows = rows_of(who, fleet, stopped, costs, None)
+        costs = leg_costs(request, view, screen.leg, weight, constraint=constraint, prefill_slot=prefill_slot)
+        refused.rows = rows_of(screen, fleet, stopped, costs, None)
     return refused
 
 
 def refuse_pair(request: RouteRequest, view: View, screens: Screens, *, explain: bool) -> RoutingRefused:
     """Return the refusal of a request for which no prefill rank has a legal decode rank.
 
-    The leg it names is the one to check: prefill when nobody may take that leg at all, or when every rank
-    with a free decode rank is itself busy; else decode, with the domain that KV would have to leave. To
-    explain it there is a row for each rank of both legs; ranks of the leg that is not named may be open to
-    the request, and have nobody to share it with.
+    It names the leg to check: prefill, when no rank may take that leg, or every rank with a free decode rank
+    is busy; else decode, with the domain that KV would have to leave. Explained, it has a row for each rank
+    of both legs; ranks of the other leg may be eligible, without a partner.
     """
     fleet, prefill, decode = view.fleet, screens.prefill, screens.decode
     served = _served_now(screens, fleet)
@@ -191,15 +194,17 @@ def refuse_pair(request: RouteRequest, view: View, screens: Screens, *, explain:
     if explain:
         weight = rules_of(view.settings, request.override).overlap_score_weight
         rows: tuple[Candidate, ...] = ()
-        for who in (prefill, decode):
-            its = stopped if who is named else _pair_stopped(who, screens, fleet, served, domain)
-            rows += rows_of(who, fleet, its, leg_costs(request, view, who.leg, weight), None)
+        for screen in (prefill, decode):
+            leg_stopped = (
+                stopped if screen is named else _pair_stopped(screen, screens, fleet, served, domain)
+            )
+            rows += rows_of(screen, fleet, leg_stopped, leg_costs(request, view, screen.leg, weight), None)
         refused.rows = rows
     return refused
 
 
 def _served_now(screens: Screens, fleet: Fleet) -> BoolColumn | None:
-    """Return the prefill ranks with a legal decode rank that is free; None when none of them may begin."""
+    """Return the prefill ranks with a legal, free decode rank; None when none may take the request."""
     if screens.not_busy is None:
         return None
     free = screens.decode.mask.within(screens.not_busy)
@@ -208,30 +213,30 @@ def _served_now(screens: Screens, fleet: Fleet) -> BoolColumn | None:
 
 
 def _pair_stopped(
-    who: Screen, screens: Screens, fleet: Fleet, served: BoolColumn | None, domain: str | None
+    screen: Screen, screens: Screens, fleet: Fleet, served: BoolColumn | None, domain: str | None
 ) -> list[Stopped]:
-    """Return who was stopped by what on one leg of a pair that nobody can form.
+    """Return the refused slots by reason for one leg of a pair without a legal combination.
 
-    A prefill rank is stopped by its domain when decode ranks may take the request, busy or not, and none of
-    them is there; a decode rank when no prefill rank reaches it. Where prefill ranks are ``served``, all
-    others whose decode ranks are busy count as busy too.
+    A prefill rank is refused for its domain when eligible decode ranks, busy or not, exist only outside of
+    it; a decode rank when no prefill rank reaches it. If some prefill ranks are ``served``, those with busy
+    decode ranks count as busy too.
     """
     senders, receivers, free = screens.prefill.mask, screens.decode.mask, screens.not_busy
     steps: tuple[Step, ...] = ()
-    if who.leg is Leg.DECODE:
+    if screen.leg is Leg.DECODE:
         steps = reach_steps(fleet, screens.groups, senders.allowed, domain)
     elif receivers.n_allowed:
         legal = tiers_of(screens.groups, fleet, receivers).served
         steps = prefill_steps(fleet, screens.groups, legal)
-    if who.leg is Leg.PREFILL and free is not None and served is not None:
+    if screen.leg is Leg.PREFILL and free is not None and served is not None:
         free = free & served
-    return first_refusals(who, fleet, (*steps, *busy_steps(free)))
+    return first_refusals(screen, fleet, (*steps, *busy_steps(free)))
 
 
 def _refusal(
     request: RouteRequest,
     fleet: Fleet,
-    who: Screen,
+    screen: Screen,
     stopped: Iterable[Stopped],
     domain: str | None,
     values: tuple[str, ...],
@@ -241,16 +246,16 @@ def _refusal(
         count = int(np.count_nonzero(slots))
         if count or reason is Reason.WRONG_ROLE:
             refusals[reason] = refusals.get(reason, 0) + count
-    role = _role(who.leg)
+    role = _role(screen.leg)
     if Reason.WRONG_ROLE in refusals:
         why = f"{refusals[Reason.WRONG_ROLE]} worker ranks are here, none of them for {role}"
     else:
         counts = ", ".join(f"{count} {reason}" for reason, count in refusals.items())
-        why = f"of {int(np.count_nonzero(who.role))} {role} ranks: {counts}"
+        why = f"of {int(np.count_nonzero(screen.role))} {role} ranks: {counts}"
     if domain is not None:
         where = ", ".join(values) if values else "whose value the prefill worker does not publish"
         why += f"; KV keeps to {domain} {where}"
-    why += _about_pin(request, fleet, who)
+    why += _about_pin(request, fleet, screen)
     busy = Reason.BUSY in refusals
     kind = AllWorkersBusy if busy else NoEligibleWorker
     subject = f"every {role} worker" if busy else f"no {role} worker"
@@ -262,8 +267,8 @@ def _role(leg: Leg) -> str:
     return Leg.PREFILL.value if leg is Leg.PREFILL else Leg.DECODE.value
 
 
-def _about_pin(request: RouteRequest, fleet: Fleet, who: Screen) -> str:
-    pin: Pin | None = request.prefill_pin if who.leg is Leg.PREFILL else request.pin
+def _about_pin(request: RouteRequest, fleet: Fleet, screen: Screen) -> str:
+    pin: Pin | None = request.prefill_pin if screen.leg is Leg.PREFILL else request.pin
     if pin is None:
         return ""
     rank = "" if pin.dp_rank is None else f"/{pin.dp_rank}"

@@ -1,4 +1,5 @@
-"""The pair that costs least together, or a decode worker that prefills for itself; each in seconds.
+"""Joint selection: the pair with the lowest total cost, or a decode worker that prefills for itself, in
+seconds.
 
 With the parts of :mod:`kvrouter.kernel.routing.costs.time`, p at the prefill and d at the decode rank::
 
@@ -7,13 +8,14 @@ With the parts of :mod:`kvrouter.kernel.routing.costs.time`, p at the prefill an
               + (max(0, d.memory_s − own_s) + transfer_s + price_s
                  + d.queue_s + d.decode_s + d.others_s + d.turnover_s) · d.multiplier
 
-The decode rank finds memory while the prompt is computed, so only what lasts longer is waited for; a transfer
-follows the later of the two. Where decode ranks prefill too, ``d.queue_s`` is the step of prompts that one
-is in, a full one at most. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.kernel.routing.links`. A
-decode rank that prefills for itself costs what an aggregated one does, and those wait whom it answers.
+The decode rank frees memory while the prompt is computed, so only the longer part of that wait counts; the
+transfer follows the later of the two. If decode ranks prefill too, ``d.queue_s`` is one step of prompts, a
+full one at most. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.kernel.routing.fleet_links`. A
+decode rank that prefills for itself costs as much as an aggregated one, and delays the requests that it
+answers.
 
-Who may take which leg, and which decode ranks may follow a prefill rank, is asked as it is where prefill is
-picked first. Local prefill takes nobody for a pair who was refused one because no domain had a pair.
+Eligibility is the same as for a sequential pick. A request that was refused a pair because no domain has one
+is not prefilled on a decode rank either.
 """
 
 from collections.abc import Mapping
@@ -31,24 +33,24 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
 from kvrouter.kernel.routing.costs.time import LegTimes, timed_at
 from kvrouter.kernel.routing.explain import busy_steps, receiver_steps, refuse_pair, rows_of, sender_steps
-from kvrouter.kernel.routing.links import kv_bytes_per_token, links_of
+from kvrouter.kernel.routing.fleet_links import kv_bytes_per_token, links_of
+from kvrouter.kernel.routing.interface import Candidate, Columns, Costs, Pick, RouteRequest, Timed, View
 from kvrouter.kernel.routing.masks import (
     Followers,
     Screen,
     Screens,
     Sides,
     Step,
-    able,
     constraint_of,
+    eligible,
     first_refusals,
     followers_of,
     mask_of,
-    screen,
+    screen_ranks,
     tiers_of,
 )
 from kvrouter.kernel.routing.pick import Rules, pick_at, pick_by
-from kvrouter.kernel.routing.request import Candidate, Columns, Costs, Pick, RouteRequest, Timed, View
-from kvrouter.kernel.topology.links import LinkTable
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.kernel.topology.policy import (
     Fallback,
     Preferred,
@@ -59,7 +61,7 @@ from kvrouter.kernel.topology.policy import (
 
 
 class _Senders:
-    """What each prefill rank asks of its decode rank, by number, and the same as the native core reads it."""
+    """The constraint of each prefill rank on its decode rank, by number, and its form for the native core."""
 
     def __init__(self, fleet: Fleet, key: tuple[LinkTable, RouterTopologyDefault | None]) -> None:
         table, default = key
@@ -67,30 +69,35 @@ class _Senders:
         numbers: dict[TransferConstraint | None, int] = {None: 0}
         slots = [Slot(slot) for slot in range(fleet.n_slots)]
         sends = fleet.columns.prefill
-        limit_of = [
+        constraint_at = [
             numbers.setdefault(constraint_of(fleet, slot, default), len(numbers)) if sends[slot] else 0
             for slot in slots
         ]
-        self.limits = tuple(numbers)
-        self.prefers = any(limit is not None and isinstance(limit.policy, Preferred) for limit in self.limits)
+        self.constraints = tuple(numbers)
+        self.prefers = any(
+            constraint is not None and isinstance(constraint.policy, Preferred)
+            for constraint in self.constraints
+        )
         self.native = Senders(
             links.map,
-            [_limit(limit, fleet, links.domains) for limit in self.limits],
-            limit_of,
+            [_native_constraint(constraint, fleet, links.domains) for constraint in self.constraints],
+            constraint_at,
             [float(kv_bytes_per_token(fleet, slot)) for slot in slots],
         )
 
 
-def _limit(
-    limit: TransferConstraint | None, fleet: Fleet, domains: tuple[str, ...]
+def _native_constraint(
+    constraint: TransferConstraint | None, fleet: Fleet, domains: tuple[str, ...]
 ) -> tuple[str, tuple[int, int] | None]:
-    if limit is None:
+    if constraint is None:
         return "anywhere", None
-    rule = {Required: "required", Fallback: "fallback", Preferred: "preferred"}[type(limit.policy)]
-    value_id = None if limit.value is None else fleet.places.value_id(limit.domain, limit.value)
-    if value_id is None or limit.domain not in domains:
+    rule = {Required: "required", Fallback: "fallback", Preferred: "preferred"}[type(constraint.policy)]
+    value_id = (
+        None if constraint.value is None else fleet.places.value_id(constraint.domain, constraint.value)
+    )
+    if value_id is None or constraint.domain not in domains:
         return rule, None
-    return rule, (domains.index(limit.domain), value_id)
+    return rule, (domains.index(constraint.domain), value_id)
 
 
 class PairCosts:
@@ -113,13 +120,13 @@ class PairCosts:
         )
 
     def least(self) -> FloatColumn:
-        """Return the least cost of a pair for each rank that may send KV; infinity elsewhere. Where KV did
-        not reach some decode rank lately, it is the least of the others.
+        """Return the lowest pair cost of each rank that may send KV; infinity elsewhere. Decode ranks that
+        its KV did not reach lately are left out.
         """
         fleet, sides = self._view.fleet, self._sides
         prefill, decode = self._legs
         out: FloatColumn = np.empty(fleet.n_slots)
-        near: list[FloatColumn | None] = [None] * len(self._senders.limits)
+        near: list[FloatColumn | None] = [None] * len(self._senders.constraints)
         if self._senders.prefers:
             near = self._near()
         self._links.map.least_pairs(
@@ -135,13 +142,13 @@ class PairCosts:
         for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
             for slot in fleet.slots_of(worker_id):
                 if sides.senders.allowed[slot] and fleet.unreached_from(slot) is not None:
-                    followers, after = self.after(slot)
-                    reached = after.cost[followers.chosen.mask.allowed]
+                    followers, costs = self.decode_costs(slot)
+                    reached = costs.cost[followers.chosen.mask.allowed]
                     out[slot] = self.prefill.cost[slot] + reached.min(initial=np.inf)
         return out
 
-    def after(self, sender: Slot) -> "_After":
-        """Return who may follow one prefill rank, and what each decode rank adds to its cost."""
+    def decode_costs(self, sender: Slot) -> "_DecodeCosts":
+        """Return the decode ranks that may follow one prefill rank, and the cost that each adds."""
         followers = followers_of(sender, self._sides, self._view)
         prefill, decode = self._legs
         cost: FloatColumn = np.empty(self._view.fleet.n_slots)
@@ -157,7 +164,7 @@ class PairCosts:
             self._view.settings.price_weight,
         )
         timed = partial(self._timed, sender)
-        return _After(followers, Costs(self._overlap, None, multiplier, Columns(cost, timed=timed)))
+        return _DecodeCosts(followers, Costs(self._overlap, None, multiplier, Columns(cost, timed=timed)))
 
     def _timed(self, sender: Slot, slot: Slot, overlap_blocks: int) -> Timed:
         request, view = self._request, self._view
@@ -174,17 +181,17 @@ class PairCosts:
         return multiplier_of(self._view.fleet, preferred_taints(self._request, Leg.DECODE, constraint))
 
     def _near(self) -> list[FloatColumn | None]:
-        """The multipliers within each domain that is preferred: one column for all of one weight."""
+        """Return the multiplier columns within each preferred domain: one column for each weight."""
         columns: dict[tuple[Taint | None, float], FloatColumn] = {}
         own = preferred_taints(self._request, Leg.DECODE, None)
         near: list[FloatColumn | None] = []
-        for limit in self._senders.limits:
-            if limit is None or not isinstance(limit.policy, Preferred):
+        for constraint in self._senders.constraints:
+            if constraint is None or not isinstance(constraint.policy, Preferred):
                 near.append(None)
                 continue
-            weights = dict(preferred_taints(self._request, Leg.DECODE, limit))
-            weight = 0.0 if limit.taint is None else weights.pop(limit.taint, 0.0)
-            key = limit.taint if limit.taint in own else None, weight
+            weights = dict(preferred_taints(self._request, Leg.DECODE, constraint))
+            weight = 0.0 if constraint.taint is None else weights.pop(constraint.taint, 0.0)
+            key = constraint.taint if constraint.taint in own else None, weight
             column = columns.get(key)
             if column is None:
                 column = columns[key] = self._everywhere(weights, weight)
@@ -192,21 +199,21 @@ class PairCosts:
         return near
 
     def _everywhere(self, weights: Mapping[Taint, float], weight: float) -> FloatColumn:
-        """The multiplier of each rank if it were in a domain of this weight."""
+        """Return the multiplier of each rank as if it were in a domain of this weight."""
         fleet = self._view.fleet
         column = multiplier_of(fleet, weights, everywhere=weight)
         return np.ones(fleet.n_slots) if column is None else column
 
 
-class _After(NamedTuple):
-    """Who may follow one prefill rank, and what each decode rank adds to its cost."""
+class _DecodeCosts(NamedTuple):
+    """The decode ranks that may follow one prefill rank, and the cost that each adds."""
 
     followers: Followers
     costs: Costs
 
 
-class Together(NamedTuple):
-    """The picks of a pair; ``prefill`` and ``followers`` are None where a decode rank prefills for itself."""
+class JointPick(NamedTuple):
+    """The picks of a pair; ``prefill`` and ``followers`` are None when a decode rank prefills for itself."""
 
     prefill: Pick | None
     decode: Pick
@@ -214,61 +221,65 @@ class Together(NamedTuple):
     rows: tuple[Candidate, ...]
 
 
-def pick_together(
+def pick_jointly(
     request: RouteRequest, view: View, sides: Sides, rules: Rules, *, explain: bool
-) -> Together:
-    """Pick the pair of least cost, or a decode worker alone. Raises RoutingRefused."""
+) -> JointPick:
+    """Pick the cheapest pair, or a decode worker that prefills for itself. Raises RoutingRefused."""
     fleet, screens = view.fleet, sides.screens
-    whole = _local(request, fleet, screens)
-    alone = mask_of(np.zeros(fleet.n_slots, np.bool_)) if whole is None else able(whole, screens.not_busy)
-    anybody = mask_of(sides.senders.allowed | alone.allowed)
-    if not anybody.n_allowed:
+    local_screen = _local(request, fleet, screens)
+    local_mask = (
+        mask_of(np.zeros(fleet.n_slots, np.bool_))
+        if local_screen is None
+        else eligible(local_screen, screens.not_busy)
+    )
+    allowed = mask_of(sides.senders.allowed | local_mask.allowed)
+    if not allowed.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
 
     costs = PairCosts(request, view, sides, rules)
     total = least = costs.least()
     local: Costs | None = None
-    if whole is not None:
+    if local_screen is not None:
         local = leg_costs(request, view, Leg.AGGREGATED, rules.overlap_score_weight, stalls=True)
-        total = np.where(alone.allowed, local.cost, least)
+        total = np.where(local_mask.allowed, local.cost, least)
 
-    slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, anybody)
-    prefill, after = None, None
-    if local is not None and alone.allowed[slot]:
-        decode = pick_at(slot, Leg.AGGREGATED, fleet, local, anybody.n_allowed, unseen=unseen)
+    slot, unseen = pick_by(total, request, view, Leg.PREFILL, rules, allowed)
+    prefill, decode_costs = None, None
+    if local is not None and local_mask.allowed[slot]:
+        decode = pick_at(slot, Leg.AGGREGATED, fleet, local, allowed.n_allowed, unseen=unseen)
     else:
-        prefill = pick_at(slot, Leg.PREFILL, fleet, costs.prefill, anybody.n_allowed, unseen=unseen)
-        after = costs.after(slot)
-        chosen = after.followers.chosen.mask
-        follower, unseen = pick_by(after.costs.cost, request, view, Leg.DECODE, rules, chosen)
-        decode = pick_at(follower, Leg.DECODE, fleet, after.costs, chosen.n_allowed, unseen=unseen)
-    followers = None if after is None else after.followers
+        prefill = pick_at(slot, Leg.PREFILL, fleet, costs.prefill, allowed.n_allowed, unseen=unseen)
+        decode_costs = costs.decode_costs(slot)
+        chosen = decode_costs.followers.chosen.mask
+        follower, unseen = pick_by(decode_costs.costs.cost, request, view, Leg.DECODE, rules, chosen)
+        decode = pick_at(follower, Leg.DECODE, fleet, decode_costs.costs, chosen.n_allowed, unseen=unseen)
+    followers = None if decode_costs is None else decode_costs.followers
     if not explain:
-        return Together(prefill, decode, followers, ())
+        return JointPick(prefill, decode, followers, ())
 
     rows = _prefill_rows(costs, sides, fleet, least, prefill)
     if sides.senders.n_allowed:
         best = Slot(int(least.argmin())) if prefill is None else slot
-        after = after or costs.after(best)
-        steps = receiver_steps(fleet, *after.followers, screens.not_busy)
+        decode_costs = decode_costs or costs.decode_costs(best)
+        steps = receiver_steps(fleet, *decode_costs.followers, screens.not_busy)
         own, partner = costs.prefill.cost.item(best), fleet.rank_at(best)
-        rows += _rows(screens.decode, fleet, steps, after.costs, decode, own=own, partner=partner)
-    if whole is not None and local is not None:
-        rows += _rows(whole, fleet, busy_steps(screens.not_busy), local, decode)
-    return Together(prefill, decode, followers, rows)
+        rows += _rows(screens.decode, fleet, steps, decode_costs.costs, decode, own=own, partner=partner)
+    if local_screen is not None and local is not None:
+        rows += _rows(local_screen, fleet, busy_steps(screens.not_busy), local, decode)
+    return JointPick(prefill, decode, followers, rows)
 
 
 def _prefill_rows(
     costs: PairCosts, sides: Sides, fleet: Fleet, least: FloatColumn, picked: Pick | None
 ) -> tuple[Candidate, ...]:
-    """A row for each prefill rank, with the decode rank that it would cost least with."""
+    """Return a row for each prefill rank, with the decode rank of its lowest pair cost."""
     stopped = first_refusals(sides.screens.prefill, fleet, sender_steps(fleet, sides))
     slot = None if picked is None else picked.slot
     rows = []
     for row in rows_of(sides.screens.prefill, fleet, stopped, costs.prefill, slot):
         if row.refused is None and sides.senders.allowed[row.slot]:
-            followers, after = costs.after(row.slot)
-            added = np.where(followers.chosen.mask.allowed, after.cost, np.inf)
+            followers, decode_costs = costs.decode_costs(row.slot)
+            added = np.where(followers.chosen.mask.allowed, decode_costs.cost, np.inf)
             partner = fleet.rank_at(Slot(int(added.argmin())))
             rows.append(structs.replace(row, pair_cost=least.item(row.slot), partner=partner))
         else:
@@ -277,7 +288,7 @@ def _prefill_rows(
 
 
 def _rows(
-    who: Screen,
+    screen: Screen,
     fleet: Fleet,
     steps: tuple[Step, ...],
     costs: Costs,
@@ -286,23 +297,23 @@ def _rows(
     own: float = 0.0,
     partner: WorkerRank | None = None,
 ) -> tuple[Candidate, ...]:
-    """A row for each decode rank, as it would follow the ``partner`` whose ``own`` cost is this, or as it
-    would prefill for itself.
+    """Return a row for each decode rank, as a follower of ``partner``, whose cost is ``own``, or as a rank
+    that prefills for itself.
     """
-    slot = picked.slot if picked.leg is who.leg else None
+    slot = picked.slot if picked.leg is screen.leg else None
     return tuple(
         structs.replace(row, pair_cost=own + row.cost, partner=partner) if row.refused is None else row
-        for row in rows_of(who, fleet, first_refusals(who, fleet, steps), costs, slot)
+        for row in rows_of(screen, fleet, first_refusals(screen, fleet, steps), costs, slot)
     )
 
 
 def _local(request: RouteRequest, fleet: Fleet, screens: Screens) -> Screen | None:
-    """Who may prefill for itself. None where a prefill worker is asked for, or no pair would be allowed even
-    if nobody were busy: a policy that leaves no pair fails closed.
+    """Return the ranks that may prefill for themselves. None when a prefill worker is pinned, or no pair
+    would be allowed even without load: a policy that leaves no pair fails closed.
     """
     if request.prefill_pin is not None:
         return None
     served = tiers_of(screens.groups, fleet, screens.decode.mask).served
     if not (screens.prefill.mask.allowed & served).any():
         return None
-    return screen(request, fleet, Leg.AGGREGATED)
+    return screen_ranks(request, fleet, Leg.AGGREGATED)

@@ -1,8 +1,8 @@
-"""Who may take a leg: masks over slots, each with the reason for which it refuses; and who makes a pair.
+"""Eligibility masks over slots, each with its refusal reason, and the masks of pairs.
 
 Under ``required`` and ``fallback``, prefill ranks whose domain value some eligible decode rank shares are the
-first tier (``home``). The second tier (``away``) are the ``fallback`` ranks without one: their KV may cross.
-A ``required`` rank without one is in neither: it may not be sent anything.
+first tier (``home``). The second tier (``away``) are ``fallback`` ranks without such a decode rank: their KV
+may leave the domain. A ``required`` rank without one is in neither tier: it gets no requests.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from kvrouter.core.ids import Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, UNKNOWN_VALUE, BoolColumn, IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.request import RouteRequest, View
+from kvrouter.kernel.routing.interface import RouteRequest, View
 from kvrouter.kernel.topology.policy import (
     Fallback,
     Preferred,
@@ -40,14 +40,14 @@ def fitted(column: IntColumn, n_slots: int) -> IntColumn:
 
 
 def required_taints(constraints: RoutingConstraints, *, prefill: bool) -> frozenset[Taint]:
-    """Return what the worker of a leg must carry."""
+    """Return the taints that the worker of a leg must carry."""
     if prefill or not constraints.required_decode_taints:
         return constraints.required_taints
     return constraints.required_taints | constraints.required_decode_taints
 
 
 class Mask(NamedTuple):
-    """A mask over slots with its complement and the number of slots that it allows."""
+    """A mask over slots, with its complement and the number of allowed slots."""
 
     allowed: BoolColumn
     refused: BoolColumn
@@ -64,24 +64,24 @@ def mask_of(allowed: BoolColumn) -> Mask:
 
 
 class Step(NamedTuple):
-    """One question, and the slots that pass it; the others are refused for ``reason``."""
+    """One eligibility check: the slots that pass it, and the ``reason`` for which it refuses the others."""
 
     reason: Reason
     passed: BoolColumn
 
 
 class Stopped(NamedTuple):
-    """The slots that were refused first for ``reason``."""
+    """The slots that ``reason`` refused first."""
 
     reason: Reason
     slots: BoolColumn
 
 
 class Screen(NamedTuple):
-    """Who may take one leg by all that does not depend on the other leg, nor on load.
+    """The eligibility of ranks for one leg, before the other leg and load are considered.
 
-    ``role`` are the worker ranks of the leg's role; ``steps`` are in the order in which they are asked, after
-    whether a rank takes anything new at all.
+    ``role`` are the worker ranks of the leg's role; ``steps`` are the checks in order, after those of whether
+    a rank accepts new requests.
     """
 
     leg: Leg
@@ -95,15 +95,15 @@ class _RoleColumns(NamedTuple):
     steps: tuple[Step, ...]
     ready: Mask
     has_prompt_ranges: bool
-    """Whether some worker prefills prompts of some lengths alone."""
+    """Whether some worker accepts only a range of prompt lengths."""
 
 
 _PREFILL, _DECODE, _AGGREGATED = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED
-"""An enumeration's attributes are slow before Python 3.12."""
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 
-def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
-    """Ask everything of the fleet that this request asks for ``leg``."""
+def screen_ranks(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
+    """Return the eligibility of all ranks for ``leg`` of this request."""
     columns = fleet.derived(_role_columns, (leg, request.last_resort))
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
     required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
@@ -111,14 +111,14 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     is_short_for_some = context_tokens > fleet.shortest_context_tokens
     near = None if leg is _DECODE else request.near
     is_bound = near is not None and near.is_required
-    # of a prompt that its engine tokenizes nobody knows how long it is
+    # the length of a prompt that its engine tokenizes is unknown (0)
     is_ranged = columns.has_prompt_ranges and leg is not _DECODE and request.isl_tokens > 0
     is_special = request.excluded or is_short_for_some or is_bound or is_ranged
     if not required and pin is None and not is_special:
         return Screen(leg, columns.role, columns.steps, columns.ready)
     steps = list(columns.steps)
     if request.excluded:
-        steps.append(Step(Reason.EXCLUDED, _not_of(fleet, request.excluded)))
+        steps.append(Step(Reason.EXCLUDED, _not_workers(fleet, request.excluded)))
     if is_short_for_some:
         fits = fleet.columns.context_length >= context_tokens
         steps.append(Step(Reason.CONTEXT_TOO_SHORT, fits))
@@ -129,8 +129,8 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     if pin is not None:
         steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
     if near is not None and near.is_required:
-        nobody = np.zeros(fleet.n_slots, np.bool_)
-        passed = nobody if near.taint is None else fleet.places.carries(near.taint)
+        no_slots = np.zeros(fleet.n_slots, np.bool_)
+        passed = no_slots if near.taint is None else fleet.places.carries(near.taint)
         steps.append(Step(Reason.FAR_FROM_FRONTEND, passed))
     steps.extend(Step(Reason.TAINT_MISSING, fleet.places.carries(taint)) for taint in sorted(required))
     allowed = columns.ready.allowed
@@ -140,19 +140,19 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
 
 
 def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
-    """Return the ranks of the leg's role that answer, with their engines, do not drain, are not cordoned and,
-    but as a ``last_resort``, have no open circuit: one object until the fleet changes.
+    """Return the ranks of the leg's role that are alive with their engines, not draining, not cordoned and,
+    except as a ``last_resort``, without an open circuit. It is the same object until the fleet changes.
     """
     return fleet.derived(_role_columns, (leg, last_resort)).ready
 
 
 def not_busy(view: View) -> BoolColumn | None:
-    """Return the slots that are under every busy threshold; None when none is set.
+    """Return the slots that are below every busy threshold; None when no threshold is set.
 
-    Judged on what the worker last reported and on what was booked or ended since then, but never on less than
-    what is booked there: requests that come at once count each other, whatever the last report said. On what
-    is booked alone until the first report comes, and for tokens that an engine does not report. Where the
-    number of a worker's blocks is unknown, so is the fraction, and the worker is not busy by it.
+    The load is the worker's last report plus the bookings and ends since then, and at least the booked load,
+    so that simultaneous requests count each other. Before the first report, and for tokens that an engine
+    does not report, the booked load alone counts. When the number of a worker's blocks is unknown, the
+    threshold of blocks does not apply to it.
     """
     fraction, tokens = (
         view.settings.active_decode_blocks_threshold,
@@ -173,7 +173,7 @@ def not_busy(view: View) -> BoolColumn | None:
 
 
 def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | None) -> IntColumn:
-    """Return the load by slot: what is ``booked``, or the latest report with what changed since, if more."""
+    """Return the larger of the ``booked`` load and the last report plus the bookings since, by slot."""
     booked = fitted(booked, len(reported))
     if at_report is None:
         return np.maximum(booked, reported)
@@ -181,19 +181,19 @@ def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | 
     return np.where(reported == UNKNOWN, booked, np.maximum(booked, by_report))
 
 
-def able(who: Screen, not_busy: BoolColumn | None) -> Mask:
-    """Return who may take the leg now."""
-    return who.mask if not_busy is None else who.mask.within(not_busy)
+def eligible(screen: Screen, not_busy: BoolColumn | None) -> Mask:
+    """Return the ranks that may take the leg now, given their load."""
+    return screen.mask if not_busy is None else screen.mask.within(not_busy)
 
 
-def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> list[Stopped]:
-    """Return for each reason the slots of the role that it stopped first.
+def first_refusals(screen: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> list[Stopped]:
+    """Return for each reason the slots of the leg's role that it refused first.
 
-    ``later`` are the steps that follow the screen's own: domain, then busy. Where nobody has the role, it is
-    the role that stops everybody who is here.
+    ``later`` are the steps after the screen's: domain, then busy. When no rank has the role, every rank in
+    the fleet is refused for its role.
     """
     columns = fleet.columns
-    left = who.role
+    left = screen.role
     if not left.any():
         return [Stopped(Reason.WRONG_ROLE, columns.present)]
     stopped = []
@@ -203,14 +203,14 @@ def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> lis
         Step(Reason.CORDONED, ~columns.cordoned),
         Step(Reason.ENGINE_SILENT, ~columns.engine_silent),
     )
-    for step in (*there, *who.steps, *later):
+    for step in (*there, *screen.steps, *later):
         stopped.append(Stopped(step.reason, left & ~step.passed))
         left = left & step.passed
     return stopped
 
 
 def _context_tokens(request: RouteRequest, leg: Leg) -> int:
-    """What the context of a rank must hold that takes the leg: a prefill worker makes one token."""
+    """Return the context that the leg needs at a rank, in tokens: a prefill worker generates one token."""
     if leg is Leg.PREFILL and request.context_tokens:
         return request.isl_tokens + 1
     return request.context_tokens
@@ -232,7 +232,7 @@ def _role_columns(fleet: Fleet, key: tuple[Leg, bool]) -> _RoleColumns:
     return _RoleColumns(role, (circuits,), mask_of(there & circuits.passed), has_ranges)
 
 
-def _not_of(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:
+def _not_workers(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:
     passed = np.ones(fleet.n_slots, np.bool_)
     for worker_id in workers:
         passed[list(fleet.slots_of(worker_id))] = False
@@ -251,33 +251,33 @@ def _pinned(fleet: Fleet, pin: Pin) -> BoolColumn:
 
 
 class DomainGroup(NamedTuple):
-    """The prefill ranks, alive or not, whose KV must or should keep to one domain."""
+    """The prefill ranks, alive or not, whose policy binds their KV to one domain."""
 
     policy: Required | Fallback
     members: BoolColumn
 
 
 class DomainGroups(NamedTuple):
-    """The prefill ranks by policy; ``unbound`` have none, or one that only weighs on cost."""
+    """The prefill ranks by policy; ``unbound`` ranks have no policy, or one that only affects the cost."""
 
     bound: tuple[DomainGroup, ...]
     unbound: BoolColumn
 
 
 class Tiers(NamedTuple):
-    """Prefill ranks by what their decode leg would be; see the module."""
+    """The prefill ranks by tier; see the module."""
 
     home: BoolColumn
     away: BoolColumn
 
     @property
     def served(self) -> BoolColumn:
-        """The prefill ranks that some decode rank may follow, at home or away."""
+        """The prefill ranks with a legal decode rank, in either tier."""
         return self.home | self.away
 
 
 class Screens(NamedTuple):
-    """Who may take either leg, before the one leg binds the other."""
+    """The eligibility for both legs of a pair, each without regard to the other."""
 
     prefill: Screen
     decode: Screen
@@ -286,8 +286,8 @@ class Screens(NamedTuple):
 
 
 class DecodeMask(msgspec.Struct, frozen=True, gc=False):
-    """The decode ranks that suit one prefill worker, and whether none of its domain could. ``reached`` are
-    all ranks but those that its KV did not reach lately; None where nobody was left out for that.
+    """The decode ranks that may follow one prefill worker, and whether its ``fallback`` left the domain.
+    ``reached`` excludes ranks that its KV did not reach lately; None when none is excluded.
     """
 
     mask: Mask
@@ -301,18 +301,18 @@ def screens_of(
     router_default: RouterTopologyDefault | None,
     not_busy: BoolColumn | None,
 ) -> Screens:
-    """Ask everything of both legs that does not depend on the other leg."""
+    """Return the eligibility for both legs of a pair, each without regard to the other."""
     return Screens(
-        screen(request, fleet, Leg.PREFILL),
-        screen(request, fleet, Leg.DECODE),
+        screen_ranks(request, fleet, Leg.PREFILL),
+        screen_ranks(request, fleet, Leg.DECODE),
         fleet.derived(_groups, router_default),
         not_busy,
     )
 
 
 class Sides(NamedTuple):
-    """Who may take the legs of a pair now. ``reach`` are all ranks but those whose KV reached nobody lately;
-    None where nobody was left out for that.
+    """The ranks that may send and receive a pair's KV now. ``reach`` excludes prefill ranks whose KV reached
+    no possible decode rank lately; None when none is excluded.
     """
 
     screens: Screens
@@ -322,24 +322,24 @@ class Sides(NamedTuple):
 
 
 def sides_of(request: RouteRequest, view: View) -> Sides:
-    """Return who may send KV and who may receive it."""
+    """Return the ranks that may send KV and that may receive it."""
     fleet, router_default = view.fleet, view.settings.topology_default
     screens = screens_of(request, fleet, router_default, not_busy(view))
-    receivers = able(screens.decode, screens.not_busy)
+    receivers = eligible(screens.decode, screens.not_busy)
     senders = prefill_mask(screens, fleet, receivers, router_default)
-    reach = reaching(senders, fleet, receivers, router_default) if senders.n_allowed else None
+    reach = reach_mask(senders, fleet, receivers, router_default) if senders.n_allowed else None
     return Sides(screens, senders if reach is None else senders.within(reach), receivers, reach)
 
 
 class Followers(NamedTuple):
-    """The decode ranks that may follow one prefill rank, and what that asks of them."""
+    """The decode ranks that may follow one prefill rank, and its constraint on them."""
 
     constraint: TransferConstraint | None
     chosen: DecodeMask
 
 
 def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
-    """Return who may follow the rank at ``sender``."""
+    """Return the decode ranks that may follow the rank at ``sender``."""
     constraint = constraint_of(view.fleet, sender, view.settings.topology_default)
     return Followers(constraint, reached_decode_mask(sides.receivers, view.fleet, constraint, sender))
 
@@ -347,7 +347,8 @@ def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
 def prefill_mask(
     screens: Screens, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
 ) -> Mask:
-    """Return the prefill ranks to choose among: of the first tier while there is one that may take it.
+    """Return the prefill ranks to choose among: those of the first tier if one is eligible, else of the
+    second.
 
     ``decode`` are the decode ranks that may take the request now.
     """
@@ -365,16 +366,16 @@ def prefill_mask(
 
 
 def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
-    """Return the tiers of all prefill ranks, given the decode ranks that may take the request."""
-    nobody = np.zeros(fleet.n_slots, np.bool_)
+    """Return the tiers of all prefill ranks for the decode ranks that may take the request."""
+    no_slots = np.zeros(fleet.n_slots, np.bool_)
     if not decode.n_allowed:
-        return Tiers(nobody, nobody)
-    home, away = groups.unbound, nobody
+        return Tiers(no_slots, no_slots)
+    home, away = groups.unbound, no_slots
     for group in groups.bound:
         ids = fleet.places.ids(group.policy.domain)
         served = np.zeros(fleet.places.n_ids(group.policy.domain) + 1, np.bool_)
         served[ids[decode.allowed]] = True
-        served[UNKNOWN_VALUE] = False  # the last entry: no value is not a value that two workers share
+        served[UNKNOWN_VALUE] = False  # the last entry: workers without a value do not share one
         at_home = group.members & served[ids]
         home = home | at_home
         if isinstance(group.policy, Fallback):
@@ -382,8 +383,8 @@ def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
     return Tiers(home, away)
 
 
-def knows_its_place(fleet: Fleet, router_default: RouterTopologyDefault | None) -> BoolColumn:
-    """Return the slots whose KV is not required to stay in a domain of which they have no value."""
+def domain_is_known(fleet: Fleet, router_default: RouterTopologyDefault | None) -> BoolColumn:
+    """Return the slots that either have a value of the domain that their policy requires, or require none."""
     placed = np.ones(fleet.n_slots, np.bool_)
     for group in fleet.derived(_groups, router_default).bound:
         if isinstance(group.policy, Required):
@@ -404,8 +405,8 @@ def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | Non
 def reached_decode_mask(
     decode: Mask, fleet: Fleet, constraint: TransferConstraint | None, prefill_slot: Slot
 ) -> DecodeMask:
-    """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; with
-    them where nobody else is left.
+    """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; they
+    are included when no other rank is left.
     """
     unreached = fleet.unreached_from(prefill_slot)
     if unreached is not None:
@@ -415,11 +416,11 @@ def reached_decode_mask(
     return decode_mask(decode, fleet, constraint)
 
 
-def reaching(
+def reach_mask(
     senders: Mask, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
 ) -> BoolColumn | None:
-    """Return all ranks but the ``senders`` whose KV reached nobody lately that may follow them in their
-    domain; None where none are, or no other sender is left.
+    """Return all ranks except ``senders`` whose KV did not reach any decode rank that may follow them; None
+    when there are none, or no other sender is left.
     """
     if not fleet.broken_pairs:
         return None
@@ -435,20 +436,20 @@ def reaching(
 
 
 def shares_domain(fleet: Fleet, constraint: TransferConstraint) -> BoolColumn:
-    """Return the slots whose value of the constraint's domain is the constraint's own, and known."""
+    """Return the slots with the constraint's value of its domain; empty when the value is unknown."""
     taint = constraint.taint
     return np.zeros(fleet.n_slots, np.bool_) if taint is None else fleet.places.carries(taint)
 
 
 def crosses_domain(fleet: Fleet, constraint: TransferConstraint | None, decode: Slot) -> bool:
-    """Whether KV at ``decode`` is not known to have kept to the constraint's domain."""
+    """Whether the decode slot is not known to be in the constraint's domain."""
     return constraint is not None and not shares_domain(fleet, constraint)[decode]
 
 
 def constraint_of(
     fleet: Fleet, prefill_slot: Slot, router_default: RouterTopologyDefault | None
 ) -> TransferConstraint | None:
-    """Return what the worker at ``prefill_slot`` asks of its decode worker."""
+    """Return the constraint of the worker at ``prefill_slot`` on its decode worker."""
     return fleet.derived(_constraint_at, (prefill_slot, router_default))
 
 

@@ -1,4 +1,4 @@
-"""The pick among those that may take a leg: the lowest cost, softmax over costs, in turn, or by chance."""
+"""The pick among eligible slots: lowest cost, softmax over costs, round-robin or random."""
 
 from typing import NamedTuple
 from zlib import crc32
@@ -12,8 +12,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs
-from kvrouter.kernel.routing.masks import Mask
-from kvrouter.kernel.routing.request import (
+from kvrouter.kernel.routing.interface import (
     Costs,
     Pick,
     PickInput,
@@ -22,14 +21,15 @@ from kvrouter.kernel.routing.request import (
     View,
     cost_rule,
 )
+from kvrouter.kernel.routing.masks import Mask
 from kvrouter.kernel.topology.policy import TransferConstraint
 
 _AGGREGATED, _PREFILL, _DECODE = Leg.AGGREGATED, Leg.PREFILL, Leg.DECODE
-"""An enumeration's attributes are slow before Python 3.12."""
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 
 class Rules(NamedTuple):
-    """How this one request is picked for: the settings with its override."""
+    """The settings of one request's pick: the router's, with the request's override."""
 
     mode: RouterMode
     overlap_score_weight: float
@@ -37,7 +37,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules:
-    """Return the rules for a request; what its override leaves None is the router's."""
+    """Return the rules for a request; the router's setting applies when the override is None."""
     mode, weight, temperature = (
         override.router_mode,
         override.overlap_score_weight,
@@ -51,7 +51,7 @@ def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules
 
 
 def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *, unseen: int = 0) -> Pick:
-    """Return the pick of ``slot``."""
+    """Return the pick of ``slot``, with the parts of its cost."""
     rank = fleet.rank_at(slot)
     if rank is None:
         raise ValueError(f"slot {slot} is free")
@@ -83,12 +83,12 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
 _TOP = float(np.finfo(np.float64).max) / 4
 
 UNSEEN_MAX = 64
-"""How many unseen requests one decision makes room for."""
+"""The most unseen requests that one decision accounts for."""
 
 
 def draw_unseen(expected: float, draw: int) -> int:
-    """Return how many requests to take for placed and unseen, when ``expected`` are: any number up to twice
-    that is as likely, so that routers that decide at the same time decide differently.
+    """Return an assumed number of unseen requests, uniform from 0 to twice ``expected``, so that routers that
+    decide at the same time decide differently.
     """
     if expected <= 0.0:
         return 0
@@ -113,10 +113,10 @@ def pick_slot(
     is_masked: bool = False,
 ) -> Slot:
     """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits.
-    ``is_masked``: where the mask refuses a slot its cost is infinite already.
+    ``is_masked``: refused slots already cost infinity.
 
-    The lowest cost is what it would be after ``unseen`` requests went where they are cheapest, one by one,
-    each of which adds ``own_cost`` to its rank.
+    The lowest cost is determined after ``unseen`` requests were added one by one to the cheapest rank, each
+    of which adds ``own_cost`` to it.
     """
     if rules.mode is RouterMode.KV:
         if rules.temperature > 0.0:
@@ -130,7 +130,7 @@ def pick_slot(
 
 
 def _after(unseen: int, own_cost: float, cost: FloatColumn, mask: Mask) -> FloatColumn:
-    """Return the costs after so many requests went where they are cheapest."""
+    """Return the costs after ``unseen`` requests were added one by one to the cheapest rank."""
     cost = cost.copy()
     np.putmask(cost, mask.refused, np.inf)
     for _ in range(unseen):
@@ -190,7 +190,7 @@ _SALT_OF = {_AGGREGATED: 0, _PREFILL: 1, _DECODE: 2}
 
 
 class Picked(NamedTuple):
-    """A pick, with the costs that it was made by."""
+    """A pick, with the costs that it is based on."""
 
     pick: Pick
     costs: Costs
@@ -208,8 +208,8 @@ def pick_leg(
     prefill_slot: Slot | None = None,
     explain: bool = False,
 ) -> Picked:
-    """Return the pick of one leg; ``prefill_slot`` is where a decode leg's KV comes from. To ``explain`` it
-    slots that may not take it have costs too.
+    """Return the pick of one leg; ``prefill_slot`` is the source of a decode leg's KV. With ``explain`` slots
+    that may not take the leg have costs too.
     """
     among = None if explain or mask.n_allowed == view.fleet.n_slots else mask.allowed
     costs = leg_costs(
@@ -238,7 +238,7 @@ def pick_by(
     turn: int = 0,
     is_masked: bool = False,
 ) -> tuple[Slot, int]:
-    """Return the slot that a leg is picked for by ``cost``, and how many unseen requests it has room for.
+    """Return the slot picked for a leg by ``cost``, and the number of unseen requests that were assumed.
     ``turn`` is for the mode round-robin.
     """
     draw, own_cost = mix64(view.seed + _SALT_OF[leg]), 0.0

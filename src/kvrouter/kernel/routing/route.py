@@ -1,10 +1,10 @@
-"""The decision: one request and one view in, one decision or one refusal out; nothing is changed.
+"""The routing decision: one request and one view in, one decision or one refusal out, without side effects.
 
-The whole of it is made before anything is sent, so that a request whose KV may not leave its domain is
-refused while it has cost nothing.
+The decision covers all legs before any leg is sent, so that a request whose KV may not leave its domain is
+refused before it has cost anything.
 
-Workers whose circuit is open are passed over. Where nobody else may take a request they are its last resort:
-a worker that may be well again is better than a refusal. One that is only busy is somebody else.
+Workers with an open circuit are skipped. If no other worker is eligible, they are the last resort: a worker
+that may have recovered is better than a refusal. A worker that is only busy counts as eligible.
 """
 
 from msgspec import structs
@@ -16,38 +16,38 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.explain import candidates, receiver_steps, refuse_leg, refuse_pair, sender_steps
-from kvrouter.kernel.routing.joint import pick_together
+from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, View
+from kvrouter.kernel.routing.joint import pick_jointly
 from kvrouter.kernel.routing.masks import (
     DecodeMask,
     Screen,
     Step,
-    able,
     constraint_of,
     crosses_domain,
     decode_mask,
+    domain_is_known,
+    eligible,
     followers_of,
-    knows_its_place,
     not_busy,
     reached_decode_mask,
     ready,
-    screen,
+    screen_ranks,
     sides_of,
 )
 from kvrouter.kernel.routing.pick import pick_leg, rules_of
-from kvrouter.kernel.routing.request import Candidate, Decision, RouteRequest, View
 from kvrouter.kernel.topology.policy import TransferConstraint
 
 _JOINT, _KV = PdSelection.JOINT, RouterMode.KV
-"""An enumeration's attributes are slow before Python 3.12."""
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 
 def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decision:
-    """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there or the
-    request asks for one, or when prefill is all that is decided here.
+    """Decide where ``request`` goes: to a pair of ranks; or to one rank if there is no prefill worker, the
+    request asks for one, or only prefill is decided.
 
-    Raises NoEligibleWorker when nobody may take it, AllWorkersBusy when somebody could and everybody who
-    could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
-    rows of every leg, as a decision does; those of the named leg are the ones that were counted.
+    Raises NoEligibleWorker when no rank may take it, and AllWorkersBusy when every rank that may is busy;
+    both count the ranks of the leg that they name by reason. With ``explain`` they carry the rows of every
+    leg, as a decision does; those of the named leg are the counted ones.
     """
     if view.settings.near is not None:
         request = structs.replace(request, near=view.settings.near)
@@ -70,7 +70,8 @@ def route_decode(
 ) -> Decision:
     """Pick the decode rank again for a request whose prefill is done, under the constraint of its decision.
 
-    ``prefill`` is where its KV waits, which counts only with a link table. Raises what :func:`route` raises.
+    ``prefill`` is the rank where its KV waits, which has an effect only with a link table. Raises the errors
+    of :func:`route`.
     """
     try:
         return _route_decode(request, view, constraint, prefill=prefill, explain=explain)
@@ -82,9 +83,7 @@ def route_decode(
 
 
 def _last_resort(request: RouteRequest, fleet: Fleet) -> RouteRequest | None:
-    """What to ask for when nobody may take ``request``: also those whose circuit is open. None where there
-    are none.
-    """
+    """Return ``request`` extended to ranks with an open circuit; None when it already is, or none is open."""
     if request.last_resort or not fleet.has_open_circuits:
         return None
     return structs.replace(request, last_resort=True)
@@ -94,31 +93,31 @@ def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:
     if view.settings.prefill_alone:
         return _route_prefill(request, view, explain=explain)
     prefill = ready(view.fleet, Leg.PREFILL, last_resort=request.last_resort)
-    if request.prefill_pin is not None or (prefill.n_allowed and not request.whole):
+    if request.prefill_pin is not None or (prefill.n_allowed and not request.aggregated):
         pair = _route_pair(request, view, explain=explain)
         return _instead_of_broken_pair(request, view, pair, explain=explain) or pair
-    return _route_whole(request, view, explain=explain)
+    return _route_aggregated(request, view, explain=explain)
 
 
 def _instead_of_broken_pair(
     request: RouteRequest, view: View, pair: Decision, *, explain: bool
 ) -> Decision | None:
-    """One worker for all of the request, where the pair's KV was lost lately, as that of every pair which
-    could be made; None where the pair is the better try.
+    """Return the decision for one aggregated worker if KV was lost lately between the picked pair, and so
+    between every possible pair; None if the pair is the better try.
     """
     fleet, prefill = view.fleet, pair.prefill
     if (
         not fleet.broken_pairs
-        or not request.whole_if_broken
+        or not request.aggregated_if_broken
         or request.prefill_pin is not None
         or prefill is None
     ):
         return None
     unreached = fleet.unreached_from(prefill.slot)
-    if unreached is None or not unreached[pair.decode.slot] or fleet.broken_pairs.whole_failed:
+    if unreached is None or not unreached[pair.decode.slot] or fleet.broken_pairs.aggregated_failed:
         return None
     try:
-        whole = _route_whole(request, view, explain=explain)
+        aggregated = _route_aggregated(request, view, explain=explain)
     except RoutingRefused:
         return None
     left_out = tuple(
@@ -128,7 +127,7 @@ def _instead_of_broken_pair(
         for row in pair.rows
         if row.leg is Leg.PREFILL
     )
-    return structs.replace(whole, rows=left_out + whole.rows)
+    return structs.replace(aggregated, rows=left_out + aggregated.rows)
 
 
 def _route_decode(
@@ -140,42 +139,44 @@ def _route_decode(
     explain: bool,
 ) -> Decision:
     fleet = view.fleet
-    who, free = screen(request, fleet, Leg.DECODE), not_busy(view)
-    receivers = able(who, free)
+    screen, free = screen_ranks(request, fleet, Leg.DECODE), not_busy(view)
+    receivers = eligible(screen, free)
     sender = None if prefill is None else fleet.slot_of(prefill)
     if sender is None:
         chosen = decode_mask(receivers, fleet, constraint)
     else:
         chosen = reached_decode_mask(receivers, fleet, constraint, sender)
     return _one_leg(
-        request, view, who, free, chosen, constraint=constraint, prefill_slot=sender, explain=explain
+        request, view, screen, free, chosen, constraint=constraint, prefill_slot=sender, explain=explain
     )
 
 
-def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decision:
-    who, free = screen(request, view.fleet, Leg.AGGREGATED), not_busy(view)
-    return _one_leg(request, view, who, free, DecodeMask(able(who, free), False), explain=explain)
+def _route_aggregated(request: RouteRequest, view: View, *, explain: bool) -> Decision:
+    screen, free = screen_ranks(request, view.fleet, Leg.AGGREGATED), not_busy(view)
+    return _one_leg(request, view, screen, free, DecodeMask(eligible(screen, free), False), explain=explain)
 
 
 def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decision:
-    """Pick for prefill, and return the constraint on the decode pick.
+    """Pick the prefill rank, and return its constraint for the later decode pick.
 
-    A worker whose KV must stay in a domain that it does not know is not picked: nobody could obey it.
+    A worker whose KV must stay in a domain that it does not know is not picked: no decode pick could comply.
     """
     fleet, router_default = view.fleet, view.settings.topology_default
-    who, free = screen(request, fleet, Leg.PREFILL), not_busy(view)
-    placed = knows_its_place(fleet, router_default)
+    screen, free = screen_ranks(request, fleet, Leg.PREFILL), not_busy(view)
+    placed = domain_is_known(fleet, router_default)
     if not placed.all():
-        steps = (*who.steps, Step(Reason.DOMAIN_UNKNOWN, placed))
-        who = who._replace(steps=steps, mask=who.mask.within(placed))
-    decision = _one_leg(request, view, who, free, DecodeMask(able(who, free), False), explain=explain)
+        steps = (*screen.steps, Step(Reason.DOMAIN_UNKNOWN, placed))
+        screen = screen._replace(steps=steps, mask=screen.mask.within(placed))
+    decision = _one_leg(
+        request, view, screen, free, DecodeMask(eligible(screen, free), False), explain=explain
+    )
     return structs.replace(decision, constraint=constraint_of(fleet, decision.decode.slot, router_default))
 
 
 def _one_leg(
     request: RouteRequest,
     view: View,
-    who: Screen,
+    screen: Screen,
     free: BoolColumn | None,
     chosen: DecodeMask,
     *,
@@ -183,20 +184,20 @@ def _one_leg(
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
 ) -> Decision:
-    """Decide for the one leg that ``who`` is about, among the ``chosen`` ranks."""
+    """Decide for one leg among the ``chosen`` ranks; ``screen`` and ``free`` explain refusals."""
     fleet = view.fleet
     if not chosen.mask.n_allowed:
         raise refuse_leg(
-            request, view, who, free, constraint=constraint, prefill_slot=prefill_slot, explain=explain
+            request, view, screen, free, constraint=constraint, prefill_slot=prefill_slot, explain=explain
         )
     rules = rules_of(view.settings, request.override)
     picked = pick_leg(
-        request, view, who.leg, rules, chosen.mask,
+        request, view, screen.leg, rules, chosen.mask,
         turn=view.turn, constraint=constraint, prefill_slot=prefill_slot, explain=explain,
     )  # fmt: skip
     rows: tuple[Candidate, ...] = ()
     if explain:
-        rows = candidates(who, fleet, receiver_steps(fleet, constraint, chosen, free), picked)
+        rows = candidates(screen, fleet, receiver_steps(fleet, constraint, chosen, free), picked)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -216,7 +217,7 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     rows: tuple[Candidate, ...] = ()
     is_joint = view.settings.pd_selection is _JOINT and rules.mode is _KV and view.rule is None
     if is_joint:
-        prefill, decode, followers, rows = pick_together(request, view, sides, rules, explain=explain)
+        prefill, decode, followers, rows = pick_jointly(request, view, sides, rules, explain=explain)
     else:
         screens, senders = sides.screens, sides.senders
         if not senders.n_allowed:
@@ -225,7 +226,7 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
         followers = followers_of(first.pick.slot, sides, view)
         second = pick_leg(
             request, view, Leg.DECODE, rules, followers.chosen.mask,
-            turn=view.turn // senders.n_allowed,  # or a prefill rank would always meet the same decode rank
+            turn=view.turn // senders.n_allowed,  # else a prefill rank always gets the same decode rank
             constraint=followers.constraint, prefill_slot=first.pick.slot, explain=explain,
         )  # fmt: skip
         prefill, decode = first.pick, second.pick

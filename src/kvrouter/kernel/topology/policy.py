@@ -10,7 +10,7 @@ from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
 
 RESERVED_TAINT_PREFIX = "dynamo.topology/"
-"""Taints that begin so are made from topology domains, and from nothing else."""
+"""The prefix of the taints that are derived from topology domains; other taints must not have it."""
 
 
 def topology_taint(domain: str, value: str) -> Taint:
@@ -19,10 +19,10 @@ def topology_taint(domain: str, value: str) -> Taint:
 
 
 def named_domain(taint: Taint) -> tuple[str, str] | None:
-    """Return the (domain, value) that ``taint`` names; None when it is no topology taint.
+    """Return the (domain, value) that ``taint`` names; None when it is not a topology taint.
 
-    A domain holds no ``=`` (see :func:`validate_runtime_config`), so the first one ends it. A reserved taint
-    without ``=`` names a domain whose value is empty, which no worker has.
+    A domain contains no ``=`` (see :func:`validate_runtime_config`), so the first one ends it. A reserved
+    taint without ``=`` names an empty value, which no worker has.
     """
     if not taint.startswith(RESERVED_TAINT_PREFIX):
         return None
@@ -43,7 +43,7 @@ def worker_taints(config: ModelRuntimeConfig) -> frozenset[Taint]:
 
 
 class Required(msgspec.Struct, frozen=True, tag="required"):
-    """KV never leaves the domain; a request that cannot keep to it is refused before prefill."""
+    """KV never leaves the domain; a request without a decode worker there is refused before prefill."""
 
     domain: str
 
@@ -55,7 +55,7 @@ class Fallback(msgspec.Struct, frozen=True, tag="fallback"):
 
 
 class Preferred(msgspec.Struct, frozen=True, tag="preferred"):
-    """Cost decides; the domain's own decode workers cost less. 0 ≤ weight ≤ 1."""
+    """Cost decides; decode workers in the domain cost less. 0 ≤ weight ≤ 1."""
 
     domain: str
     weight: float
@@ -65,7 +65,7 @@ TransferPolicy = Required | Fallback | Preferred
 
 
 class MismatchPolicy(StrEnum):
-    """What the router's own default does when no decode worker is in the prefill worker's domain."""
+    """The effect of the router's default policy when no decode worker is in the prefill worker's domain."""
 
     FAIL = "fail"
     FALLBACK = "fallback"
@@ -79,7 +79,7 @@ class RouterTopologyDefault(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> TransferPolicy:
-        """``fail`` is required, ``fallback`` is fallback."""
+        """The equivalent transfer policy: ``fail`` is required, ``fallback`` is fallback."""
         domain = self.kv_transfer_topology_level.strip()
         if self.kv_transfer_mismatch_policy is MismatchPolicy.FALLBACK:
             return Fallback(domain)
@@ -87,9 +87,9 @@ class RouterTopologyDefault(msgspec.Struct, frozen=True):
 
 
 class NearFrontend(msgspec.Struct, frozen=True):
-    """Prefill keeps to workers of the frontend's own value of ``domain``: always, or they are cheaper by
-    ``weight``, from 0 to 1. ``value`` is None while the frontend does not know its place: then nobody is
-    near.
+    """The rule that prefill stays near the frontend: workers with the frontend's ``value`` of ``domain`` are
+    required, or cheaper by ``weight``, from 0 to 1. ``value`` is None while the frontend does not know its
+    own value: then no worker is near.
     """
 
     domain: str
@@ -104,10 +104,10 @@ class NearFrontend(msgspec.Struct, frozen=True):
 
 
 class TransferConstraint(msgspec.Struct, frozen=True):
-    """What one prefill worker asks of the decode worker; frozen, and travels with the request.
+    """A prefill worker's transfer policy as a constraint on the decode worker, kept with the request.
 
-    ``value`` is the prefill worker's own value of the policy's domain. It is None when that is not known:
-    then no decode worker satisfies ``Required``, and ``Fallback`` and ``Preferred`` have nothing to hold to.
+    ``value`` is the prefill worker's value of the policy's domain. When it is None, which means unknown, no
+    decode worker satisfies ``Required``, and ``Fallback`` and ``Preferred`` have no effect.
     """
 
     policy: TransferPolicy
@@ -154,11 +154,11 @@ def derive(
     router_default: RouterTopologyDefault | None = None,
     required_elsewhere: str | None = None,
 ) -> TransferConstraint | None:
-    """Return what the selected prefill worker asks of the decode worker; None when it asks nothing.
+    """Return the selected prefill worker's constraint on the decode worker; None when it has no policy.
 
-    ``config`` is None for a worker that the fleet does not know. Such a worker may be one of those that
-    require ``required_elsewhere`` (a domain that some known worker requires), so it is held to that domain
-    without a known value, which no decode worker satisfies: the request fails closed.
+    ``config`` is None for a worker that the fleet does not know. If some known worker requires the domain
+    ``required_elsewhere``, the unknown one may too: the constraint requires that domain with an unknown
+    value, which no decode worker satisfies, so the request fails closed.
     """
     if config is None:
         policy = (
@@ -172,11 +172,11 @@ def derive(
 
 
 def validate_runtime_config(config: ModelRuntimeConfig) -> list[str]:
-    """Return what is odd in ``config`` but can be run with, one line each.
+    """Validate a worker's configuration; return warnings, one line each.
 
-    Raises ConfigError, whose ``param`` names the field, for what cannot: an own taint under the reserved
-    prefix, domains that cannot be distinguished, levels that repeat, ``preferred`` without a weight, a weight
-    outside 0..1, a longest prompt that is shorter than the shortest.
+    Raises ConfigError with the field as ``param`` for: an own taint under the reserved prefix, domains that
+    cannot be distinguished, repeated levels, ``preferred`` without a weight, a weight outside 0..1, a longest
+    prompt that is shorter than the shortest.
     """
     _check_taints(config)
     _check_domains(config)
@@ -227,7 +227,7 @@ def _check_weight(config: ModelRuntimeConfig) -> None:
                 "kv_transfer_preferred_weight: enforcement 'preferred' needs a weight between 0 and 1",
                 param="kv_transfer_preferred_weight",
             )
-    elif not 0.0 <= weight <= 1.0:  # NaN compares false, and is refused here too
+    elif not 0.0 <= weight <= 1.0:  # also true for NaN
         raise ConfigError(
             f"kv_transfer_preferred_weight: {weight} is not between 0 and 1",
             param="kv_transfer_preferred_weight",

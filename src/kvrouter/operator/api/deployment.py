@@ -353,7 +353,7 @@ class DeploymentSpec(ObjectPart):
 
 
 class ObjectMeta(ObjectPart):
-    """What is read of an object's metadata."""
+    """The fields of an object's metadata that are read."""
 
     model_config = ConfigDict(extra="ignore")
 

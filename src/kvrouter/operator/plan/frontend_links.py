@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvrouter.fleetfile.fleet_file import LinkSpec, LinksSpec, PairLink
-from kvrouter.kernel.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.operator.api.qos import QOS_PAIRS_MAX, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.labels.level_labels import Resolution

@@ -18,8 +18,8 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.placement.waiting_line import DOMAIN_WAITERS_MAX
+from kvrouter.kernel.routing.interface import Decision
 from kvrouter.kernel.routing.masks import ready
-from kvrouter.kernel.routing.request import Decision
 from kvrouter.kernel.routing.route import route
 from kvrouter.sim.past.past_fleet import PastFleet, leg_called
 from kvrouter.sim.past.recorded_fleet import Policy
@@ -255,11 +255,11 @@ class _Run:
             self._judged.clear()
             self._missing = None
         attempts = request.record.attempts
-        whole = bool(attempts) and leg_called(attempts[0].legs, Leg.PREFILL) is None
-        wanted = self._fleet.asks(request, whole=whole)
+        aggregated = bool(attempts) and leg_called(attempts[0].legs, Leg.PREFILL) is None
+        wanted = self._fleet.asks(request, aggregated=aggregated)
         tokens = wanted.isl_tokens if self._ranged else 0
         key = (
-            wanted.whole, wanted.pin, wanted.prefill_pin, wanted.context_tokens, tokens,
+            wanted.aggregated, wanted.pin, wanted.prefill_pin, wanted.context_tokens, tokens,
             wanted.constraints.required_taints, wanted.constraints.required_decode_taints,
         )  # fmt: skip
         found = self._judged.get(key)

@@ -21,7 +21,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import PrefixSet
-from kvrouter.kernel.routing.masks import mask_of, prefill_mask, ready, screen, screens_of
+from kvrouter.kernel.routing.masks import mask_of, prefill_mask, ready, screen_ranks, screens_of
 from kvrouter.kernel.topology.policy import MismatchPolicy, RouterTopologyDefault
 from kvrouter.recording.schema import AttemptRecord, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import Move
@@ -240,8 +240,8 @@ class _Choices:
         if nearest == chosen:
             return nearest
         takes = ready(fleet, leg, last_resort=True).allowed
-        wanted = past.asks(request, whole=leg is Leg.AGGREGATED)
-        asked = screen(wanted, fleet, leg).mask
+        wanted = past.asks(request, aggregated=leg is Leg.AGGREGATED)
+        asked = screen_ranks(wanted, fleet, leg).mask
         allowed = asked
         if leg is Leg.PREFILL:
             default = _router_default(placed.attempt)

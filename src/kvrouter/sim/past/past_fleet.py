@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Slot, Taint, 
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.request import RouteRequest, RoutingSettings, View
+from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, View
 from kvrouter.recording.schema import Constraints, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, RecordedWorker
 from kvrouter.sim.past.recorded_fleet import Policy, own_taints, policy_of
@@ -76,7 +76,7 @@ class PastFleet:
             not_active=None,
         )
 
-    def asks(self, request: PastRequest, *, whole: bool) -> RouteRequest:
+    def asks(self, request: PastRequest, *, aggregated: bool) -> RouteRequest:
         """Return the routing request of a recorded request now. Raises ConfigError, with file and line, for
         an invalid pin.
         """
@@ -106,7 +106,7 @@ class PastFleet:
             ),
             pin=pin,
             prefill_pin=prefill_pin,
-            whole=whole,
+            aggregated=aggregated,
             has_media=record.media,
             context_tokens=0 if context_tokens <= fleet.shortest_context_tokens else context_tokens,
         )

@@ -8,7 +8,7 @@ import numpy as np
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
-from kvrouter.kernel.routing.request import LegInput, PickInput
+from kvrouter.kernel.routing.interface import LegInput, PickInput
 from kvrouter.sim.policies.rule import PublishedRule, Scores, cached_tokens
 
 SESSIONS_MAX = 100_000

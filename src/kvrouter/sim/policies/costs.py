@@ -9,7 +9,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.kernel.routing.costs.lmetric import product
-from kvrouter.kernel.routing.request import LegInput, PickInput
+from kvrouter.kernel.routing.interface import LegInput, PickInput
 from kvrouter.sim.policies.rule import PublishedRule, Scores, new_tokens
 
 

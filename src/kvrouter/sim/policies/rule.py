@@ -11,7 +11,7 @@ from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
-from kvrouter.kernel.routing.request import Columns, LegInput, PickingRule, PickInput, RouteRequest, View
+from kvrouter.kernel.routing.interface import Columns, LegInput, PickingRule, PickInput, RouteRequest, View
 
 Scores = npt.NDArray[Any]
 

@@ -12,7 +12,7 @@ from kvrouter.engines.mock_engine.ranks import KvEvents
 from kvrouter.kernel.feed.rank_feed import RankFeed
 from kvrouter.kernel.feed.states import Apply, AskSnapshot, Command, Empty, Load
 from kvrouter.kernel.index import BlockIndex
-from kvrouter.kernel.routing.request import Decision
+from kvrouter.kernel.routing.interface import Decision
 
 U32 = npt.NDArray[np.uint32]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvrouter.kernel.topology.links import BYTES_PER_GB
+from kvrouter.kernel.topology.link_table import BYTES_PER_GB
 from kvrouter.sim.replay.summary import Interval, Summary, interval, over_seeds
 
 NOTHING = "–"

@@ -28,8 +28,8 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
-from kvrouter.kernel.placement.events import PlacementEvents
 from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.policies.rule import PublishedRule

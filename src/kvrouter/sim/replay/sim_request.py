@@ -162,7 +162,12 @@ class SimRequest:
                 self._lose(attempt, LegLost(Leg.PREFILL, worker_id, "the worker died", blameless=True))
 
     def _take_decode(self, chunk: EngineChunk) -> None:
-        outcome, now_s, driver, attempt = self.outcome, self._host.now_s, self.driver, self.driver.held
+        outcome, now_s, driver, attempt = (
+            self.outcome,
+            self._host.now_s,
+            self.driver,
+            self.driver.current_attempt,
+        )
         placement = attempt.placement
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
             self._decode = None
@@ -196,7 +201,7 @@ class SimRequest:
             )
 
     def _take_prefill(self, chunk: EngineChunk) -> None:
-        driver, attempt, now_s = self.driver, self.driver.held, self._host.now_s
+        driver, attempt, now_s = self.driver, self.driver.current_attempt, self._host.now_s
         placement = attempt.placement
         if chunk.cached_tokens is not None and self.outcome.first_s is None:
             self.outcome.cached_tokens = chunk.cached_tokens
@@ -304,7 +309,7 @@ class SimRequest:
 
     def _send_prefill(self) -> Sequence[Command]:
         """Send the prefill leg. What a bootstrap handoff's is refused for counts once decode is sent too."""
-        host, attempt = self._host, self.driver.held
+        host, attempt = self._host, self.driver.current_attempt
         placement = attempt.placement
         worker_id = placement.prefill_pick.rank.worker_id
         leg = prefill_leg(self.request, placement, time_left_s=None)
@@ -322,7 +327,7 @@ class SimRequest:
         return ()
 
     def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
-        host, driver, attempt = self._host, self.driver, self.driver.held
+        host, driver, attempt = self._host, self.driver, self.driver.current_attempt
         placement = attempt.placement
         try:
             if params is not None:
@@ -345,7 +350,9 @@ class SimRequest:
         return driver.decode_sent(attempt, host.now_s)
 
     def _submit(self, worker_id: WorkerId, leg: EngineRequest) -> LegId:
-        return self._host.submit(self, worker_id, leg, self._content(self.driver.held.placement.prompt))
+        return self._host.submit(
+            self, worker_id, leg, self._content(self.driver.current_attempt.placement.prompt)
+        )
 
     def _abandon(self, reason: str) -> None:
         """Cancel what runs and close the leases of the current attempt."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from kvrouter.kernel.topology.links import BYTES_PER_GB
+from kvrouter.kernel.topology.link_table import BYTES_PER_GB
 from kvrouter.sim.replay.comparison import NOTHING, Better, Column, reasons_over, shown_columns
 from kvrouter.sim.replay.summary import Carriage, Interval, Summary, VariantReport
 from kvrouter.sim.report.series import style

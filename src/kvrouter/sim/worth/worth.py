@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.kernel.topology.links import BYTES_PER_GB
+from kvrouter.kernel.topology.link_table import BYTES_PER_GB
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import Better
 from kvrouter.sim.replay.outcomes import Outcomes

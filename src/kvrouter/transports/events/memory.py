@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.transports.events.port import BLOCKS_MAX, RecoverySource
 from kvrouter.transports.events.recovery import answer_for
 from kvrouter.transports.events.sinks import EventSinks
@@ -23,7 +23,7 @@ class MemoryEventTransport(EventSinks):
     @property
     def source(self) -> EventSource:
         """Return the event source for a card."""
-        return EventSource(EventLane.MEMORY)
+        return EventSource(EventTransport.MEMORY)
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002 - every worker is delivered
         """Do nothing: the events of every worker are delivered."""

@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.transports.background import spawn
 from kvrouter.transports.events.encoding import encode_parts
 from kvrouter.transports.events.loads import REPORT_EVERY_S, Drops, LatestLoads, LoadEncoder
@@ -77,7 +77,7 @@ class NatsEventPublisher:
     @property
     def source(self) -> EventSource:
         """Return the event source for a card."""
-        return EventSource(EventLane.NATS)
+        return EventSource(EventTransport.NATS)
 
     def publish(self, batch: KvBatch) -> None:
         """Send a batch, in parts when it exceeds the server's largest message."""

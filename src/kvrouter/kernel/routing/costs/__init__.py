@@ -1,1 +1,1 @@
-"""What a rank costs, by each rule that there is: a file for each."""
+"""Cost rules: the cost of a leg at each rank, one file for each rule."""

@@ -1,11 +1,11 @@
-"""The cost columns of one leg, by the rule that the settings name; lower is better.
+"""The cost columns of one leg by the configured rule; lower is better.
 
-A rule is a file of this package, and one line of :mod:`kvrouter.core.cost_rules`. What all rules are given is
-made here: the overlap, the seconds of a transfer, and the multiplier::
+A rule is a file of this package, and one line of :mod:`kvrouter.core.cost_rules`. This module computes the
+input of all rules: the overlap, the seconds of a transfer, and the multiplier::
 
     multiplier = exp(−tanh(sum of the weights of the preferred taints that the worker carries))
 
-Columns are by slot, and one that would be the same nothing everywhere is None.
+Columns are by slot; a column that would be 0 everywhere is None.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.links import transfer_seconds
+from kvrouter.kernel.routing.fleet_links import transfer_seconds
+from kvrouter.kernel.routing.interface import Costs, LegInput, RouteRequest, View, cost_rule
 from kvrouter.kernel.routing.masks import fitted
-from kvrouter.kernel.routing.request import Costs, LegInput, RouteRequest, View, cost_rule
 from kvrouter.kernel.topology.policy import Preferred, TransferConstraint
 
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
-"""An enumeration's attributes are slow before Python 3.12."""
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 
 def leg_costs(
@@ -72,14 +72,16 @@ def leg_costs(
 
 
 def overlap_of(view: View) -> IntColumn | None:
-    """Return the leading blocks of the request that each slot holds."""
+    """Return the leading blocks of the request that each slot holds; None without an index."""
     return None if view.overlap_blocks is None else fitted(view.overlap_blocks, view.fleet.n_slots)
 
 
 def preferred_taints(
     request: RouteRequest, leg: Leg, constraint: TransferConstraint | None
 ) -> Mapping[Taint, float]:
-    """Return the weights of the taints that make a rank cheaper or dearer for this leg."""
+    """Return the weights of the taints that make a rank cheaper or dearer for this leg; empty for a pinned
+    leg.
+    """
     pin = request.prefill_pin if leg is _PREFILL else request.pin
     if pin is not None:
         return {}
@@ -96,7 +98,7 @@ def multiplier_of(
     fleet: Fleet, weights: Mapping[Taint, float], *, everywhere: float = 0.0
 ) -> FloatColumn | None:
     """Return the multiplier of each slot by the taints that it carries; ``everywhere`` adds a weight to all.
-    None where it is 1.
+    None when it is 1 everywhere.
     """
     if not weights and not everywhere:
         return None
@@ -105,7 +107,7 @@ def multiplier_of(
         for taint in sorted(weights):
             sums += fleet.places.carries(taint) * weights[taint]
         sums += everywhere
-    # The few distinct sums go through math and not numpy, whose last bits depend on the machine.
+    # The few distinct sums use math and not numpy, whose last bits depend on the machine.
     distinct = {*weights.values()} if len(weights) == 1 and not everywhere else {*sums.tolist()}
     multiplier = np.ones(fleet.n_slots)
     for weight in distinct - {0.0}:
@@ -113,14 +115,14 @@ def multiplier_of(
     return multiplier
 
 
-def prefill_tokens(given: LegInput) -> FloatColumn | None:
-    """Return the prompt tokens that each slot would have to compute, those that are queued there included;
-    None where the leg prefills nothing, or nobody counts them.
+def prefill_tokens(leg_input: LegInput) -> FloatColumn | None:
+    """Return the prompt tokens that each slot would have to compute, with those queued there; None when the
+    leg prefills nothing, or prefill tokens are not tracked.
     """
-    view = given.view
-    if given.leg is _DECODE or not view.settings.track_prefill_tokens:
+    view = leg_input.view
+    if leg_input.leg is _DECODE or not view.settings.track_prefill_tokens:
         return None
-    isl_tokens, overlap = float(given.request.isl_tokens), given.overlap_blocks
+    isl_tokens, overlap = float(leg_input.request.isl_tokens), leg_input.overlap_blocks
     active = fitted(view.prefill_tokens, view.fleet.n_slots)
     if overlap is None:
         return np.add(active, isl_tokens)
@@ -131,15 +133,15 @@ def prefill_tokens(given: LegInput) -> FloatColumn | None:
     return tokens
 
 
-def decode_blocks(given: LegInput) -> FloatColumn | None:
-    """Return the blocks that each slot would hold for answers; None where the leg decodes nothing, or nobody
-    counts them.
+def decode_blocks(leg_input: LegInput) -> FloatColumn | None:
+    """Return the blocks that each slot would hold for answers; None when the leg decodes nothing, or active
+    blocks are not tracked.
     """
-    view = given.view
-    if given.leg is _PREFILL or not view.settings.track_active_blocks:
+    view = leg_input.view
+    if leg_input.leg is _PREFILL or not view.settings.track_active_blocks:
         return None
     n_slots = view.fleet.n_slots
     active = fitted(view.active_blocks, n_slots)
     if view.not_active is None:
-        return np.add(active, float(given.request.total_blocks))
+        return np.add(active, float(leg_input.request.total_blocks))
     return np.add(active, fitted(view.not_active, n_slots), dtype=np.float64)

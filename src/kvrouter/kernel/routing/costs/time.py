@@ -1,36 +1,36 @@
-"""The cost in predicted seconds, from what is queued at each rank and how fast the rank is::
+"""The time rule: the cost in predicted seconds, from each rank's queue and learned speed::
 
     cost = (overlap_score_weight · (queue_s + prefill_s) + memory_s + decode_s + others_s + turnover_s
             + transfer_s + price_s) · multiplier
 
-With t tokens of the prompt that are not cached there, a chunk of :data:`CHUNK_TOKENS` prompt tokens a step,
-and the settings' ``timing`` for a step::
+With t tokens of the prompt that are not cached there, a chunk of :data:`CHUNK_TOKENS` prompt tokens per step,
+and the settings' ``timing`` of a step::
 
     queue_s    = slowness · q · step of a chunk / chunk
                  + interference · decode slowness · (1 + (q + t) / chunk) · the step of decode there,
                    where requests decode
                  q = queued tokens, less half of a chunk of them
     prefill_s  = slowness · (the steps that t tokens take, full ones first)
-    memory_s   = decode slowness · answer_s · max(blocks that are lacking / blocks,
+    memory_s   = decode slowness · answer_s · max(missing blocks / blocks,
                                                   requests without a seat / seats)     (Little's law)
     decode_s   = decode slowness · decode_weight · the step of decode with this request
     others_s   = 0.5 · requests that wait there
-                 · (prefill_s + decode slowness · answer_s · new blocks / blocks, where blocks are lacking)
+                 · (prefill_s + decode slowness · answer_s · new blocks / blocks, if blocks are missing)
                  + 16 · requests that are answered there · prefill_s · decode_s
-                   / (decode slowness · answer_s), where a decode worker prefills for itself
+                   / (decode slowness · answer_s), if a decode worker prefills for itself
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
-The first three are what the request waits for itself; the mock engine's tests compare them with what it then
-took. ``others_s`` makes a fleet that is overloaded keep requests where they are cheap, for the sake of all
-that wait: weights between 0.3 and 1 give the same mean times to the first token below saturation, and less
-than half of those without it beyond. ``turnover_s`` counts what a prompt's next turn loses where blocks are
-evicted sooner: of gaps between uses that are spread evenly over their orders of magnitude, a cache that is
-replaced e times as fast misses a constant share more (Che's approximation of a least-recently-used cache).
+The first three are the request's own waiting time; the mock engine's tests compare them with measured times.
+``others_s`` lets an overloaded fleet keep requests where they are cheap, to the benefit of all waiting
+requests: weights between 0.3 and 1 give the same mean time to the first token below saturation, and less than
+half of the time without it above. ``turnover_s`` is the loss of a prompt's next turn when blocks are evicted
+sooner: if gaps between uses are log-uniform, a cache that is replaced e times as fast misses a constant share
+more (Che's approximation of a least-recently-used cache).
 
-A decode worker that prefills for itself lets those wait whom it answers: each once for prefill_s, which over
-the steps of an answer weighs sixteen times as much as a slower decode step does. At 10 the mean
-time to the first token is a seventh less and that between tokens 4 % more, which is more than under
-round-robin; at 20 it is a tenth more and 3 % less (32 + 32 mock workers, links alike, conversations).
+A decode worker that prefills for itself delays each request that it answers once by prefill_s, which over the
+steps of an answer weighs sixteen times as much as a slower decode step. With weight 10 the mean time to the
+first token is a seventh less and the time between tokens 4 % more, which is more than under round-robin; with
+20 they are a tenth more and 3 % less (32 + 32 mock workers, equal links, conversations).
 """
 
 from functools import lru_cache, partial
@@ -45,8 +45,8 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn
-from kvrouter.kernel.routing.links import price_seconds
-from kvrouter.kernel.routing.request import (
+from kvrouter.kernel.routing.fleet_links import price_seconds
+from kvrouter.kernel.routing.interface import (
     Columns,
     CostInput,
     CostRule,
@@ -60,22 +60,22 @@ from kvrouter.kernel.routing.request import (
 )
 
 _PREFILL, _DECODE, _JOINT = Leg.PREFILL, Leg.DECODE, PdSelection.JOINT
-"""An enumeration's attributes are slow before Python 3.12."""
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 CHUNK_TOKENS = 8192
-"""Prompt tokens that an engine computes in one step: what vLLM and SGLang take by default on large GPUs."""
+"""The prompt tokens that an engine computes in one step: the default of vLLM and SGLang on large GPUs."""
 
 OTHERS_WEIGHT = 0.5
 STALLS_WEIGHT = 16.0
 TURNOVER_WEIGHT = 0.1
 
 ANSWER_S = 5.0
-"""How long an answer keeps its blocks, before one was seen."""
+"""The assumed time that an answer holds its blocks, before the first measurement."""
 
 
 class LegTimes:
-    """The predicted times of one leg. With ``stalls`` those count who are answered where it is prefilled, and
-    for a decode leg the prompts that are prefilled where it is answered.
+    """The predicted times of one leg. With ``stalls`` they include, for a prompt, the delay of requests that
+    are answered at its rank, and for a decode leg the prompts that are prefilled at its rank.
     """
 
     __slots__ = ("asked", "columns", "predictor")
@@ -92,8 +92,8 @@ class LegTimes:
     ) -> None:
         fleet, settings = view.fleet, view.settings
         n_slots = fleet.n_slots
-        given = view.cost_input or CostInput(_none(n_slots), _none(n_slots))
-        speeds = given.speeds or unlearned(n_slots)
+        cost_input = view.cost_input or CostInput(_none(n_slots), _none(n_slots))
+        speeds = cost_input.speeds or unlearned(n_slots)
         columns = fleet.columns
         self.predictor = predictor_of(settings.timing, settings.decode_weight)
         self.columns = RankColumns(
@@ -103,8 +103,8 @@ class LegTimes:
                 view.not_active,
                 view.prefill_tokens,
                 view.active_blocks,
-                given.requests,
-                given.waiting,
+                cost_input.requests,
+                cost_input.waiting,
                 columns.total_blocks,
                 columns.seats,
                 speeds.slowness,
@@ -131,7 +131,7 @@ class LegTimes:
         )
 
     def costs(self, n_slots: int, among: BoolColumn | None) -> FloatColumn:
-        """Return the sum of the parts at each slot; infinity at those that are not ``among``."""
+        """Return the sum of the parts at each slot; infinity at slots that are not ``among``."""
         cost: FloatColumn = np.empty(n_slots)
         self.predictor.totals(cost, self.columns, self.asked, None if among is None else among.view(np.uint8))
         return cost
@@ -142,7 +142,7 @@ class LegTimes:
 
 
 def own_s(request: RouteRequest, view: View, leg: Leg) -> float:
-    """Return what the leg of such a request adds to the seconds of a rank that holds nothing of it."""
+    """Return the seconds that a leg of this kind adds to a rank without any of its blocks."""
     settings, seconds = view.settings, 0.0
     if leg is not _DECODE and settings.track_prefill_tokens:
         seconds += prompt_s(settings.timing, request.isl_tokens)
@@ -157,7 +157,7 @@ def own_s(request: RouteRequest, view: View, leg: Leg) -> float:
 
 
 def prompt_s(timing: Timing, tokens: int) -> float:
-    """Return what a prompt of so many tokens takes an engine of slowness 1, in steps of its own."""
+    """Return the seconds that a prompt of ``tokens`` takes an engine of slowness 1, in separate steps."""
     full, rest = divmod(tokens, CHUNK_TOKENS)
     steps_ms = full * timing.prefill_ms(CHUNK_TOKENS) + timing.prefill_ms(rest)
     return (steps_ms + timing.prefill_attention * tokens * (tokens + 1) / 2) / 1e3
@@ -165,7 +165,7 @@ def prompt_s(timing: Timing, tokens: int) -> float:
 
 @lru_cache(maxsize=64)
 def predictor_of(timing: Timing, decode_weight: float) -> Predictor:
-    """Return the predictor for a timing; the same one again."""
+    """Return the predictor for a timing; cached."""
     return Predictor(
         astuple(timing),
         chunk_tokens=CHUNK_TOKENS,
@@ -178,7 +178,7 @@ def predictor_of(timing: Timing, decode_weight: float) -> Predictor:
 
 @lru_cache(maxsize=64)
 def unlearned(n_slots: int) -> Speeds:
-    """Return what is taken for the speeds of ranks of which nothing is known."""
+    """Return the assumed speeds of ranks before any measurement."""
     slowness, turnover = np.ones(n_slots), np.zeros(n_slots)
     slowness.flags.writeable = turnover.flags.writeable = False
     return Speeds(slowness, slowness, turnover, ANSWER_S)
@@ -192,45 +192,45 @@ def _none(n_slots: int) -> npt.NDArray[np.int64]:
 
 
 class TimeCost(CostRule):
-    """Predicted seconds to the first token, and what the request costs others."""
+    """The rule of predicted seconds to the first token, plus the request's cost to others."""
 
     needs = Needs(requests=True, learned=True)
 
-    def columns(self, given: LegInput) -> Columns:
-        """Predict the seconds of each slot; those that are not ``among`` cost infinity. The blocks of a slot
-        are counted when somebody asks for them.
+    def columns(self, leg_input: LegInput) -> Columns:
+        """Return the predicted seconds of each slot; infinity at slots that are not ``among``. The blocks of
+        a slot are computed on demand.
         """
-        view, leg, among = given.view, given.leg, given.among
+        view, leg, among = leg_input.view, leg_input.leg, leg_input.among
         times = LegTimes(
-            given.request,
+            leg_input.request,
             view,
             leg,
-            given.overlap_blocks,
-            overlap_score_weight=given.overlap_score_weight,
-            stalls=given.stalls or (leg is _DECODE and view.settings.pd_selection is _JOINT),
+            leg_input.overlap_blocks,
+            overlap_score_weight=leg_input.overlap_score_weight,
+            stalls=leg_input.stalls or (leg is _DECODE and view.settings.pd_selection is _JOINT),
         )
         cost, price_s = times.costs(view.fleet.n_slots, among), None
-        if given.transfer_s is not None and given.prefill_slot is not None:
-            cost += given.transfer_s
-            price_s = price_seconds(given.request, view, given.overlap_blocks, given.prefill_slot)
+        if leg_input.transfer_s is not None and leg_input.prefill_slot is not None:
+            cost += leg_input.transfer_s
+            price_s = price_seconds(leg_input.request, view, leg_input.overlap_blocks, leg_input.prefill_slot)
             if price_s is not None:
                 cost += price_s
-        return Columns(cost, timed=partial(_timed, given, times, price_s), is_masked=among is not None)
+        return Columns(cost, timed=partial(_timed, leg_input, times, price_s), is_masked=among is not None)
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
-        """Return the request's own seconds."""
+        """Return the seconds of the request itself."""
         return own_s(request, view, leg)
 
 
 def _timed(
-    given: LegInput, times: LegTimes, price_s: FloatColumn | None, slot: Slot, overlap_blocks: int
+    leg_input: LegInput, times: LegTimes, price_s: FloatColumn | None, slot: Slot, overlap_blocks: int
 ) -> Timed:
     at = times.at(
         slot,
-        transfer_s=0.0 if given.transfer_s is None else given.transfer_s.item(slot),
+        transfer_s=0.0 if leg_input.transfer_s is None else leg_input.transfer_s.item(slot),
         price_s=0.0 if price_s is None else price_s.item(slot),
     )
-    return timed_at(given.request, given.view, given.leg, slot, overlap_blocks, at)
+    return timed_at(leg_input.request, leg_input.view, leg_input.leg, slot, overlap_blocks, at)
 
 
 def timed_at(

@@ -14,7 +14,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.json import decoded
-from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport
 from kvrouter.transports.background import spawn
 from kvrouter.transports.events.encoding import encode_parts
 from kvrouter.transports.events.jetstream.stream import (
@@ -202,7 +202,7 @@ class JetStreamPublisher:
     @property
     def source(self) -> EventSource:
         """Return the event source for a card: routers find the stream by namespace and component."""
-        return EventSource(EventLane.JETSTREAM)
+        return EventSource(EventTransport.JETSTREAM)
 
     @property
     def is_idle(self) -> bool:

@@ -7,7 +7,7 @@ import zmq
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hosts import advertised_host, bracketed
-from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.core.workers import EventSource, EventTransport, LoadReport
 from kvrouter.transports.events.encoding import BATCH_MAX_BYTES, encode_load, encode_parts
 from kvrouter.transports.events.loads import Drops, LatestLoads
 from kvrouter.transports.events.port import DropSink, MalformedSink
@@ -60,7 +60,7 @@ class ZmqEventPublisher:
         try:
             keys = None if token is None else TokenKeys(token)
             self._source = EventSource(
-                EventLane.ZMQ,
+                EventTransport.ZMQ,
                 events=_listen(self._out, host, port, at, keys),
                 recovery=_listen(self._answers, host, recovery_port, at, keys),
             )

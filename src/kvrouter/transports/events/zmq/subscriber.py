@@ -13,7 +13,7 @@ import zmq
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.core.workers import EventTransport, WorkerCard
 from kvrouter.transports.events.encoding import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
@@ -153,7 +153,7 @@ class ZmqEventSubscriber(EventSinks):
         Raises ConfigError when its card has no endpoints.
         """
         source, worker_id = card.event_source, card.worker_id
-        if source.lane is not EventLane.ZMQ or not source.events or not source.recovery:
+        if source.transport is not EventTransport.ZMQ or not source.events or not source.recovery:
             raise ConfigError(
                 f"event_source: worker {worker_id} names no endpoints to connect to", param="event_source"
             )

@@ -1,4 +1,4 @@
-"""Distance between two workers, and what it costs to move KV between them."""
+"""The link table: distance between two workers, and the latency, bandwidth and price of moving KV."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -10,11 +10,11 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 
 BYTES_PER_GB = 1e9
-"""As clouds count what they charge for, and networks what they carry."""
+"""A decimal gigabyte, as in cloud prices and network bandwidths."""
 
 
 class Distance(NamedTuple):
-    """The narrowest level that two workers share, and its depth: 1 for the broadest, 0 for none."""
+    """The narrowest topology level that two workers share, and its depth: 1 for the broadest, 0 if none."""
 
     level: str | None
     depth: int
@@ -43,7 +43,7 @@ def distance(a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) 
 class Link(msgspec.Struct, frozen=True):
     """One link: seconds until the first byte, and bytes a second from then on.
 
-    ``price_per_gb`` is what 10⁹ bytes over it cost, in the currency of the fleet file; None: it has no price.
+    ``price_per_gb`` is the price of 10⁹ bytes, in the currency of the fleet file; None without a price.
     """
 
     latency_s: float
@@ -63,27 +63,26 @@ class Link(msgspec.Struct, frozen=True):
             raise ConfigError(f"price_per_gb: {price} is not 0 or more", param="price_per_gb")
 
     def transfer_s(self, kv_bytes: float) -> float:
-        """Seconds to move ``kv_bytes`` over this link alone."""
+        """Return the seconds to move ``kv_bytes`` over this link without other transfers."""
         return self.latency_s + kv_bytes / self.bandwidth_bytes_per_s
 
     def cost(self, kv_bytes: float) -> float | None:
-        """What ``kv_bytes`` over this link cost; None where it has no price."""
+        """Return the price of ``kv_bytes`` over this link; None when it has no price."""
         return None if self.price_per_gb is None else self.price_per_gb * kv_bytes / BYTES_PER_GB
 
 
 SAME_LEVEL_LINK = Link(0.0005, 12.5e9)
-"""What is assumed of workers that share a level: 100 Gbit/s."""
+"""The assumed link between workers that share a level: 100 Gbit/s."""
 
 ACROSS_LINK = Link(0.002, 3.125e9)
-"""What is assumed of workers that share no level: 25 Gbit/s."""
+"""The assumed link between workers that share no level: 25 Gbit/s."""
 
 
 class LinkTable(msgspec.Struct, frozen=True, eq=False):
-    """Links by the level that two workers share, and by pair of domain values where one was measured.
+    """The configured links, by the level that two workers share and by measured pair of domain values.
 
-    ``by_level`` names levels; ``otherwise`` serves workers that share none of them. ``pairs`` holds
-    (domain, value, other value), in either order, and wins over both; the first that fits in ``pairs``'s own
-    order is taken.
+    ``by_level`` maps levels to links; ``otherwise`` is the link of workers that share none of them. ``pairs``
+    maps (domain, value, other value), in either order, and takes precedence; its first match wins.
     """
 
     by_level: Mapping[str, Link] = {}
@@ -96,13 +95,13 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
         links = (*self.by_level.values(), self.otherwise, *self.pairs.values())
         return len({(link.latency_s, link.bandwidth_bytes_per_s) for link in links}) > 1
 
-    def says_as(self, other: "LinkTable") -> bool:
-        """Whether both have the same links, the pairs in the same order."""
+    def has_same_links(self, other: "LinkTable") -> bool:
+        """Whether both tables have the same links, with the pairs in the same order."""
         own, theirs = list(self.pairs.items()), list(other.pairs.items())
         return (self.by_level, self.otherwise, own) == (other.by_level, other.otherwise, theirs)
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that are the same for tables with the same links."""
+        """Return a digest of 16 hexadecimal digits, equal for tables with the same links."""
         content = msgspec.json.encode(
             (sorted(self.by_level.items()), self.otherwise, list(self.pairs.items())), order="sorted"
         )
@@ -115,7 +114,7 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     def decided(
         self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]
     ) -> tuple[Link, str | None]:
-        """Return the link, and the level that decides it: None where it is ``otherwise``."""
+        """Return the link, and the level or domain that decides it: None when it is ``otherwise``."""
         for (domain, one, other), link in self.pairs.items():
             if (a.get(domain), b.get(domain)) in ((one, other), (other, one)):
                 return link, domain
@@ -127,8 +126,8 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
 
 
 class LinkKind(NamedTuple):
-    """Links of one kind: those within one value of the level that decides, or between two of its values.
-    ``level`` is None for links between places of which nobody knows how they are connected.
+    """A kind of links: those within one value of the deciding level, or between two of its values. ``level``
+    is None for links between places whose connection is unknown.
     """
 
     level: str | None
@@ -136,8 +135,8 @@ class LinkKind(NamedTuple):
 
 
 class SharedLink(NamedTuple):
-    """What transfers have in common that share a link: the levels of the source with its values, from the
-    broadest down to the one that decides, and the destination's value of that one.
+    """The identity of a shared link: the source's levels and values, from the broadest down to the deciding
+    level, and the destination's value of that level. Transfers with equal identities share bandwidth.
     """
 
     src: tuple[tuple[str, str | None], ...]
@@ -145,7 +144,7 @@ class SharedLink(NamedTuple):
 
     @property
     def kind(self) -> LinkKind:
-        """Which links are like this one."""
+        """The kind of this link."""
         level, value = self.src[-1]
         return LinkKind(level, value == self.dst)
 
@@ -154,19 +153,19 @@ UNKNOWN_KIND = LinkKind(None, False)
 
 
 class LinkLoad(NamedTuple):
-    """What is to travel over one link: bytes, and how many transfers these are."""
+    """The load of one link: bytes that are booked to be transferred, and the number of transfers."""
 
     bytes: float
     transfers: float
-    """Those of other routers are a mean, and no whole number."""
+    """A fraction when other routers are included: they report means."""
 
 
 NO_LOAD = LinkLoad(0.0, 0)
 
 
 class LinkPace(NamedTuple):
-    """How a link differs from its table: bytes take ``slowness`` times as long, and each transfer ``extra_s``
-    more.
+    """How a link differs from the link table: bytes take ``slowness`` times as long, and each transfer
+    ``extra_s`` seconds more.
     """
 
     slowness: float
@@ -177,86 +176,86 @@ AS_GIVEN = LinkPace(1.0, 0.0)
 
 
 class LinkReader(Protocol):
-    """Who keeps the state of links in a form of its own."""
+    """A listener to a :class:`LinkState` that keeps a copy in another form."""
 
-    def loaded(self, link: SharedLink, load: LinkLoad) -> None:
-        """This is what is to travel over the link from now on."""
+    def load_changed(self, link: SharedLink, load: LinkLoad) -> None:
+        """Called with the new load of a link."""
 
-    def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
-        """This is the pace of a link, or of all of a kind that have none of their own, from now on."""
+    def pace_changed(self, link_or_kind: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """Called with the new pace of a link, or of all links of a kind without a separate pace."""
 
 
 class LinkState:
-    """What is to travel over each link that transfers share, and how fast links are.
+    """The current load of each shared link, and the learned paces of links.
 
-    Links that carry nothing have no load here. ``reader`` is given each change.
+    Idle links have no entry. ``reader`` is called with each change.
     """
 
     def __init__(self) -> None:
         self._loads: dict[SharedLink, LinkLoad] = {}
-        """What this router counts itself."""
+        """The load of this router's requests."""
         self._others: dict[SharedLink, LinkLoad] = {}
         self._paces: dict[SharedLink | LinkKind, LinkPace] = {}
         self.reader: LinkReader | None = None
 
     def __len__(self) -> int:
-        """How many links something is to travel over."""
+        """The number of links with a load."""
         return len(self._loads.keys() | self._others.keys())
 
     def loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
-        """Yield each link that something is to travel over."""
+        """Yield each link that has a load, with its total load."""
         return ((link, self.on(link)) for link in self._loads.keys() | self._others.keys())
 
     def paces(self) -> Iterator[tuple[SharedLink | LinkKind, LinkPace]]:
-        """Yield each link, and each kind, that is not as its table has it."""
+        """Yield each link, and each kind, with a pace that differs from the table."""
         return iter(self._paces.items())
 
     def own_loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
-        """Yield each link that this router itself counts something on."""
+        """Yield each link with a load of this router's requests, with that load."""
         return iter(self._loads.items())
 
     def on(self, link: SharedLink) -> LinkLoad:
-        """Return what is to travel over ``link``."""
+        """Return the load of ``link``, of all routers."""
         own, others = self._loads.get(link, NO_LOAD), self._others.get(link)
         return own if others is None else LinkLoad(own.bytes + others.bytes, own.transfers + others.transfers)
 
     def pace_of_kind(self, kind: LinkKind) -> LinkPace:
-        """Return how fast the links of a kind are that have no pace of their own."""
+        """Return the pace of a kind, which holds for its links without a separate pace."""
         return self._paces.get(kind, AS_GIVEN)
 
     def add(self, link: SharedLink, kv_bytes: float) -> None:
-        """One more transfer, of so many bytes."""
+        """Count one more transfer, of ``kv_bytes``."""
         load = self._loads.get(link, NO_LOAD)
         self._set(link, LinkLoad(load.bytes + kv_bytes, load.transfers + 1))
 
     def remove(self, link: SharedLink, kv_bytes: float) -> None:
-        """One of them is over."""
+        """Remove one transfer, of ``kv_bytes``."""
         load = self._loads.get(link, NO_LOAD)
         left = load.transfers - 1
-        # no rest of sums where nothing travels
+        # an idle link has exactly no load, without rounding errors
         self._set(link, LinkLoad(load.bytes - kv_bytes, left) if left > 0 else NO_LOAD)
 
     def set_others(self, link: SharedLink, load: LinkLoad | None) -> None:
-        """Say what other routers' requests put on a link; None: nothing."""
+        """Set the load of other routers' requests on a link; None for no load."""
         if load is None:
             self._others.pop(link, None)
         else:
             self._others[link] = load
         if self.reader is not None:
-            self.reader.loaded(link, self.on(link))
+            self.reader.load_changed(link, self.on(link))
 
-    def set_pace(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
-        """Say how fast a link is, or all of a kind that have no pace of their own. None: as the link's kind
-        is, or as the table has it.
+    def set_pace(self, link_or_kind: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """Set the pace of a link, or of all links of a kind without a separate pace. None resets a link to
+        its kind's pace, and a kind to the table.
         """
-        if pace == self._paces.get(of):
+        if pace == self._paces.get(link_or_kind):
             return
         if pace is None:
-            del self._paces[of]
+            del self._paces[link_or_kind]
         else:
-            self._paces[of] = pace
+            self._paces[link_or_kind] = pace
         if self.reader is not None:
-            self.reader.paced(of, pace)
+            self.reader.pace_changed(link_or_kind, pace)
 
     def _set(self, link: SharedLink, load: LinkLoad) -> None:
         if load.transfers:
@@ -264,4 +263,4 @@ class LinkState:
         else:
             self._loads.pop(link, None)
         if self.reader is not None:
-            self.reader.loaded(link, self.on(link))
+            self.reader.load_changed(link, self.on(link))

@@ -1,13 +1,14 @@
-"""The links between the slots of a fleet: how long moving KV takes, and what else is to travel there.
+"""The links between a fleet's slots: the duration and price of a KV transfer, with the other transfers on its
+link.
 
-With n other transfers of B bytes in all on the link, and its bandwidth shared evenly::
+With n other transfers of B bytes in total on the link, which share its bandwidth evenly::
 
     transfer_s = latency_s + (kv_bytes + min(B, n · kv_bytes)) / bandwidth_bytes_per_s
     price_s    = price_weight · price_per_gb · kv_bytes / 10⁹
     kv_bytes   = (isl_tokens − tokens cached on the decode worker) · kv_bytes_per_token of the prefill worker
 
-Others count, and prices, under the cost of time alone: the blocks rule weighs a transfer as if it were alone.
-Where the prefill worker does not publish its bytes a token, the latency alone counts.
+Other transfers and prices count only under the cost of time: the blocks rule weighs a transfer as if it were
+alone. If the prefill worker does not publish its KV bytes per token, only the latency counts.
 """
 
 import numpy as np
@@ -16,8 +17,8 @@ from kvrouter._native import LinkMap
 from kvrouter.core.ids import Slot
 from kvrouter.kernel.fleet.columns import UNKNOWN_VALUE, FloatColumn, IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing.request import RouteRequest, View
-from kvrouter.kernel.topology.links import (
+from kvrouter.kernel.routing.interface import RouteRequest, View
+from kvrouter.kernel.topology.link_table import (
     BYTES_PER_GB,
     Link,
     LinkKind,
@@ -29,15 +30,15 @@ from kvrouter.kernel.topology.links import (
 )
 
 NAMES_MAX = 65_536
-"""So many names of links are remembered with their numbers, and then found again."""
+"""The most cached numbers of links by name; the cache is cleared beyond it."""
 
 
 class FleetLinks:
-    """The links of a table between the slots of a fleet, which hold until a card changes.
+    """The links of a link table between the slots of a fleet, valid until a card changes.
 
-    Each is the one that ``table.link`` gives for two workers' domain values, by the levels of the first one.
-    Transfers share it that go from and to the same values of the level, or the domain, that decides it; where
-    none does, of the broadest level in which the two differ, else of the narrowest that they share.
+    Each link is ``table.link`` of two workers' domain values, by the levels of the first one. Transfers share
+    it if they go between the same values of the level, or the domain, that decides it; if none does, of the
+    broadest level in which the two differ, else of the narrowest that they share.
     """
 
     def __init__(self, fleet: Fleet, table: LinkTable) -> None:
@@ -69,7 +70,7 @@ class FleetLinks:
         )
 
     def transfer(self, src: Slot, dst: Slot, kv_bytes: float) -> tuple[float, float]:
-        """Return the seconds that a transfer takes, with what else travels there, and what it costs."""
+        """Return the seconds of a transfer, with the other transfers on its link, and its price."""
         at, others_bytes, n_others, slowness, extra_s = self.map.state(src, dst)
         link = self.links[at]
         carried_s = (kv_bytes + min(others_bytes, n_others * kv_bytes)) / link.bandwidth_bytes_per_s
@@ -80,7 +81,7 @@ class FleetLinks:
         return self.links[self.map.link(src, dst)[0]]
 
     def shared(self, src: Slot, dst: Slot) -> SharedLink | None:
-        """Return what transfers from one slot to another share; None where nobody knows."""
+        """Return the shared link from one slot to another; None when it is unknown."""
         number = self.map.link(src, dst)[1]
         found = self.map.name(number)
         if found is None:
@@ -95,13 +96,13 @@ class FleetLinks:
         return name
 
     def prices(self, src: Slot) -> FloatColumn:
-        """Return what a byte from there to each decode slot costs; 0 elsewhere."""
+        """Return the price of a byte from ``src`` to each decode slot; 0 elsewhere."""
         prices: FloatColumn = np.empty(self._fleet.n_slots)
         self.map.prices(prices, src)
         return prices
 
     def use(self, state: LinkState | None) -> None:
-        """Count what ``state`` has from now on; None: nothing, and links are as the table has them."""
+        """Read loads and paces from ``state`` from now on; None: no loads, and links as in the table."""
         if state is self._state and (state is None or state.reader is self):
             return
         if self._state is not None and self._state.reader is self:
@@ -111,27 +112,28 @@ class FleetLinks:
         if state is not None:
             state.reader = self
             for link, load in state.loads():
-                self.loaded(link, load)
-            for of, pace in state.paces():
-                self.paced(of, pace)
+                self.load_changed(link, load)
+            for link_or_kind, pace in state.paces():
+                self.pace_changed(link_or_kind, pace)
 
-    def loaded(self, link: SharedLink, load: LinkLoad) -> None:
-        """This is what is to travel over the link from now on."""
+    def load_changed(self, link: SharedLink, load: LinkLoad) -> None:
+        """Update the load of a link."""
         number = self._number(link)
         if number is not None:
             self.map.set_load(number, load.bytes, load.transfers)
 
-    def paced(self, of: SharedLink | LinkKind, pace: LinkPace | None) -> None:
-        """This is the pace of a link, or of a kind of links, from now on."""
-        if isinstance(of, SharedLink):
-            number = self._number(of)
+    def pace_changed(self, link_or_kind: SharedLink | LinkKind, pace: LinkPace | None) -> None:
+        """Update the pace of a link or of a kind of links."""
+        if isinstance(link_or_kind, SharedLink):
+            number = self._number(link_or_kind)
             if number is not None:
                 self.map.set_pace(number, pace)
-        elif of.level is None or of.level in self._at:
-            self.map.set_kind_pace(None if of.level is None else self._at[of.level], of.within, pace)
+        elif link_or_kind.level is None or link_or_kind.level in self._at:
+            level = link_or_kind.level
+            self.map.set_kind_pace(None if level is None else self._at[level], link_or_kind.within, pace)
 
     def _number(self, link: SharedLink) -> int | None:
-        """The number of a link; None where nobody is there any more."""
+        """Return the number of a link; None when no worker is at its ends."""
         try:
             return self._numbers[link]
         except KeyError:
@@ -156,14 +158,14 @@ class FleetLinks:
 
 
 def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
-    """Return the links of ``table`` between the fleet's slots; the same ones until a card changes."""
+    """Return the links of ``table`` between the fleet's slots; cached until a card changes."""
     return fleet.derived_from_places(FleetLinks, table)
 
 
 def transfer_seconds(
     request: RouteRequest, view: View, table: LinkTable, overlap: IntColumn | None, prefill_slot: Slot
 ) -> FloatColumn:
-    """Return how long moving the KV from ``prefill_slot`` to each decode slot takes over the links of
+    """Return the seconds to transfer the KV from ``prefill_slot`` to each decode slot over the links of
     ``table``.
     """
     fleet = view.fleet
@@ -182,8 +184,8 @@ def transfer_seconds(
 def price_seconds(
     request: RouteRequest, view: View, overlap: IntColumn | None, prefill_slot: Slot
 ) -> FloatColumn | None:
-    """Return what the price of moving the KV from ``prefill_slot`` to each decode slot weighs; None where
-    prices weigh nothing.
+    """Return the price, weighed in seconds, of the transfer from ``prefill_slot`` to each decode slot; None
+    when prices have no weight.
     """
     settings, fleet = view.settings, view.fleet
     if settings.links is None or settings.price_weight == 0.0:
@@ -199,7 +201,7 @@ def price_seconds(
 
 
 def kv_bytes_per_token(fleet: Fleet, prefill_slot: Slot) -> int:
-    """Return how many bytes of KV a token has; 0 where the worker does not say."""
+    """Return the KV bytes of a token; 0 when the worker does not publish them."""
     return max(0, int(fleet.columns.kv_bytes_per_token[prefill_slot]))
 
 

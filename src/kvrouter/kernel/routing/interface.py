@@ -1,4 +1,4 @@
-"""The types of a decision: the request, the view, the settings, the decision."""
+"""The input and output types of routing: settings, request, view, cost rule, pick and decision."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn, SlotColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.topology.links import LinkState, LinkTable
+from kvrouter.kernel.topology.link_table import LinkState, LinkTable
 from kvrouter.kernel.topology.policy import NearFrontend, RouterTopologyDefault, TransferConstraint
 
 
@@ -31,14 +31,13 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     """The decision's settings for one model; a request may override three of them.
 
     ``active_decode_blocks_threshold`` is a fraction of a worker's blocks, ``active_prefill_tokens_threshold``
-    a number of tokens; above either one a worker is busy. ``kv_transfer_weight`` is in blocks a second of
-    transfer, and counts only where ``links`` is given. ``timing`` is what an engine is taken to need for a
-    step before anything is known of it; ``decode_weight`` is for how many tokens of its answer a request
-    weighs the time of a decode step; ``price_weight`` how many seconds one unit of links' prices weighs.
-    These count only where ``cost`` is time, and ``pd_selection`` may be joint only there. ``cost`` is a name
-    of :data:`~kvrouter.core.cost_rules.COST_RULES`. With
-    ``prefill_alone`` the prefill leg is all that is decided: somebody else picks decode. Raises ConfigError
-    naming the setting.
+    a number of tokens; a worker above either is busy. ``kv_transfer_weight`` is in blocks per second of
+    transfer, and has an effect only with ``links``. ``timing`` is the assumed duration of an engine's step
+    before any measurement; ``decode_weight`` the number of answer tokens whose decode steps count;
+    ``price_weight`` the seconds per unit of links' prices. These three have an effect only if ``cost`` is
+    time, and ``pd_selection`` may be joint only then. ``cost`` is a name of
+    :data:`~kvrouter.core.cost_rules.COST_RULES`. With ``prefill_alone`` only the prefill leg is decided:
+    another program picks decode. Raises ConfigError naming the setting.
     """
 
     mode: RouterMode = RouterMode.KV
@@ -88,18 +87,17 @@ def _check_at_least_0(name: str, number: float) -> None:
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
-    """What routing needs to know of one attempt of a request.
+    """Routing's input for one attempt of a request.
 
-    ``total_blocks`` counts a partial tail. ``pin`` is for the decode leg, or for the whole request when it is
-    not split; ``prefill_pin`` for the prefill leg. ``excluded`` workers have failed this request before.
-    ``whole`` asks for one worker that does all of it, although prefill workers are here: no KV is handed on.
-    ``whole_if_broken`` asks for that where KV was lost lately between every pair that could be made.
-    ``last_resort``: also workers whose circuit is open may take it, because nobody else may.
-    ``context_tokens``: what the context of a worker must hold that answers, 0 where that is not known.
-    ``near``: the worker that prefills is near the frontend, or cheaper there.
-    ``has_media``: what engines hold of it can only be predicted, beyond the text that it begins with.
-    ``shape``: of what kind the call is that an engine makes this prompt of; empty where no engine does.
-    ``is_prompt_unknown``: its tokens are not known here, ``isl_tokens`` is an estimate.
+    ``total_blocks`` counts a partial tail. ``pin`` is for the decode leg or an aggregated request;
+    ``prefill_pin`` for the prefill leg. ``excluded`` workers have failed this request before. ``aggregated``
+    asks for one worker for the full request even if there are prefill workers, so that no KV is transferred.
+    ``aggregated_if_broken`` asks for that when KV was lost lately between every possible pair.
+    ``last_resort``: workers with an open circuit may take it too, because no other worker may.
+    ``context_tokens``: the context that the answering worker needs, 0 when unknown. ``near``: the prefill
+    worker must be near the frontend, or is cheaper there. ``has_media``: engines report no blocks beyond the
+    text before the first media. ``shape``: the kind of call from which an engine builds this prompt; empty
+    when no engine does. ``is_prompt_unknown``: the tokens are unknown, and ``isl_tokens`` is an estimate.
     """
 
     request_id: RequestId
@@ -111,8 +109,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
     prefill_pin: Pin | None = None
     excluded: frozenset[WorkerId] = frozenset()
     attempt: int = 0
-    whole: bool = False
-    whole_if_broken: bool = False
+    aggregated: bool = False
+    aggregated_if_broken: bool = False
     last_resort: bool = False
     has_media: bool = False
     shape: str = ""
@@ -122,12 +120,12 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
 
 class Speeds(NamedTuple):
-    """What a router has learned of its worker ranks, by slot.
+    """The learned speeds of worker ranks, by slot.
 
-    ``slowness`` and ``decode_slowness``: how many times as long as the settings' timing says prompts and
-    decode steps take there. ``turnover``: the natural logarithm of how fast what is cached there is replaced,
-    over a calm cache; 0 or more. ``answer_s``: how many seconds an answer keeps its blocks, where that is 1.
-    ``interference``: what share of the decode steps of others a prompt waits for, 0 to 1.
+    ``slowness`` and ``decode_slowness``: the duration of prompts and of decode steps, over the settings'
+    timing. ``turnover``: the natural logarithm of the rate at which the cache is replaced, over a calm
+    cache's; 0 or more. ``answer_s``: the seconds that an answer holds its blocks at slowness 1.
+    ``interference``: the share of other requests' decode steps that a prompt waits for, 0 to 1.
     """
 
     slowness: FloatColumn
@@ -138,34 +136,34 @@ class Speeds(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The predicted seconds of one leg at one rank; the first three are the request's own wait."""
+    """The predicted seconds of one leg at one rank. The first three are the request's own waiting time."""
 
     queue_s: float
-    """Until what is queued there is prefilled."""
+    """Until the prompts queued at the rank are prefilled."""
     prefill_s: float
-    """To prefill what of the prompt is not cached there."""
+    """To prefill the prompt tokens that are not cached at the rank."""
     memory_s: float
-    """Until there is KV memory and a seat."""
+    """Until the rank has free KV memory and a free seat."""
     decode_s: float
-    """What the steps of its answer take, as many as ``decode_weight`` says."""
+    """Of ``decode_weight`` decode steps of the answer."""
     others_s: float
-    """What those who wait there wait longer for it."""
+    """The delay of other requests at the rank."""
     turnover_s: float
-    """What later requests lose, as its KV is replaced sooner there than in a calm cache."""
+    """The loss of later requests, because the rank replaces cached KV sooner than a calm cache."""
     transfer_s: float
-    """To move its KV there."""
+    """To transfer the KV to the rank."""
     price_s: float = 0.0
-    """What the price of moving its KV there weighs."""
+    """The price of that transfer, weighed in seconds."""
 
     @property
     def expected_s(self) -> float:
-        """What the leg itself is expected to take to its first token."""
+        """The predicted seconds from placing the leg to its first token."""
         return self.queue_s + self.prefill_s + self.memory_s + self.transfer_s
 
 
 class CostInput(NamedTuple):
-    """What other costs than that of blocks read: the ledger's requests by slot, those of them whose first
-    token has not come, what was learned of ranks, and what travels over links; None where nobody counts.
+    """Input of cost rules beyond tokens and blocks: the ledger's requests by slot, those without a first
+    token, the learned speeds of ranks, and the loads of links; None when they are not kept.
     """
 
     requests: IntColumn
@@ -175,18 +173,17 @@ class CostInput(NamedTuple):
 
 
 class View(msgspec.Struct, frozen=True):
-    """One reading of everything that the decision depends on; each column has a slot's entry at its index
-    and at least ``fleet.n_slots`` entries. The time rule's are C-contiguous, those of an index's blocks and
-    ``not_active`` of 32 bits without a sign, and other counts of 64 bits.
+    """One reading of all state that a decision depends on. Each column has a slot's entry at its index and at
+    least ``fleet.n_slots`` entries. The columns that the time rule reads are C-contiguous; an index's blocks
+    and ``not_active`` are unsigned 32-bit, other counts 64-bit.
 
-    ``overlap_blocks``: leading blocks of the request that are there; None when no index is kept.
+    ``overlap_blocks``: the leading blocks of the request that the slot holds; None without an index.
     ``prefill_tokens``, ``active_blocks``: the ledger's load. ``not_active``: the request's blocks that are
-    not among the active ones there; None says that all of them are new everywhere. ``seed`` is for draws,
-    ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
-    may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
-    load when the slot's latest load report was taken; None where all that is booked is in the report.
-    ``rule`` costs and picks instead of the settings' cost and mode. ``cost_input`` is None under rules that
-    need none of it.
+    not active at the slot; None: all of them are new everywhere. ``seed`` is for draws, ``turn`` counts
+    requests for round-robin. ``unseen`` is the expected number of requests that other routers have placed and
+    that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's load when the
+    slot's latest load report was taken; None: reports include all bookings. ``rule`` replaces the settings'
+    cost and mode. ``cost_input`` is None under rules that do not need it.
     """
 
     fleet: Fleet
@@ -205,7 +202,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Timed(NamedTuple):
-    """What the time rule says of one slot."""
+    """The time rule's blocks and times of one slot."""
 
     prefill_blocks: float
     decode_blocks: float
@@ -213,12 +210,11 @@ class Timed(NamedTuple):
 
 
 class Columns(msgspec.Struct, frozen=True, gc=False):
-    """What a rule says of one leg, with an entry per slot, eligible or not; the ``cost`` is multiplied later,
-    in place. A column that would be the same nothing everywhere is None.
+    """A rule's result for one leg, with an entry per slot, eligible or not; the multiplier is later applied
+    to ``cost`` in place. A column that would be 0 everywhere is None.
 
-    ``timed`` has the blocks to prefill and to decode of a slot that holds so many leading blocks, and its
-    times, where the columns of blocks are not made. ``is_masked``: slots that may not take the leg cost
-    infinity already.
+    ``timed(slot, overlap_blocks)`` returns the blocks and times of one slot, for a rule that does not compute
+    the columns of blocks. ``is_masked``: slots that may not take the leg already cost infinity.
     """
 
     cost: FloatColumn
@@ -229,7 +225,7 @@ class Columns(msgspec.Struct, frozen=True, gc=False):
 
 
 class Costs(msgspec.Struct, frozen=True, gc=False):
-    """The columns of one leg: a rule's, and what is the same under every rule."""
+    """The cost columns of one leg: the rule's, and those that are the same under every rule."""
 
     overlap_blocks: IntColumn | None
     transfer_blocks: FloatColumn | None
@@ -238,17 +234,17 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def cost(self) -> FloatColumn:
-        """What the leg costs at each slot."""
+        """The cost of the leg at each slot."""
         return self.columns.cost
 
 
 class LegInput(msgspec.Struct, frozen=True, gc=False):
-    """One leg of one request, as a cost rule is asked for it; columns have an entry per slot.
+    """A cost rule's input for one leg of one request; columns have an entry per slot.
 
-    ``prefill_slot`` is where a decode leg's KV comes from, ``transfer_s`` the seconds that it travels, where
+    ``prefill_slot`` is the source of a decode leg's KV, ``transfer_s`` the seconds of its transfer, when
     links are weighed, and ``transfer_blocks`` these times ``kv_transfer_weight``. Slots that are not
-    ``among`` these may cost infinity; None: all of them need a cost. ``stalls``: it is for decode workers
-    that prefill for themselves.
+    ``among`` the given ones may cost infinity; None: every slot needs a cost. ``stalls``: the leg is for
+    decode workers that prefill for themselves.
     """
 
     request: RouteRequest
@@ -264,10 +260,10 @@ class LegInput(msgspec.Struct, frozen=True, gc=False):
 
 
 class Needs(NamedTuple):
-    """What a cost rule reads beyond tokens and blocks.
+    """The input that a cost rule needs beyond tokens and blocks.
 
-    ``requests``: how many there are at each rank (:class:`CostInput`). ``learned``: the speeds of ranks and
-    links, which a router learns from its requests under such a rule, beginning with links that are assumed.
+    ``requests``: the requests at each rank (:class:`CostInput`). ``learned``: the speeds of ranks and links,
+    which a router learns from its requests under this rule, starting from assumed links.
     """
 
     requests: bool = False
@@ -275,21 +271,21 @@ class Needs(NamedTuple):
 
 
 class CostRule(ABC):
-    """What a rank costs, where the cheapest is picked."""
+    """A rule for the cost of a leg at each rank; the rank with the lowest cost is picked."""
 
     needs: ClassVar[Needs] = Needs()
 
     @abstractmethod
-    def columns(self, given: LegInput) -> Columns:
-        """Return what the leg costs at each slot, in arrays of its own."""
+    def columns(self, leg_input: LegInput) -> Columns:
+        """Return the cost of the leg at each slot, in new arrays."""
 
     @abstractmethod
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:
-        """Return what the leg of such a request adds to the cost of a rank that holds nothing of it."""
+        """Return the cost that a leg of this kind adds to a rank without any of its blocks."""
 
 
 class PickInput(NamedTuple):
-    """What a rule picks among. ``allowed``: the slots that may take the leg, at least one, in the order of
+    """A rule's input for a pick. ``allowed``: the slots that may take the leg, at least one, in the order of
     ranks; ``draw`` is 64 random bits.
     """
 
@@ -300,18 +296,18 @@ class PickInput(NamedTuple):
 
 
 class PickingRule(CostRule):
-    """A cost rule that picks by itself, and knows no preferred taints; the masks, pins and domains are the
-    same for every rule.
+    """A cost rule with its own pick, without preferred taints. Masks, pins and domains are the same for every
+    rule.
     """
 
     @abstractmethod
-    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+    def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:
         """Return one of the allowed slots."""
 
 
 @cache
 def cost_rule(name: str) -> CostRule:
-    """Return the rule of this name; the same one again."""
+    """Return the rule of this name; always the same object."""
     rule: CostRule = import_module(COST_RULES[name]).RULE
     return rule
 
@@ -321,8 +317,8 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
 
     Under the blocks rule cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) ·
     multiplier; the other rules' costs are in :mod:`kvrouter.kernel.routing.costs`. ``times`` is None unless
-    the cost is time. ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is how many
-    requests like this one were taken to be on their way, from other routers, to the ranks that are cheapest.
+    the cost is time. ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is the number
+    of requests from other routers that were assumed to be in flight to the cheapest ranks.
     """
 
     slot: Slot
@@ -340,14 +336,14 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One row of an explanation: one worker rank that was asked for the leg, and its first refusal if any.
+    """One row of an explanation: one candidate rank of the leg, and its first refusal if any.
 
-    Those are the ranks of the leg's role, or all ranks where none has it. The parts of the cost are those of
-    :class:`Pick`; a refused rank has them too.
+    The candidates are the ranks of the leg's role, or all ranks when no rank has it. The parts of the cost
+    are those of :class:`Pick`; a refused rank has them too.
 
-    Where pairs are chosen together, ``pair_cost`` is what the whole request costs here: with ``partner``, the
-    best decode rank for a prefill rank and the best prefill rank for a decode rank; without one where a
-    decode rank would prefill for itself. None where it may not go.
+    For jointly chosen pairs, ``pair_cost`` is the cost of the full request with this rank: with ``partner``,
+    the best decode rank for a prefill rank and the best prefill rank for a decode rank; without one for a
+    decode rank that would prefill for itself. None when the rank is refused.
     """
 
     slot: Slot
@@ -367,15 +363,15 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Where one attempt of a request goes.
+    """The destination of one attempt of a request.
 
-    ``prefill`` is None when the request is not split: ``decode`` then takes all of it, or its prefill leg
-    where that is all that is decided, as ``decode.leg`` says. ``constraint`` is what the prefill worker asks
-    of any decode worker, and holds when decode is picked again. ``fallback_used`` says that no decode worker
-    of the domain could take it; ``cross_domain`` that the pair is not known to share the policy's domain
-    value; ``last_resort`` that nobody was left whose circuit is closed; ``together`` that pairs, and decode
-    workers that prefill for themselves, were compared by what they cost together. ``rows`` is empty unless an
-    explanation was asked for.
+    ``prefill`` is None when the request is not split: ``decode`` then takes all of it, or its prefill leg if
+    only that is decided, as ``decode.leg`` says. ``constraint`` is the prefill worker's constraint on the
+    decode worker, which also holds when decode is picked again. ``fallback_used``: no decode worker of the
+    domain could take it; ``cross_domain``: the pair is not known to share the policy's domain value;
+    ``last_resort``: only workers with an open circuit were left; ``together``: pairs, and decode workers that
+    prefill for themselves, were compared by their joint cost. ``rows`` is empty unless an explanation was
+    asked for.
     """
 
     request_id: RequestId
