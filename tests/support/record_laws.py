@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.transports.records.card_tracker import WatcherSinks
 from kvrouter.transports.records.encoding import CORDONS, CardRecord
 from kvrouter.transports.records.leased_watch import CardStore, LeasedWatch

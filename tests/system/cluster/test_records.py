@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.kube.account import Account
 from kvrouter.transports.records.encoding import CardRecord
 from kvrouter.transports.records.kubernetes.cards import WorkerObjects

@@ -10,7 +10,7 @@ from typing import TypeVar
 import nats
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.transports.records.encoding import CARDS, CORDONS, CardRecord
 from kvrouter.transports.records.file.folder import Folder
 from kvrouter.transports.records.file.store import FileRecords

@@ -246,8 +246,8 @@ class NvextReader:
             if word in known:
                 found.append(word)
             else:
-                what = f"must be {' or '.join(known)}, not {shown(written)!r}"
-                self.on_unknown(f"nvext.{field}[{place}]", what)
+                why = f"must be {' or '.join(known)}, not {shown(written)!r}"
+                self.on_unknown(f"nvext.{field}[{place}]", why)
         return tuple(found)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import JsonValue
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import (
