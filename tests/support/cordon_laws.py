@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon, CordonRules, CordonSource
+from kvrouter.core.cordon_rules import Cordon, CordonRules, CordonSource
 from kvrouter.transports.discovery.port import CordonStore
 
 ZONE = Cordon("zone", "a", at_s=1_700_000_000.5, by="ann@desk", reason="maintenance of rack 4")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.transports.discovery.card_tracker import WatcherSinks
 from kvrouter.transports.discovery.leased_watch import CardStore, LeasedWatch
 from kvrouter.transports.discovery.records import OtherWrote, RecordStore

@@ -7,7 +7,7 @@ from msgspec.structs import asdict
 
 from kvrouter.api import cordon_schema as api
 from kvrouter.api.fleet_schema import Cordoned, Discovery
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.prepare import Bodies

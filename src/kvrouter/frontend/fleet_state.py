@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from pydantic import JsonValue
 
-from kvrouter.core.cordons import Cordon, cordon_digest
+from kvrouter.core.cordon_rules import Cordon, cordon_digest
 
 Manifest = dict[str, JsonValue]
 """An object as the API server takes and gives it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from kvrouter.core.cordons import (
+from kvrouter.core.cordon_rules import (
     CORDONS_MAX,
     NODE_LEVEL,
     WORKER_LEVEL,

@@ -7,7 +7,7 @@ from typing import NotRequired, TypedDict, Unpack
 
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.cordons import CordonRules
+from kvrouter.core.cordon_rules import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RouterId, WorkerId, WorkerRank

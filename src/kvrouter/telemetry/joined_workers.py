@@ -8,7 +8,7 @@ from typing import TextIO
 
 import msgspec
 
-from kvrouter.telemetry.events import Event, LogValue, cut
+from kvrouter.telemetry.log_events import Event, LogValue, cut
 from kvrouter.telemetry.logs import TextFormatter, event_of, fields_of, terminal_handler
 
 IDS_SHOWN = 4

@@ -13,7 +13,7 @@ from typing import TextIO
 import msgspec
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.telemetry.events import LogValue, cut
+from kvrouter.telemetry.log_events import LogValue, cut
 
 ROOT = "kvrouter"
 """The logger above all of ours; others' loggers are left as they are."""

@@ -21,13 +21,13 @@ from kvrouter.frontend.openai.body import (
     NUMBERS_MIN,
     BodyBounds,
     BodyOverBounds,
-    ScannedBody,
     scanned,
 )
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
+from tests.support.calls import MakeFail, WatchCalls
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
 from tests.support.scripted_transport import ScriptedStream
@@ -127,26 +127,14 @@ async def test_admin_routes_have_a_small_body_limit() -> None:
         assert "no body of this route" in (await refusal(house, "/busy_threshold", PAGE_BYTES_MAX + 1) or "")
 
 
-async def test_long_bodies_are_read_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[tuple[str, str]] = []
-
-    def noted_scan(data: bytes, bounds: BodyBounds) -> ScannedBody:
-        threads.append(("scan", threading.current_thread().name))
-        return scanned(data, bounds)
-
-    def noted_decode(decoder: "msgspec.json.Decoder[object]", body: ScannedBody) -> object:
-        threads.append(("decode", threading.current_thread().name))
-        return decoder.decode(body.data)
-
-    monkeypatch.setattr(prepare, "scanned", noted_scan)
-    monkeypatch.setattr(parse, "decode_body", noted_decode)
+async def test_long_bodies_are_read_with_the_loop(watch_calls: WatchCalls) -> None:
+    scans, decodes = watch_calls(prepare, "scanned"), watch_calls(parse, "decode_body")
     async with open_house(own(1), script=says("ok")) as house:
         assert (await house.chat("hello")).status_code == 200
         assert (await house.chat("hello", metadata={"a": "x" * OFF_LOOP_BYTES})).status_code == 200
     here = threading.current_thread().name
-    assert [(what, name == here) for what, name in threads] == [
-        ("scan", True), ("decode", True), ("scan", False), ("decode", False),
-    ]  # fmt: skip
+    assert [call.thread == here for call in scans] == [True, False]
+    assert [call.thread == here for call in decodes] == [True, False]
 
 
 async def test_as_many_token_ids_as_the_longest_context_holds() -> None:
@@ -181,12 +169,9 @@ TOO_LONG = 1_000_001
     ],
 )
 async def test_a_too_long_prompt_is_refused_before_it_is_decoded(
-    path: str, fields: dict[str, object], param: str, code: str, monkeypatch: pytest.MonkeyPatch
+    path: str, fields: dict[str, object], param: str, code: str, make_fail: MakeFail
 ) -> None:
-    def no_decode(*_: object) -> object:
-        raise AssertionError("it was decoded")
-
-    monkeypatch.setattr(parse, "decode_body", no_decode)
+    make_fail(parse, "decode_body", AssertionError("it was decoded"))
     async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
         error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
         counted = house.bench.telemetry.prompts_refused.value(code)

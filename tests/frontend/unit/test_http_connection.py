@@ -13,6 +13,7 @@ from kvrouter.frontend.http.response import (
     Request,
     RequestHead,
 )
+from tests.support.calls import WatchCalls
 
 RATE = "the request's body took too long to arrive: 30 s below 100 bytes/s"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -196,15 +197,8 @@ def test_one_byte_chunks_are_served() -> None:
     ],
     ids=["one chunk", "short chunks", "extensions", "an end inside", "empty lines before a request"],
 )
-def test_blank_lines_are_not_taken_one_by_one(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed: list[int] = []
-    feed = MessageParser.feed
-
-    def counted(self: MessageParser, piece: memoryview) -> int:
-        fed.append(len(piece))
-        return feed(self, piece)
-
-    monkeypatch.setattr(MessageParser, "feed", counted)
+def test_blank_lines_are_not_taken_one_by_one(data: bytes, watch_calls: WatchCalls) -> None:
+    fed = watch_calls(MessageParser, "feed")
     end = b"0\r\nTrailer: t\r\n\r\n" if data.startswith(b"POST") else b""
     events = receive(data + end + GET)
     assert refusal(events) is None

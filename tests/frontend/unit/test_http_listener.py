@@ -102,7 +102,6 @@ def test_a_drain_waits_for_a_connection_that_was_just_accepted(run: Run) -> None
     ],
 )
 def test_connections_leave_descriptors_for_the_process(
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     files_max: int,
     wanted: int | None,
@@ -110,7 +109,6 @@ def test_connections_leave_descriptors_for_the_process(
     numbers: int,
 ) -> None:
     """Who asked for more than there is room for is warned, and nobody else."""
-    monkeypatch.setattr("kvrouter.app.lifetime.allow_many_files", lambda: files_max)
-    room = descriptors_for(wanted)
+    room = descriptors_for(wanted, files_max=files_max)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
     assert ("config_warning" in caplog.text) == (wanted is not None and connections < wanted)

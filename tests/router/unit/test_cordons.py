@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import CORDONS_MAX, Cordon, CordonRules, CordonSource, checked_cordon
+from kvrouter.core.cordon_rules import CORDONS_MAX, Cordon, CordonRules, CordonSource, checked_cordon
 from kvrouter.core.errors import (
     CordonsUnavailable,
     InvalidRequest,

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon, CordonSource
+from kvrouter.core.cordon_rules import Cordon, CordonSource
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.kube.account import Account
 from kvrouter.transports.discovery.kubernetes import KubernetesCordons

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.kube.account import Account
 from kvrouter.transports.discovery.kubernetes.cordons import CordonObjects
 from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects

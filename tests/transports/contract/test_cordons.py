@@ -10,7 +10,7 @@ from pathlib import Path
 import nats
 import pytest
 
-from kvrouter.core.cordons import Cordon, CordonSource
+from kvrouter.core.cordon_rules import Cordon, CordonSource
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.transports.discovery import clusters
 from kvrouter.transports.discovery.clusters import ClustersCordons

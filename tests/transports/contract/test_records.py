@@ -10,7 +10,7 @@ from typing import TypeVar
 import nats
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.transports.discovery.file.folder import Folder
 from kvrouter.transports.discovery.file.records import FileRecords
 from kvrouter.transports.discovery.nats.bucket import BucketRecords

@@ -22,6 +22,7 @@ from kvrouter.transports.discovery.leased_watch import LeasedWatch
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.discovery.records import PolledFeed, RecordKind
 from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
+from tests.support.calls import MakeFail
 from tests.support.constants import SetConstants
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
@@ -211,6 +212,13 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
     assert await ids(files) == [1, 2]
 
 
+def raises(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 async def test_a_folder_whose_files_cannot_be_looked_at_is_a_lost_store(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,20 +335,13 @@ async def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
 
 
 async def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_cannot_be_renewed(
-    folder: Folder, files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
+    folder: Folder, files: FileRecords[CardRecord], make_fail: MakeFail
 ) -> None:
     version = await files.put_over(record(1), None)
-    monkeypatch.setattr(folder, "replace", raises(errno.ENOSPC))
-    monkeypatch.setattr(os, "utime", raises(errno.EROFS))
+    make_fail(folder, "replace", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    make_fail(os, "utime", OSError(errno.EROFS, os.strerror(errno.EROFS)))
     with pytest.raises(OSError, match="No space left"):
         await files.put_over(record(1, draining=True), version)
-
-
-def raises(code: int) -> Callable[..., None]:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.kube.account import Account
 from kvrouter.kube.client import CONFLICT, JSON, KubeClient, Query, RequestRefused

@@ -32,9 +32,9 @@ class DryRun:
     """
 
     def __init__(
-        self, cluster: KubeClient, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
+        self, client: KubeClient, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
     ) -> None:
-        self._cluster, self._defaults, self._namespace = cluster, defaults, namespace
+        self._client, self._defaults, self._namespace = client, defaults, namespace
         self._within_s = within_s
         self._turns = asyncio.Semaphore(AT_A_TIME)
 
@@ -74,7 +74,7 @@ class DryRun:
         async with self._turns:
             try:
                 with collected_warnings() as texts:
-                    await self._cluster.dry_run(kind, manifest)
+                    await self._client.dry_run(kind, manifest)
                 warned += [Problem(path, f"the API server warns of {ref}: {text}") for text in texts]
             except RequestRefused as refused:
                 if not _is_about_the_object(refused):
@@ -88,7 +88,7 @@ class DryRun:
     async def _is_anothers(self, manifest: Manifest) -> bool:
         """Whether the object exists and is not this deployment's: it is never overwritten then."""
         try:
-            current = await self._cluster.read(kind_of(manifest), key_of(manifest))
+            current = await self._client.read(kind_of(manifest), key_of(manifest))
         except ClusterError:
             return False
         is_mine = current is None or owner_uid_of(current) == owner_uid_of(manifest)

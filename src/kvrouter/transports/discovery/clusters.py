@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
-from kvrouter.core.cordons import CLUSTER_LEVEL, Cordon
+from kvrouter.core.cordon_rules import CLUSTER_LEVEL, Cordon
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvrouter.core.cordons import Cordon, CordonSource
+from kvrouter.core.cordon_rules import Cordon, CordonSource
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink

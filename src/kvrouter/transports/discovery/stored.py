@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Generic, TypeVar
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard

@@ -6,7 +6,7 @@ import reprlib
 
 import msgspec
 
-from kvrouter.core.cordons import CORDONS_MAX, Cordon, checked_cordon, cordon_digest
+from kvrouter.core.cordon_rules import CORDONS_MAX, Cordon, checked_cordon, cordon_digest
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import WORKER_IDS, Epoch
 from kvrouter.core.json import decoded

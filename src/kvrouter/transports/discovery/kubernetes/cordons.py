@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.kube.client import ClusterUser
 from kvrouter.kube.objects import CORDONS as CORDON_OBJECTS
 from kvrouter.transports.discovery.card_tracker import TroubleSink
