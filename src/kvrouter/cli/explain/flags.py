@@ -24,7 +24,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """What PROMPT is."""
+    """The form of PROMPT."""
 
     model: str | None = option("The model; may be left out where one is served.")
     completion: bool = option("Take PROMPT as a completion's, without the chat template.", default=False)

@@ -151,7 +151,7 @@ class _Replays:
     n_variants: int = 0
 
     def of(self, variant: Variant) -> list[Rows] | None:
-        """Return a replay for each seed, no more than two where those are alike; None when interrupted."""
+        """Return a replay for each seed, at most two if those are equal; None when interrupted."""
         options = self.inputs.options
         seeds = options.all_seeds
         found: list[Rows] = []

@@ -40,13 +40,13 @@ class LlmdScorers(PublishedRule):
 
 class AibrixPrefix(PublishedRule):
     """The longest cached prefix, in whole percent of the prompt, among those with at most mean +
-    ``deviations`` · standard deviation requests, and of equals the fewest requests; where there is none, the
-    fewest requests.
+    ``deviations`` · standard deviation requests, and of equals the fewest requests; without any cached
+    prefix, the fewest requests.
 
-    Where load is uneven, only the workers with the fewest requests are looked at: where the most is at least
+    If load is uneven, only the workers with the fewest requests are candidates: if the most is at least
     ``imbalance`` above the fewest and, of three workers or more, over ``factor`` · (mean of the others + 1).
-    So are ``load_balance.go`` and ``prefix_cache.go`` of vllm-project/aibrix in 2026, with these defaults. Up
-    to 0.7 the difference alone counted, and the Helm chart set it to 16 and the deviations to 2.
+    This is ``load_balance.go`` and ``prefix_cache.go`` of vllm-project/aibrix in 2026, with these defaults.
+    Up to 0.7 the difference alone counted, and the Helm chart set it to 16 and the deviations to 2.
     """
 
     source: ClassVar[str] = (
