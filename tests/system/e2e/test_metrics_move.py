@@ -17,7 +17,7 @@ from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.constants import SetConstants
 from tests.support.engine_server import scripted_engine
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
@@ -473,7 +473,7 @@ class CountingSync(ReplicaSync):
 
 def test_other_replicas_are_on_the_page() -> None:
     telemetry = Telemetry()
-    sync = CountingSync(MemorySyncPlane(), RouterId("me"))
+    sync = CountingSync(MemorySyncTransport(), RouterId("me"))
     gauges = SyncGauges(telemetry, sync)
     gauges.refresh()
     gauges.refresh()

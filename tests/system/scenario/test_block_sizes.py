@@ -12,7 +12,7 @@ from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.router import router_service
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.port import Gone
 from tests.support.calls import WatchCalls
 from tests.support.constants import SetConstants
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all

@@ -28,7 +28,7 @@ from kvrouter.settings.tree import AdminAccess, FrontendSettings
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import up
 from tests.frontend.unit.test_standalone_app import TOKENS, open_router, pair, prefills
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.router.unit.test_routed_by_load import before
 from tests.support.calls import MakeFail
 from tests.support.constants import SetConstants
@@ -105,7 +105,7 @@ async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
             router_cost="blocks", kv_transfer_topology_level="rack", router_prefill_level="zone"
         ),
         place={"zone": "a"},
-        sync=ReplicaSync(MemorySyncPlane(), RouterId("first")),
+        sync=ReplicaSync(MemorySyncTransport(), RouterId("first")),
     ) as house:
         g = Golden(house.address)
         answers = [await g.ask("GET", path) for path in ("/v1/decisions", "/v1/flows", "/v1/refusals")]

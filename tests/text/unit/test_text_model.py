@@ -167,7 +167,7 @@ async def test_a_text_that_the_context_cannot_hold_is_not_tokenized(make_fail: M
     model.pool.close()
 
 
-def test_text_that_is_no_text_is_the_clients_fault() -> None:
+def test_half_a_surrogate_pair_is_the_clients_fault() -> None:
     tokenizer = Tokenizer.from_folder(MOCK_FOLDER)
     with pytest.raises(InvalidRequest) as refused:
         tokenizer.encode("\ud800")

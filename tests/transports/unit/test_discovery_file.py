@@ -14,14 +14,14 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.discovery import leased_watch
-from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
-from kvrouter.transports.discovery.file.folder import Folder
-from kvrouter.transports.discovery.file.records import FileRecords
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.records import PolledFeed, RecordKind
-from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.transports.records import leased_watch
+from kvrouter.transports.records.card_tracker import TroubleSink, WatcherSinks
+from kvrouter.transports.records.encoding import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.transports.records.file.folder import Folder
+from kvrouter.transports.records.file.store import FileRecords
+from kvrouter.transports.records.leased_watch import LeasedWatch
+from kvrouter.transports.records.port import Gone
+from kvrouter.transports.records.store import PolledFeed, RecordKind
 from tests.support.calls import MakeFail
 from tests.support.constants import SetConstants
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
@@ -200,7 +200,7 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
     (folder.path / ".worker-4.0123456789abcdef.half").touch()
     watch = LeasedWatch(files, WatcherSinks(nobody, nobody, None), remove_after_s=0.0, on_trouble=nobody)
     assert isinstance(watch.feed, PolledFeed)
-    await watch.feed.ask()
+    await watch.feed.poll()
     lives, version = await files.read("1")
     assert lives is not None
     version = await files.put_over(lives, version)
@@ -238,7 +238,7 @@ async def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
 ) -> None:
     version = await files.put_over(record(1), None)
     clock = iter(range(10**18, 0, -(10**12)))
-    monkeypatch.setattr("kvrouter.transports.discovery.file.folder.time.time_ns", lambda: next(clock))
+    monkeypatch.setattr("kvrouter.transports.records.file.folder.time.time_ns", lambda: next(clock))
     stamps = set()
     for _ in range(10):
         version = await files.put_over(record(1), version)

@@ -37,7 +37,7 @@ from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.source import settled_source
 from kvrouter.text.tokenizer import EncodePool
-from kvrouter.transports.discovery.port import GoneSink
+from kvrouter.transports.records.port import GoneSink
 from kvrouter.worker import EngineDoor, Worker, WorkerTransports, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env

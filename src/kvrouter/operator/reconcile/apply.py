@@ -260,7 +260,7 @@ def _collecting_refusals(changes: Changes, ref: ObjectRef) -> Iterator[None]:
     except RequestRefused as refused:
         if refused.is_passing:
             raise
-        changes.refused.append(RefusedWrite(ref, refused.said, refused.is_lasting))
+        changes.refused.append(RefusedWrite(ref, refused.detail, refused.is_lasting))
 
 
 def owner_uid_of(manifest: Manifest) -> str:

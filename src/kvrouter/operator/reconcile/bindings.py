@@ -172,7 +172,7 @@ class Bindings:
                     done[name] = manifests
             owner = owner_label(self._lease)
             self.refused = {
-                each.deployment: refusals[name].said
+                each.deployment: refusals[name].detail
                 for each in wanted
                 if (name := _policy_name(each.level_labels, owner)) in refusals
             }

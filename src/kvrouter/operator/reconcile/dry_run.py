@@ -78,9 +78,9 @@ class DryRun:
                 warned += [Problem(path, f"the API server warns of {ref}: {text}") for text in texts]
             except RequestRefused as refused:
                 if not _is_about_the_object(refused):
-                    untried.append(f"{ref}: {refused.said}")
+                    untried.append(f"{ref}: {refused.detail}")
                 elif not await self._is_anothers(manifest):
-                    message = refused.said[:MESSAGE_CHARS_MAX]
+                    message = refused.detail[:MESSAGE_CHARS_MAX]
                     problems.append(Problem(path, f"the API server would refuse {ref}: {message}"))
             except ClusterError as error:
                 untried.append(f"{ref}: {error.message}")
@@ -97,7 +97,7 @@ class DryRun:
 
 def _is_about_the_object(refused: RequestRefused) -> bool:
     """Whether the real write would be refused too, because of the object."""
-    if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
+    if _NO_RIGHT.search(refused.detail) or _NO_TRIAL in refused.detail:
         return False
     return refused.is_lasting and refused.status not in (401, 404, 405)
 

@@ -333,7 +333,7 @@ class Reconciler:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 if refused.is_passing:
                     raise
-                refused_of.append(f"Pod {pod.name}: {refused.said}")
+                refused_of.append(f"Pod {pod.name}: {refused.detail}")
             return pod
         self._instrumentation.labelled(place)
         return read_pod(patched) or pod

@@ -35,7 +35,7 @@ async def write_status(client: KubeClient, found: Manifest, status: Manifest, *,
     except RequestRefused as refused:
         if refused.is_passing or refused.status == NOT_FOUND:
             raise
-        raise StatusRefused(refused.said) from refused
+        raise StatusRefused(refused.detail) from refused
 
 
 class StatusWriter:

@@ -23,7 +23,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import PrefixSet
 from kvrouter.kernel.routing.masks import mask_of, prefill_mask, ready, screen_ranks, screens_of
 from kvrouter.kernel.topology.policy import MismatchPolicy, RouterTopologyDefault
-from kvrouter.recording.records import AttemptRecord, LegRecord, Worker
+from kvrouter.recording.schema import AttemptRecord, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import Move
 from kvrouter.sim.past.hit_ladder import (
     Cause,
