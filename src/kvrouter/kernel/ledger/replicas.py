@@ -66,7 +66,7 @@ class RemoteLeases:
         self._on_load_decrease = on_load_decrease
         self._before_load_increase = before_load_increase
         self._at: dict[WorkerRank, dict[RemoteLease, None]] = {}
-        self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
+        self._locations: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
         self._is_less = False
         self._n_bookings = 0
         self.requests_per_s = 0.0
@@ -88,9 +88,9 @@ class RemoteLeases:
         leases = self._at.get(rank)
         if leases is None:
             leases = self._at[rank] = {}
-            self._where[rank] = self._find(rank)
+            self._locations[rank] = self._find(rank)
         leases[lease] = None
-        self._book(lease, self._where[rank], now_s)
+        self._book(lease, self._locations[rank], now_s)
 
     def remove(self, lease: RemoteLease) -> None:
         """Remove a lease."""
@@ -98,7 +98,7 @@ class RemoteLeases:
         leases = self._at[rank]
         leases.pop(lease, None)
         if not leases:
-            del self._at[rank], self._where[rank]
+            del self._at[rank], self._locations[rank]
         if lease.booked is not None:
             self._ledger.close(lease.booked)
             lease.booked = None
@@ -119,15 +119,15 @@ class RemoteLeases:
     def fleet_changed(self, *, now_s: float) -> None:
         """Book or unbook leases whose ranks joined, changed or left."""
         for rank, leases in self._at.items():
-            where = self._find(rank)
-            if where == self._where[rank]:
+            location = self._find(rank)
+            if location == self._locations[rank]:
                 continue
-            self._where[rank] = where
+            self._locations[rank] = location
             for lease in leases:
                 if lease.booked is not None:
                     self._ledger.close(lease.booked)
                     lease.booked = None
-                self._book(lease, where, now_s)
+                self._book(lease, location, now_s)
 
     def notify(self) -> None:
         """Call ``on_load_decrease`` if load has decreased since the last call."""
@@ -139,9 +139,9 @@ class RemoteLeases:
         slot, card = self._fleet.slot_of(rank), self._fleet.card(rank.worker_id)
         return None if slot is None or card is None else (slot, card.incarnation)
 
-    def _book(self, lease: RemoteLease, where: tuple[Slot, Epoch] | None, now_s: float) -> None:
+    def _book(self, lease: RemoteLease, location: tuple[Slot, Epoch] | None, now_s: float) -> None:
         request = lease.request
-        if where is None or where[1] != request.incarnation:
+        if location is None or location[1] != request.incarnation:
             return
         try:
             prompt = Prompt.from_blocks(
@@ -154,7 +154,7 @@ class RemoteLeases:
         self._before_load_increase(now_s)
         lease.booked = self._ledger.book(
             key=LeaseKey(lease.router_id, request.request_id, request.leg_number),
-            slot=where[0],
+            slot=location[0],
             prompt=prompt,
             prefill_tokens=request.prefill_tokens,
             track_blocks=request.track_blocks,

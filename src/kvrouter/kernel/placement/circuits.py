@@ -200,10 +200,10 @@ class Circuits:
                 self._closed(worker_id)
                 del self._workers[worker_id]
         if len(self._workers) > len(self._fleet):
-            here = {
+            remaining = {
                 worker_id: entry for worker_id, entry in self._workers.items() if self._fleet.card(worker_id)
             }
-            self._workers = here
+            self._workers = remaining
         for pair, pair_entry in tuple(self._pairs.items()):
             if self._incarnations(*pair) != pair_entry.incarnations:
                 self._forget_pair(pair)

@@ -74,7 +74,7 @@ class Placement:
     shows_first_token: bool = True
     is_sampled: bool = True
     client: int = 0
-    """These three are those of the :class:`AttemptRequest`."""
+    """``shows_first_token``, ``is_sampled`` and ``client`` are those of the :class:`AttemptRequest`."""
     unseen_prefill: int = 0
     """The key in ``learned_costs.UnseenPrefills``; 0 when it has none."""
     expected: Expected | None = None

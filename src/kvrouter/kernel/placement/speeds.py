@@ -102,11 +102,11 @@ class SpeedReading(NamedTuple):
     """The measured speed of one rank."""
 
     slowness: float
-    """Of its prompts, relative to the settings' timing."""
+    """The slowness of its prompts, relative to the settings' timing."""
     decode_slowness: float
-    """Of its decode steps."""
+    """The slowness of its decode steps."""
     relative: float
-    """Of its prompts, relative to the median rank."""
+    """The slowness of its prompts, relative to the median rank."""
     requests: int
     """The number of its measured requests."""
     predicted_s: float
@@ -207,8 +207,8 @@ class LearnedSpeeds:
         self._clients.append(client)
         share = max(CLIENT_SHARE, self._clients.count(client) / len(self._clients))
         most = ceil(RECENT_REQUESTS * share)
-        is_news = now_s - rank.last_s >= CLIENT_WAITS_S
-        if most < RECENT_REQUESTS and not is_news and rank.clients.count(client) >= most:
+        is_overdue = now_s - rank.last_s >= CLIENT_WAITS_S
+        if most < RECENT_REQUESTS and not is_overdue and rank.clients.count(client) >= most:
             return False
         rank.clients.append(client)
         return True

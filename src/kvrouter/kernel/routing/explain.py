@@ -35,13 +35,13 @@ def rows_of(
 
     ``picked`` is None for a refusal.
     """
-    asked = screen.role.copy()
+    candidate_slots = screen.role.copy()
     refused_for: dict[int, Reason] = {}
     for reason, slots in stopped:
-        asked |= slots
+        candidate_slots |= slots
         refused_for.update(dict.fromkeys(np.flatnonzero(slots).tolist(), reason))
     rows = []
-    for slot in map(Slot, fleet.rank_order[asked[fleet.rank_order]].tolist()):
+    for slot in map(Slot, fleet.rank_order[candidate_slots[fleet.rank_order]].tolist()):
         pick = pick_at(slot, screen.leg, fleet, costs, 0)
         rows.append(
             Candidate(
@@ -253,8 +253,8 @@ def _refusal(
         counts = ", ".join(f"{count} {reason}" for reason, count in refusals.items())
         why = f"of {int(np.count_nonzero(screen.role))} {role} ranks: {counts}"
     if domain is not None:
-        where = ", ".join(values) if values else "whose value the prefill worker does not publish"
-        why += f"; KV keeps to {domain} {where}"
+        value = ", ".join(values) if values else "whose value the prefill worker does not publish"
+        why += f"; KV keeps to {domain} {value}"
     why += _about_pin(request, fleet, screen)
     busy = Reason.BUSY in refusals
     kind = AllWorkersBusy if busy else NoEligibleWorker

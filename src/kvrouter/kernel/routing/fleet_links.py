@@ -56,9 +56,9 @@ class FleetLinks:
         of_level = {level: number for number, level in enumerate(table.by_level, start=1)}
         pairs = []
         for number, (domain, one, other) in enumerate(table.pairs, start=1 + len(of_level)):
-            here, there = fleet.places.value_id(domain, one), fleet.places.value_id(domain, other)
-            if here is not None and there is not None:
-                pairs.append((at[domain], here, there, number))
+            value_a, value_b = fleet.places.value_id(domain, one), fleet.places.value_id(domain, other)
+            if value_a is not None and value_b is not None:
+                pairs.append((at[domain], value_a, value_b, number))
         columns = fleet.columns
         self.map = LinkMap(
             [np.ascontiguousarray(fleet.places.ids(domain)) for domain in self.domains],
