@@ -411,7 +411,7 @@ class Replicas:
         self._leases: dict[RouterId, ReplicaLeases] = {}
         self._models: dict[ModelName, RemoteLeases] = {}
         self._fleets: dict[ModelName, Fleet] = {}
-        self._past_counts = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._past = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._ticked_s = 0.0
         self.links = LinkExchange(router_id)
 
@@ -462,9 +462,7 @@ class Replicas:
         """Add the counts of a model's leases to the past counts, before they are replaced."""
         model = self._models.get(name)
         if model is not None:
-            self._past_counts = self._past_counts._replace(
-                unusable=self._past_counts.unusable + model.unusable
-            )
+            self._past = self._past._replace(unusable=self._past.unusable + model.unusable)
 
     # Routers
 
@@ -513,7 +511,7 @@ class Replicas:
         for router_id, replica in tuple(self._replicas.items()):
             if now_s - replica.last_message_s > self._silent_after_s:
                 self._drop(router_id)
-                self._past_counts = self._past_counts._replace(lost=self._past_counts.lost + 1)
+                self._past = self._past._replace(lost=self._past.lost + 1)
         self._notify()
         return Asks(
             ask=tuple(
@@ -536,18 +534,17 @@ class Replicas:
             replicas=len(replicas),
             behind=sum(replica.is_behind for replica in replicas),
             leases=sum(map(len, self._leases.values())),
-            gaps=self._past_counts.gaps + sum(replica.gaps for replica in replicas),
-            duplicates=self._past_counts.duplicates + sum(replica.duplicates for replica in replicas),
-            lost=self._past_counts.lost,
-            over_limit=self._past_counts.over_limit
-            + sum(leases.over_limit for leases in self._leases.values()),
-            unheard=self._past_counts.unheard,
-            unusable=self._past_counts.unusable + sum(model.unusable for model in self._models.values()),
+            gaps=self._past.gaps + sum(replica.gaps for replica in replicas),
+            duplicates=self._past.duplicates + sum(replica.duplicates for replica in replicas),
+            lost=self._past.lost,
+            over_limit=self._past.over_limit + sum(leases.over_limit for leases in self._leases.values()),
+            unheard=self._past.unheard,
+            unusable=self._past.unusable + sum(model.unusable for model in self._models.values()),
         )
 
     def _add_replica(self, router_id: RouterId, now_s: float) -> Replica | None:
         if len(self._replicas) >= self._replicas_max:
-            self._past_counts = self._past_counts._replace(unheard=self._past_counts.unheard + 1)
+            self._past = self._past._replace(unheard=self._past.unheard + 1)
             return None
         leases = self._leases[router_id] = ReplicaLeases(router_id, self._models, self._leases_max)
         replica = self._replicas[router_id] = Replica(leases, now_s=now_s, leases_max=self._leases_max)
@@ -560,8 +557,8 @@ class Replicas:
         leases = self._leases.pop(router_id)
         leases.clear()
         self.links.router_gone(router_id)
-        past = self._past_counts
-        self._past_counts = past._replace(
+        past = self._past
+        self._past = past._replace(
             gaps=past.gaps + replica.gaps,
             duplicates=past.duplicates + replica.duplicates,
             over_limit=past.over_limit + leases.over_limit,

@@ -97,18 +97,14 @@ class Placer:
         self.settings = settings
         self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
-        on_load_decrease = self.waiting.admission.pulse
-        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_readmitted=on_load_decrease)
+        wake = self.waiting.admission.pulse
+        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_readmitted=wake)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
         self._replication = replication
         if replication is not None:
             self.ledger = replication.share(
-                fleet,
-                ledger,
-                on_load_decrease=on_load_decrease,
-                before_load_increase=self._read_load,
-                now_s=now_s,
+                fleet, ledger, on_load_decrease=wake, before_load_increase=self._read_load, now_s=now_s
             )
         self.learned = LearnedCosts(fleet, self.ledger, events, settings, router_id)
         self.speeds, self.transfers = self.learned.speeds, self.learned.transfers

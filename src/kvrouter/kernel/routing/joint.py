@@ -74,10 +74,7 @@ class _Senders:
             for slot in slots
         ]
         self.constraints = tuple(numbers)
-        self.prefers = any(
-            constraint is not None and isinstance(constraint.policy, Preferred)
-            for constraint in self.constraints
-        )
+        self.prefers = any(each is not None and isinstance(each.policy, Preferred) for each in numbers)
         self.native = Senders(
             links.map,
             [_native_constraint(constraint, fleet, links.domains) for constraint in self.constraints],
@@ -92,12 +89,11 @@ def _native_constraint(
     if constraint is None:
         return "anywhere", None
     rule = {Required: "required", Fallback: "fallback", Preferred: "preferred"}[type(constraint.policy)]
-    value_id = (
-        None if constraint.value is None else fleet.places.value_id(constraint.domain, constraint.value)
-    )
-    if value_id is None or constraint.domain not in domains:
+    domain, value = constraint.domain, constraint.value
+    value_id = None if value is None else fleet.places.value_id(domain, value)
+    if value_id is None or domain not in domains:
         return rule, None
-    return rule, (domains.index(constraint.domain), value_id)
+    return rule, (domains.index(domain), value_id)
 
 
 class PairCosts:
@@ -227,11 +223,9 @@ def pick_jointly(
     """Pick the cheapest pair, or a decode worker that prefills for itself. Raises RoutingRefused."""
     fleet, screens = view.fleet, sides.screens
     local_screen = _local(request, fleet, screens)
-    local_mask = (
-        mask_of(np.zeros(fleet.n_slots, np.bool_))
-        if local_screen is None
-        else eligible(local_screen, screens.not_busy)
-    )
+    local_mask = mask_of(np.zeros(fleet.n_slots, np.bool_))
+    if local_screen is not None:
+        local_mask = eligible(local_screen, screens.not_busy)
     allowed = mask_of(sides.senders.allowed | local_mask.allowed)
     if not allowed.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
