@@ -127,9 +127,7 @@ class LinkReading(NamedTuple):
 
 
 class LearnedLinks:
-    """The learned paces of one model's links, written to ``state``. ``now_s`` is seconds of one monotonic
-    clock.
-    """
+    """The learned paces of one model's links, in ``state``. ``now_s`` is seconds of one monotonic clock."""
 
     def __init__(self, state: LinkState, events: PlacementEvents) -> None:
         self._state = state

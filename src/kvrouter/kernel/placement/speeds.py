@@ -216,9 +216,7 @@ class LearnedSpeeds:
     def answered(
         self, slot: Slot, tokens: int, seconds: float, *, step_s: float, client: int = 0, now_s: float
     ) -> None:
-        """Record an answer: its last token came ``seconds`` after its first; decode steps at slowness 1 take
-        ``step_s``.
-        """
+        """Record an answer: ``seconds`` from first to last token; a step at slowness 1 takes ``step_s``."""
         self._ensure_slots(slot + 1)
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)

@@ -126,9 +126,7 @@ class Transfers:
         return transfer
 
     def kv_ready(self, transfer: Transfer, *, is_clear: bool, steps_s: float, now_s: float) -> None:
-        """Start a transfer: its prompt is prefilled. ``steps_s`` are the seconds of a decode step at its
-        destination.
-        """
+        """Start a transfer after prefill; ``steps_s`` are the seconds of a decode step at its destination."""
         if transfer.began_s is None:
             transfer.began_s, transfer.steps_s = now_s, steps_s
             transfer.is_clear = is_clear and transfer.tables == self._tables
@@ -173,8 +171,8 @@ class Transfers:
                 transfer.paused_s += seconds
 
     def refresh(self, is_clear: Callable[[Slot], bool], *, now_s: float) -> None:
-        """Update the paces of links, a few times a second. Running transfers to ranks that are not clear are
-        no longer measured.
+        """Update the paces of links, at most every ``REFRESH_S``. Transfers to ranks that are not clear any
+        longer are not measured.
         """
         if now_s - self._refreshed_s >= REFRESH_S or now_s < self._refreshed_s:
             self._refreshed_s = now_s

@@ -92,9 +92,7 @@ def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[S
 
 
 def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tuple[Step, ...]:
-    """Return the steps of a prefill rank that must have a decode rank in its domain; ``passed`` ranks have
-    one.
-    """
+    """Return the steps of a prefill rank that needs a decode rank in its domain; ``passed`` have one."""
     known = passed | groups.unbound
     for group in groups.bound:
         known = known | (group.members & (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE))
@@ -157,9 +155,7 @@ def refuse_leg(
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
 ) -> RoutingRefused:
-    """Return the refusal of a request without an eligible rank for its one leg; explained, with a row for
-    each rank.
-    """
+    """Return the refusal of a request without an eligible rank for its one leg."""
     fleet, domain = view.fleet, None
     domain_steps: tuple[Step, ...] = ()
     if constraint is not None and isinstance(constraint.policy, Required):

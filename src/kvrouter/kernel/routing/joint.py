@@ -1,5 +1,4 @@
-"""Joint selection: the pair with the lowest total cost, or a decode worker that prefills for itself, in
-seconds.
+"""Joint selection: the pair of lowest cost, in seconds, or a decode worker that prefills for itself.
 
 With the parts of :mod:`kvrouter.kernel.routing.costs.time`, p at the prefill and d at the decode rank::
 
@@ -11,8 +10,7 @@ With the parts of :mod:`kvrouter.kernel.routing.costs.time`, p at the prefill an
 The decode rank frees memory while the prompt is computed, so only the longer part of that wait counts; the
 transfer follows the later of the two. If decode ranks prefill too, ``d.queue_s`` is one step of prompts, a
 full one at most. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.kernel.routing.fleet_links`. A
-decode rank that prefills for itself costs as much as an aggregated one, and delays the requests that it
-answers.
+decode rank that prefills for itself costs as much as an aggregated one, and delays its own requests.
 
 Eligibility is the same as for a sequential pick. A request that was refused a pair because no domain has one
 is not prefilled on a decode rank either.

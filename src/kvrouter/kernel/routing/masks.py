@@ -347,8 +347,7 @@ def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
 def prefill_mask(
     screens: Screens, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
 ) -> Mask:
-    """Return the prefill ranks to choose among: those of the first tier if one is eligible, else of the
-    second.
+    """Return the prefill ranks to choose among: of the first tier if one is eligible, else of the second.
 
     ``decode`` are the decode ranks that may take the request now.
     """
