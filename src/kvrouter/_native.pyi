@@ -457,7 +457,7 @@ class RecordQueue:
         then be queued.
         """
     def add_request(self, prompt: Prompt, request: RequestFields, more: bytes, /) -> bool:
-        """Add the line of a :class:`kvrouter.recording.records.RequestRecord`; ``more`` are members of it as
+        """Add the line of a :class:`kvrouter.recording.schema.RequestRecord`; ``more`` are members of it as
         JSON, each after a comma. Return False when more than the queue's ``bytes_max`` would then be queued.
 
         Raises, without adding a line, when the record cannot be made: UnicodeEncodeError (half of a surrogate

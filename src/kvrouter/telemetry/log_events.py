@@ -1,4 +1,4 @@
-"""Every log event, in one table, and the fields that a line may have. There is no field for a prompt."""
+"""Every log event, in one table, and the fields of log lines. No field holds a prompt."""
 
 import logging
 import string
@@ -19,13 +19,13 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + string.punctuation) - 
 
 
 class Event(StrEnum):
-    """What a line reports: how it is written, its level, and what it means."""
+    """A log event: its name in logs, its level, and its meaning."""
 
     level: int
     meaning: str
 
     def __new__(cls, value: str, level: int, meaning: str) -> "Event":
-        """Make a member of its name in logs, its level and its meaning."""
+        """Make a member with its name in logs, its level and its meaning."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.level = level
@@ -498,7 +498,7 @@ class Event(StrEnum):
 
 
 class Fields(TypedDict, total=False):
-    """The fields of a log line. Text that a client wrote is not among them, but for the ids that it chose."""
+    """The fields of a log line. Of a client's text they hold only the ids that it chose."""
 
     request_id: str
     trace_id: str
@@ -583,7 +583,7 @@ FIELD_NAMES = frozenset(Fields.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """A line as any handler shows it: the event, then ``key=value``; what could be misread is quoted."""
+    """A line as every handler shows it: the event, then ``key=value``; ambiguous values are quoted."""
 
     event: str
     fields: Mapping[str, LogValue]
@@ -593,7 +593,7 @@ class EventLine:
 
 
 def cut(value: LogValue) -> LogValue:
-    """Return ``value``, a text no longer than :data:`VALUE_MAX_CHARS`."""
+    """Return ``value``, a text cut to :data:`VALUE_MAX_CHARS`."""
     if isinstance(value, str) and len(value) > VALUE_MAX_CHARS:
         return value[:VALUE_MAX_CHARS] + "…"
     return value
@@ -619,10 +619,10 @@ def log_event(
     exc_info: bool | BaseException | None = None,
     **fields: Unpack[Fields],
 ) -> None:
-    """Log ``event`` with ``fields`` at the event's own level; free where that level is not written.
+    """Log ``event`` with ``fields`` at the event's own level; costs nothing where that level is disabled.
 
-    ``exc_info`` is an error to be logged with its traceback, or True for the one that is being handled.
-    Raises TypeError for a field that is not in :class:`Fields`: nothing else can reach a log.
+    ``exc_info`` is an error to log with its traceback, or True for the one being handled. Raises TypeError
+    for a field that is not in :class:`Fields`, so that no other text reaches a log.
     """
     level = event.level
     if not logger.isEnabledFor(level):
