@@ -16,9 +16,9 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.sync.nats import NatsSyncTransport
 from kvrouter.transports.sync.port import MessageSink, SyncTransport
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.nats_server import NatsServer
-from tests.support.replicas import ReplicaRouter
-from tests.support.waits import until
+from tests.testing.nats_server import NatsServer
+from tests.testing.router_replicas import ReplicaRouter
+from tests.testing.waits import until
 
 MakeTransport = Callable[[], Awaitable[SyncTransport]]
 

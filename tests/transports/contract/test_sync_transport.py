@@ -31,8 +31,8 @@ from kvrouter.core.sync import (
 from kvrouter.transports.sync.nats import NatsSyncTransport
 from kvrouter.transports.sync.port import SyncTransport
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.cancelled import cancelled_at_each_await
-from tests.support.nats_server import NatsServer, running_nats
+from tests.testing.cancellation import cancelled_at_each_await
+from tests.testing.nats_server import NatsServer, running_nats
 
 A, B, C = RouterId("router-a"), RouterId("router-b"), RouterId("router-c")
 WITHIN_S = 60.0
