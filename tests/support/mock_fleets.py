@@ -246,7 +246,7 @@ class MockBench:
         self.plane = WatchedPlane(fleet.requests)
         self.service: RouterService = build_service(
             config or fleet.fleet.router,
-            plane=self.plane,
+            transport=self.plane,
             discovery=fleet.discovery,
             subscriber=fleet.events,
             telemetry=self.telemetry,

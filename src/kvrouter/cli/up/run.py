@@ -74,7 +74,7 @@ async def embedded(
     ):
         service = build_service(
             settings.router,
-            plane=mock.requests,
+            transport=mock.requests,
             discovery=mock.discovery,
             subscriber=mock.events,
             telemetry=telemetry,

@@ -103,7 +103,7 @@ async def pods_served(
         stack.push_async_callback(planes.requests.close)
         service = build_service(
             settings.router,
-            plane=planes.requests,
+            transport=planes.requests,
             discovery=discovery,
             subscriber=planes.events,
             telemetry=telemetry,
