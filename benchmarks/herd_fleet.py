@@ -57,7 +57,7 @@ class _Jumping(selectors.SelectSelector):
         return ready
 
 
-class SlowSyncPlane:
+class SlowSyncTransport:
     """The sync plane with a way of random length: what one router sends arrives in its order."""
 
     def __init__(self, chance: random.Random, *, delay_s: tuple[float, float]) -> None:
@@ -200,7 +200,7 @@ async def run_fleet(
     chance = random.Random(seed)
     syncs: list[ReplicaSync | None] = [None] * n_routers
     if sync_delay_s is not None:
-        plane = SlowSyncPlane(chance, delay_s=sync_delay_s)
+        plane = SlowSyncTransport(chance, delay_s=sync_delay_s)
         syncs = [ReplicaSync(plane, RouterId(f"router-{number}")) for number in range(n_routers)]
     routers = [make_router(f"router-{number}", n_workers, sync) for number, sync in enumerate(syncs)]
     for sync in syncs:

@@ -11,8 +11,8 @@ from benchmarks.frontend.processes import environ_of
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.workers import LoadReport, WorkerCard
-from kvrouter.transports.discovery.file import FileDiscovery
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
+from kvrouter.transports.records.file import FileDiscovery
 
 N_WORKERS = 8
 BLOCK_SIZE = 16

@@ -28,7 +28,7 @@ import uvloop
 from benchmarks.http_replay.machine import Commit, Machine, this_commit, this_machine
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
-from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 
 RESULTS = Path(__file__).parent / "results"
 STREAMS = 32
@@ -67,7 +67,7 @@ class Answer:
         self._left = 0
 
 
-async def _read(plane: TcpRequestPlane, address: str, number: int, n_tokens_wanted: int) -> int:
+async def _read(plane: TcpRequestTransport, address: str, number: int, n_tokens_wanted: int) -> int:
     request = EngineRequest(
         request_id=RequestId(str(number)),
         attempt=0,
@@ -104,7 +104,7 @@ async def microseconds_a_token(n_streams: int) -> float:
     await acceptor.start()
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     acceptor.serve(address, Engine())
-    plane = TcpRequestPlane(token=TOKEN)
+    plane = TcpRequestTransport(token=TOKEN)
     began_s = time.process_time()
     each = tokens_a_stream(n_streams)
     read = await asyncio.gather(*(_read(plane, address, number, each) for number in range(n_streams)))

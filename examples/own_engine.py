@@ -9,9 +9,9 @@ from kvrouter import KvRouter, ModelInput, ModelType, Runtime, register_llm
 from kvrouter.core.ids import EngineHash, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.transports.requests.port import Registration
 from kvrouter.worker import KvPublisher, new_incarnation
 
@@ -73,7 +73,10 @@ class Member:
 
 
 async def join(
-    worker_id: WorkerId, discovery: MemoryDiscovery, requests: MemoryRequestPlane, events: MemoryEventPlane
+    worker_id: WorkerId,
+    discovery: MemoryDiscovery,
+    requests: MemoryRequestTransport,
+    events: MemoryEventTransport,
 ) -> Member:
     """Serve at an address, publish, register."""
     incarnation = new_incarnation()
@@ -97,7 +100,7 @@ async def join(
 
 async def main() -> None:
     """Register two engines on planes of this process, and let a router follow what they cache."""
-    discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
+    discovery, requests, events = MemoryDiscovery(), MemoryRequestTransport(), MemoryEventTransport()
     first = await join(WorkerId(1), discovery, requests, events)
     second = await join(WorkerId(2), discovery, requests, events)
 

@@ -23,8 +23,8 @@ from kvrouter.settings.setting import choices_of, limits_of, model_in, models_in
 from kvrouter.settings.setting_spec import SettingGroup, SettingKind, SettingSpec
 from kvrouter.settings.tree import SETTINGS, Settings
 from kvrouter.telemetry import Event, GenAiMetrics, OperatorTelemetry, Telemetry
-from kvrouter.telemetry.events import FIELD_NAMES
 from kvrouter.telemetry.gen_ai import GEN_AI_OPT_IN, GEN_AI_SWITCH
+from kvrouter.telemetry.log_events import FIELD_NAMES
 from tests.system.differential.differences import DIFFERENCES
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.calls import make_fail, watch_calls
 from tests.support.constants import set_constants
 from tests.support.nats_server import own_nats, shared_nats
 from tests.support.test_times import pytest_runtest_protocol
@@ -16,11 +17,13 @@ from tests.support.trace_files import scratch_trace, write_trace
 
 __all__ = [
     "as_logging_was",
+    "make_fail",
     "own_nats",
     "pytest_runtest_protocol",
     "scratch_trace",
     "set_constants",
     "shared_nats",
+    "watch_calls",
     "write_trace",
 ]
 

@@ -16,8 +16,8 @@ from benchmarks.frontend.ticker import TickingEngine
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.transports.discovery.file import FileDiscovery
 from kvrouter.transports.events.zmq import ZmqEventPublisher
+from kvrouter.transports.records.file import FileDiscovery
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
 from kvrouter.transports.requests.worker_session import WorkerLimits

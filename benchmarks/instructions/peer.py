@@ -15,7 +15,7 @@ from benchmarks.instructions.marks import PUT_OFF_S
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
 from kvrouter.text.model import FIRST_WORD_ID
-from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.records.file import FileDiscovery
 
 WORKERS = 2
 WAITS_LOOKS = 3

@@ -31,8 +31,8 @@ from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestTransport
 
 MODEL = ModelName("bench")
 REQUEST = RequestId("bench")
@@ -55,7 +55,7 @@ class Deciding:
         self._load = DecisionLoad(**params)
         self._workers = QuietWorkers()
         self._discovery = MemoryDiscovery()
-        self._plane = MemoryRequestPlane()
+        self._plane = MemoryRequestTransport()
         self._service: RouterService = build_service(
             config or KvRouterConfig(),
             plane=self._plane,

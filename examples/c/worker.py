@@ -12,9 +12,9 @@ from kvrouter import KvRouter, ModelInput, ModelType, Runtime, register_llm
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.transports.requests.port import EngineStream
 from kvrouter.worker import EngineDoor, KvPublisher, new_incarnation
 
@@ -32,7 +32,7 @@ class EventsOnly:
 
 async def main(address: str) -> None:
     """Open the engine door, and print each change until the program ends."""
-    discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
+    discovery, requests, events = MemoryDiscovery(), MemoryRequestTransport(), MemoryEventTransport()
     incarnation = new_incarnation()
     publisher = KvPublisher(events, worker_id=WORKER_ID, epoch=incarnation, block_size=BLOCK_SIZE)
     events.serve_recovery(WORKER_ID, publisher)

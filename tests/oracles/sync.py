@@ -7,7 +7,7 @@ from kvrouter.core.sync import SyncMessage
 from kvrouter.transports.sync.port import MessageSink
 
 
-class MemorySyncPlane:
+class MemorySyncTransport:
     """Every router of one process shares it. Use it from one event loop.
 
     Delivery is a plain call for each router, so there is no queue here that could fill.

@@ -65,6 +65,14 @@ def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
     assert packages - {name.split("/")[0] for name in named} == set()
 
 
+def test_architecture_names_modules_that_are_there() -> None:
+    page = (HOME.parents[1] / "docs" / "architecture.md").read_text("utf-8")
+    paths = {HOME / name.replace(".", "/") for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", page)}
+    named = {path for path in paths if (HOME / path.relative_to(HOME).parts[0]).is_dir()}
+    assert named
+    assert {path for path in named if not (path.is_dir() or path.with_suffix(".py").is_file())} == set()
+
+
 def test_readme_and_architecture_show_the_layers_of_packages_in_one_picture() -> None:
     root = HOME.parents[1]
     texts = [(root / name).read_text("utf-8") for name in ("README.md", "docs/architecture.md")]

@@ -38,23 +38,6 @@ def test_what_is_made_from_the_chart_is_fresh() -> None:
     assert {path.parent.name for path in KUSTOMIZE.glob("*/kustomization.yaml")} == set(VARIANTS)
 
 
-def test_what_is_stale_fails_the_check_and_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-    set_constants: SetConstants,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    set_constants(write_manifests, ROOT=tmp_path)
-    path = tmp_path / "kvrouter.yaml"
-    path.write_text("kind: Other\n")
-    monkeypatch.setattr(write_manifests, "files", lambda: {path: lambda: "kind: Made\n"})
-    assert main(["--check"]) == 1
-    assert capsys.readouterr().err == "kvrouter.yaml: stale, run make docs\n"
-    assert main([]) == 0
-    assert path.read_text() == "kind: Made\n"
-    assert main(["--chekc"]) == 2
-
-
 def test_a_value_without_a_comment_is_named(set_constants: SetConstants, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text("# -- What it is.\ntold: 1\npart:\n  silent: 2\n")
     set_constants(write_manifests, CHART=tmp_path)

@@ -13,13 +13,11 @@ from kubernetes_validate import validate
 from kvrouter.operator.plan.plan import plan
 from kvrouter.telemetry import Event, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.families import MetricSpec
-from scripts import write_monitoring
 from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.dashboards import DASHBOARDS
 from scripts.monitoring.panels import Dashboard, Panel
 from scripts.write_monitoring import COLUMNS, MONITORING, dashboard_json, main, query_of, runbook_url
 from tests.support.chart import Manifest, of_kind, rendered
-from tests.support.constants import SetConstants
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 ROOT = Path(__file__).parents[2]
@@ -60,22 +58,6 @@ def mistakes(expr: str, known: Mapping[str, MetricSpec]) -> Iterator[str]:
 
 def test_the_files_are_fresh() -> None:
     assert main(["--check"]) == 0
-
-
-def test_what_is_stale_fails_the_check_and_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-    set_constants: SetConstants,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    set_constants(write_monitoring, ROOT=tmp_path)
-    path = tmp_path / "dashboards" / "made.json"
-    monkeypatch.setattr(write_monitoring, "files", lambda: {path: lambda: "{}\n"})
-    assert main(["--check"]) == 1
-    assert capsys.readouterr().err == "dashboards/made.json: stale, run make docs\n"
-    assert main([]) == 0
-    assert path.read_text() == "{}\n"
-    assert main(["--chekc"]) == 2
 
 
 def test_a_metric_or_label_that_is_not_there_is_found() -> None:

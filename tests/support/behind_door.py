@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from kvrouter.core.events import Held, KvBatch, Medium, unpack_hashes
 from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.worker import EngineDoor, KvPublisher
 from tests.oracles.index import NaiveBlockIndex
 
@@ -35,7 +35,7 @@ class Behind:
     """What is known of the ranks behind the door."""
 
     def __init__(self, address: str, *, token: str = TOKEN, silence_s: float = 30.0) -> None:
-        events = MemoryEventPlane()
+        events = MemoryEventTransport()
         self.batches: list[KvBatch] = []
         self.loads: list[LoadReport] = []
         self.index = NaiveBlockIndex()

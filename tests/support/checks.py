@@ -16,11 +16,11 @@ from kvrouter.core.events import Medium, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import EventTransport, WorkerCard
-from kvrouter.transports.discovery.file import FileDiscovery
-from kvrouter.transports.discovery.nats import NatsDiscovery
-from kvrouter.transports.discovery.port import Discovery, Gone
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
+from kvrouter.transports.records.file import FileDiscovery
+from kvrouter.transports.records.nats import NatsDiscovery
+from kvrouter.transports.records.port import Discovery, Gone
 from tests.support.processes import Fleet, Frontend, eventually
 
 BLOCK_SIZE = 64

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon, CordonRules, CordonSource
-from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.core.cordon_rules import Cordon, CordonRules, CordonSource
+from kvrouter.transports.records.port import CordonStore
 
 ZONE = Cordon("zone", "a", at_s=1_700_000_000.5, by="ann@desk", reason="maintenance of rack 4")
 
 
 class CordonLaws:
-    """The laws of :class:`~kvrouter.transports.discovery.port.CordonStore`. The fixture ``end`` makes ends of
+    """The laws of :class:`~kvrouter.transports.records.port.CordonStore`. The fixture ``end`` makes ends of
     one store, each as another process has it.
     """
 

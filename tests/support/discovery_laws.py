@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.records.port import Discovery, Gone
 from tests.support.cancelled import cancelled_at_each_await
 from tests.support.discovery_stores import LEASE_S, POLL_S, Ear, Store, card, listen
 

@@ -15,11 +15,11 @@ from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.transports.discovery.clusters import ClustersDiscovery, placed_in
-from kvrouter.transports.discovery.file import FileDiscovery
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.discovery.nats import NatsDiscovery
-from kvrouter.transports.discovery.port import CardSink, Discovery, Gone, GoneSink, StoreSink
+from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in
+from kvrouter.transports.records.file import FileDiscovery
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.records.nats import NatsDiscovery
+from kvrouter.transports.records.port import CardSink, Discovery, Gone, GoneSink, StoreSink
 from tests.support.nats_server import NatsServer
 
 TOKEN = "t0p"

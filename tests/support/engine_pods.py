@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrouter.core.workers import EnginePod
-from kvrouter.transports.discovery.kubernetes.pods import pod_of
+from kvrouter.transports.records.kubernetes.pods import pod_of
 
 ENGINE = "kvrouter.dev/engine"
 ZONE = "topology.kubernetes.io/zone"

@@ -17,9 +17,9 @@ from kvrouter.core.workers import EnginePod, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.settings.tree import Settings
 from kvrouter.text.source import MOCK_FOLDER
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.port import Gone
+from kvrouter.transports.requests.memory import MemoryRequestTransport
 from kvrouter.worker import WorkerTransports
 from tests.support.engine_pods import pod
 from tests.support.engine_server import ScriptedEngine
@@ -80,16 +80,16 @@ class ContestedGround(MemoryTransports):
 
 @asynccontextmanager
 async def here(policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0) -> AsyncIterator[Here]:
-    planes = MemoryPlanes(PodsDiscovery(), MemoryEventPlane(), MemoryRequestPlane())
+    planes = MemoryPlanes(PodsDiscovery(), MemoryEventTransport(), MemoryRequestTransport())
     ground = ContestedGround(planes)
     events: list[tuple[str, str, str]] = []
 
-    def tell(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+    def write_event(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         assert warns is (reason != JOINED)
         events.append((pod.name, reason, message))
 
     workers = EngineWorkers(Settings(), ground)
-    async with PodFleet(workers, policy or PodPolicy(), tell, drain_limit_s=drain_limit_s) as fleet:
+    async with PodFleet(workers, policy or PodPolicy(), write_event, drain_limit_s=drain_limit_s) as fleet:
         made = Here(fleet, ground, events=events)
         await planes.discovery.watch(made.on_card, made.on_gone)
         yield made

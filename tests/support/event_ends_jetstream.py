@@ -9,13 +9,13 @@ from nats.aio.client import Client
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.transports.events.encoding import encode_batch, encode_load
 from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.transports.events.jetstream.publisher import PublisherLimits
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from kvrouter.transports.events.subjects import loads_subject, message_auth_of
-from kvrouter.transports.events.wire import encode_batch, encode_load
 from tests.support.event_ends_nats import TOKEN, connect
 from tests.support.event_waits import card, until_heard
 
@@ -76,7 +76,7 @@ class JetStreamEnds:
 
     async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
         seal = message_auth_of(TOKEN, self.namespace)
-        events = LaneNames(self.namespace, "backend").events(channel)
+        events = ComponentNames(self.namespace, "backend").events(channel)
         loads = loads_subject(self.namespace, "backend", channel)
         await self.worker.publish(events, seal.seal(events, encode_batch(batch)))
         await self.worker.publish(loads, seal.seal(loads, encode_load(load), number=time.time_ns()))

@@ -10,11 +10,11 @@ from nats.aio.client import Client
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.transports.events.encoding import encode_batch, encode_load
 from kvrouter.transports.events.nats import NatsEventPublisher, NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from kvrouter.transports.events.subjects import events_subject, loads_subject, message_auth_of
-from kvrouter.transports.events.wire import encode_batch, encode_load
 from tests.support.event_waits import card, until_heard
 
 TOKEN = "t0p"

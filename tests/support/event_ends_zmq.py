@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.transports.events.encoding import encode_batch, encode_load
 from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
-from kvrouter.transports.events.wire import encode_batch, encode_load
 from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
 from kvrouter.transports.events.zmq.sockets import BATCH, LOAD, worker_topic
 from tests.support.event_waits import card, until_heard

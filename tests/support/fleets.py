@@ -17,9 +17,9 @@ from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.port import CardSink, CordonStore, Gone, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.records.port import CardSink, CordonStore, Gone, GoneSink, StoreSink
+from kvrouter.transports.requests.port import RequestTransport
 from tests.support.scripted_transport import address_of
 
 MODEL = ModelName("mock")
@@ -158,7 +158,7 @@ class Bench:
 
     def __init__(
         self,
-        plane: RequestPlane,
+        plane: RequestTransport,
         config: KvRouterConfig | None = None,
         subscriber: EventSubscriber | None = None,
         *,
@@ -218,7 +218,9 @@ class Bench:
         return int(columns.active_blocks.sum() + columns.prefill_tokens.sum())
 
 
-async def bench_of(plane: RequestPlane, *cards: WorkerCard, config: KvRouterConfig | None = None) -> Bench:
+async def bench_of(
+    plane: RequestTransport, *cards: WorkerCard, config: KvRouterConfig | None = None
+) -> Bench:
     """A router that runs, before these workers."""
     bench = Bench(plane, config)
     await bench.start(*cards)

@@ -18,7 +18,7 @@ from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.model import TextModel
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.requests.port import RequestTransport
 from tests.support.fleets import MODEL, Bench, decode_card, prefill_card
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
 
@@ -72,7 +72,7 @@ class House:
 async def open_house(
     *cards: WorkerCard,
     script: Callable[[ScriptedStream], None] | None = None,
-    plane: RequestPlane | None = None,
+    plane: RequestTransport | None = None,
     config: KvRouterConfig | None = None,
     settings: FrontendSettings | None = None,
     settle_s: float = SETTLE_S,

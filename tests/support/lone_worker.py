@@ -8,9 +8,9 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, Wor
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.engines.port import EventsSink, LoadSink, StateSink
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.worker import Worker, parse_topology_env
 
 WORKER, EPOCH = WorkerId(6), Epoch(123)
@@ -82,8 +82,8 @@ class House:
         self.engine = Engine()
         self.discovery, self.events, self.requests = (
             MemoryDiscovery(),
-            MemoryEventPlane(),
-            MemoryRequestPlane(),
+            MemoryEventTransport(),
+            MemoryRequestTransport(),
         )
         self.cards: asyncio.Queue[WorkerCard | None] = asyncio.Queue(8)
         self.batches: asyncio.Queue[KvBatch] = asyncio.Queue(8)

@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Generic, TypeVar
 
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
-from kvrouter.transports.discovery.records import ChangeFeed, OtherWrote, PolledFeed, Record, RecordKind
-from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.transports.records.encoding import CardRecord
+from kvrouter.transports.records.leased_watch import LeasedWatch
+from kvrouter.transports.records.store import ChangeFeed, PolledFeed, Record, RecordKind, VersionConflict
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class MemoryRecords(Generic[T]):
     def _check(self, key: str, version: int | None) -> None:
         held = self._held.get(key)
         if version != (None if held is None else held.version):
-            raise OtherWrote(f"{key} is another by now")
+            raise VersionConflict(f"{key} is another by now")
 
 
 class _Looks(PolledFeed):
@@ -79,9 +79,9 @@ class _Looks(PolledFeed):
     def pause_s(self) -> float:
         return 0.02
 
-    async def ask(self) -> None:
+    async def poll(self) -> None:
         now, records = time.monotonic(), await self._store.list_all()
-        self._watch.look(now)
+        self._watch.check(now)
         for record in records:
             self._watch.take(record)
         self._watch.settle(now, {record.key for record in records})

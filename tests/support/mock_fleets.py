@@ -24,7 +24,7 @@ from kvrouter.settings.problems import parse_document
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
-from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestPlane
+from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestTransport
 from kvrouter.worker import Worker, new_incarnation
 from tests.support.blocks import Blocks, blocks, blocks_of_cache, reported_by
 from tests.support.waits import until
@@ -199,7 +199,7 @@ class WatchedStream:
 class WatchedPlane:
     """Passes everything on, and tells ``hook`` of it first: what the hook awaits, the router waits for."""
 
-    def __init__(self, inner: RequestPlane) -> None:
+    def __init__(self, inner: RequestTransport) -> None:
         self.inner = inner
         self.opened: list[WatchedStream] = []
         self.hook: Hook | None = None

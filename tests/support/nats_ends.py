@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestTransport
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.nats_server import NatsServer
@@ -69,12 +69,12 @@ class Ends:
 
     def __init__(
         self,
-        plane: NatsRequestPlane,
+        transport: NatsRequestTransport,
         acceptor: NatsRequestAcceptor,
         clients: tuple[LossyClient, LossyClient],
         refused: list[str],
     ) -> None:
-        self.plane = plane
+        self.transport = transport
         self.acceptor = acceptor
         self.router_client, self.worker_client = clients
         self.refused = refused
@@ -93,7 +93,7 @@ async def both_ends(
 ) -> AsyncIterator[Ends]:
     clients = (await lossy_client(server), await lossy_client(server))
     refused: list[str] = []
-    plane = NatsRequestPlane(
+    transport = NatsRequestTransport(
         clients[0],
         namespace=NAMESPACE,
         token=router_token,
@@ -112,12 +112,12 @@ async def both_ends(
         on_refused=refused.append,
     )
     await acceptor.start()
-    ends = Ends(plane, acceptor, clients, refused)
+    ends = Ends(transport, acceptor, clients, refused)
     await ends.place.served()
     try:
         yield ends
     finally:
-        await plane.close()
+        await transport.close()
         await acceptor.close()
         for client in clients:
             # nats-py's own, when its server is down; from Python 3.12 on asyncio's, of a closed transport

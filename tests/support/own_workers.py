@@ -9,9 +9,9 @@ from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import ModelInput, ModelType
 from kvrouter.library import KvRouter, Runtime
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.transports.requests.port import EngineStream, Registration
 from kvrouter.worker import EngineDoor, KvPublisher, new_incarnation, register_llm
 from tests.support.waits import LIMIT_S
@@ -56,7 +56,7 @@ class OwnWorkers:
 @asynccontextmanager
 async def own_workers(address: str) -> AsyncIterator[OwnWorkers]:
     """Both workers are registered, and the door is open at ``address``."""
-    discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
+    discovery, requests, events = MemoryDiscovery(), MemoryRequestTransport(), MemoryEventTransport()
     publishers: dict[WorkerId, KvPublisher] = {}
     address_of: dict[WorkerId, str] = {}
     registrations: list[Registration] = []

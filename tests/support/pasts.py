@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrouter.recording.records import (
+from kvrouter.recording.schema import (
     AttemptRecord,
     Constraints,
     FleetChange,

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon
-from kvrouter.transports.discovery.card_tracker import WatcherSinks
-from kvrouter.transports.discovery.leased_watch import CardStore, LeasedWatch
-from kvrouter.transports.discovery.records import OtherWrote, RecordStore
-from kvrouter.transports.discovery.wire import CORDONS, CardRecord
+from kvrouter.core.cordon_rules import Cordon
+from kvrouter.transports.records.card_tracker import WatcherSinks
+from kvrouter.transports.records.encoding import CORDONS, CardRecord
+from kvrouter.transports.records.leased_watch import CardStore, LeasedWatch
+from kvrouter.transports.records.store import RecordStore, VersionConflict
 from tests.support.discovery_stores import Ear, card, nobody
 
 ZONE = Cordon("zone", "a", at_s=1_700_000_000.5, by="ann@desk", reason="maintenance of rack 4")
@@ -31,7 +31,7 @@ def record(worker_id: int = 1, incarnation: int = 9, *, draining: bool = False) 
 
 
 class RecordLaws:
-    """The laws of :class:`~kvrouter.transports.discovery.records.RecordStore`. The fixture ``ends`` makes
+    """The laws of :class:`~kvrouter.transports.records.store.RecordStore`. The fixture ``ends`` makes
     ends of a store that is empty.
     """
 
@@ -48,10 +48,10 @@ class RecordLaws:
     async def test_only_the_version_that_is_there_is_written_over(self, ends: Ends) -> None:
         one, other = ends.cards(), ends.cards()
         first = await one.put_over(record(), None)
-        with pytest.raises(OtherWrote):
+        with pytest.raises(VersionConflict):
             await other.put_over(record(1, 10), None)
         second = await other.put_over(record(1, 10), first)
-        with pytest.raises(OtherWrote):
+        with pytest.raises(VersionConflict):
             await one.put_over(record(), first)
         assert await one.read("1") == (record(1, 10), second)
 
@@ -68,7 +68,7 @@ class RecordLaws:
         first = await end.put_over(record(), None)
         writes = [end.put_over(record(1, number), first) for number in range(10, 18)]
         outcomes = await asyncio.gather(*writes, return_exceptions=True)
-        assert sum(isinstance(each, OtherWrote) for each in outcomes) == 7
+        assert sum(isinstance(each, VersionConflict) for each in outcomes) == 7
         held, version = await end.read("1")
         assert held is not None
         assert outcomes[held.card.incarnation - 10] == version
@@ -77,13 +77,13 @@ class RecordLaws:
         one, other = ends.cards(), ends.cards()
         first = await one.put_over(record(), None)
         second = await one.put_over(record(draining=True), first)
-        with pytest.raises(OtherWrote):
+        with pytest.raises(VersionConflict):
             await other.delete("1", first)
         assert await one.read("1") == (record(draining=True), second)
         await other.delete("1", second)
         assert (await one.read("1"))[0] is None
         assert await one.list_all() == []
-        with pytest.raises(OtherWrote):
+        with pytest.raises(VersionConflict):
             await one.put_over(record(), second)
         await one.put_over(record(), (await one.read("1"))[1])
         assert [each.value for each in await other.list_all()] == [record()]

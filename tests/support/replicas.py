@@ -16,7 +16,7 @@ from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.sync.port import SyncPlane
+from kvrouter.transports.sync.port import SyncTransport
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 HASTE = {"heartbeat_s": 0.02, "silent_after_s": 20.0, "ask_again_s": 0.05}
@@ -29,7 +29,7 @@ class ReplicaRouter:
     def __init__(
         self,
         name: str,
-        plane: SyncPlane,
+        transport: SyncTransport,
         *,
         workers: Iterable[int] = range(4),
         config: KvRouterConfig | None = None,
@@ -37,7 +37,7 @@ class ReplicaRouter:
     ) -> None:
         config = config or KvRouterConfig()
         self.sync = ReplicaSync(
-            plane,
+            transport,
             RouterId(name),
             heartbeat_s=HASTE["heartbeat_s"],
             silent_after_s=silent_after_s,

@@ -1,16 +1,18 @@
 """``kvrouter up`` inside a test: a fleet of mock engines behind a real socket, and OpenAI's own client."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
 import openai
+import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.cli.up.run import Embedded, embedded
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -108,3 +110,12 @@ async def served(
             here = Served(system, client, http)
             yield here
             await here.until_quiet()
+
+
+def leave_recovery_unanswered(monkeypatch: pytest.MonkeyPatch, here: Served) -> None:
+    """Let no worker of this system answer a router that asks for all of its blocks."""
+
+    async def is_asked(_rank: WorkerRank) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(here.system.fleet.events, "recover_snapshot", is_asked)

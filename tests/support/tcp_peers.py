@@ -26,7 +26,7 @@ from kvrouter.transports.requests.messages import (
     read_hello,
 )
 from kvrouter.transports.requests.stream import encode_request
-from kvrouter.transports.requests.tcp.plane import new_nonce
+from kvrouter.transports.requests.tcp.transport import new_nonce
 from tests.support.scripted_worker import IN_TIME_S
 from tests.support.wires_tcp import TOKEN
 

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvrouter.transports.requests.port import Registration, RequestPlane, RequestServer
+from kvrouter.transports.requests.port import Registration, RequestServer, RequestTransport
 from tests.support.proxy import Proxy
 
 Die = Callable[[], Awaitable[None]]
@@ -26,7 +26,7 @@ class Wire:
     connects again, and is the same peer as before.
     """
 
-    plane: RequestPlane
+    transport: RequestTransport
     serve: Callable[[RequestServer], Awaitable[tuple[str, Die]]]
     nowhere: str
     places: dict[str, Registration]

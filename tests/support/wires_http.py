@@ -3,7 +3,7 @@
 from urllib.parse import urlsplit
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
+from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.worker_session import WorkerLimits
@@ -15,7 +15,7 @@ TOKEN = "t0p"
 
 async def http_wire() -> Wire:
     """One listener a worker: a worker dies with it."""
-    plane = HttpRequestPlane(token=TOKEN, limits=RouterLimits(open_timeout_s=1.0, heartbeat_s=0.05))
+    transport = HttpRequestTransport(token=TOKEN, limits=RouterLimits(open_timeout_s=1.0, heartbeat_s=0.05))
     acceptors: list[HttpRequestAcceptor] = []
     places: dict[str, Registration] = {}
 
@@ -36,11 +36,11 @@ async def http_wire() -> Wire:
         places[address] = acceptor.serve(address, server)
 
     async def close() -> None:
-        await plane.close()
+        await transport.close()
         for acceptor in acceptors:
             await acceptor.close()
 
-    return Wire(plane, serve, "http://127.0.0.1:9/99/1", places, close, serve_again)
+    return Wire(transport, serve, "http://127.0.0.1:9/99/1", places, close, serve_again)
 
 
 async def http_wire_with_network() -> Wire:
@@ -51,7 +51,7 @@ async def http_wire_with_network() -> Wire:
     await acceptor.start()
     network = Proxy("127.0.0.1", urlsplit(acceptor.address_of(WorkerId(1), Epoch(1))).port or 0)
     await network.start()
-    plane = HttpRequestPlane(
+    transport = HttpRequestTransport(
         token=TOKEN,
         limits=RouterLimits(
             open_timeout_s=1.5,
@@ -76,9 +76,9 @@ async def http_wire_with_network() -> Wire:
 
     async def close() -> None:
         network.resume()
-        await plane.close()
+        await transport.close()
         await acceptor.close()
         await network.close()
 
     nowhere = f"http://127.0.0.1:{network.port}/99/1"
-    return Wire(plane, serve, nowhere, places, close, serve_again, network, reset_is_loss=False)
+    return Wire(transport, serve, nowhere, places, close, serve_again, network, reset_is_loss=False)

@@ -1,13 +1,13 @@
 """The request plane inside one process, as a wire."""
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.transports.requests.port import Registration, RequestServer
 from tests.support.wire import Die, Wire
 
 
 async def memory_wire() -> Wire:
-    plane = MemoryRequestPlane(open_timeout_s=0.05)
+    transport = MemoryRequestTransport(open_timeout_s=0.05)
     places: dict[str, Registration] = {}
 
     async def serve(server: RequestServer) -> tuple[str, Die]:
@@ -20,6 +20,8 @@ async def memory_wire() -> Wire:
         return address, die
 
     async def serve_again(address: str, server: RequestServer) -> None:
-        places[address] = plane.serve(address, server)
+        places[address] = transport.serve(address, server)
 
-    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)), places, plane.close, serve_again)
+    return Wire(
+        transport, serve, memory_address(WorkerId(99), Epoch(1)), places, transport.close, serve_again
+    )

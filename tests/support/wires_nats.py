@@ -6,7 +6,7 @@ from dataclasses import replace
 from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestTransport
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.worker_session import WorkerLimits
@@ -40,10 +40,10 @@ async def nats_wire() -> Wire:
     server = stack.enter_context(running_nats())
     client = await connected(server)
     stack.push_async_callback(client.close)
-    plane = NatsRequestPlane(
+    transport = NatsRequestTransport(
         client, namespace=NAMESPACE, token=TOKEN, limits=RouterLimits(open_timeout_s=1.0, heartbeat_s=0.05)
     )
-    return _wire(server, plane, stack, dead_after_s=5.0)
+    return _wire(server, transport, stack, dead_after_s=5.0)
 
 
 async def nats_wire_with_network() -> Wire:
@@ -53,7 +53,7 @@ async def nats_wire_with_network() -> Wire:
     client = await connected(server, port=network.port)
     stack.push_async_callback(client.close)
     stack.callback(network.resume)
-    plane = NatsRequestPlane(
+    transport = NatsRequestTransport(
         client,
         namespace=NAMESPACE,
         token=TOKEN,
@@ -64,11 +64,13 @@ async def nats_wire_with_network() -> Wire:
             slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
         ),
     )
-    wire = _wire(server, plane, stack, dead_after_s=DEAD_AFTER_S)
+    wire = _wire(server, transport, stack, dead_after_s=DEAD_AFTER_S)
     return replace(wire, network=network, reset_is_loss=False)
 
 
-def _wire(server: NatsServer, plane: NatsRequestPlane, stack: AsyncExitStack, *, dead_after_s: float) -> Wire:
+def _wire(
+    server: NatsServer, transport: NatsRequestTransport, stack: AsyncExitStack, *, dead_after_s: float
+) -> Wire:
     places: dict[str, Registration] = {}
 
     async def serve(worker: RequestServer) -> tuple[str, Die]:
@@ -94,5 +96,5 @@ def _wire(server: NatsServer, plane: NatsRequestPlane, stack: AsyncExitStack, *,
         await places[address].served()
         return address, acceptor.close
 
-    stack.push_async_callback(plane.close)
-    return Wire(plane, serve, f"nats://{NAMESPACE}/99/1", places, stack.aclose, serve_again)
+    stack.push_async_callback(transport.close)
+    return Wire(transport, serve, f"nats://{NAMESPACE}/99/1", places, stack.aclose, serve_again)

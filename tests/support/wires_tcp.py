@@ -5,8 +5,8 @@ from dataclasses import replace
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
-from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.transports.requests.tcp.plane import TcpAddress
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
+from kvrouter.transports.requests.tcp.transport import TcpAddress
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
@@ -19,7 +19,7 @@ async def tcp_wire() -> Wire:
     await acceptor.start()
     return _wire(
         acceptor,
-        TcpRequestPlane(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=1.0)),
+        TcpRequestTransport(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=1.0)),
         acceptor.port,
     )
 
@@ -31,7 +31,7 @@ async def tcp_wire_with_network() -> Wire:
     await acceptor.start()
     network = Proxy("127.0.0.1", acceptor.port)
     await network.start()
-    plane = TcpRequestPlane(
+    transport = TcpRequestTransport(
         token=TOKEN,
         connect_timeout_s=0.5,
         retry_most_s=0.2,
@@ -42,7 +42,7 @@ async def tcp_wire_with_network() -> Wire:
             slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
         ),
     )
-    wire = _wire(acceptor, plane, network.port)
+    wire = _wire(acceptor, transport, network.port)
     inner_close = wire.close
 
     async def close() -> None:
@@ -53,7 +53,7 @@ async def tcp_wire_with_network() -> Wire:
     return replace(wire, network=network, close=close)
 
 
-def _wire(acceptor: TcpRequestAcceptor, plane: TcpRequestPlane, port: int) -> Wire:
+def _wire(acceptor: TcpRequestAcceptor, transport: TcpRequestTransport, port: int) -> Wire:
     places: dict[str, Registration] = {}
 
     def address_of(worker_id: int) -> str:
@@ -72,7 +72,7 @@ def _wire(acceptor: TcpRequestAcceptor, plane: TcpRequestPlane, port: int) -> Wi
         places[address] = acceptor.serve(address, server)
 
     async def close() -> None:
-        await plane.close()
+        await transport.close()
         await acceptor.close()
 
-    return Wire(plane, serve, address_of(99), places, close, serve_again)
+    return Wire(transport, serve, address_of(99), places, close, serve_again)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from kvrouter.core.cordons import CLUSTER_LEVEL
+from kvrouter.core.cordon_rules import CLUSTER_LEVEL
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.router.router_service import RouterService

@@ -19,7 +19,7 @@ from kvrouter.core.sync import LinkUpdate
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -64,7 +64,7 @@ async def keeping_learned_links(
     if found is not None:
         service.recall(found.links, aged_s=max(0.0, clock() - found.saved_at_s))
     stopping = asyncio.Event()
-    saving = go_on(_save_on(path, service, save_s, clock, stopping), name="links: keep what is learned")
+    saving = spawn(_save_on(path, service, save_s, clock, stopping), name="links: keep what is learned")
     try:
         yield
     finally:

@@ -113,25 +113,25 @@ class Descriptors:
     """How many reserved descriptors refused connections may hold until their clients have read the reason."""
 
 
-def share_descriptors(connections_max: int) -> Descriptors:
+def share_descriptors(connections_max: int, *, files_max: int | None = None) -> Descriptors:
     """Share the descriptors between at most ``connections_max`` connections and all else: workers, logs,
     files.
 
     A quarter is reserved for all else; half of that stays reserved even while more connections arrive at once
-    than are counted.
+    than are counted. ``files_max`` is the limit of open files; None raises the process's own and takes that.
     """
-    files_max = allow_many_files()
+    files_max = files_max or allow_many_files()
     kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
     fitting = min(connections_max, files_max - kept)
     return Descriptors(files_max, fitting, files_max - kept // 2, min(kept // 4, REFUSED_MAX))
 
 
-def descriptors_for(connections_max: int | None) -> Descriptors:
+def descriptors_for(connections_max: int | None, *, files_max: int | None = None) -> Descriptors:
     """Share the descriptors for a frontend, and log the result.
 
     ``connections_max`` is the requested number, None for as many as fit; a warning is logged when fewer fit.
     """
-    limits = share_descriptors(connections_max or CONNECTIONS_MAX)
+    limits = share_descriptors(connections_max or CONNECTIONS_MAX, files_max=files_max)
     fitting, files_max = limits.connections_max, limits.files_max
     log_event(logger, Event.FILES_MAX, files_max=files_max, connections_max=fitting)
     if connections_max is not None and fitting < connections_max:

@@ -15,9 +15,9 @@ from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import BOOTSTRAP_PORT, bootstraps, mock_links, mock_workers, worker_card
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.worker import Worker, WorkerTransports, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv
@@ -57,8 +57,8 @@ class MemoryPlanes:
     """The in-memory transports of the workers of one process."""
 
     discovery: MemoryDiscovery
-    events: MemoryEventPlane
-    requests: MemoryRequestPlane
+    events: MemoryEventTransport
+    requests: MemoryRequestTransport
 
     def of_worker(self) -> WorkerTransports:
         """The transports of one worker; no other process can replace it."""
@@ -71,8 +71,8 @@ class MockFleet:
     def __init__(self, fleet: FleetFile) -> None:
         self.fleet = fleet
         self.discovery = MemoryDiscovery()
-        self.events = MemoryEventPlane()
-        self.requests = MemoryRequestPlane()
+        self.events = MemoryEventTransport()
+        self.requests = MemoryRequestTransport()
         self.encode_pool = encode_pool(fleet.frontend)
         self.texts = load_texts(fleet, self.encode_pool)
         self.cluster = MockCluster(speedup=fleet.speedup, links=mock_links(fleet))

@@ -14,9 +14,9 @@ from kvrouter.settings.planes import (
     refuse_clusters,
 )
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.clusters import ClustersCordons, ClustersDiscovery
-from kvrouter.transports.discovery.kubernetes import KubernetesCordons, KubernetesDiscovery
-from kvrouter.transports.discovery.port import CordonStore, Discovery
+from kvrouter.transports.records.clusters import ClustersCordons, ClustersDiscovery
+from kvrouter.transports.records.kubernetes import KubernetesCordons, KubernetesDiscovery
+from kvrouter.transports.records.port import CordonStore, Discovery
 
 EXTRA = "kubernetes"
 

@@ -22,16 +22,16 @@ from kvrouter.router.router_service import RouterService, ServiceParts
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.memory import MemoryCordons
-from kvrouter.transports.discovery.port import CordonStore, Discovery
 from kvrouter.transports.events.port import EventSubscriber
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.records.memory import MemoryCordons
+from kvrouter.transports.records.port import CordonStore, Discovery
+from kvrouter.transports.requests.port import RequestTransport
 
 
 def build_service(
     config: KvRouterConfig,
     *,
-    plane: RequestPlane,
+    plane: RequestTransport,
     discovery: Discovery,
     subscriber: EventSubscriber,
     cordons: CordonStore | None = None,

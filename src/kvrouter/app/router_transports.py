@@ -24,13 +24,6 @@ from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.discovery.card_tracker import TroubleSink
-from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
-from kvrouter.transports.discovery.kubernetes import KubernetesCordons, KubernetesDiscovery, OwnerPod
-from kvrouter.transports.discovery.memory import MemoryCordons, StaticDiscovery
-from kvrouter.transports.discovery.nats import NatsCordons, NatsDiscovery
-from kvrouter.transports.discovery.port import CordonStore, Discovery, GoneSink
-from kvrouter.transports.discovery.stored import StoredCordons
 from kvrouter.transports.events.jetstream import JetStreamSubscriber, StreamLimits
 from kvrouter.transports.events.nats import NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
@@ -45,13 +38,20 @@ from kvrouter.transports.events.port import (
     foreign,
 )
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
-from kvrouter.transports.requests.http import HttpRequestPlane
-from kvrouter.transports.requests.nats import NatsRequestPlane
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.records.card_tracker import TroubleSink
+from kvrouter.transports.records.file import FileCordons, FileDiscovery
+from kvrouter.transports.records.kubernetes import KubernetesCordons, KubernetesDiscovery, OwnerPod
+from kvrouter.transports.records.memory import MemoryCordons, StaticDiscovery
+from kvrouter.transports.records.nats import NatsCordons, NatsDiscovery
+from kvrouter.transports.records.port import CordonStore, Discovery, GoneSink
+from kvrouter.transports.records.stored import StoredCordons
+from kvrouter.transports.requests.http import HttpRequestTransport
+from kvrouter.transports.requests.nats import NatsRequestTransport
+from kvrouter.transports.requests.port import RequestTransport
 from kvrouter.transports.requests.session import RouterLimits
-from kvrouter.transports.requests.tcp import TcpRequestPlane
-from kvrouter.transports.sync.nats import NatsSyncPlane
-from kvrouter.transports.sync.port import SyncPlane
+from kvrouter.transports.requests.tcp import TcpRequestTransport
+from kvrouter.transports.sync.nats import NatsSyncTransport
+from kvrouter.transports.sync.port import SyncTransport
 
 _log = logging.getLogger("kvrouter.planes")  # as log lines name it
 
@@ -98,7 +98,7 @@ class CombinedSubscriber:
                 on_batch(batch)
             elif followed is not None:
                 channel = f"the event transport {name}, which its card does not name"
-                self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_LANE))
+                self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_TRANSPORT))
 
         def load_came(report: LoadReport) -> None:
             """Deliver a load once: both transports over NATS receive the loads of every worker."""
@@ -143,12 +143,12 @@ class RouterTransports:
 
     discovery: Discovery
     cordons: CordonStore
-    requests: RequestPlane
+    requests: RequestTransport
     events: EventSubscriber
     snapshots: SnapshotStore | None
     """The store of index snapshots; None without JetStream."""
 
-    new_sync: Callable[[], SyncPlane] | None
+    new_sync: Callable[[], SyncTransport] | None
     """Makes the sync transport of one router; None without replica sync."""
 
     def replica_sync(self) -> ReplicaSync | None:
@@ -188,10 +188,10 @@ async def open_router_transports(
         if nats is not None:
             stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
             subscribers[EventTransport.JETSTREAM] = stream
-        new_sync: Callable[[], SyncPlane] | None = None
+        new_sync: Callable[[], SyncTransport] | None = None
         if settings.router.replica_sync:
             new_sync = partial(
-                NatsSyncPlane,
+                NatsSyncTransport,
                 required_nats(nats),
                 namespace=planes.namespace,
                 token=token_of(planes),
@@ -320,7 +320,7 @@ def required_nats(nats: Client | None) -> Client:
     return nats
 
 
-def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: Telemetry) -> RequestPlane:
+def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: Telemetry) -> RequestTransport:
     token = revealed(planes.plane_token)
     on_refused = refusals_on(planes.request_plane.value, telemetry)
     limits = RouterLimits(
@@ -329,10 +329,10 @@ def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: T
         heartbeat_s=planes.dead_after_s / (6 if planes.request_plane is RequestPlaneKind.NATS else 3),
     )
     if planes.request_plane is RequestPlaneKind.TCP:
-        return TcpRequestPlane(token=token, ssl=tls.client, limits=limits, on_refused=on_refused)
+        return TcpRequestTransport(token=token, ssl=tls.client, limits=limits, on_refused=on_refused)
     if planes.request_plane is RequestPlaneKind.HTTP:
-        return HttpRequestPlane(token=token or "", ssl=tls.client, limits=limits, on_refused=on_refused)
-    return NatsRequestPlane(
+        return HttpRequestTransport(token=token or "", ssl=tls.client, limits=limits, on_refused=on_refused)
+    return NatsRequestTransport(
         required_nats(nats),
         namespace=planes.namespace,
         token=token_of(planes),

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.records.port import Discovery, Gone
 
 _log = logging.getLogger("kvrouter.worker")
 

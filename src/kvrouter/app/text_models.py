@@ -16,7 +16,7 @@ from kvrouter.telemetry import Event, log_event
 from kvrouter.text.model import TextModel
 from kvrouter.text.source import ENGINE_TOKENIZER, MOCK_TOKENIZER, tokenizer_folder
 from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodeLimits, EncodePool
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.port import Gone
 
 TEXTS_MAX = 256
 """The most models of which one frontend holds tokenizers."""

@@ -22,15 +22,15 @@ from kvrouter.settings.planes import (
     refuse_clusters,
 )
 from kvrouter.settings.tree import Settings
-from kvrouter.transports.discovery.memory import StaticDiscovery
-from kvrouter.transports.discovery.port import GoneSink
 from kvrouter.transports.events.jetstream import JetStreamPublisher
-from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.events.nats import NatsEventPublisher
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.port import EventPublisher, RecoveryServer
 from kvrouter.transports.events.zmq import ZmqEventPublisher
 from kvrouter.transports.listener import ROUTERS_MAX
+from kvrouter.transports.records.memory import StaticDiscovery
+from kvrouter.transports.records.port import GoneSink
 from kvrouter.transports.requests.http import CONNECTIONS_MAX, HttpRequestAcceptor
 from kvrouter.transports.requests.nats import NatsRequestAcceptor
 from kvrouter.transports.requests.port import RequestAcceptor
@@ -95,7 +95,7 @@ async def open_worker_transports(
             await listener.start()
         stack.push_async_callback(listener.close)
         if is_static:
-            unused_events = MemoryEventPlane()
+            unused_events = MemoryEventTransport()
             yield WorkerTransports(discovery, listener, unused_events, unused_events)
             return
         events, recovery = await _events(settings, nats, transport, component, stack)

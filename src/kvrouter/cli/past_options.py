@@ -9,7 +9,7 @@ from kvrouter.settings.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastOptions:
-    """What every command takes that reads a recording as the past, and replays nothing."""
+    """The options of every command that reads a recording as the past, without a replay."""
 
     recording: Path
     model: str | None = option("The model; may be left out where one is recorded.", metavar="NAME")

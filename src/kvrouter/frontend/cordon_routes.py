@@ -7,7 +7,7 @@ from msgspec.structs import asdict
 
 from kvrouter.api import cordon_schema as api
 from kvrouter.api.fleet_schema import Cordoned, Discovery
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.prepare import Bodies
@@ -58,7 +58,7 @@ class CordonRoutes:
             ],
             remaining=self._remaining(),
             store=Discovery(reachable=self._cordons.lost is None, why=self._cordons.lost),
-            routers_look_every_s=self._cordons.look_s,
+            routers_look_every_s=self._cordons.poll_s,
         )
 
     def _changed(self, change: CordonChange) -> api.CordonChange:
@@ -68,7 +68,7 @@ class CordonRoutes:
             changed=change.changed,
             warnings=change.warnings,
             remaining=self._remaining(),
-            routers_look_every_s=self._cordons.look_s,
+            routers_look_every_s=self._cordons.poll_s,
         )
 
     def _remaining(self) -> list[api.Remaining]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
@@ -222,12 +222,12 @@ def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer
         ],
         index=None if index is None else api.Index(blocks=index.blocks, bytes=index.bytes),
         prompt_shapes=[
-            api.PromptShape(shape=seen.shape, answers=seen.answers, missed=seen.missed, blind=seen.is_blind)
-            for seen in model.engine_reports.shapes.readings()
+            api.PromptShape(shape=each.shape, answers=each.answers, missed=each.missed, blind=each.is_blind)
+            for each in model.engine_reports.shapes.readings()
         ],
         unrendered_chats=[
-            api.UnrenderedChats(reason=seen.reason, chats=seen.chats, detail=seen.detail)
-            for seen in (() if tokenizer is None else tokenizer.unrendered(model))
+            api.UnrenderedChats(reason=each.reason, chats=each.chats, detail=each.detail)
+            for each in (() if tokenizer is None else tokenizer.unrendered(model))
         ],
         kv_transfer_default=None if default is None else policy_state(default.policy),
         active_decode_blocks_threshold=settings.active_decode_blocks_threshold,
@@ -504,8 +504,8 @@ class Gauges:
         feed = rank.feed
         self._set(telemetry.feed_state, float(feed is None), *labels, "none")
         for state in FeedState:
-            is_here = feed is not None and feed.state is state
-            self._set(telemetry.feed_state, float(is_here), *labels, state.name.lower())
+            is_current = feed is not None and feed.state is state
+            self._set(telemetry.feed_state, float(is_current), *labels, state.name.lower())
         if feed is not None:
             self._set(telemetry.feed_staleness, feed.stale_s, *labels)
             self._set(telemetry.event_lag, feed.lag_s, *labels)

@@ -1,1 +1,1 @@
-"""Kubernetes: one client of its API server, one informer, leases; for discovery and for the operator."""
+"""Kubernetes: a client of its API server, an informer and leases; for discovery and the operator."""

@@ -14,11 +14,11 @@ from kvrouter.core.secret import secret_file
 from kvrouter.kube.client import ClusterLost, Query
 
 TOKEN_GOOD_S = 60.0
-"""For how long a token that was read is used: the kubelet writes a new one long before it runs out."""
+"""How long a token is used after it was read: the kubelet writes a new one long before it expires."""
 
 KEPT_OPEN_S = 75.0
-"""For how long a connection waits for the next question. The API server closes one after 90 s; a worker
-renews its lease more often than this, so that no renewal costs both of them a handshake.
+"""How long an idle connection is kept. The API server closes one after 90 s; a worker renews its lease more
+often than this, so that no renewal costs a TLS handshake.
 """
 
 TOKEN, AUTHORITY, NAMESPACE = "token", "ca.crt", "namespace"
@@ -27,14 +27,14 @@ TOKEN, AUTHORITY, NAMESPACE = "token", "ca.crt", "namespace"
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where the API server is, and as whom it is asked; ``namespace`` is the pod's, in Kubernetes."""
+    """The URL of the API server and a service account; ``namespace`` is the pod's, in Kubernetes."""
 
     url: str
     folder: Path
     namespace: str
 
-    def trust(self) -> ssl.SSLContext:
-        """Whom this account believes to be the API server. Raises OSError for files that cannot be read."""
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return a TLS context that trusts the account's authority. Raises OSError for unreadable files."""
         return ssl.create_default_context(cafile=self.folder / AUTHORITY)
 
     def connection(self) -> "AccountConnection":
@@ -43,7 +43,7 @@ class Account:
 
 
 class Token:
-    """The token of an account, read again once in a while."""
+    """The token of an account, read again periodically."""
 
     def __init__(self, account: Account) -> None:
         self._path = account.folder / TOKEN
@@ -59,7 +59,7 @@ class Token:
         return self._text
 
     def refused(self) -> None:
-        """The API server does not take it: the next one is read at once."""
+        """Read the token again at the next use: the API server rejected it."""
         self._good_until = 0.0
 
 
@@ -73,8 +73,8 @@ def account_of_pod(
 ) -> Account:
     """Return the account in ``folder``, at the API server that listens on ``host:port``.
 
-    ``wanted_by`` is the flag that needs it, ``elsewhere`` what to do where this is no pod. Raises ConfigError
-    there, and in a pod without a service account.
+    ``wanted_by`` is the flag that needs it, ``elsewhere`` the advice outside a pod. Raises ConfigError there,
+    and in a pod without a service account.
     """
     if not host:
         raise ConfigError(
@@ -96,7 +96,7 @@ def account_of_pod(
 
 
 class AccountConnection:
-    """A :class:`~kvrouter.kube.client.Connection` as a service account."""
+    """A :class:`~kvrouter.kube.client.Connection` with a service account."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -116,7 +116,7 @@ class AccountConnection:
         """Send a request. Raises ClusterLost where the account's files cannot be read."""
         try:
             token = self._token.read()
-            trust = None if self._session is not None else self._account.trust()
+            ssl_context = None if self._session is not None else self._account.ssl_context()
         except ConfigError as error:
             raise ClusterLost(error.message) from error
         except OSError as error:
@@ -125,7 +125,7 @@ class AccountConnection:
             raise ClusterLost(f"the service account's authority: {authority}: {why}") from error
         if self._session is None:
             connector = aiohttp.TCPConnector(
-                ssl=trust if trust is not None else True, limit=0, keepalive_timeout=KEPT_OPEN_S
+                ssl=ssl_context if ssl_context is not None else True, limit=0, keepalive_timeout=KEPT_OPEN_S
             )
             self._session = HttpClient(connector=connector)
         return await self._session.request(
@@ -138,7 +138,7 @@ class AccountConnection:
         )
 
     def refused(self) -> None:
-        """The token that was read is not taken any more."""
+        """Discard the token: the API server rejected it."""
         self._token.refused()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""A client of the Kubernetes API server: requests, paged lists and watches, with a bound on JSON's depth.
+"""A client of the Kubernetes API server: requests, paged lists, watches, and a limit on JSON's depth.
 
-One object whose parts are deep inside each other would end the decoding of a whole list, or of a watch, and
-hide all others: what lies deeper than :data:`DEPTH_MAX` is read as null.
+One deeply nested object would fail the decoding of a whole list or watch, and hide all others: parts deeper
+than :data:`DEPTH_MAX` are decoded as null.
 """
 
 import asyncio
@@ -22,27 +22,28 @@ from kvrouter.core.json import Unreadable, parsed
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, fields_of, key_of, metadata_of
 
 ANSWER_S = 10.0
-"""How long the API server may take for an answer, where nothing else is said."""
+"""The default time for an answer of the API server."""
 
 PAGE_OBJECTS = 500
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
-"""A page whose objects are larger is asked for again with fewer of them. One object has 2 MiB at most."""
+"""The largest page; a larger one is requested again with fewer objects. One object has 2 MiB at most."""
 
 LINE_MAX_BYTES = 2 * 1024 * 1024
-"""More than etcd keeps under one key."""
+"""The longest line of a watch, more than etcd stores under one key."""
 
 ASKED_AT_ONCE = 32
-"""How many questions of one client may be open, watches apart."""
+"""Concurrent requests of one client, watches not counted."""
 
 WATCH_S = 300
-"""For how long a watch is asked for; then another goes on where it ended."""
+"""The requested duration of a watch; then another continues where it ended."""
 
 WATCH_QUIET_S = 20.0
-"""How much longer than asked for a watch may be silent before its connection counts as lost."""
+"""Silence beyond the requested duration after which a watch's connection counts as lost."""
 
 DEPTH_MAX = 400
-"""What lies deeper inside an object is read as null. Python's decoders fail from a depth of about 1,000 on;
-the API server stores objects of 10,000."""
+"""Deeper parts of an object are decoded as null. Python's decoders fail from a depth of about 1,000 on; the
+API server stores objects of 10,000.
+"""
 
 JSON = "application/json"
 JSON_OF_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -55,48 +56,48 @@ T = TypeVar("T")
 
 
 class ClusterError(KvrouterError):
-    """The API server did not do what it was asked."""
+    """The API server did not do what was requested."""
 
     code = "cluster_error"
 
 
 class ClusterLost(ClusterError):
-    """It could not be asked, did not answer in time, or its answer cannot be read."""
+    """The API server could not be reached, did not answer in time, or sent an undecodable answer."""
 
     code = "cluster_lost"
 
 
 class ResponseTooLarge(ClusterLost):
-    """Its answer has more bytes than are read."""
+    """The answer has more bytes than are read."""
 
 
 class RequestRefused(ClusterError):
-    """It answered with an error: ``status`` is HTTP's, ``reason`` its own word, such as ``Conflict``, and
-    ``said`` its own sentence. It wants to be left alone for ``wait_s``.
+    """The API server answered with an error: HTTP's ``status``, its ``reason`` (one word, such as
+    ``Conflict``) and ``detail`` (a sentence). The next request should wait ``wait_s``.
     """
 
     code = "cluster_refused"
 
     def __init__(
-        self, message: str, *, status: int, reason: str = "", said: str = "", wait_s: float = 0.0
+        self, message: str, *, status: int, reason: str = "", detail: str = "", wait_s: float = 0.0
     ) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
-        self.said = said or message
+        self.detail = detail or message
         self.wait_s = wait_s
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same write may be taken a moment later, though nobody changes anything."""
+        """Whether the same write may succeed a moment later without any change."""
         return self.status in _PASSING
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the same write is refused until somebody changes it, or what judges it. An error of the
-        server itself (500) lasts where it is about a field of a wrong form.
+        """Whether the same write fails until somebody changes it, or a policy. A server error (500) lasts
+        where a field has a wrong form.
         """
-        return not self.is_passing and (self.status < 500 or _NO_FORM.match(self.said) is not None)
+        return not self.is_passing and (self.status < 500 or _NO_FORM.match(self.detail) is not None)
 
 
 UNAUTHORIZED = 401
@@ -106,12 +107,12 @@ CONFLICT = 409
 GONE = 410
 _PASSING = frozenset({CONFLICT, 429, 503, 504})
 _NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
-"""Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
+"""The beginning of the API server's message for an unknown field or a wrong value, sent as a server error."""
 
 
 WARNINGS_MAX = 20
 WARNING_CHARS_MAX = 1024
-"""Of one answer; what an API server warns of is what its webhooks and policies write."""
+"""Limits of the warnings of one answer: webhooks and policies write them."""
 
 _WARNING = re.compile(r'299 \S{1,64} "((?:[^"\\]|\\.)*)"')
 _collected: ContextVar[list[str] | None] = ContextVar("collected_warnings", default=None)
@@ -119,7 +120,7 @@ _collected: ContextVar[list[str] | None] = ContextVar("collected_warnings", defa
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Yield a list that gets what the API server warns of, in the answers to this task's requests."""
+    """Yield a list that collects the API server's warnings in the answers to this task's requests."""
     found: list[str] = []
     token = _collected.set(found)
     try:
@@ -129,7 +130,7 @@ def collected_warnings() -> Iterator[list[str]]:
 
 
 def warnings_in(headers: Iterable[str]) -> list[str]:
-    """Return what ``Warning`` headers of an API server say, each once; not more than the limits allow."""
+    """Return the texts of an API server's ``Warning`` headers, each once, within the limits."""
     found: dict[str, None] = {}
     for header in headers:
         for quoted in _WARNING.findall(header):
@@ -139,7 +140,7 @@ def warnings_in(headers: Iterable[str]) -> list[str]:
 
 
 class Connection(Protocol):
-    """Sends requests to one API server, as somebody whom it knows."""
+    """Sends authenticated requests to one API server."""
 
     async def send(
         self,
@@ -151,31 +152,31 @@ class Connection(Protocol):
         body: bytes | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        """Send a request, whose body is JSON, if any; return its response, whose body is not read.
+        """Send a request, with a JSON body if any; return its response with the body unread.
 
         Raises ClusterLost, OSError or aiohttp.ClientError.
         """
 
     def refused(self) -> None:
-        """The API server does not know whom it was asked as (401)."""
+        """Renew the credentials: the API server rejected them (401)."""
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
 
 
 class ClusterUser(Protocol):
-    """As whom an API server is asked, and in which of its namespaces."""
+    """A user of an API server, and the Kubernetes namespace to use."""
 
     @property
     def namespace(self) -> str:
-        """Where the objects are."""
+        """The Kubernetes namespace of the objects."""
 
     def connection(self) -> Connection:
-        """Return a connection as this user; nothing is asked yet."""
+        """Return a connection as this user; it opens with the first request."""
 
 
 class ObjectList(NamedTuple):
-    """The objects of a list, and the version from which a watch goes on."""
+    """The objects of a list, and the version from which to watch."""
 
     objects: list[Manifest]
     version: str
@@ -194,7 +195,7 @@ class _Page(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What the API server says when it does not do what it was asked."""
+    """The API server's description of an error."""
 
     code: int = 0
     reason: str = ""
@@ -202,10 +203,10 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class KubeClient:
-    """Asks one API server. Every method raises ClusterLost or RequestRefused for what was not done.
+    """Sends requests to one API server. Every method raises ClusterLost or RequestRefused when it fails.
 
-    ``answer_s`` is how long the API server may take for an answer. ``manager`` is the field manager of what
-    is written. ``on_warning`` is called with what was asked, and what the API server warns of.
+    ``answer_s`` is how long the API server may take for an answer. ``manager`` is the field manager of
+    writes. ``on_warning`` is called with the request and a warning of the API server.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class KubeClient:
         content_type: str = JSON,
         accept: str = JSON,
     ) -> bytes:
-        """Ask; return the whole answer."""
+        """Send a request; return the body of the answer."""
         async with self._asking:
             try:
                 async with asyncio.timeout(self._answer_s):
@@ -254,8 +255,8 @@ class KubeClient:
     async def everything(
         self, path: str, *, labels: str = "", accept: str = JSON
     ) -> tuple[list[msgspec.Raw], str]:
-        """Return every object under ``path`` that ``labels``, a selector, picks, page by page; and the
-        version as of which they are all.
+        """Return every object under ``path`` that matches the selector ``labels``, page by page; and the
+        resourceVersion of the list.
         """
         found: list[msgspec.Raw] = []
         rest, n_objects = "", PAGE_OBJECTS
@@ -277,10 +278,10 @@ class KubeClient:
     async def watch(
         self, path: str, version: str, *, labels: str = "", accept: str = JSON, for_s: int = WATCH_S
     ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
-        """Hear what happens after ``version``, as it comes, for about ``for_s`` seconds. The API server has
-        taken the watch when this is entered.
+        """Watch changes after ``version``, for about ``for_s`` seconds. The API server has accepted the watch
+        when the context is entered.
 
-        RequestRefused with 410 says that the server no longer knows that version.
+        RequestRefused with 410 means that the server no longer has that version.
         """
         query = [
             ("watch", "true"),
@@ -303,7 +304,7 @@ class KubeClient:
     # Objects
 
     async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
-        """Return one object; None when it is not there."""
+        """Return one object; None when it does not exist."""
         try:
             return await self._call("GET", kind.path(*key))
         except RequestRefused as refused:
@@ -312,7 +313,7 @@ class KubeClient:
             raise
 
     async def served(self, group_version: str) -> frozenset[str]:
-        """Return the plurals that are served in a group's version; none where it is not served at all."""
+        """Return the plurals that are served in a group's version; an empty set where it is not served."""
         try:
             answer = await self._call("GET", f"/apis/{group_version}")
         except RequestRefused as refused:
@@ -324,23 +325,23 @@ class KubeClient:
         return frozenset(str(entry.get("name")) for entry in entries if isinstance(entry, dict))
 
     async def version(self) -> tuple[int, int]:
-        """Return the version of Kubernetes: (1, 36); zeros for what cannot be read as one."""
+        """Return the version of Kubernetes: (1, 36); (0, 0) for an unreadable one."""
         answer = await self._call("GET", "/version")
         major, minor = (re.match(r"\d{1,4}", str(answer.get(part))) for part in ("major", "minor"))
         return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
 
     async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
-        """Return all objects that ``labels``, a selector, picks."""
+        """Return all objects that match the selector ``labels``."""
         accept = JSON_OF_METADATA_LIST if kind.is_metadata_enough else JSON
         items, version = await self.everything(kind.path(namespace), labels=labels, accept=accept)
         named: Manifest = {"apiVersion": kind.api_version, "kind": kind.name}
         return ObjectList([{**manifest_of(kind, item), **named} for item in items], version)
 
     async def claim(self, kind: ResourceKind, manifest: Manifest, *, manager: str) -> Manifest:
-        """Be one more of those who hold the fields of ``manifest``, as the field manager ``manager``.
+        """Become a co-owner of the fields of ``manifest``, as the field manager ``manager``.
 
-        RequestRefused with 409 where another holds one of them with another value, or the object is not
-        of the ``resourceVersion`` that is named.
+        RequestRefused with 409 when another manager owns one of them with another value, or the object is at
+        another ``resourceVersion``.
         """
         query = (("fieldManager", manager),)
         return await self._call(
@@ -348,12 +349,12 @@ class KubeClient:
         )
 
     async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
-        """Make the fields of ``manifest`` so, by server-side apply, regardless of who wrote them before."""
+        """Set the fields of ``manifest`` by server-side apply, regardless of their owners."""
         path = kind.path(*key_of(manifest), subresource)
         return await self._call("PATCH", path, query=self._forced, body=manifest, content_type=APPLY)
 
     async def dry_run(self, kind: ResourceKind, manifest: Manifest) -> None:
-        """Ask whether the API server, and all that it asks, would take this apply; nothing is stored."""
+        """Check by a dry run whether the API server and its webhooks accept this apply; nothing is stored."""
         path = kind.path(*key_of(manifest))
         await self._call(
             "PATCH", path, query=(*self._forced, ("dryRun", "All")), body=manifest, content_type=APPLY
@@ -364,16 +365,16 @@ class KubeClient:
         return await self._call("PATCH", kind.path(*key), query=self._managed, body=patch, content_type=MERGE)
 
     async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
-        """Create an object; RequestRefused with 409 when it is there."""
+        """Create an object; RequestRefused with 409 when it exists."""
         path = kind.path(key_of(manifest).namespace)
         return await self._call("POST", path, query=self._managed, body=manifest)
 
     async def replace(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
-        """Replace an object; RequestRefused with 409 when it is of another ``resourceVersion``."""
+        """Replace an object; RequestRefused with 409 when it is at another ``resourceVersion``."""
         return await self._call("PUT", kind.path(*key_of(manifest)), query=self._managed, body=manifest)
 
     async def delete(self, kind: ResourceKind, key: Key, *, uid: str) -> None:
-        """Delete the object of this uid, and what it owns after it; done when it is not there."""
+        """Delete the object with this uid, and then the objects that it owns; done when it does not exist."""
         options: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:
             await self._call("DELETE", kind.path(*key), body=options)
@@ -417,7 +418,7 @@ class KubeClient:
                 body=body,
                 limits=limits or aiohttp.ClientTimeout(total=None),
             )
-            self._hear_warnings(f"{method} {path}", response)
+            self._collect_warnings(f"{method} {path}", response)
             if response.status >= 400:
                 if response.status == UNAUTHORIZED:
                     self._connection.refused()
@@ -427,7 +428,7 @@ class KubeClient:
             raise _lost(f"{method} {path}", error) from error
         return response
 
-    def _hear_warnings(self, what: str, response: aiohttp.ClientResponse) -> None:
+    def _collect_warnings(self, what: str, response: aiohttp.ClientResponse) -> None:
         found, collected = warnings_in(response.headers.getall("Warning", ())), _collected.get()
         if collected is not None:
             collected += found
@@ -437,8 +438,8 @@ class KubeClient:
 
 
 def manifest_of(kind: ResourceKind, text: msgspec.Raw) -> Manifest:
-    """Return an object without what nothing is decided by, such as the record of who wrote which field:
-    thousands are kept. Raises ClusterLost for what is no object.
+    """Return an object without the fields that no decision uses, such as the owners of its fields, because
+    thousands are kept. Raises ClusterLost for anything but an object.
     """
     manifest = _manifest(bytes(text))
     if not isinstance(manifest, dict):
@@ -458,11 +459,11 @@ def manifest_of(kind: ResourceKind, text: msgspec.Raw) -> Manifest:
 
 
 ENVELOPE_DEPTH = 2
-"""How deep an object lies in a list; in a line of a watch it is 1."""
+"""The depth of an object in a list; in a line of a watch it is 1."""
 
 
 def decoded(text: bytes, kind: type[T]) -> T:
-    """Return ``text`` as a value of this kind. Raises ClusterLost."""
+    """Return ``text`` decoded as ``kind``. Raises ClusterLost."""
     decoder = msgspec.json.Decoder(kind)
     with suppress(Unreadable):
         return parsed(decoder, text)
@@ -479,7 +480,7 @@ _manifests: "msgspec.json.Decoder[JsonValue]" = msgspec.json.Decoder()
 
 
 async def _page(text: bytes) -> _Page:
-    """Read a page. One with a deep object is searched in a thread: that takes a second for 20 MB."""
+    """Decode a page. One with a deep object is decoded in a thread: that takes a second for 20 MB."""
     try:
         return parsed(_pages, text)
     except Unreadable:
@@ -488,7 +489,7 @@ async def _page(text: bytes) -> _Page:
 
 def _manifest(text: bytes) -> JsonValue:
     try:
-        # How deep a decoder goes differs from one Python to the next: what is read must not.
+        # The depth limit of decoders differs between versions of Python: results must not.
         return parsed(_manifests, cut_at_depth(text) if _may_be_too_deep(text) else text)
     except Unreadable as error:
         raise ClusterLost(f"the API server's answer: {error}") from error
@@ -530,9 +531,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 async def _events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[list[WatchEvent]]:
-    """The lines of a watch, all that came together at once. Raises RequestRefused for one that reports an
-    error.
-    """
+    """Yield the events of a watch, in the lists in which they arrive. Raises RequestRefused for an error."""
     rest = b""
     try:
         async for piece in response.content.iter_any():
@@ -542,8 +541,8 @@ async def _events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[
             events = [decoded(line, WatchEvent) for line in lines if line]
             for event in events:
                 if event.type == "ERROR":
-                    said = decoded(bytes(event.object), Status)
-                    raise RequestRefused(said.message, status=said.code or 500, reason=said.reason)
+                    status = decoded(bytes(event.object), Status)
+                    raise RequestRefused(status.message, status=status.code or 500, reason=status.reason)
             if events:
                 yield events
     except (aiohttp.ClientError, OSError) as error:
@@ -551,7 +550,7 @@ async def _events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[
 
 
 def _hang_up(response: aiohttp.ClientResponse) -> None:
-    """End a connection now: a polite end of TLS waits for the peer, and outlives the session's own close."""
+    """Abort a connection: a graceful end of TLS waits for the peer, and outlives the session's close."""
     connection = response.connection
     if connection is not None and connection.transport is not None:
         connection.transport.abort()
@@ -564,12 +563,12 @@ def _lost(what: str, error: Exception) -> ClusterLost:
 
 def _refusal(response: aiohttp.ClientResponse, what: str, body: bytes) -> RequestRefused:
     try:
-        said = parsed(_statuses, body)
+        status = parsed(_statuses, body)
     except Unreadable:
-        said = Status()
-    message = said.message or body[:200].decode(errors="replace")
+        status = Status()
+    message = status.message or body[:200].decode(errors="replace")
     asked_wait = response.headers.get("Retry-After", "")
     wait_s = float(asked_wait) if asked_wait.isascii() and asked_wait.isdecimal() else 0.0
     return RequestRefused(
-        f"{what}: {message}", status=response.status, reason=said.reason, said=message, wait_s=wait_s
+        f"{what}: {message}", status=response.status, reason=status.reason, detail=message, wait_s=wait_s
     )

@@ -1,7 +1,6 @@
 """The informer: follows objects of an API server by list and watch, and lists again when the watch breaks.
 
-A list and the watch that goes on from its version are one order of events, so nothing is missed, or heard
-after what came later.
+A list and the watch from its version form one order of events, so that no event is missed or reordered.
 """
 
 import asyncio
@@ -32,35 +31,36 @@ from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_o
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
 FIRST_WITHIN_S = 3.0
-"""For so long at the start a kind that cannot be listed is not reported as lost: while its definition, or the
-right to read it, is new, an API server refuses it."""
-"""The pauses of an informer, and of what else asks the API server again and again."""
+"""Time at the start for which a kind that cannot be listed is not reported as lost: an API server refuses it
+while its definition, or the right to read it, is new.
+"""
+"""The backoff of an informer, and of other repeated requests to the API server."""
 
 Item = TypeVar("Item")
 G = TypeVar("G", bound=Hashable)
 
 
 class Objects(Protocol[Item]):
-    """What can be listed and watched. Both raise ClusterError, or ProtocolError for what cannot be read."""
+    """A source to list and watch. Methods raise ClusterError, or ProtocolError for undecodable objects."""
 
     async def everything(self) -> tuple[list[Item], str]:
-        """Return every object, and the version as of which they are all."""
+        """Return every object, and the resourceVersion of the list."""
 
     def watch(self, version: str) -> AbstractAsyncContextManager[AsyncIterator[list[WatchEvent]]]:
-        """Hear what happens after ``version``, as it comes; it ends some time."""
+        """Watch changes after ``version``; the watch ends after a while."""
 
 
 def wait_after(failures: Failures, error: Exception) -> float:
-    """Count ``error``; return the seconds to wait, at least as many as the server asks for.
+    """Count ``error``; return the seconds to wait, at least the server's Retry-After.
 
-    A chance part keeps many processes apart.
+    Random jitter spreads many processes.
     """
     asked_s = float(getattr(error, "wait_s", 0.0))
     return max(failures.next_s(), asked_s) * random.uniform(1.0, 1.5)
 
 
 class FirstTries:
-    """Tells failures of the start, which pass by themselves, from a loss."""
+    """Distinguishes failures at the start, which are temporary, from a loss."""
 
     def __init__(self, within_s: float = FIRST_WITHIN_S) -> None:
         self._within_s = within_s
@@ -68,25 +68,25 @@ class FirstTries:
         self._worked = False
 
     def worked(self) -> None:
-        """From now on every failure is a loss."""
+        """Treat every failure from now on as a loss."""
         self._worked = True
 
     def is_loss(self) -> bool:
-        """Whether a failure of now is one: it worked before, or has failed for ``within_s``."""
+        """Whether a failure now is a loss: it worked before, or has failed for ``within_s``."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         return self._worked or now - self._since >= self._within_s
 
 
-class _Ends(Enum):
-    """How a watch ended that did not break: the API server had it end, or this end wants a list."""
+class _WatchEnd(Enum):
+    """How an unbroken watch ended: the API server ended it, or this end needs a new list."""
 
     BY_TIME = auto()
     ON_PURPOSE = auto()
 
 
 class _WatchBroken(Exception):
-    """A watch ended by ``error``, or could not be opened again."""
+    """A watch failed with ``error``, or could not be reopened."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -94,10 +94,10 @@ class _WatchBroken(Exception):
 
 
 class ListAndWatch(ABC, Generic[Item]):
-    """Hears of writes as they happen; checks what has expired every ``tick_s``.
+    """Lists and watches objects; checks expiries every ``tick_s``.
 
-    When nothing was heard for ``quiet_s``, or what is followed is in doubt, everything is listed again; so it
-    is when a watch breaks, or the API server no longer knows its version.
+    Everything is listed again after silence of ``quiet_s``, when :meth:`is_in_doubt`, when a watch breaks, or
+    when the API server no longer has its version.
     """
 
     lives_least_s = 1.0
@@ -114,52 +114,50 @@ class ListAndWatch(ABC, Generic[Item]):
         self._objects = objects
         self._tick_s = tick_s
         self._quiet_s = quiet_s
-        self._heard_at = 0.0
+        self._received_at = 0.0
         self._version = ""
         self._failures = Failures(backoff)
         self.began = asyncio.Event()
-        """Set once everything was listed, or could not be."""
+        """Set once everything was listed, or the list failed."""
 
     @abstractmethod
     def take_list(self, items: list[Item], asked_at: float) -> None:
-        """Take everything that was there at ``asked_at`` or later."""
+        """Take the list of all objects, requested at ``asked_at``."""
 
     @abstractmethod
     def take_event(self, event: WatchEvent) -> str:
-        """Take one change, or a bookmark; return its version.
+        """Take one change, or a bookmark; return its resourceVersion.
 
-        Raises ClusterError or ProtocolError for what is neither.
+        Raises ClusterError or ProtocolError for anything else.
         """
 
     @abstractmethod
     def lose(self, error: ClusterError) -> None:
-        """The list cannot be had, or no watch be opened after it: again at each try. Not for a version that
-        the API server has already forgotten (410): a new list has another.
+        """Handle a failed list, or a failed watch after it; called at each attempt, except for an expired
+        version (410), which a new list replaces.
         """
 
     def cut_off(self) -> None:
-        """Nothing is heard until the next list."""
+        """Handle that no changes arrive until the next list."""
 
-    def look(self, now: float) -> None:
-        """Check what has expired."""
+    def check(self, now: float) -> None:
+        """Check expiries."""
 
     def is_in_doubt(self, now: float) -> bool:  # noqa: ARG002 - time changes nothing here
-        """Whether everything is to be listed again."""
+        """Whether everything must be listed again."""
         return False
 
     async def tidy(self, now: float) -> None:
-        """Do what is to be done now and then."""
+        """Do periodic cleanup."""
 
     async def run(self) -> None:
-        """Deliver what is there and go on watching until cancelled; an API server that does not answer is
-        asked again.
-        """
+        """Deliver all objects and watch until cancelled; retry while the API server does not answer."""
         while True:
             wait_s = 0.0
             try:
                 await self._watch_once()
             except _WatchBroken as broken:
-                # It may be back at once, and is asked before anybody is notified that it is lost.
+                # The server may be back at once, so retry before reporting it as lost.
                 wait_s = wait_after(self._failures, broken.error)
                 self.cut_off()
             except (ClusterError, ProtocolError) as error:
@@ -171,33 +169,32 @@ class ListAndWatch(ABC, Generic[Item]):
             await asyncio.sleep(wait_s)
 
     async def _watch_once(self) -> None:
-        """List, and hear what comes after until everything is to be listed again.
+        """List, and watch until everything must be listed again.
 
-        Raises ClusterError when the list cannot be had, or a watch cannot be opened after it, and
-        _WatchBroken when one broke later.
+        Raises ClusterError when the list, or its watch, fails, and _WatchBroken when a later watch broke.
         """
         asked_at = time.monotonic()
-        self.look(asked_at)
+        self.check(asked_at)
         items, version = await self._objects.everything()
         async with self._objects.watch(version) as stream:
             self._version = version
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             self.take_list(items, asked_at)
             self.began.set()
             ends = await self._followed(stream)
-        while ends is _Ends.BY_TIME:
+        while ends is _WatchEnd.BY_TIME:
             ends = await self._followed_again()
 
-    async def _followed_again(self) -> _Ends:
-        """Open another watch where the last one ended, and take what it brings; return how it ended."""
+    async def _followed_again(self) -> _WatchEnd:
+        """Open another watch where the last one ended, and take its events; return how it ended."""
         try:
             async with self._objects.watch(self._version) as stream:
                 return await self._followed(stream)
         except (ClusterError, ProtocolError) as error:
             raise _WatchBroken(error) from error
 
-    async def _followed(self, stream: AsyncIterator[list[WatchEvent]]) -> _Ends:
-        """Take what a watch brings until it ends; return how. Raises _WatchBroken."""
+    async def _followed(self, stream: AsyncIterator[list[WatchEvent]]) -> _WatchEnd:
+        """Take the events of a watch until it ends; return how. Raises _WatchBroken."""
         opened_at = time.monotonic()
         reading: asyncio.Task[list[WatchEvent] | None] | None = None
         try:
@@ -205,19 +202,19 @@ class ListAndWatch(ABC, Generic[Item]):
                 reading = reading or asyncio.create_task(_next(stream))
                 await asyncio.wait({reading}, timeout=self._tick_s)
                 now = time.monotonic()
-                self.look(now)
+                self.check(now)
                 if reading.done():
                     events, reading = reading.result(), None
                     if events is None:
                         if now - opened_at > self.lives_least_s:
-                            return _Ends.BY_TIME
+                            return _WatchEnd.BY_TIME
                         raise _WatchBroken(ConnectionError())
-                    self._heard_at = now
+                    self._received_at = now
                     for event in events:
                         self._version = self.take_event(event)
                     self._failures.reset()
-                elif self.is_in_doubt(now) or now - self._heard_at > self._quiet_s:
-                    return _Ends.ON_PURPOSE
+                elif self.is_in_doubt(now) or now - self._received_at > self._quiet_s:
+                    return _WatchEnd.ON_PURPOSE
                 await self.tidy(now)
         except (ClusterError, ProtocolError) as error:
             raise _WatchBroken(error) from error
@@ -232,7 +229,7 @@ async def _next(stream: AsyncIterator[list[WatchEvent]]) -> list[WatchEvent] | N
 
 
 class _OfKind:
-    """The objects of one kind that labels pick, as :class:`Objects`."""
+    """The objects of one kind that match labels, as :class:`Objects`."""
 
     def __init__(
         self, client: KubeClient, kind: ResourceKind, *, labels: str, namespace: str, watch_s: int
@@ -241,12 +238,12 @@ class _OfKind:
         self._labels, self._namespace, self._watch_s = labels, namespace, watch_s
 
     async def everything(self) -> tuple[list[Manifest], str]:
-        """Return every object, and the version as of which they are all."""
+        """Return every object, and the resourceVersion of the list."""
         found = await self._client.find(self._kind, namespace=self._namespace, labels=self._labels)
         return found.objects, found.version
 
     def watch(self, version: str) -> AbstractAsyncContextManager[AsyncIterator[list[WatchEvent]]]:
-        """Hear what happens after ``version``."""
+        """Watch changes after ``version``."""
         return self._client.watch(
             self._kind.path(self._namespace),
             version,
@@ -257,15 +254,15 @@ class _OfKind:
 
 
 class Informer(ListAndWatch[Manifest], Generic[G]):
-    """The objects of a kind that ``labels`` and ``is_wanted`` pick, by place and by group. One that is wanted
-    no more counts as gone.
+    """The objects of a kind that match ``labels`` and ``is_wanted``, by key and by group. One that matches no
+    longer counts as deleted.
 
-    ``changed`` is called with every object that came, changed or went, and once for each at the start; with
-    what was known of one that left its group too, so that the group hears of it.
-    ``lost`` is called with the reason when the cluster cannot be watched, and with None when it can again:
-    until then what was seen last is kept. One watch that breaks is no loss, a second one without an event
-    between is; a watch that the server ends within ``retry_s`` seconds counts as broken. What was never
-    listed is lost once that has failed for ``first_within_s``.
+    ``changed`` is called with every object that was added, changed or deleted, and once for each at the
+    start; an object that moves to another group is reported with its old state too. ``lost`` is called with
+    the error when the cluster cannot be watched, and with None when it can again: meanwhile the last state is
+    kept. One broken watch is no loss, a second one without an event in between is; a watch that the server
+    ends within ``retry_s`` seconds counts as broken. A kind that was never listed is lost once that has
+    failed for ``first_within_s``.
     """
 
     def __init__(
@@ -299,13 +296,13 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         self._is_lost = False
         self._first_tries = FirstTries(first_within_s)
         self._breaks = 0
-        """How many watches broke in a row."""
+        """The number of watches that broke in a row."""
         self._opened_at = inf
         self.synced = asyncio.Event()
-        """Set once all that is there was seen."""
+        """Set once all objects were listed."""
 
     def get(self, key: Key) -> Manifest | None:
-        """Return the object at ``key``; None when there is none."""
+        """Return the object at ``key``; None without one."""
         return self._by_key.get(key)
 
     def all(self) -> list[Manifest]:
@@ -316,8 +313,8 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         """Return the objects of one group."""
         return list(self._groups.get(group, {}).values())
 
-    def take_list(self, items: list[Manifest], asked_at: float) -> None:  # noqa: ARG002 - a store has no clock
-        """Take all objects: what is not among them is gone."""
+    def take_list(self, items: list[Manifest], asked_at: float) -> None:  # noqa: ARG002 - an informer has no leases
+        """Take the list of all objects: known ones that are missing in it are deleted."""
         there = {key_of(manifest): manifest for manifest in items if self._is_wanted(manifest)}
         for key in [key for key in self._by_key if key not in there]:
             self._remove(self._by_key[key])
@@ -340,20 +337,20 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         return version_of(manifest)
 
     def lose(self, error: ClusterError) -> None:
-        """What was seen last is kept."""
+        """Report the loss; the last state is kept."""
         if not self._is_lost and self._first_tries.is_loss():
             self._is_lost = True
             self._lost(error)
 
     def cut_off(self) -> None:
-        """The watch broke, or there is none."""
+        """Count a broken watch."""
         self._opened_at = inf
         self._breaks += 1
         if self._breaks > 1:
             self.lose(ClusterLost(f"watch of {self._kind.plural}: the server ends it at once"))
 
-    def look(self, now: float) -> None:
-        """A watch that lasts is one, however silent it is."""
+    def check(self, now: float) -> None:
+        """Count a watch that lasts as working, even without events."""
         if now - self._opened_at > self.lives_least_s:
             self._found()
 
@@ -368,18 +365,18 @@ class Informer(ListAndWatch[Manifest], Generic[G]):
         known = self._forget(manifest)
         self._by_key[key_of(manifest)] = manifest
         self._groups.setdefault(self._group_of(manifest), {})[key_of(manifest)] = manifest
-        self._tell(known, manifest)
+        self._notify(known, manifest)
 
     def _remove(self, manifest: Manifest) -> None:
-        self._tell(self._forget(manifest), manifest)
+        self._notify(self._forget(manifest), manifest)
 
-    def _tell(self, known: Manifest | None, manifest: Manifest) -> None:
+    def _notify(self, known: Manifest | None, manifest: Manifest) -> None:
         if known is not None and self._group_of(known) != self._group_of(manifest):
             self._changed(known)
         self._changed(manifest)
 
     def _forget(self, manifest: Manifest) -> Manifest | None:
-        """Return what was known of it."""
+        """Remove an object; return its last state, None for an unknown one."""
         known = self._by_key.pop(key_of(manifest), None)
         if known is None:
             return None

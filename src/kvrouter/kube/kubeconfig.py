@@ -18,11 +18,11 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.kube.client import ASKED_AT_ONCE, ClusterLost, Query
 
 CONNECTIONS_MAX = 2 * ASKED_AT_ONCE
-"""Questions, and watches."""
+"""Requests, and watches."""
 
 _SHAPELESS = (ValueError, TypeError, LookupError, AttributeError)
 _MISTAKES = (ConfigException, OSError, yaml.YAMLError, *_SHAPELESS)
-"""What the loader raises for a file that cannot be read, or is no kubeconfig."""
+"""Errors of the loader for an unreadable or invalid file."""
 
 
 class LoaderConnection:
@@ -41,7 +41,7 @@ class LoaderConnection:
         body: bytes | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        """Send a request, whose body is JSON.
+        """Send a request with a JSON body.
 
         Raises ClusterLost where the user's token or certificate cannot be had.
         """
@@ -65,15 +65,15 @@ class LoaderConnection:
         return cast(aiohttp.ClientResponse, answered.response)
 
     def refused(self) -> None:
-        """The loader renews what it has by itself."""
+        """Does nothing: the loader renews credentials itself."""
 
     async def close(self) -> None:
-        """The official client is closed by :func:`signed_in`."""
+        """Does nothing: :func:`signed_in` closes the official client."""
 
 
 @asynccontextmanager
 async def signed_in(kubeconfig: Path) -> AsyncIterator[LoaderConnection]:
-    """A connection as the user of the file's current context. Raises ConfigError."""
+    """Yield a connection as the user of the file's current context. Raises ConfigError."""
     try:
         configuration = await _loaded(kubeconfig, context=None)
     except (ConfigException, OSError) as error:
@@ -84,7 +84,7 @@ async def signed_in(kubeconfig: Path) -> AsyncIterator[LoaderConnection]:
 
 @dataclass(frozen=True, slots=True)
 class KubeconfigUser:
-    """The user of one context of a kubeconfig, and the namespace that is asked."""
+    """The user of one context of a kubeconfig, and the Kubernetes namespace."""
 
     kubeconfig: Path
     context: str | None
@@ -96,26 +96,26 @@ class KubeconfigUser:
 
 
 def user_of(kubeconfig: Path, context: str | None, *, namespace: str) -> KubeconfigUser:
-    """Return the user of ``context``, else of the current one, in the context's namespace, else
-    ``namespace``. No plugin is run yet, and no certificate is read.
+    """Return the user of ``context`` (None: the current one), in the context's namespace, else ``namespace``.
+    No plugin is run yet, and no certificate is read.
 
-    Raises ConfigError, without the name of a setting, for what is no such file.
+    Raises ConfigError, without the name of a setting, for an unreadable or invalid file.
     """
     try:
-        with kubeconfig.open("rb"):  # the loader says nothing of why it cannot
+        with kubeconfig.open("rb"):  # the loader does not report why it fails
             pass
         loader = KubeConfigLoader(KubeConfigMerger(str(kubeconfig)).config, active_context=context)
         named = loader.current_context["context"].get("namespace")
     except _MISTAKES as error:
-        raise ConfigError(f"{kubeconfig}: {_said(error)}") from error
+        raise ConfigError(f"{kubeconfig}: {_reason_of(error)}") from error
     return KubeconfigUser(kubeconfig, context, str(named or namespace))
 
 
 class KubeconfigConnection:
-    """A :class:`~kvrouter.kube.client.Connection` of a process that lives longer than a token.
+    """A :class:`~kvrouter.kube.client.Connection` for processes that outlive a token.
 
-    It signs in at the first request, and again once the API server refuses the user: the file is read again
-    then, and its plugin run. Whatever fails there fails the request, and the next one tries again.
+    It signs in at the first request, and again once the API server rejects the user: it then reads the file
+    again and runs its plugin. A failure there fails the request, and the next request retries.
     """
 
     def __init__(self, user: KubeconfigUser) -> None:
@@ -134,12 +134,12 @@ class KubeconfigConnection:
         body: bytes | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        """Send a request, whose body is JSON. Raises ClusterLost where the file does not sign in."""
+        """Send a request with a JSON body. Raises ClusterLost where signing in fails."""
         connection = LoaderConnection(await self._signed_in())
         return await connection.send(method, path, query=query, headers=headers, body=body, limits=limits)
 
     def refused(self) -> None:
-        """The API server does not know the user any more: sign in again."""
+        """Sign in again at the next request: the API server rejected the user."""
         self._is_refused = True
 
     async def close(self) -> None:
@@ -153,7 +153,7 @@ class KubeconfigConnection:
                 try:
                     made = ApiClient(await _loaded(self._user.kubeconfig, context=self._user.context))
                 except _MISTAKES as error:
-                    raise ClusterLost(f"{self._user.kubeconfig}: {_said(error)}") from error
+                    raise ClusterLost(f"{self._user.kubeconfig}: {_reason_of(error)}") from error
                 before, self._api, self._is_refused = self._api, made, False
                 if before is not None:
                     await before.close()
@@ -172,7 +172,7 @@ async def _loaded(kubeconfig: Path, *, context: str | None) -> Configuration:
     return configuration
 
 
-def _said(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, _SHAPELESS):

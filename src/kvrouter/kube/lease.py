@@ -1,6 +1,6 @@
 """Leader election by a Lease: one of several replicas leads while it renews the Lease.
 
-A lease is alive while what is written in it changes, by the clock of its reader.
+A lease is alive while its content changes, by the clock of its reader.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from kvrouter.kube.objects import LEASES, Key, Manifest, fields_of, metadata_of
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """How long a lease holds that is not renewed, how long its holder may fail to renew it before it stops,
-    and how often everybody tries. Seconds, each more than the next.
+    """How long an unrenewed lease is valid, how long its holder may fail to renew it before it stops, and how
+    often replicas try. Seconds, each more than the next.
     """
 
     lease_s: float = 15.0
@@ -31,19 +31,19 @@ class LeaseTimes:
 
 
 class LeaseCandidate:
-    """What one replica makes of the lease: it takes one that is free, that is its own, or that nobody renewed
-    for ``lease_s`` seconds of its own clock. Clocks of other hosts are never compared.
+    """Decides for one replica whether to take the lease: when it is free, its own, or not renewed for
+    ``lease_s`` seconds of this replica's clock. Clocks of different hosts are never compared.
     """
 
-    def __init__(self, identity: str, place: Key, times: LeaseTimes) -> None:
+    def __init__(self, identity: str, key: Key, times: LeaseTimes) -> None:
         self.identity = identity
-        self._place, self._times = place, times
+        self._key, self._times = key, times
         self._spec = LastChange()
 
     def claim(self, lease: Manifest | None, now_s: float, today: datetime) -> Manifest | None:
-        """Return the lease to write, None while it is another's. ``today`` is aware of its time zone.
+        """Return the lease to write, None while another replica holds it. ``today`` is timezone-aware.
 
-        With the ``resourceVersion`` of ``lease``, so that of two who write the second is refused.
+        It has the ``resourceVersion`` of ``lease``, so that the second of two writers is refused.
         """
         spec = _spec(lease)
         self._spec.see(spec if lease is not None else None, now_s)
@@ -54,11 +54,11 @@ class LeaseCandidate:
         return self._held(lease, today)
 
     def take(self, lease: Manifest | None, today: datetime) -> Manifest | None:
-        """Return the lease to write, regardless of its holder; None where it has none."""
+        """Return the lease to write, regardless of its holder; None when it has no holder."""
         return self._held(lease, today) if _spec(lease).get("holderIdentity") else None
 
     def release(self, lease: Manifest | None, today: datetime) -> Manifest | None:
-        """Return the lease to write so that another takes it at once; None when it is not ours."""
+        """Return the lease to write so that another replica takes it at once; None when it is not ours."""
         spec = _spec(lease)
         if spec.get("holderIdentity") != self.identity:
             return None
@@ -82,7 +82,7 @@ class LeaseCandidate:
         return self._lease(lease, held)
 
     def _lease(self, lease: Manifest | None, spec: Manifest) -> Manifest:
-        metadata: Manifest = {"namespace": self._place.namespace, "name": self._place.name}
+        metadata: Manifest = {"namespace": self._key.namespace, "name": self._key.name}
         if lease is not None:
             metadata = metadata_of(lease)
         return {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
@@ -97,7 +97,7 @@ def _written(today: datetime) -> str:
 
 
 class LeaderListener(Protocol):
-    """Is notified of the lease."""
+    """Called for events of the lease."""
 
     def answered(self) -> None:
         """The API server answered."""
@@ -109,23 +109,23 @@ class LeaderListener(Protocol):
         """This replica no longer leads."""
 
     def not_renewed(self, error: ClusterError) -> None:
-        """The lease could not be read or written; it is tried again."""
+        """The lease could not be read or written; this is retried."""
 
 
 class Leader:
-    """``lead`` runs while the lease is ours; it is cancelled, and has ended, before another may begin."""
+    """Runs ``lead`` while this replica holds the lease; cancels it before another replica may lead."""
 
     def __init__(
-        self, cluster: KubeClient, place: Key, identity: str, *, times: LeaseTimes, listener: LeaderListener
+        self, cluster: KubeClient, key: Key, identity: str, *, times: LeaseTimes, listener: LeaderListener
     ) -> None:
-        self._cluster, self._place, self._times, self._listener = cluster, place, times, listener
-        self._candidate = LeaseCandidate(identity, place, times)
+        self._cluster, self._key, self._times, self._listener = cluster, key, times, listener
+        self._candidate = LeaseCandidate(identity, key, times)
         self.is_leading = False
 
     async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
-        """Follow and lead in turn until cancelled; then the lease is given back.
+        """Follow and lead in turn until cancelled; then release the lease.
 
-        What ``lead`` raises is raised.
+        Raises what ``lead`` raises.
         """
         try:
             while True:
@@ -152,7 +152,7 @@ class Leader:
         self._listener.follows(self._candidate.identity, reason)
 
     async def _renew_while(self, work: asyncio.Future[None]) -> str:
-        """Return why the lease is ours no more."""
+        """Renew the lease while ``work`` runs; return why leading ended."""
         loop = asyncio.get_running_loop()
         renewed_s = loop.time()
         while True:
@@ -179,13 +179,13 @@ class Leader:
         except ClusterError as error:
             if not (
                 isinstance(error, RequestRefused) and error.status == CONFLICT
-            ):  # then another was quicker
+            ):  # then another replica was faster
                 self._listener.not_renewed(error)
             return False
 
     async def _claimed(self) -> bool:
-        """Take or renew the lease; return False while it is another's."""
-        lease = await self._cluster.read(LEASES, self._place)
+        """Take or renew the lease; return False while another replica holds it."""
+        lease = await self._cluster.read(LEASES, self._key)
         self._listener.answered()
         claim = self._candidate.claim(lease, asyncio.get_running_loop().time(), datetime.now(UTC))
         if claim is None:
@@ -194,7 +194,7 @@ class Leader:
         return True
 
     async def _release(self) -> None:
-        lease = await self._cluster.read(LEASES, self._place)
+        lease = await self._cluster.read(LEASES, self._key)
         free = self._candidate.release(lease, datetime.now(UTC))
         if free is not None:
             await self._cluster.replace(LEASES, free)

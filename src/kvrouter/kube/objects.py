@@ -1,4 +1,4 @@
-"""Objects of Kubernetes as JSON: their kinds and paths, their keys and versions, and events about them."""
+"""Objects of Kubernetes as JSON: kinds and paths, keys and versions, and events about them."""
 
 import hashlib
 from datetime import datetime
@@ -7,17 +7,17 @@ from typing import Literal, NamedTuple
 import msgspec
 from pydantic import JsonValue
 
-from kvrouter.core.cordons import Cordon, cordon_digest
+from kvrouter.core.cordon_rules import Cordon, cordon_digest
 
 Manifest = dict[str, JsonValue]
-"""An object as the API server takes and gives it."""
+"""An object in the JSON of the API server."""
 
 
 class ResourceKind(NamedTuple):
-    """One kind: what manifests call it, and what paths do.
+    """One kind: its name in manifests and in paths.
 
-    ``is_metadata_enough``: lists and watches bring nothing but metadata. ``kept`` are the parts, such as
-    ``spec.nodeName``, that are kept with metadata of what they bring; everything where none is named.
+    ``is_metadata_enough``: lists and watches request metadata only. ``kept`` are the parts, such as
+    ``spec.nodeName``, that are kept of each object besides its metadata; () keeps everything.
     """
 
     api_version: str
@@ -28,7 +28,7 @@ class ResourceKind(NamedTuple):
     kept: tuple[str, ...] = ()
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Return the path of all objects, of those of a namespace, of one, or of a part of one."""
+        """Return the path of all objects, of those of a namespace, of one object, or of its subresource."""
         root = "/api" if "/" not in self.api_version else "/apis"
         parts = [root, self.api_version]
         if self.is_namespaced and namespace:
@@ -39,7 +39,7 @@ class ResourceKind(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The place of one object among those of its kind; the namespace is empty where the kind has none."""
+    """The key of an object among those of its kind; ``namespace`` is "" for a cluster-scoped kind."""
 
     namespace: str
     name: str
@@ -51,15 +51,15 @@ class Key(NamedTuple):
 LEASES = ResourceKind("coordination.k8s.io/v1", "Lease", "leases")
 EVENTS = ResourceKind("v1", "Event", "events")
 WORKERS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
-"""Workers that registered through the API server."""
+"""Worker cards."""
 CORDONS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterCordon", "kvroutercordons")
-"""Workers, nodes and zones that get no new requests."""
+"""Cordons of workers, nodes and zones."""
 FLEET_LABEL = "kvrouter.dev/namespace"
-"""Carries the ``--namespace`` of kvrouter, so that one namespace of Kubernetes may hold several fleets."""
+"""The label with kvrouter's ``--namespace``, so that one Kubernetes namespace may hold several fleets."""
 
 MESSAGE_CHARS_MAX = 1024
 NAME_CHARS_MAX = 230
-"""What the API server takes of an event's message, and of its name before the digest."""
+"""Limits of an event's message, and of its name before the digest."""
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
@@ -70,32 +70,32 @@ class WatchEvent(msgspec.Struct, frozen=True):
 
 
 def fields_of(found: object) -> Manifest:
-    """Return ``found`` where it is a JSON object, else an empty one."""
+    """Return ``found`` if it is a JSON object, else an empty one."""
     return found if isinstance(found, dict) else {}
 
 
 def objects_in(found: object) -> list[Manifest]:
-    """Return the JSON objects in ``found`` where it is a list, else none."""
+    """Return the JSON objects in ``found`` if it is a list, else []."""
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def metadata_of(manifest: Manifest) -> Manifest:
-    """Return the metadata of an object, empty where it has none."""
+    """Return the metadata of an object, {} without any."""
     return fields_of(manifest.get("metadata"))
 
 
 def labels_of(manifest: Manifest) -> Manifest:
-    """Return the labels of an object, empty where it has none."""
+    """Return the labels of an object, {} without any."""
     return fields_of(metadata_of(manifest).get("labels"))
 
 
 def annotations_of(manifest: Manifest) -> Manifest:
-    """Return the annotations of an object, empty where it has none."""
+    """Return the annotations of an object, {} without any."""
     return fields_of(metadata_of(manifest).get("annotations"))
 
 
 def key_of(manifest: Manifest) -> Key:
-    """Return the place of an object, with empty names where it has none."""
+    """Return the key of an object, "" for missing names."""
     metadata = metadata_of(manifest)
     return Key(_text(metadata.get("namespace")), _text(metadata.get("name")))
 
@@ -106,12 +106,12 @@ def version_of(manifest: Manifest) -> str:
 
 
 def uid_of(manifest: Manifest) -> str:
-    """Return the uid of an object, empty where it has none."""
+    """Return the uid of an object, "" without one."""
     return _text(metadata_of(manifest).get("uid"))
 
 
 class Involved(NamedTuple):
-    """What an event is about."""
+    """The object that an event is about."""
 
     api_version: str
     kind: str
@@ -130,7 +130,7 @@ def event_of(
     now: datetime,
     digest_of: str = "",
 ) -> Manifest:
-    """Return an event about an object, which ``reporter`` reports at ``now``, in UTC. The same event has the
+    """Return an event about an object, reported by ``reporter`` at ``now``, in UTC. Equal events have the
     same name; those that differ in ``digest_of`` have different names.
     """
     key, written = about.key, now.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -160,8 +160,8 @@ def event_of(
 
 
 def name_in_fleet(fleet: str, key: str) -> str:
-    """Return the name of an object of a fleet, which has a ``.`` where its fleet's has a ``_``: no fleet's
-    name has a ``.``, so no two are written alike.
+    """Return the name of a fleet's object, with ``.`` for each ``_`` of the fleet's name: fleets have no
+    ``.``, so names of different fleets differ.
     """
     return f"{fleet.replace('_', '.')}-{key}"
 
@@ -174,7 +174,7 @@ def cordon_object(cordon: Cordon, *, namespace: str, fleet: str) -> Manifest:
 
 
 def fleet_object(kind: ResourceKind, key: str, spec: Manifest, *, namespace: str, fleet: str) -> Manifest:
-    """Return an object of one fleet, in a namespace of Kubernetes."""
+    """Return an object of one fleet, in a Kubernetes namespace."""
     return {
         "apiVersion": kind.api_version,
         "kind": kind.name,

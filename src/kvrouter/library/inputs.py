@@ -144,9 +144,9 @@ def converted(kind: type[_S], values: Values, *, at: str) -> _S:
     try:
         return converted_to(values, kind)
     except Unreadable as error:
-        what, _, path = str(error).partition(" - at `$")
+        problem, _, path = str(error).partition(" - at `$")
         field = f"{at}{path.rstrip('`')}".lstrip(".")
-        raise InvalidRequest(f"{field}: {what}" if field else what, param=field or None) from None
+        raise InvalidRequest(f"{field}: {problem}" if field else problem, param=field or None) from None
 
 
 def _plain(constraints: RoutingConstraints) -> object:

@@ -38,9 +38,9 @@ from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.background import go_on
-from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
-from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.transports.background import spawn
+from kvrouter.transports.records.narrowed import NarrowedDiscovery
+from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 
 _log = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ class KvRouter:
         self._service.stop()
         has_work = self._sync is not None or len(self._prefills)
         if has_work and self._is_started and self._closing is None:
-            self._closing = go_on(self._finish_closing(), name="library: end of a router")
+            self._closing = spawn(self._finish_closing(), name="library: end of a router")
 
     async def _finish_closing(self) -> None:
         await self._prefills.close()

@@ -43,9 +43,9 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.records.port import CordonStore, Discovery, Gone
+from kvrouter.transports.requests.port import RequestTransport
 
 NO_PORT = 0
 """A program has no frontend; NATS connections are otherwise named after its port."""
@@ -56,7 +56,7 @@ class Runtime:
     """The transports that the objects of a program share."""
 
     discovery: Discovery
-    requests: RequestPlane
+    requests: RequestTransport
     events: EventSubscriber
     router_config: KvRouterConfig = field(default_factory=KvRouterConfig)
     """The default configuration of a :class:`KvRouter` of this runtime."""

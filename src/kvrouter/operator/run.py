@@ -33,7 +33,7 @@ from kvrouter.telemetry import Event, log_event
 TRIES = 5
 
 
-async def clean_up(cluster: KubeClient, lease: Key, identity: str, times: LeaseTimes) -> list[str]:
+async def clean_up(client: KubeClient, lease: Key, identity: str, times: LeaseTimes) -> list[str]:
     """Remove the admission policies of the operator of ``lease``; return what was removed. Raises
     ClusterError.
 
@@ -41,20 +41,20 @@ async def clean_up(cluster: KubeClient, lease: Key, identity: str, times: LeaseT
     Replicas that keep running lead again once the lease has run out.
     """
     candidate = LeaseCandidate(identity, lease, times)
-    if await _is_taken(cluster, lease, candidate):
+    if await _is_taken(client, lease, candidate):
         await asyncio.sleep(2 * times.retry_s)
-    return await remove_policies(cluster, lease)
+    return await remove_policies(client, lease)
 
 
-async def _is_taken(cluster: KubeClient, lease: Key, candidate: LeaseCandidate) -> bool:
+async def _is_taken(client: KubeClient, lease: Key, candidate: LeaseCandidate) -> bool:
     """Take the lease from its holder; return False if it has no holder."""
     for tries_left in reversed(range(TRIES)):
-        found = await cluster.read(LEASES, lease)
+        found = await client.read(LEASES, lease)
         taken = candidate.take(found, datetime.now(UTC))
         if taken is None:
             return False
         try:
-            await cluster.replace(LEASES, taken)
+            await client.replace(LEASES, taken)
         except RequestRefused as refused:
             if refused.status != CONFLICT or not tries_left:
                 raise
@@ -124,42 +124,40 @@ async def _run(settings: OperatorSettings) -> None:
     instrumentation = OperatorInstrumentation(health)
     async with AsyncExitStack() as stack:
         signed_in = _signed_in(settings.kubeconfig, instrumentation.warned)
-        cluster = await stack.enter_async_context(signed_in)
+        client = await stack.enter_async_context(signed_in)
         server = serve_probes(
             settings.host, settings.http_port, health=health, telemetry=instrumentation.telemetry
         )
         http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
-        await _until_signalled(_work(settings, cluster, instrumentation, health))
+        await _until_signalled(_work(settings, client, instrumentation, health))
         log_event(log, Event.STOP)
 
 
 def _work(
     settings: OperatorSettings,
-    cluster: KubeClient,
+    client: KubeClient,
     instrumentation: OperatorInstrumentation,
     health: ReplicaHealth,
 ) -> list[asyncio.Task[None]]:
     """Start the tasks of a replica."""
-    definition = Definition(cluster, instrumentation)
+    definition = Definition(client, instrumentation)
 
     async def drive() -> None:
         await Controller(
-            cluster,
+            client,
             defaults=settings.defaults,
             identity=settings.identity,
             lease=settings.lease,
             namespace=settings.namespace,
-            listener=instrumentation,
+            instrumentation=instrumentation,
             class_name=settings.class_name,
         ).run()
 
     async def lead() -> None:
         await definition.while_ours(drive)
 
-    leader = Leader(
-        cluster, settings.lease, settings.identity, times=settings.times, listener=instrumentation
-    )
+    leader = Leader(client, settings.lease, settings.identity, times=settings.times, listener=instrumentation)
     tasks = [asyncio.create_task(leader.run(lead)), asyncio.create_task(definition.run())]
     health.needs("the lease's renewal", tasks[0])
     health.needs("the look at the definition", tasks[1])
@@ -173,7 +171,7 @@ def _work(
             port=settings.admission_port,
         )
         health.waits_for(ADMISSION, "it does not listen yet")
-        tasks.append(asyncio.create_task(admission.run(cluster, definition, instrumentation, health)))
+        tasks.append(asyncio.create_task(admission.run(client, definition, instrumentation, health)))
         health.needs(ADMISSION, tasks[-1])
     return tasks
 

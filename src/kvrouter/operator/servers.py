@@ -92,7 +92,7 @@ class AdmissionWork:
 
     async def run(
         self,
-        cluster: KubeClient,
+        client: KubeClient,
         definition: Definition,
         instrumentation: OperatorInstrumentation,
         health: ReplicaHealth,
@@ -102,20 +102,20 @@ class AdmissionWork:
 
         Raises ConfigError for files without a valid certificate, and OSError when the port is taken.
         """
-        async with _files(self.certificate, cluster, instrumentation, health) as files:
+        async with _files(self.certificate, client, instrumentation, health) as files:
             node_places = NodePlaces(
-                cluster,
+                client,
                 namespace=self.namespace,
                 lost=instrumentation.lost_at_admission,
                 class_name=self.class_name,
             )
             server = AdmissionServer(
-                read_cluster_info=lambda: cluster_info_for_admission(cluster),
+                read_cluster_info=lambda: cluster_info_for_admission(client),
                 labels=node_places.labels_of,
-                tried=DryRun(cluster, defaults=self.defaults, namespace=self.namespace),
+                tried=DryRun(client, defaults=self.defaults, namespace=self.namespace),
                 defaults=self.defaults,
                 certificate=ServingCertificate(files.cert, files.key),
-                listener=instrumentation,
+                instrumentation=instrumentation,
                 not_ready=health.why_not_ready,
                 is_ours=lambda: definition.is_ours,
                 class_name=self.class_name,
@@ -132,7 +132,7 @@ class AdmissionWork:
 @asynccontextmanager
 async def _files(
     wanted: CertificateFiles | CertificateSecret,
-    cluster: KubeClient,
+    client: KubeClient,
     instrumentation: OperatorInstrumentation,
     health: ReplicaHealth,
 ) -> AsyncIterator[CertificateFiles]:
@@ -142,7 +142,7 @@ async def _files(
         return
     with TemporaryDirectory(prefix="kvrouter-operator-") as folder:
         certificate = OwnCertificate(
-            cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
+            client, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
         )
         await _ensured(certificate, instrumentation, health)
         renewal = asyncio.create_task(certificate.run(instrumentation.certificate_refused))

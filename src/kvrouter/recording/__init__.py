@@ -1,1 +1,1 @@
-"""Recordings of a frontend's traffic: what a record says, how it is salted, and who writes it to a folder."""
+"""Recordings of a frontend's traffic: the schema, salted names, and the writer of files."""

@@ -1,4 +1,4 @@
-"""The files of a recording: packed, for their owner alone, one after another, and bounded together."""
+"""The files of a recording: compressed, readable by their owner only, rotated, and limited in total."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.recording.records import FILE_SUFFIX, PART_SUFFIX
+from kvrouter.recording.schema import FILE_SUFFIX, PART_SUFFIX
 
 FILE_NAME = re.compile(r"recording-\d{8}T\d{6}Z-[0-9a-f]{8}-\d{6}\.jsonl\.gz(\.part)?")
 LOCK_NAME = ".recording.lock"
@@ -20,16 +20,16 @@ Write = Callable[[int, bytes | memoryview], int]
 """As :func:`os.write`: returns how many bytes were written, or raises OSError."""
 
 Head = Callable[[int], bytes]
-"""The first lines of a file, by its number in its recording, from 1."""
+"""Returns the first lines of a file, by its number in its recording, from 1."""
 
 
 class RecordingFolder:
-    """Writes the files of one recording into a folder, and removes the oldest ones of any recording there
-    before all of them hold more than ``total_bytes``.
+    """Writes the files of one recording into a folder, and removes the oldest files of any recording there to
+    keep all of them within ``total_bytes``.
 
-    A file is called ``….part`` until it is whole. It holds at most ``file_bytes``, except where its head and
-    the lines of one call are longer. One process records in a folder at a time. Raises ConfigError where it
-    cannot; all that is done later raises OSError.
+    A file is named ``….part`` until it is complete. It holds at most ``file_bytes``, unless its head and the
+    lines of one call are longer. One process records in a folder at a time: otherwise the constructor raises
+    ConfigError. All methods raise OSError.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class RecordingFolder:
             raise _refused(folder, f"cannot be read: {error.strerror or error}") from error
 
     def add(self, packed: bytes | memoryview, head: Head) -> bool:
-        """Write whole lines, packed as a whole member of a gzip file: they are read whatever becomes of this
-        process. Where they no longer fit the file, the next one is begun, with ``head``. Return False, with
-        nothing written, where they and the head of a file are longer than all files may be.
+        """Write complete lines, compressed as a complete gzip member, so that they are readable even if this
+        process dies. When they do not fit the file, begin the next one with ``head``. Return False, with
+        nothing written, where they and the head exceed ``total_bytes``.
         """
         if self._file is not None:
             if self._packed_bytes + len(packed) <= self._file_bytes:
@@ -76,7 +76,7 @@ class RecordingFolder:
         return True
 
     def end(self) -> None:
-        """End the file, and give it its name. Without a file nothing happens."""
+        """Close the file and rename it to its final name; do nothing without a file."""
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -86,7 +86,7 @@ class RecordingFolder:
         self._earlier.append((whole, self._packed_bytes))
 
     def close(self) -> None:
-        """Let go of the folder, and of a file that could not be ended."""
+        """Release the folder, and close an unfinished file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -100,7 +100,7 @@ class RecordingFolder:
         return self._file
 
     def _put(self, file: int, packed: bytes | memoryview) -> None:
-        if os.fstat(file).st_nlink == 0:  # a disk takes what nobody can read again
+        if os.fstat(file).st_nlink == 0:  # writes to a removed file succeed, and are lost
             raise FileNotFoundError(errno.ENOENT, "the file was removed while it was written", self._path)
         self._make_room(len(packed))
         rest = memoryview(packed)
@@ -117,12 +117,12 @@ class RecordingFolder:
 
 
 def searched_member(lines: bytes | memoryview) -> bytes:
-    """Return lines as a member of a gzip file, searched for repeats."""
+    """Return lines as a gzip member, compressed at level 1."""
     return gzip.compress(lines, 1, mtime=0)
 
 
 def recording_files(folder: Path) -> list[Path]:
-    """Return the files of recordings in a folder and in the folders in it, by when their recordings began.
+    """Return the files of recordings in a folder and its subfolders, by the start of their recordings.
 
     Raises OSError.
     """
@@ -131,17 +131,17 @@ def recording_files(folder: Path) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[tuple[Path, int]]:
-    """The files of earlier recordings with their sizes, the oldest first. Raises OSError."""
+    """Return the files of earlier recordings with their sizes, the oldest first. Raises OSError."""
     with os.scandir(folder) as entries:
         found = [(Path(each.path), each.stat().st_size) for each in entries if FILE_NAME.fullmatch(each.name)]
     return sorted(found)
 
 
 def _claim(folder: Path) -> int:
-    """Make the folder where it is missing, and claim it; return the lock's descriptor."""
+    """Create the folder where it is missing, and lock it; return the lock's descriptor."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # a lock may lie in a folder that takes no more files
+        with tempfile.TemporaryFile(dir=folder):  # a lock file may exist in a read-only folder
             lock = os.open(folder / LOCK_NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _refused(folder, f"cannot be written: {error.strerror or error}") from error

@@ -1,7 +1,6 @@
-"""Records traffic: the event loop notes records in a queue, and a thread of its own packs and writes them.
+"""Records traffic: the event loop adds records to a queue, and a thread compresses and writes them.
 
-The thread looks for records now and then, instead of being woken by each: a thread that wants the interpreter
-holds the event loop up.
+The thread polls the queue: a thread woken by each record would compete with the event loop for the GIL.
 """
 
 import threading
@@ -16,7 +15,9 @@ from msgspec.structs import replace
 from kvrouter._native import RecordQueue
 from kvrouter.core.hashing import Prompt
 from kvrouter.recording.files import RecordingFolder, searched_member
-from kvrouter.recording.records import (
+from kvrouter.recording.request import RequestDetails, RequestFields
+from kvrouter.recording.salt import Salt
+from kvrouter.recording.schema import (
     Constraints,
     FleetChange,
     FleetRecord,
@@ -24,46 +25,44 @@ from kvrouter.recording.records import (
     RefusalRecord,
     Worker,
 )
-from kvrouter.recording.request import RequestDetails, RequestFields
-from kvrouter.recording.salt import Salt
 
 QUEUE_BYTES_MAX = 1 << 24
-"""What waits for the thread to look: the text of records, and 8 bytes for each block of their prompts. As
-much again may be what it writes meanwhile.
+"""Bytes in the queue: the text of records, and 8 bytes for each block of their prompts. The records being
+written may hold as much again.
 """
 
 TICK_S = 1.0
-"""How long a record waits at most before the thread looks for it. What the thread runs is cold whenever it
-looks, and costs as much as some ten records do: so it looks once for many.
+"""The longest time until the thread polls for a record. Each poll runs with cold caches and costs as much as
+some ten records, so the thread polls once for many.
 """
 
 BATCH_BYTES_MAX = 1 << 17
-"""What is packed and written at a time."""
+"""Bytes that are compressed and written at a time."""
 
 CLOSE_LIMIT_S = 5.0
-"""How long the end of this process waits for a disk that takes the last records."""
+"""How long closing waits for the disk to take the last records."""
 
 
 class Loss(StrEnum):
     """Why a record was not written."""
 
     QUEUE_FULL = "queue_full"
-    """Too many waited to be written."""
+    """Too many records waited to be written."""
     ENDED = "ended"
     """The recording has ended."""
     ERROR = "error"
-    """It could not be made: a mistake of ours."""
+    """Encoding it failed, by a bug."""
     TOO_LONG = "too_long"
-    """It is longer than all files may be."""
+    """It is longer than ``total_bytes`` of all files."""
 
 
 class Recorder:
     """Records into a folder until :meth:`close`. All methods are called on one thread, the event loop's.
 
-    ``began_s`` is the start on the clock of the caller, ``started_s`` the same moment in seconds of the Unix
-    epoch. ``on_lost`` is called for each record that is not written while others are, with the error where
-    it could not be made: on the recorder's own thread where it is too long, else on that one. On the
-    recorder's own ``on_stopped`` is called once, with the error after which nothing more is written.
+    ``began_s`` is the start on the caller's clock, ``started_s`` the same moment in seconds of the Unix
+    epoch. ``on_lost`` is called for each lost record while the recording runs, with the error where encoding
+    failed: on the recorder's thread for TOO_LONG, else on the caller's. ``on_stopped`` is called once, on the
+    recorder's thread, with the error that ended the recording.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Recorder:
         self.written = 0
         self.is_recording = True
         self.workers: Mapping[str, Worker] = {}
-        """The fleet, by worker; replaced and never changed, because the thread reads it too."""
+        """The fleet, by worker; replaced and never mutated, because the thread reads it too."""
         self._folder = folder
         self._began_s = began_s
         self._header = Header(
@@ -94,9 +93,9 @@ class Recorder:
         self._on_stopped = on_stopped
         self._queue = RecordQueue(key=salt.block_key, began_s=began_s, bytes_max=QUEUE_BYTES_MAX)
         self._packed = bytearray()
-        """The memory that lines are packed in; it grows to what the longest of them take."""
+        """The buffer for compressed lines; it grows to the longest."""
         self._unwritten = 0
-        """Records that were taken, and neither are written nor lost."""
+        """Records taken from the queue that are neither written nor lost yet."""
         self._losing = threading.Lock()
         self._encode = msgspec.json.Encoder().encode
         self._known_of: Mapping[str, Worker] = self.workers
@@ -105,16 +104,16 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="kvrouter-recorder", daemon=True)
 
     def start(self) -> None:
-        """Begin to write what is noted."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Write what was noted, within 5 s, and end the file. Blocks."""
+        """Write all queued records, within 5 s, and end the file. Blocks."""
         self._ending.set()
         self._thread.join(CLOSE_LIMIT_S)
 
     def since_start(self, at_s: float) -> float:
-        """Return a moment on the caller's clock as seconds from the start of the recording."""
+        """Return a time of the caller's clock as seconds from the start of the recording."""
         return microseconds(at_s - self._began_s)
 
     def note_request(self, prompt: Prompt, request: RequestFields, details: RequestDetails | None) -> None:
@@ -125,31 +124,31 @@ class Recorder:
         try:
             more = b"" if details is None else b"," + self._encode(details)[1:-1]
             has_room = self._queue.add_request(prompt, request, more)
-        except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and no other
+        except Exception as error:  # noqa: BLE001 - a bug in encoding loses this record only
             self._lose(Loss.ERROR, error)
         else:
             if not has_room:
                 self._lose(Loss.QUEUE_FULL)
 
     def note_refusal(self, record: RefusalRecord) -> None:
-        """Record a call that was refused before it was a request."""
+        """Record a call that was refused before it became a request."""
         if not self.is_recording:
             self._count(Loss.ENDED)
             return
         try:
             line = self._encode(record) + b"\n"
-        except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and no other
+        except Exception as error:  # noqa: BLE001 - a bug in encoding loses this record only
             self._lose(Loss.ERROR, error)
             return
         if not self._queue.add(line, record.at_s, QUEUE_BYTES_MAX):
             self._lose(Loss.QUEUE_FULL)
 
     def note_worker(self, change: FleetChange, worker: Worker, *, at_s: float) -> None:
-        """Record what became of a worker; ``at_s`` counts from the start of the recording."""
+        """Record a change of a worker; ``at_s`` counts from the start of the recording."""
         record = FleetRecord(at_s=at_s, change=change, workers=(worker,))
         try:
-            line = self._encode(record) + b"\n"  # every file that is begun from here on lists this worker
-        except Exception as error:  # noqa: BLE001 - a mistake of ours costs this record, and not the recording
+            line = self._encode(record) + b"\n"  # every file begun from here on lists this worker
+        except Exception as error:  # noqa: BLE001 - a bug in encoding loses this record only
             self._lose(Loss.ERROR, error)
             return
         others = {name: known for name, known in self.workers.items() if name != worker.worker}
@@ -160,9 +159,7 @@ class Recorder:
             self._count(Loss.QUEUE_FULL)  # the next file begins with the whole fleet
 
     def salted(self, constraints: Constraints | None) -> Constraints | None:
-        """Return constraints without a client's own words: a taint that no worker carries has a salted
-        name.
-        """
+        """Return constraints with salted names for taints that no worker carries: clients choose them."""
         if constraints is None:
             return None
         required, of_decode = constraints.required_taints, constraints.required_decode_taints
@@ -190,7 +187,7 @@ class Recorder:
         self._on_lost(why, error)
 
     def _count(self, why: Loss, n_records: int = 1) -> None:
-        with self._losing:  # both threads lose records
+        with self._losing:  # both threads count lost records
             self.lost[why] += n_records
 
     # On the thread
@@ -201,7 +198,7 @@ class Recorder:
                 self._write_all()
             self._write_all()
             self._folder.end()
-        except Exception as error:  # noqa: BLE001 - whatever ended the recording, it is said
+        except Exception as error:  # noqa: BLE001 - any error ends the recording, and is reported
             self._on_stopped(error)
         finally:
             self.is_recording = False
@@ -215,7 +212,7 @@ class Recorder:
             first = self._write_batch(first)
 
     def _write_batch(self, first: int) -> int:
-        """Write the lines from ``first`` on that make a batch; return where it ends."""
+        """Write one batch of lines from ``first`` on; return where it ends."""
         end, room_bytes, at_s = self._queue.batch(first, BATCH_BYTES_MAX)
         if len(self._packed) < room_bytes:
             self._packed = bytearray(room_bytes)
@@ -233,7 +230,7 @@ class Recorder:
         return end
 
     def _member(self, first: int, end: int) -> bytes | memoryview:
-        """Return lines as a member of a gzip file; it lies where the next one will."""
+        """Return lines as a gzip member, in a buffer that the next call overwrites."""
         n_bytes, is_member = self._queue.pack(first, end, self._packed)
         packed = memoryview(self._packed)[:n_bytes]
         return packed if is_member else searched_member(packed)

@@ -1,7 +1,7 @@
-"""What the recorder hears of a request that has ended: tuples, which cost the event loop least.
+"""The fields of an ended request, as the recorder takes them: tuples, which cost the event loop least.
 
-What :mod:`kvrouter.recording.records` says of the fields of the same names holds here, but moments are on the
-recorder's clock, and one that did not come is None or 0.
+The fields mean the same as in :mod:`kvrouter.recording.schema`, except that times are on the recorder's
+clock, and None or 0 for an event that did not happen.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvrouter.core.ids import WorkerRank
-from kvrouter.recording.records import Constraints
+from kvrouter.recording.schema import Constraints
 
 LegFields = tuple[
     str, WorkerRank, int, Mapping[str, str], int, float | None, float | None, float | None, int | None
@@ -49,13 +49,13 @@ RequestFields = tuple[
     float,
     tuple[AttemptFields, ...],
 ]
-"""``model``, ``adapter``, ``media``, ``max_tokens``, ``output_tokens``, ``status``, ``route``, when it came,
+"""``model``, ``adapter``, ``media``, ``max_tokens``, ``output_tokens``, ``status``, ``route``, the arrival,
 ``first_token_s``, ``ended_s``, ``attempts``.
 """
 
 
 class RequestDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What only the records of few requests say."""
+    """Fields that few requests have."""
 
     session: str | None = None
     parent: str | None = None

@@ -1,4 +1,4 @@
-"""Salted names: without the salt nobody can find out what a name stands for, not even by trying."""
+"""Salted names: without the salt a name cannot be reversed, not even by trying values."""
 
 import secrets
 from hashlib import blake2b
@@ -15,8 +15,8 @@ _NAME_BYTES = 8
 
 
 class Salt:
-    """The key of a recording's names. ``id`` names it, and says nothing of it. ``block_key`` are the 16 bytes
-    that the names of blocks are made with.
+    """The key of a recording's names. ``id`` identifies it without revealing it. ``block_key`` are the 16
+    bytes that key the names of blocks.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -27,7 +27,7 @@ class Salt:
 
     @classmethod
     def drawn(cls) -> Self:
-        """Return a salt that is nowhere but in this process."""
+        """Return a random salt that exists only in this process."""
         return cls(secrets.token_bytes(SALT_BYTES))
 
     @classmethod
@@ -46,16 +46,16 @@ class Salt:
         return cls(secret)
 
     def session(self, client_id: str) -> str:
-        """Return the name of a client's id of a session: 16 hexadecimal digits."""
+        """Return the salted name of a client's id of a session: 16 hexadecimal digits."""
         return _named(client_id, self._sessions)
 
     def taint(self, taint: str) -> str:
-        """Return the name of a taint that a client wrote."""
+        """Return the salted name of a taint that a client wrote."""
         return f"salted:{_named(taint, self._taints)}"
 
 
 def _derived(secret: bytes, purpose: bytes, n_bytes: int) -> bytes:
-    """Return a key of its own for each purpose."""
+    """Return a key derived for one purpose."""
     return blake2b(secret, digest_size=n_bytes, person=b"kvr-" + purpose).digest()
 
 

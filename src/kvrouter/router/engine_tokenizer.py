@@ -28,7 +28,7 @@ from kvrouter.core.requests import (
 from kvrouter.core.workers import WorkerCard
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.transports.requests.port import RequestPlane, StreamBroken
+from kvrouter.transports.requests.port import RequestTransport, StreamBroken
 
 ASKED_BYTES_MAX = 512 * 1024
 """The longest prompt sent to an engine, in bytes of JSON."""
@@ -94,7 +94,7 @@ class EngineTokenizer:
     after failures, and longer where it has no such route; each reason is logged once.
     """
 
-    def __init__(self, plane: RequestPlane, instrumentation: ServiceInstrumentation) -> None:
+    def __init__(self, plane: RequestTransport, instrumentation: ServiceInstrumentation) -> None:
         self._plane = plane
         self._instrumentation = instrumentation
         self._engines: dict[WorkerId, _Engine] = {}

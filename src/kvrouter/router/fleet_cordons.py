@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from kvrouter.core.cordons import (
+from kvrouter.core.cordon_rules import (
     CORDONS_MAX,
     NODE_LEVEL,
     WORKER_LEVEL,
@@ -23,8 +23,8 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.transports.background import go_on
-from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.transports.background import spawn
+from kvrouter.transports.records.port import CordonStore
 
 NAMES_LISTED = 20
 """The most names that an error lists."""
@@ -83,7 +83,7 @@ class CordonChange:
 
 
 class Cordons:
-    """Reads the store every ``look_s`` seconds, and calls ``apply`` when the rules have changed.
+    """Reads the store every ``poll_s`` seconds, and calls ``apply`` when the rules have changed.
 
     While the store cannot be read, the rules of the last successful read stay in force.
     """
@@ -112,7 +112,7 @@ class Cordons:
     async def start(self) -> None:
         """Read the store once, before the first decision, then keep reading it in a background task."""
         await self._look()
-        self._task = go_on(self._follow(), name="cordons: follow their store")
+        self._task = spawn(self._follow(), name="cordons: follow their store")
 
     def stop(self) -> None:
         """Stop reading the store; idempotent."""
@@ -121,13 +121,13 @@ class Cordons:
             self._task = None
 
     @property
-    def look_s(self) -> float:
+    def poll_s(self) -> float:
         """Seconds between two reads of the store."""
-        return self._store.look_s
+        return self._store.poll_s
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(self._store.look_s)
+            await asyncio.sleep(self._store.poll_s)
             if not self._changing.locked():  # put() and remove() read the store themselves
                 await self._look()
 

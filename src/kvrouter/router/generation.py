@@ -24,7 +24,7 @@ from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
     EngineStream,
     HandingStream,
-    RequestPlane,
+    RequestTransport,
     StreamBroken,
     TokenSink,
     WorkerUnreachable,
@@ -84,7 +84,7 @@ class Generation:
         self,
         request: GenerateRequest,
         model: ModelRouter,
-        plane: RequestPlane,
+        plane: RequestTransport,
         *,
         timeouts: Timeouts,
         redispatches_max: int,

@@ -9,7 +9,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 from kvrouter.transports.events.port import PendingSnapshot, SnapshotStore
 
 logger = logging.getLogger("kvrouter.router")
@@ -55,7 +55,7 @@ class IndexSnapshots:
         """Start the periodic check on the running loop."""
         if self._task is None:
             self._is_over = False
-            self._task = go_on(self._run(), name="index: take snapshots")
+            self._task = spawn(self._run(), name="index: take snapshots")
 
     async def stop(self) -> None:
         """Stop the check; a snapshot in progress is abandoned."""

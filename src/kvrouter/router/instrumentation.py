@@ -7,7 +7,7 @@ from typing import NotRequired, TypedDict, Unpack
 
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
@@ -19,7 +19,7 @@ from kvrouter.kernel.journey import KvLost, LegLost
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.routing.interface import Decision, Pick
-from kvrouter.recording.records import FleetChange
+from kvrouter.recording.schema import FleetChange
 from kvrouter.router.engine_reports import EngineInstrumentation
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event

@@ -17,7 +17,7 @@ from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
     ReaderTooSlow,
-    RequestPlane,
+    RequestTransport,
     StreamBroken,
     WorkerDeclined,
     WorkerFull,
@@ -53,7 +53,7 @@ async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferP
     raise StreamBroken("the stream ended without a last chunk")
 
 
-async def open_decode(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
+async def open_decode(plane: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
     """Open a decode leg. If the caller is cancelled meanwhile and KV waits at a prefill worker, the leg is
     still opened and then cancelled: often only the decode worker can tell the prefill worker to free it.
 
@@ -69,7 +69,7 @@ async def open_decode(plane: RequestPlane, address: str, request: EngineRequest)
         raise
 
 
-async def _opened(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
+async def _opened(plane: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
     return await plane.open(address, request)
 
 

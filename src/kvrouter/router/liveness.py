@@ -9,7 +9,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.events.port import EventSubscriber
-from kvrouter.transports.requests.port import RequestPlane, WorkerUnreachable
+from kvrouter.transports.requests.port import RequestTransport, WorkerUnreachable
 
 AliveChanged = Callable[[WorkerCard, bool], None]
 LapsedAndDead = Callable[[WorkerCard], None]
@@ -32,7 +32,7 @@ class Liveness:
 
     def __init__(
         self,
-        requests: RequestPlane,
+        requests: RequestTransport,
         events: EventSubscriber,
         *,
         follows_events: bool,

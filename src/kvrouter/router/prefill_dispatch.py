@@ -25,7 +25,7 @@ from kvrouter.router.bookings import Bookings
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.leg_outcomes import lost_leg, prefill_outcome, read_prefill, with_intake_id
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.transports.requests.port import EngineStream, RequestPlane
+from kvrouter.transports.requests.port import EngineStream, RequestTransport
 
 PREFILLS_MAX = 4096
 """The most prefill legs that run at a time; as many ended ones can still be freed."""
@@ -62,7 +62,7 @@ class PrefillDispatch:
 
     def __init__(
         self,
-        plane: RequestPlane,
+        plane: RequestTransport,
         bookings: Bookings,
         instrumentation: ServiceInstrumentation,
         *,
@@ -209,7 +209,7 @@ class _Run:
         self,
         model: ModelRouter,
         request: GenerateRequest,
-        plane: RequestPlane,
+        plane: RequestTransport,
         instrumentation: ServiceInstrumentation,
         *,
         redispatches_max: int,

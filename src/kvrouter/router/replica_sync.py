@@ -14,8 +14,8 @@ from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
 from kvrouter.kernel.ledger.journal import Journal
 from kvrouter.kernel.ledger.replicas import Asks, Counts, Replicas, Replication
-from kvrouter.transports.background import go_on
-from kvrouter.transports.sync.port import SyncPlane
+from kvrouter.transports.background import spawn
+from kvrouter.transports.sync.port import SyncTransport
 
 FLUSH_AFTER_S: Final = 0.001
 """How long a delta waits so that several travel in one message."""
@@ -51,7 +51,7 @@ class ReplicaSync:
 
     def __init__(
         self,
-        plane: SyncPlane,
+        plane: SyncTransport,
         router_id: RouterId | None = None,
         *,
         heartbeat_s: float = HEARTBEAT_S,
@@ -92,7 +92,7 @@ class ReplicaSync:
             self._loop = None
             raise
         self._send(StateQuestion(self.router_id))
-        self._beat = go_on(self._beat_on(), name="sync: beat")
+        self._beat = spawn(self._beat_on(), name="sync: beat")
 
     async def stop(self) -> None:
         """Announce the departure and drop the leases of other routers; idempotent."""
@@ -148,7 +148,7 @@ class ReplicaSync:
         for router_id in asks.answer:
             self._unanswered[router_id] = None
         if self._unanswered and (self._answer is None or self._answer.done()):
-            self._answer = go_on(self._answer_all(), name="sync: tell all leases")
+            self._answer = spawn(self._answer_all(), name="sync: tell all leases")
 
     async def _answer_all(self) -> None:
         """Send the full state to each router that requested it, one part per turn of the event loop."""

@@ -52,7 +52,7 @@ from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome,
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
-from kvrouter.transports.requests.port import EngineStream, RequestPlane
+from kvrouter.transports.requests.port import EngineStream, RequestTransport
 
 PREFILL_END_WAIT_S = 0.25
 """How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
@@ -78,7 +78,7 @@ class RequestRun:
         self,
         request: GenerateRequest,
         model: ModelRouter,
-        plane: RequestPlane,
+        plane: RequestTransport,
         *,
         timeouts: Timeouts,
         redispatches_max: int,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.cordons import CordonRules
+from kvrouter.core.cordon_rules import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RouterId, WorkerId, WorkerRank
@@ -26,9 +26,9 @@ from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.running_requests import Requests
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.background import LoopPauses
-from kvrouter.transports.discovery.port import CordonStore, Discovery, Gone
 from kvrouter.transports.events.port import EventSubscriber
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.records.port import CordonStore, Discovery, Gone
+from kvrouter.transports.requests.port import RequestTransport
 
 MODELS_MAX = 1024
 """The most models that one router knows."""
@@ -39,7 +39,7 @@ class ServiceParts:
     """The parts of a router; the composition root chooses the adapters."""
 
     config: KvRouterConfig
-    plane: RequestPlane
+    plane: RequestTransport
     discovery: Discovery
     cordons: CordonStore
     subscriber: EventSubscriber

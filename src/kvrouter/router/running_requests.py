@@ -15,7 +15,7 @@ from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.requests.port import RequestTransport
 
 
 class Requests:
@@ -24,7 +24,7 @@ class Requests:
     def __init__(
         self,
         config: KvRouterConfig,
-        plane: RequestPlane,
+        plane: RequestTransport,
         instrumentation: ServiceInstrumentation,
         model_of: Callable[[ModelName], ModelRouter],
     ) -> None:

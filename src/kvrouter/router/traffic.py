@@ -16,8 +16,8 @@ from kvrouter.kernel.request_driver import Attempt
 from kvrouter.kernel.routing.interface import Pick
 from kvrouter.kernel.topology.policy import TransferConstraint, topology_domains, worker_taints
 from kvrouter.recording.recorder import Recorder
-from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, Status, Worker
 from kvrouter.recording.request import AttemptFields, LegFields, RequestDetails
+from kvrouter.recording.schema import Constraints, FleetChange, RefusalRecord, Status, Worker
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):

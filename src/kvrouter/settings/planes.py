@@ -290,7 +290,7 @@ class PlaneSettings(Section):
     has. Where one more comes the oldest is dropped: strangers never take the places of frontends."""
 
     def settled(self, *, kv_events: bool, replica_sync: bool = False) -> "PlaneSettings":
-        """Return these settings with the discovery that ``auto`` stands for, given what else needs NATS."""
+        """Return these settings with the discovery of ``auto``, by the other parts that need NATS."""
         if self.discovery is not DiscoveryBackend.AUTO:
             return self
         is_given = self.model_fields_set & {

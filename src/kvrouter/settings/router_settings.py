@@ -368,7 +368,7 @@ class KvRouterConfig(Section):
 
     @property
     def cost(self) -> str:
-        """What a worker costs: what is set, else what the weights that are set ask for."""
+        """The cost of a worker: the set one, else the one that the set weights ask for."""
         if self.router_cost is not None:
             return self.router_cost
         if self.router_pd_selection is PdSelection.JOINT:

@@ -1,6 +1,5 @@
 """Telemetry: every metric and every log event, each in one table."""
 
-from kvrouter.telemetry.events import Event, Fields, log_event
 from kvrouter.telemetry.families import (
     CounterFamily,
     GaugeFamily,
@@ -9,6 +8,7 @@ from kvrouter.telemetry.families import (
     MetricSpec,
 )
 from kvrouter.telemetry.gen_ai import GenAiMetrics, wants_gen_ai
+from kvrouter.telemetry.log_events import Event, Fields, log_event
 from kvrouter.telemetry.logs import configure_logging
 from kvrouter.telemetry.metrics import OperatorTelemetry, Telemetry
 

@@ -1,7 +1,7 @@
 """Metric families: counters, gauges and histograms without a lock on the hot path, and their rows.
 
-They are collectors of ``prometheus_client``, which writes the text. One thread writes them and renders
-them: the event loop's. Each family holds a bounded number of label sets.
+They are collectors of ``prometheus_client``, which renders the text. One thread, the event loop's, writes and
+renders them. Each family holds a bounded number of label sets.
 """
 
 import time
@@ -23,7 +23,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 LABEL_SETS_MAX = 16_384
-"""Label sets of one family; what comes later is counted under ``_full`` in every label."""
+"""Label sets of one family; further ones are counted under ``_full`` in every label."""
 
 FULL = "_full"
 
@@ -31,7 +31,7 @@ Labels = tuple[str, ...]
 
 
 class MetricFamily(Collector):
-    """What the three kinds share: a name, a meaning, label names, and the limit of label sets."""
+    """The common part of families: a name, a meaning, label names, and the limit of label sets."""
 
     def __init__(self, name: str, meaning: str, labels: Labels) -> None:
         self.name = name
@@ -46,29 +46,29 @@ class MetricFamily(Collector):
 
 
 class CounterFamily(MetricFamily):
-    """What only grows."""
+    """A counter: a value that only grows."""
 
     def __init__(self, name: str, meaning: str, labels: Labels) -> None:
         super().__init__(name, meaning, labels)
         self._values: dict[Labels, float] = {} if labels else {(): 0.0}
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
-        """Add ``by`` (≥ 0) under the label values, which stand in the order of the label names."""
+        """Add ``by`` (≥ 0) under the label values, in the order of the label names."""
         values = self._values
         if labels not in values:
             labels = self._admit(labels, values)
         values[labels] = values.get(labels, 0.0) + by
 
     def forget(self, *labels: str) -> None:
-        """Take the label values off the page: what they stand for is gone for good."""
+        """Remove the label values from the page, for a worker that is gone for good."""
         self._values.pop(labels, None)
 
     def value(self, *labels: str) -> float:
-        """Return what was counted under the label values."""
+        """Return the count under the label values."""
         return self._values.get(labels, 0.0)
 
     def counts(self) -> Mapping[Labels, float]:
-        """Return what was counted, by label values. It is what the counter goes on with: read it at once."""
+        """Return the counts by label values. The mapping is live: read it at once."""
         return self._values
 
     def collect(self) -> Iterable[CounterMetricFamily]:
@@ -80,7 +80,7 @@ class CounterFamily(MetricFamily):
 
 
 class GaugeFamily(MetricFamily):
-    """A latest value."""
+    """A gauge: the latest value."""
 
     def __init__(self, name: str, meaning: str, labels: Labels) -> None:
         super().__init__(name, meaning, labels)
@@ -93,17 +93,17 @@ class GaugeFamily(MetricFamily):
         self._values[labels] = value
 
     def add(self, change: float, *labels: str) -> None:
-        """Change the value under the label values, from 0 when there is none."""
+        """Add ``change`` to the value under the label values, from 0 without one."""
         self.set(self._values.get(labels, 0.0) + change, *labels)
 
     def replace(self, values: Mapping[Labels, float]) -> None:
-        """Make ``values`` all that the gauge holds: what is gone from the fleet goes from the page."""
+        """Replace all values, so that series of gone workers leave the page."""
         self._values.clear()
         for labels, value in values.items():
             self.set(value, *labels)
 
     def value(self, *labels: str) -> float:
-        """Return the value under the label values, 0 when there is none."""
+        """Return the value under the label values, 0 without one."""
         return self._values.get(labels, 0.0)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
@@ -115,8 +115,8 @@ class GaugeFamily(MetricFamily):
 
 
 class _Series:
-    """The observations under one label set: a count per bucket, the last one for what is above all bounds,
-    and of each bucket the latest observation that belongs to a trace.
+    """The observations under one label set: a count per bucket, the last one above all bounds, and the latest
+    traced observation of each bucket.
     """
 
     __slots__ = ("counts", "exemplars", "total")
@@ -128,7 +128,7 @@ class _Series:
 
 
 class HistogramFamily(MetricFamily):
-    """How observations spread over buckets with the upper bounds ``bounds``, which rise."""
+    """A histogram: observations in buckets with the increasing upper bounds ``bounds``."""
 
     def __init__(self, name: str, meaning: str, labels: Labels, bounds: Sequence[float]) -> None:
         super().__init__(name, meaning, labels)
@@ -136,7 +136,7 @@ class HistogramFamily(MetricFamily):
         self._series: dict[Labels, _Series] = {} if labels else {(): self._new_series()}
 
     def observe(self, value: float, *labels: str, times: int = 1, trace_id: str = "") -> None:
-        """Note ``value``, ``times`` times; ``trace_id`` is the trace that it was seen in, if any."""
+        """Observe ``value``, ``times`` times; ``trace_id`` is the trace of the observation, if any."""
         series = self._of(labels)
         bucket = bisect_left(self.bounds, value)
         series.counts[bucket] += times
@@ -145,7 +145,7 @@ class HistogramFamily(MetricFamily):
             series.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_many(self, values: Sequence[float] | np.ndarray, *labels: str) -> None:
-        """Note many values in one go: all the token gaps of a request, once it has ended."""
+        """Observe many values at once: all the token gaps of a request, once it has ended."""
         array = np.asarray(values, dtype=np.float64)
         if not array.size:
             return
@@ -155,12 +155,12 @@ class HistogramFamily(MetricFamily):
         series.total += float(array.sum())
 
     def count(self, *labels: str) -> int:
-        """Return how many values were noted under the label values."""
+        """Return the number of values observed under the label values."""
         series = self._series.get(labels)
         return sum(series.counts) if series else 0
 
     def total(self, *labels: str) -> float:
-        """Return the sum of the values noted under the label values."""
+        """Return the sum of the values observed under the label values."""
         series = self._series.get(labels)
         return series.total if series else 0.0
 
@@ -193,7 +193,7 @@ F = TypeVar("F", bound=MetricFamily)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSpec:
-    """One row of the documentation page."""
+    """A metric in the documentation."""
 
     name: str
     kind: str
@@ -202,7 +202,7 @@ class MetricSpec:
 
 
 class Metric(Generic[F]):
-    """A row of the table: it becomes a family of its own in every :class:`Telemetry`."""
+    """A row of a table of metrics: it becomes a family in every instance of its table."""
 
     def __init__(self, kind: str, name: str, meaning: str, make: Callable[[], F], labels: Labels) -> None:
         self.spec = MetricSpec(name=name, kind=kind, labels=labels, meaning=meaning)
@@ -216,14 +216,14 @@ class Metric(Generic[F]):
     @overload
     def __get__(self, instance: object, owner: type) -> F: ...
     def __get__(self, instance: object | None, owner: type) -> Self | F:
-        # A family lives in the instance's own dictionary, which Python looks into before it asks here.
+        # A family is in the instance's own dictionary, which Python searches before this descriptor.
         if instance is None:
             return self
         raise AttributeError(self.attribute)
 
 
 def counter(name: str, meaning: str, *labels: str) -> Metric[CounterFamily]:
-    """Return a row for what only grows; its name ends in ``_total`` on the page."""
+    """Return a counter's row; its name ends in ``_total`` on the page."""
 
     def make() -> CounterFamily:
         return CounterFamily(name, meaning, labels)
@@ -232,7 +232,7 @@ def counter(name: str, meaning: str, *labels: str) -> Metric[CounterFamily]:
 
 
 def gauge(name: str, meaning: str, *labels: str) -> Metric[GaugeFamily]:
-    """Return a row for a latest value."""
+    """Return a gauge's row."""
 
     def make() -> GaugeFamily:
         return GaugeFamily(name, meaning, labels)
@@ -241,7 +241,7 @@ def gauge(name: str, meaning: str, *labels: str) -> Metric[GaugeFamily]:
 
 
 def histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) -> Metric[HistogramFamily]:
-    """Return a row for how values spread over buckets with these upper bounds."""
+    """Return the row of a histogram with these upper bounds."""
 
     def make() -> HistogramFamily:
         return HistogramFamily(name, meaning, labels, bounds)
@@ -250,16 +250,16 @@ def histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) 
 
 
 class MetricsFormat(StrEnum):
-    """How ``/metrics`` is written; the values are content types."""
+    """The format of ``/metrics``; the values are content types."""
 
     TEXT = CONTENT_TYPE_LATEST
     """Prometheus' text format."""
     OPENMETRICS = openmetrics.CONTENT_TYPE_LATEST
-    """OpenMetrics, which has a place for the traces that observations belong to (exemplars)."""
+    """OpenMetrics, which has traces of observations (exemplars)."""
 
     @classmethod
     def accepted_by(cls, accept: str | None) -> "MetricsFormat":
-        """Return the one for who sends this ``Accept`` header: OpenMetrics for those who ask for it."""
+        """Return the format for an ``Accept`` header: OpenMetrics where it is requested."""
         return cls.OPENMETRICS if "application/openmetrics-text" in (accept or "") else cls.TEXT
 
 
@@ -267,7 +267,7 @@ _EOF = b"# EOF\n"
 
 
 class MetricTable:
-    """Families: the rows that a subclass has as attributes."""
+    """A table of families, made of the rows that a subclass has as attributes."""
 
     def __init__(self) -> None:
         self.collectors: list[Collector] = []
@@ -279,7 +279,7 @@ class MetricTable:
 
 
 class MetricsPage(MetricTable):
-    """What ``/metrics`` shows: the rows that a subclass has as attributes, and the process."""
+    """The page of ``/metrics``: a subclass's families, and the process's metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class MetricsPage(MetricTable):
         self.collectors.append(ProcessCollector(registry=None))
 
     def before_scrape(self, refresh: Callable[[], None]) -> Callable[[], None]:
-        """Call ``refresh`` before each rendering, to set gauges that nobody keeps; return what ends that."""
+        """Call ``refresh`` before each rendering, to set computed gauges; return what ends that."""
         self._before_scrape.append(refresh)
         return lambda: self._before_scrape.remove(refresh)
 
@@ -296,8 +296,8 @@ class MetricsPage(MetricTable):
         return b"".join(self.render_steps(metrics_format))
 
     def render_steps(self, metrics_format: MetricsFormat = MetricsFormat.TEXT) -> Iterator[bytes]:
-        """Yield the page of ``/metrics`` in parts, a family each, so that others may run in between; first
-        an empty part, once the gauges are set.
+        """Yield the page of ``/metrics`` in parts, one for each family, so that other tasks run in between;
+        first an empty part, once the gauges are set.
         """
         for refresh in tuple(self._before_scrape):
             refresh()
@@ -312,5 +312,5 @@ class MetricsPage(MetricTable):
 
 
 def specs_of(page: type[MetricTable]) -> tuple[MetricSpec, ...]:
-    """Return the rows of a page's documentation."""
+    """Return the documentation's rows of a page."""
     return tuple(metric.spec for metric in vars(page).values() if isinstance(metric, Metric))

@@ -10,7 +10,7 @@ GEN_AI_OPT_IN = "gen_ai_latest_experimental"
 
 
 def wants_gen_ai(environ: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's own switch asks for the names of its GenAI conventions."""
+    """Whether OpenTelemetry's switch enables the names of its GenAI conventions."""
     return GEN_AI_OPT_IN in map(str.strip, environ.get(GEN_AI_SWITCH, "").split(","))
 
 
@@ -19,8 +19,8 @@ _GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_mode
 
 
 class GenAiMetrics(MetricTable):
-    """What OpenTelemetry's semantic conventions for generative AI call a server's metrics, as Prometheus
-    writes these names; with the bounds that they advise.
+    """A server's metrics under the names and bounds of OpenTelemetry's semantic conventions for generative
+    AI, as Prometheus writes these names.
     """
 
     request_duration = histogram(

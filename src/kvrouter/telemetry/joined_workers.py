@@ -1,4 +1,4 @@
-"""The workers that a process finds as it starts: on a terminal one table instead of a line for each."""
+"""The workers that a process finds at its start: on a terminal one table instead of a line for each."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import TextIO
 
 import msgspec
 
-from kvrouter.telemetry.events import Event, LogValue, cut
+from kvrouter.telemetry.log_events import Event, LogValue, cut
 from kvrouter.telemetry.logs import TextFormatter, event_of, fields_of, terminal_handler
 
 IDS_SHOWN = 4
-"""Runs of ids in one row; more are counted."""
+"""Runs of ids shown in one row; further ones are counted."""
 
 _COLUMNS = {
     "model": "model",
@@ -23,16 +23,16 @@ _COLUMNS = {
     "state": "feed",
     "reason": "note",
 }
-"""What workers of one row have in common, by the field of their log lines, and its column."""
+"""The common values of a row's workers: the field of their log lines, and its column."""
 
 _LIVE = "live"
 _STARTING = frozenset(("recovering", _LIVE))
-"""The states of a feed whose worker has just joined and that is well."""
+"""The states of a healthy feed of a worker that has just joined."""
 
 
 class _Held(logging.Filter):
-    """Holds back lines of a terminal: that a worker joined, and that its feeds recover and are live. Any
-    other line about such a worker lets its own lines through first: what is read keeps its order.
+    """Holds back lines of a terminal: that a worker joined, and that its feeds recover or are live. Any other
+    line about the worker first releases its lines, so that the order stays.
     """
 
     def __init__(self, handler: "logging.StreamHandler[TextIO]") -> None:
@@ -45,7 +45,7 @@ class _Held(logging.Filter):
         self._is_starting = True
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is written now."""
+        """Return whether a line is written now."""
         fields = fields_of(record)
         worker, feed = fields.get("worker"), _feed_of(record)
         if self._is_starting:
@@ -65,7 +65,7 @@ class _Held(logging.Filter):
         return feed != _LIVE
 
     def show(self) -> None:
-        """Write the table, and hold back nothing from now on but that a feed of it is live."""
+        """Write the table; from now on hold back only that a feed in it is live."""
         self._is_starting = False
         workers = []
         for worker, records in self._records.items():
@@ -86,7 +86,7 @@ class _Held(logging.Filter):
             self._handler.removeFilter(self)
 
     def end(self) -> None:
-        """Hold back nothing any more, and write the lines of workers that no table had."""
+        """Stop holding back, and write the lines of workers that no table had."""
         self._handler.removeFilter(self)
         for records in self._records.values():
             self._write_lines(records)
@@ -103,7 +103,7 @@ class _Held(logging.Filter):
 
 
 def _feed_of(record: logging.LogRecord) -> LogValue:
-    """The state of a feed that a line reports; None for any other line."""
+    """Return the state of a feed that a line reports; None for any other line."""
     return fields_of(record).get("state") if event_of(record) == Event.FEED_STATE else None
 
 
@@ -111,8 +111,8 @@ def _feed_of(record: logging.LogRecord) -> LogValue:
 def joined_as_table() -> Iterator[Callable[[], None]]:
     """Yield a function that writes the workers that joined until then, as one table.
 
-    Only a terminal with text lines has the table; what programs may read has its lines at once. When the
-    function is never called, because the start failed, the lines are written in the end.
+    Only a terminal with text lines gets the table; other outputs get the lines at once. When the function is
+    never called, because the start failed, the lines are written at the end.
     """
     handler = terminal_handler()
     if handler is None:
@@ -127,7 +127,7 @@ def joined_as_table() -> Iterator[Callable[[], None]]:
 
 
 def joined_table(workers: Sequence[Mapping[str, LogValue]], *, is_coloured: bool = False) -> str:
-    """Return a table of workers, given as the fields of their lines: a row for those that are alike."""
+    """Return a table of workers, given as the fields of their lines, with a row for equal ones."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for worker in workers:
         alike = tuple(_cell(worker.get(field)) for field in _COLUMNS)
@@ -152,13 +152,13 @@ def joined_table(workers: Sequence[Mapping[str, LogValue]], *, is_coloured: bool
 
 
 def _cell(value: LogValue) -> str:
-    """Return a value as it may stand on a terminal: what workers say of themselves may hold anything."""
+    """Return a value safe for a terminal: workers may report any text."""
     text = str(cut(value or ""))
     return text if text.isprintable() else msgspec.json.encode(text).decode()
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """Return ids with runs of them together: ``1–3, 7``. There must be one at least."""
+    """Return ids with runs joined: ``1–3, 7``. ``ids`` must not be empty."""
     numbers = sorted(ids)
     starts = [numbers[0], *(after for before, after in pairwise(numbers) if after != before + 1)]
     ends = [*(before for before, after in pairwise(numbers) if after != before + 1), numbers[-1]]

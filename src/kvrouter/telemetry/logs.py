@@ -13,15 +13,14 @@ from typing import TextIO
 import msgspec
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.telemetry.events import LogValue, cut
+from kvrouter.telemetry.log_events import LogValue, cut
 
 ROOT = "kvrouter"
-"""The logger above all of ours; others' loggers are left as they are."""
+"""The parent of all kvrouter loggers; other loggers are not changed."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``ts`` (UTC, milliseconds), ``level``, ``logger``, ``event``, then the
-    fields."""
+    """One JSON object a line: ``ts`` (UTC, milliseconds), ``level``, ``logger``, ``event``, the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -38,9 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, event, then ``key=value``; a value that could be misread is quoted. On a terminal warnings
-    and errors are coloured.
-    """
+    """Time, level, event, then ``key=value``; ambiguous values are quoted. Terminals may get colours."""
 
     def __init__(self, *, is_coloured: bool = False) -> None:
         super().__init__()
@@ -48,7 +45,7 @@ class TextFormatter(logging.Formatter):
 
     @property
     def is_coloured(self) -> bool:
-        """Whether what is written may have colours."""
+        """Whether the output may have colours."""
         return self._is_coloured
 
     def format(self, record: logging.LogRecord) -> str:
@@ -72,7 +69,7 @@ _FORMATS = ("text", "json")
 
 _PLAIN = "\x1b[0m"
 _COLOURS = {logging.DEBUG: "\x1b[2m", logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
-"""What sets a terminal's colours, by level, and what ends that."""
+"""The escape codes of a terminal's colours by level, and the one that resets them."""
 
 
 def _is_coloured(stream: TextIO) -> bool:
@@ -81,14 +78,14 @@ def _is_coloured(stream: TextIO) -> bool:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler that :func:`configure_logging` sets, distinguished from others' by its type."""
+    """The handler of :func:`configure_logging`, distinguished from other handlers by its type."""
 
 
 def configure_logging(level: str, *, log_format: str, stream: TextIO | None = None) -> None:
-    """Write the ``kvrouter`` loggers' lines from ``level`` up to ``stream`` (standard error by default).
+    """Write the lines of ``kvrouter`` loggers from ``level`` up to ``stream`` (standard error by default).
 
-    ``level`` is debug, info, warning or error; ``log_format`` is text or json: ValueError for any other.
-    Called again, it replaces what it did before.
+    ``level`` is debug, info, warning or error; ``log_format`` is text or json: ValueError for any other. A
+    later call replaces an earlier one.
     """
     if log_format not in _FORMATS:
         raise ValueError(f"log_format: must be one of {', '.join(_FORMATS)}, not {log_format!r}")
@@ -105,7 +102,7 @@ def configure_logging(level: str, *, log_format: str, stream: TextIO | None = No
 
 
 def terminal_handler() -> "logging.StreamHandler[TextIO] | None":
-    """Return the handler of :func:`configure_logging` where it writes text for people to a terminal."""
+    """Return the handler of :func:`configure_logging` if it writes text to a terminal."""
     for handler in logging.getLogger(ROOT).handlers:
         if isinstance(handler, _Handler) and isinstance(handler.formatter, TextFormatter):
             return handler if handler.stream.isatty() else None
@@ -113,9 +110,9 @@ def terminal_handler() -> "logging.StreamHandler[TextIO] | None":
 
 
 def _traceback_text(error: BaseException) -> str:
-    """Return where ``error`` was raised, its causes first.
+    """Return the traceback of ``error``, its causes first.
 
-    Only our own errors and the system's speak: the words of any other may quote what a client sent.
+    It has the messages of kvrouter's and the system's errors only: others may quote a client's text.
     """
     before = error.__cause__ or error.__context__
     words = f": {error}" if isinstance(error, KvrouterError | OSError) else ""
@@ -124,13 +121,13 @@ def _traceback_text(error: BaseException) -> str:
 
 
 def event_of(record: logging.LogRecord) -> str | None:
-    """The event that a line of ours reports; None for any other line."""
+    """Return the event of a kvrouter line; None for any other line."""
     event: str | None = getattr(record, "kvrouter_event", None)
     return event
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, LogValue]:
-    """The fields of a line of ours; none of any other line."""
+    """Return the fields of a kvrouter line; {} for any other line."""
     fields: Mapping[str, LogValue] = getattr(record, "kvrouter_fields", {})
     return fields
 
@@ -145,19 +142,19 @@ def _time(record: logging.LogRecord) -> str:
 
 @lru_cache(maxsize=1)
 def _second(second: int) -> str:
-    """Return a second since 1970 as text, which the lines of that second share."""
+    """Return a second since 1970 as text; cached, because lines of one second share it."""
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 AGAIN_AFTER_S = 60.0
-"""How long the same line is not logged again."""
+"""How long a repeated line is suppressed."""
 
 LINES_MAX = 256
-"""How many lines are remembered; beyond it the oldest may be logged again."""
+"""Remembered lines; beyond it the oldest may be logged again."""
 
 
 class LogThrottle:
-    """Remembers what was logged."""
+    """Suppresses repeated log lines."""
 
     def __init__(
         self, *, again_after_s: float = AGAIN_AFTER_S, clock: Callable[[], float] = time.monotonic
@@ -167,7 +164,7 @@ class LogThrottle:
         self._logged_s: dict[str, float] = {}
 
     def allows(self, line: str) -> bool:
-        """Whether to log this line now: it was not logged, or a while ago."""
+        """Return whether to log this line now: it was not logged within ``again_after_s``."""
         now_s = self._clock()
         logged_s = self._logged_s.pop(line, None)
         may = logged_s is None or now_s - logged_s >= self._again_after_s

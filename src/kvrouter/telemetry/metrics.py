@@ -15,11 +15,11 @@ _WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class Telemetry(MetricsPage):
-    """The metrics of one service, in a registry of its own.
+    """The metrics of one service.
 
-    Labels are given by position, in the order of the table. `model` is the name of a model that is served,
-    or ``unknown``: never what a client made up. ``worker`` is a worker id, ``domain`` a value of the transfer
-    domain, or ``unknown`` or ``none``.
+    Labels are given by position, in the order of the table. ``model`` is the name of a served model, or
+    ``unknown``: never a client's text. ``worker`` is a worker id, ``domain`` a value of the transfer domain,
+    or ``unknown`` or ``none``.
     """
 
     requests = counter(

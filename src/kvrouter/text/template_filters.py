@@ -129,7 +129,7 @@ def bounded_filter(name: str, function: Callable[..., object]) -> Callable[..., 
 
 
 def _listed(name: str, value: object) -> object:
-    """Return an iterator's items as a list where a filter reads them twice, else charged one by one."""
+    """Return ``value``; an iterator becomes a list if the filter reads it twice; its items are charged."""
     if not isinstance(value, Iterator):
         return value
     return list(counted(value)) if name in {"join", "list", "sort", "unique", "groupby"} else counted(value)

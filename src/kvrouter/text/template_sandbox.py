@@ -405,8 +405,8 @@ def _charge_method(
         elif name in {"copy", "count", "index"}:
             budget.charge_for(owner)
         return
-    what = name if owner is None else f"{type(owner).__name__}.{name}"
-    raise TemplateOverBounds(f"it calls {what or type(function).__name__}, which is not bounded")
+    called = name if owner is None else f"{type(owner).__name__}.{name}"
+    raise TemplateOverBounds(f"it calls {called or type(function).__name__}, which is not bounded")
 
 
 def _charge_str_method(

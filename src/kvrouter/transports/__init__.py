@@ -1,1 +1,1 @@
-"""Transports between processes: requests, KV events, discovery, replica sync."""
+"""Transports between processes: requests, KV events, records (cards and cordons), replica sync."""

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from kvrouter.core.clock import AwakeClock
 
 
-def go_on(work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-    """Begin ``work`` in a task that the caller keeps; what it raises goes to the loop's exception handler.
+def spawn(work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+    """Start ``work`` as a task that the caller keeps; the event loop's exception handler gets its exception.
 
-    The exception of a task that somebody keeps is not reported until the task is collected: a heartbeat that
-    stopped would be found by its absence.
+    asyncio reports the exception of a task that is referenced only when the task is collected: a heartbeat
+    that stopped would be found by its absence.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_report_mistake)
@@ -28,8 +28,8 @@ def _report_mistake(task: asyncio.Task[None]) -> None:
 
 @asynccontextmanager
 async def running(work: Coroutine[None, None, None], *, name: str) -> AsyncIterator[None]:
-    """Let ``work`` run meanwhile; it is cancelled at the end."""
-    task = go_on(work, name=name)
+    """Run ``work`` during the context; cancel it at the end."""
+    task = spawn(work, name=name)
     try:
         yield
     finally:
@@ -46,16 +46,14 @@ async def tick(clock: AwakeClock) -> None:
 
 
 TICK_S = 0.05
-"""How often the loop is asked for a sign of life."""
+"""How often the loop is checked for pauses."""
 
 PAUSE_S = 0.01
-"""A tick that comes so much too late is a pause: a collection of garbage, a starved machine, a stopped
-process.
-"""
+"""A tick that is this late counts as a pause: garbage collection, an overloaded host, a stopped process."""
 
 
 class LoopPauses:
-    """Calls ``on_pause`` with the seconds that the loop stood still, as soon as it runs again."""
+    """Calls ``on_pause`` with the seconds for which the event loop stood still, as soon as it runs again."""
 
     def __init__(self, on_pause: Callable[[float], None], *, tick_s: float = TICK_S) -> None:
         self._on_pause = on_pause
@@ -63,12 +61,12 @@ class LoopPauses:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin, on the running loop; idempotent."""
+        """Start on the running loop; idempotent."""
         if self._timer is None:
             self._await_tick(asyncio.get_running_loop())
 
     def stop(self) -> None:
-        """End; idempotent."""
+        """Stop; idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

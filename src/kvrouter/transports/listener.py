@@ -1,8 +1,8 @@
-"""Listening sockets with an accept loop of their own, and bounds on unauthenticated connections.
+"""Listening sockets with their own accept loop, and limits on unauthenticated connections.
 
-An event loop's own server takes whatever waits in one go. When that is more than there are file descriptors,
-it closes the rest unheard: a connection that was refused gives its descriptor back only after that. Here each
-connection is judged as it is accepted, and one that is refused is answered and closed on the spot.
+asyncio's server accepts all waiting connections in one go. When they outnumber the free file descriptors, it
+closes the rest without an answer, and a refused connection frees its descriptor only after that. This
+listener decides as it accepts each connection, and answers and closes a refused one at once.
 """
 
 import asyncio
@@ -23,23 +23,23 @@ BACKLOG = 1024
 """Connections to a TcpServer that may wait to be accepted."""
 
 REQUEST_READ_BYTES = 64 * 1024
-"""What is read of a refused connection, so that closing it does not reset the answer."""
+"""Bytes that are read from a refused connection, so that closing it does not reset the answer."""
 
 ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before everything else on the event loop gets its turn."""
+"""Connections accepted in a row before the event loop runs other callbacks."""
 
 WITHOUT_DESCRIPTORS_S = 0.2
-"""How long accepting rests when the last descriptor cannot be had either."""
+"""How long accepting pauses when even the spare descriptor is missing."""
 
 _NONE_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _NO_SUCH_ADDRESS = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
 class Listener:
-    """Accepts on ``sock``, which is closed at the end, and hands each connection to ``take``.
+    """Accepts connections on ``sock``, which it closes at the end, and hands each one to ``take``.
 
-    When the process has no file descriptor left, one that is kept for this is given up for a moment, and
-    ``answer`` gets the connection, to write what it must without waiting.
+    When the process has no file descriptor left, the listener closes a spare one for a moment; ``answer``
+    then gets the connection and must write without waiting.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Listener:
         self._loop = loop
         self._take = take
         self._answer = answer
-        self._kept = self._keep()
-        self._resting: asyncio.TimerHandle | None = None
+        self._spare_fd = self._open_spare_fd()
+        self._resuming: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._accept)
 
@@ -66,14 +66,14 @@ class Listener:
         return str(name[0]), int(name[1])
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Stop listening. Idempotent."""
         if self._sock.fileno() < 0:
             return
-        if self._resting is not None:
-            self._resting.cancel()
+        if self._resuming is not None:
+            self._resuming.cancel()
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
-        self._give_up_kept()
+        self._close_spare_fd()
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -86,19 +86,19 @@ class Listener:
             except OSError as error:
                 if error.errno not in _NONE_LEFT:
                     raise
-                if not self._turn_one_away():
-                    self._rest()
+                if not self._refuse_one():
+                    self._pause()
                     return
                 continue
             sock.setblocking(False)
             self._take(sock)
 
-    def _turn_one_away(self) -> bool:
-        """Answer one connection under the descriptor that is kept; False when there is none."""
-        if self._kept is None:
-            self._kept = self._keep()
-            return self._kept is not None
-        self._give_up_kept()
+    def _refuse_one(self) -> bool:
+        """Answer one connection with the spare descriptor; return False when there is no descriptor."""
+        if self._spare_fd is None:
+            self._spare_fd = self._open_spare_fd()
+            return self._spare_fd is not None
+        self._close_spare_fd()
         try:
             sock, _ = self._sock.accept()
         except OSError as error:
@@ -108,43 +108,43 @@ class Listener:
             self._answer(sock)
             return True
         finally:
-            self._kept = self._keep()
+            self._spare_fd = self._open_spare_fd()
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         self._loop.remove_reader(self._sock.fileno())
-        self._resting = self._loop.call_later(
+        self._resuming = self._loop.call_later(
             WITHOUT_DESCRIPTORS_S, self._loop.add_reader, self._sock.fileno(), self._accept
         )
 
-    def _keep(self) -> int | None:
+    def _open_spare_fd(self) -> int | None:
         with contextlib.suppress(OSError):
             return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         return None
 
-    def _give_up_kept(self) -> None:
-        if self._kept is not None:
-            os.close(self._kept)
-            self._kept = None
+    def _close_spare_fd(self) -> None:
+        if self._spare_fd is not None:
+            os.close(self._spare_fd)
+            self._spare_fd = None
 
 
 HELLO_WITHIN_S = 5.0
-"""How long a connection has to show the token."""
+"""How long a connection may take to send the token."""
 
 ROUTERS_MAX = 1024
 """Routers that may be connected to one listener."""
 
 UNAUTHENTICATED_MAX = 128
-"""How many connections of a listener may not have shown the token yet: with it that takes milliseconds."""
+"""Connections of one listener that may lack the token: with it, authentication takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerLimits:
-    """What a listener keeps to.
+    """The limits of one listener.
 
-    Of connections that showed the token there are ``connections_max``. One that did not has
-    ``hello_within_s`` for it; of these there are ``unauthenticated_max``: where one more comes the oldest is
-    dropped, so that nobody without the token keeps others out. File descriptors from the number
-    ``descriptors_max`` on are not for connections.
+    ``connections_max`` limits authenticated connections. An unauthenticated connection has
+    ``hello_within_s``; there are at most ``unauthenticated_max``, and one more drops the oldest, so that
+    peers without the token cannot keep others out. Connections do not use file descriptors from the number
+    ``descriptors_max`` on.
     """
 
     connections_max: int = ROUTERS_MAX
@@ -154,15 +154,15 @@ class ListenerLimits:
 
 
 LISTENER_LIMITS = ListenerLimits()
-"""What a listener keeps to where nothing else is said."""
+"""The default limits of a listener."""
 
 
 class TcpServer:
     """Listens on a port and makes a protocol for each connection, as a server of ``loop.create_server`` does.
 
-    A connection for which ``limits`` have no descriptor, or that comes when none is left, gets ``answer()``
-    and is closed, and ``on_refused`` is given the reason. Under ``ssl`` it is closed without an answer:
-    nothing can be said before a handshake, which has ``hello_within_s``.
+    When ``limits`` or the process have no descriptor left, a connection gets ``answer()`` and is closed, and
+    ``on_refused`` is called with the reason. Under ``ssl`` it is closed without an answer, because nothing
+    can be sent before the handshake, which must end within ``hello_within_s``.
     """
 
     def __init__(
@@ -203,12 +203,12 @@ class TcpServer:
         return self._listeners[0].address[1]
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Stop listening. Idempotent."""
         for listener in self._listeners:
             listener.close()
 
     async def wait_closed(self) -> None:
-        """Return when no connection is on its way to its protocol; handshakes are given up."""
+        """Return when every accepted connection has its protocol; cancel unfinished handshakes."""
         if self._ssl is not None:
             for task in self._arriving:
                 task.cancel()
@@ -251,8 +251,8 @@ T = TypeVar("T")
 
 
 class Connections(Generic[T]):
-    """The connections of a listener. Those that did not show the token yet are kept in the order of their
-    arrival; ``drop`` ends one, ``on_dropped`` gets the reason.
+    """The connections of a listener. Unauthenticated ones are kept in the order of their arrival; ``drop``
+    ends one, and ``on_dropped`` is called with the reason.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Connections(Generic[T]):
         self._known: set[T] = set()
 
     def add(self, connection: T, *, now_s: float) -> None:
-        """Add a connection; where it is one too many, the oldest is dropped."""
+        """Add a connection; drop the oldest unauthenticated one where there are too many."""
         self._since_s[connection] = now_s
         if len(self._since_s) > self._limits.unauthenticated_max:
             oldest = next(iter(self._since_s))
@@ -277,9 +277,9 @@ class Connections(Generic[T]):
             self._drop(oldest)
 
     def admit(self, connection: T) -> bool:
-        """The connection showed the token; return whether there is a place for it. Idempotent.
+        """Mark the connection as authenticated; return whether there is room for it. Idempotent.
 
-        One without a place is unauthenticated still: it is closed when its time is over.
+        A connection without room stays unauthenticated: it is closed when its time is over.
         """
         if connection not in self._known and len(self._known) >= self._limits.connections_max:
             return False
@@ -288,10 +288,10 @@ class Connections(Generic[T]):
         return True
 
     def discard(self, connection: T) -> None:
-        """The connection is closed."""
+        """Forget a closed connection."""
         self._since_s.pop(connection, None)
         self._known.discard(connection)
 
     def older_than(self, then_s: float) -> list[T]:
-        """The connections that were added before ``then_s`` and did not show the token."""
+        """Return the unauthenticated connections that were added before ``then_s``."""
         return [connection for connection, since_s in self._since_s.items() if since_s < then_s]

@@ -1,4 +1,4 @@
-"""Authentication of messages over NATS: a keyed tag, a recipient and a number.
+"""Authentication of messages over NATS: a MAC over subject, number and body.
 
 ::
 
@@ -11,24 +11,25 @@ from collections.abc import Hashable
 from kvrouter.core.errors import ProtocolError
 
 MAC_BYTES = 16
-"""Half of what HMAC-SHA-256 gives, as little as RFC 2104 allows: a guess fits once in 2^128, and every guess
-is a message that has to be sent here."""
+"""Half of HMAC-SHA-256, the least that RFC 2104 allows: a guess succeeds once in 2^128, and every guess has
+to be sent as a message.
+"""
 
 NUMBER_BYTES = 8
 
 MESSAGE_AUTH_BYTES = MAC_BYTES + NUMBER_BYTES
-"""What a message is longer than its body."""
+"""Bytes that a message has in addition to its body."""
 
 REMEMBERED_MAX = 65_536
-"""Senders whose numbers are remembered; the one that was not heard for longest is forgotten first."""
+"""Senders whose latest number is remembered; the sender that was silent for longest is forgotten first."""
 
 
 class MessageAuth:
-    """Seals messages, and opens those that were sealed with the same token for the same purpose and subject.
+    """Seals messages with a MAC, and opens messages sealed with the same token, purpose and subject.
 
-    ``purpose`` is the plane, its version and its namespace: it makes the key, so that nothing of one plane
-    opens on another. The MAC is HMAC-SHA-256 over subject, number and body: a body that was changed, or moved
-    to another subject, does not open. A whole message that is sent again does: see :class:`Newest`.
+    ``purpose`` is the transport, its version and its namespace: the key is derived from it, so that a message
+    of one transport does not open on another. The MAC is HMAC-SHA-256 over subject, number and body: a
+    changed or moved body does not open. A replayed message does: see :class:`ReplayGuard`.
     """
 
     def __init__(self, token: str, purpose: str) -> None:
@@ -36,16 +37,16 @@ class MessageAuth:
         self._keyed = hmac.new(key, digestmod="sha256")  # a copy of it costs a third of a new one
 
     def seal(self, subject: str, body: bytes | memoryview, *, number: int = 0) -> bytes:
-        """Return the message that says ``body`` on ``subject``. ``number``: 0 to 2^64 - 1."""
+        """Return the message that carries ``body`` on ``subject``. ``number``: 0 to 2^64 - 1."""
         numbered = b"".join((number.to_bytes(NUMBER_BYTES, "big"), body))
         return self._mac(subject, numbered) + numbered
 
     def opened(self, subject: str, message: bytes | memoryview) -> memoryview:
-        """Return the body of a message that came on ``subject``; raise ProtocolError for a stranger's."""
+        """Return the body of a message that came on ``subject``; raise ProtocolError for a wrong MAC."""
         return self.numbered(subject, message)[1]
 
     def numbered(self, subject: str, message: bytes | memoryview) -> tuple[int, memoryview]:
-        """Return the number and the body; raise ProtocolError for a stranger's message."""
+        """Return the number and the body; raise ProtocolError for a wrong MAC."""
         view = memoryview(message)
         if not hmac.compare_digest(view[:MAC_BYTES], self._mac(subject, view[MAC_BYTES:])):
             raise ProtocolError(
@@ -54,25 +55,25 @@ class MessageAuth:
         return int.from_bytes(view[MAC_BYTES:MESSAGE_AUTH_BYTES], "big"), view[MESSAGE_AUTH_BYTES:]
 
     def _mac(self, subject: str, numbered: bytes | memoryview) -> bytes:
-        place = subject.encode()
+        subject_bytes = subject.encode()
         mac = self._keyed.copy()
-        mac.update(len(place).to_bytes(4, "big") + place)
+        mac.update(len(subject_bytes).to_bytes(4, "big") + subject_bytes)
         mac.update(numbered)
         return mac.digest()[:MAC_BYTES]
 
 
-class Newest:
-    """Takes the numbered messages of each sender once and in order; what is repeated or overtaken is old."""
+class ReplayGuard:
+    """Accepts the numbered messages of each sender once and in order; rejects repeated and overtaken ones."""
 
     def __init__(self, *, remembered_max: int = REMEMBERED_MAX) -> None:
         self._remembered_max = remembered_max
         self._numbers: dict[Hashable, int] = {}
 
     def takes(self, sender: Hashable, number: int) -> bool:
-        """Whether ``number`` is above all that were taken from ``sender``; 0 never is."""
+        """Whether ``number`` is above all accepted numbers of ``sender``, and record it; never for 0."""
         if number <= self._numbers.get(sender, 0):
             return False
-        self._numbers.pop(sender, None)  # to its end: the first is the one not heard for longest
+        self._numbers.pop(sender, None)  # move to the end: the first key is the sender silent for longest
         self._numbers[sender] = number
         if len(self._numbers) > self._remembered_max:
             del self._numbers[next(iter(self._numbers))]

@@ -1,6 +1,6 @@
-"""What every user of NATS shares: names in subjects, flush, error messages.
+"""Shared helpers for NATS: names in subjects, flush, error messages.
 
-The client's own ``flush``, when it is cancelled, leaves a cancelled future for the server's answer. The
+When the client's own ``flush`` is cancelled, it leaves a cancelled future for the server's answer. That
 answer ends the client's reading, and the connection receives nothing until it is found to be stale.
 """
 
@@ -14,20 +14,20 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def subject_name(name: str) -> str:
-    """Return ``name`` as one word of a subject; whatever has a meaning there becomes ``_``."""
+    """Return ``name`` as one token of a subject; characters with a meaning in subjects become ``_``."""
     return _NOT_IN_A_NAME.sub("_", name)
 
 
 async def flush(client: Client) -> None:
-    """Return once the server has handled what was sent; raises what the client's ``flush`` does.
+    """Return once the server has handled all sent messages; raise what the client's ``flush`` raises.
 
-    One that is cancelled goes on in the background.
+    A cancelled flush continues in the background.
     """
     await asyncio.shield(asyncio.create_task(client.flush()))
 
 
 async def flush_subscriptions(client: Client) -> None:
-    """Return once the server knows every subscription; raises what the client's ``flush`` does."""
+    """Return once the server knows every subscription; raise what the client's ``flush`` raises."""
     for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
         await flush(client)
 
@@ -41,9 +41,9 @@ _NO_ROOM_CODES = frozenset({10002, 10023, 10047})
 
 
 def reason(error: BaseException) -> str:
-    """What ``error`` says, in a line; some errors of the client say nothing, or nothing that helps."""
+    """Return ``error`` as one line; replace messages of the client that are empty or do not help."""
     if isinstance(error, ServiceUnavailableError) and error.code is None:
-        # The client's own: nobody listens where JetStream answers. One of the server has a code.
+        # Raised by the client when JetStream has no responder; an error of the server has a code.
         return NO_JETSTREAM
     if isinstance(error, APIError) and error.description:
         if error.err_code in _NO_ROOM_CODES:

@@ -15,7 +15,7 @@ from kvrouter.core.workers import (
 )
 from kvrouter.kernel.topology.policy import validate_runtime_config
 from kvrouter.settings.setting import installed_version
-from kvrouter.transports.discovery.port import Discovery
+from kvrouter.transports.records.port import Discovery
 
 
 def new_incarnation() -> Epoch:

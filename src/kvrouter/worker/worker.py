@@ -16,8 +16,8 @@ from kvrouter.engines.port import Engine, EngineState, SnapshotEngine, WatchedEn
 from kvrouter.kernel.topology.policy import validate_runtime_config
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
-from kvrouter.transports.discovery.port import Discovery
 from kvrouter.transports.events.port import EventPublisher, RecoveryServer
+from kvrouter.transports.records.port import Discovery
 from kvrouter.transports.requests.port import EngineStream, Registration, RequestAcceptor
 from kvrouter.worker.kv_publisher import KvPublisher
 from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology

@@ -57,7 +57,7 @@ LEAST: dict[Any, Any] = {
 
 
 @pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
-def test_a_router_that_says_the_least_is_read(kind: type) -> None:
+def test_the_shortest_answers_of_older_routers_are_decoded(kind: type) -> None:
     said = {**LEAST[kind], "added_by_a_newer_router": {}}
     assert isinstance(decode_answer(msgspec.json.encode(said), kind), kind)
 
@@ -76,18 +76,18 @@ def test_a_role_and_a_policy_of_a_newer_router_are_shown() -> None:
 
 
 @pytest.mark.parametrize("code", [b"400", b"null", b'"bad"'])
-def test_an_errors_message_is_read_whatever_its_code_is(code: bytes) -> None:
+def test_an_error_message_is_decoded_with_any_code(code: bytes) -> None:
     assert _error(b'{"error":{"message":"no","code":' + code + b"}}").message == "no"
 
 
 @pytest.mark.parametrize("kind", LEAST, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"<html>", b""])
-def test_another_programs_answer_is_none_of_a_routers(kind: type, answer: bytes) -> None:
+def test_an_answer_of_another_program_is_refused(kind: type, answer: bytes) -> None:
     with pytest.raises(AskFailed, match="the answer is not a router's"):
         decode_answer(answer, kind)
 
 
-def test_what_is_read_is_written_as_it_was() -> None:
+def test_decoded_answers_encode_to_the_same_bytes() -> None:
     """No field is lost or added on the way: nothing but a weight that a policy has not is left out."""
     for kind, said in LEAST.items():
         again = msgspec.json.encode(decode_answer(msgspec.json.encode(said), kind))

@@ -10,7 +10,7 @@ import pytest
 from kvrouter.app import nats_connection as connection
 from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.settings.planes import PlaneSettings
-from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamLimits
+from kvrouter.transports.events.jetstream.stream import ComponentNames, EventStream, StreamLimits
 from tests.support.constants import SetConstants
 from tests.support.nats_jwt import Operator
 from tests.support.nats_server import NatsServer, running_nats
@@ -37,7 +37,7 @@ async def test_a_user_of_the_operator_is_let_in_and_nobody_else(
     operator.write_user(file)
     settings = PlaneSettings(nats_server=server.url, nats_credentials=str(file))
     async with nats_connection(settings, name="test", tls=None) as client:
-        stream = EventStream(client.jetstream(), LaneNames("default", "backend"), StreamLimits())
+        stream = EventStream(client.jetstream(), ComponentNames("default", "backend"), StreamLimits())
         assert (await stream.ensure()).messages == 0
     set_constants(connection, CONNECT_LIMIT_S=1.0)
     Operator().write_user(file)

@@ -72,9 +72,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         return 0
 
     monkeypatch.setattr("kvrouter.cli.worker.engine_worker.serve_engine_worker", serve)
-    monkeypatch.setattr(
-        "kvrouter.cli.process_settings.begin", lambda _: None
-    )  # logs stay as the tests have them
     monkeypatch.setenv("KVROUTER_ENGINE_API_KEY", "k")
     return runs
 

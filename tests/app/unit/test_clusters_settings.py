@@ -17,8 +17,8 @@ from kvrouter.settings.planes import OtherCluster
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.discovery.clusters import ClustersDiscovery
-from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery
+from kvrouter.transports.records.clusters import ClustersDiscovery
+from kvrouter.transports.records.kubernetes import KubernetesDiscovery
 from tests.support.discovery_stores import card
 
 VARIABLE = "KVROUTER_OTHER_CLUSTERS"

@@ -23,6 +23,7 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
+from tests.support.calls import WatchCalls
 from tests.support.constants import SetConstants
 from tests.support.engine_pods import ZONE
 from tests.support.engine_pods_served import down, here, pod_at
@@ -280,22 +281,16 @@ async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_
 
 
 async def test_one_whose_place_was_taken_lets_running_requests_finish(
-    monkeypatch: pytest.MonkeyPatch,
+    watch_calls: WatchCalls,
 ) -> None:
-    drain, limits = Worker.drain, list[float]()
-
-    async def recorded(worker: Worker, limit_s: float) -> bool:
-        limits.append(limit_s)
-        return await drain(worker, limit_s)
-
-    monkeypatch.setattr(Worker, "drain", recorded)
+    drains = watch_calls(Worker, "drain")
     async with scripted_engine() as engine, here(drain_limit_s=7.0) as made:
         given = pod_at(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
         made.ground.losses[0].set()
         await until(lambda: made.gone == [card.incarnation])
-    assert limits == [7.0]
+    assert [call.arguments[1] for call in drains] == [7.0]
 
 
 async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:

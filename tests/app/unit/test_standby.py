@@ -16,9 +16,9 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.settings.tree import Settings
-from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
+from kvrouter.transports.requests.memory import MemoryRequestTransport
 from kvrouter.worker import WorkerTransports
 from tests.support.fleets import card
 
@@ -68,8 +68,8 @@ async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_pla
     @asynccontextmanager
     async def transports(_: Settings, *, component: str, **__: object) -> AsyncIterator[Any]:
         opened.append(component)
-        events = MemoryEventPlane()
-        yield WorkerTransports(discovery, MemoryRequestPlane(), events, events)
+        events = MemoryEventTransport()
+        yield WorkerTransports(discovery, MemoryRequestTransport(), events, events)
 
     monkeypatch.setattr(transport_provider, "open_worker_transports", transports)
     async with network_transports(Settings()) as provider:

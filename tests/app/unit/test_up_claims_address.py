@@ -10,6 +10,7 @@ from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.cli.up.run import embedded
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.settings.tree import FrontendSettings, Settings
+from tests.support.calls import MakeFail
 
 FLEET = load_fleet(default_fleet_document()).fleet
 
@@ -18,11 +19,8 @@ def settings(port: int, host: str = "127.0.0.1") -> Settings:
     return Settings(frontend=FrontendSettings(http_host=host, http_port=port))
 
 
-async def test_a_taken_port_is_reported_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(_: MockFleet) -> MockFleet:
-        raise AssertionError("a worker was started")
-
-    monkeypatch.setattr(MockFleet, "__aenter__", start)
+async def test_a_taken_port_is_reported_before_any_worker_starts(make_fail: MakeFail) -> None:
+    make_fail(MockFleet, "__aenter__", AssertionError("a worker was started"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

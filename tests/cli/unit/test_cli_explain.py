@@ -233,13 +233,13 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
 
 
 def test_times_stand_behind_the_blocks_where_there_are_any(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = {"queue_ms": 1.25, "prefill_ms": 30.0, "memory_ms": 0.0, "transfer_ms": 2.0}
     others = {"decode_ms": 4.0, "others_ms": 1.0, "turnover_ms": -0.5}
     timed = {**row(1, 0.038, chosen=True), "times": {"expected_ms": 33.25, **parts, **others}}
     prefill = {"chosen": {"worker_id": 1, "dp_rank": 0}, "candidates": [timed]}
-    monkeypatch.setattr(Router, "answer", json.dumps({**ANSWER, "prefill": prefill}).encode())
+    Router.answer = json.dumps({**ANSWER, "prefill": prefill}).encode()
     assert main(["explain", "hello", "--url", url]) == 0
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if "33.2" in line)
@@ -251,9 +251,7 @@ def test_times_stand_behind_the_blocks_where_there_are_any(
     assert out.count("TTFT") == 1
 
 
-def test_ids_and_reasons_are_never_cut(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_and_reasons_are_never_cut(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     parts = dict.fromkeys(
         ("queue_ms", "prefill_ms", "memory_ms", "transfer_ms", "decode_ms", "others_ms"), 1.5
     )
@@ -263,7 +261,7 @@ def test_ids_and_reasons_are_never_cut(
         {**row(2**53 - 2, 0.039), "times": times, "eligible": False, "reason": "prompt_out_of_range"},
     ]
     prefill = {"chosen": {"worker_id": 2**53 - 1, "dp_rank": 0}, "candidates": candidates}
-    monkeypatch.setattr(Router, "answer", json.dumps({**ANSWER, "prefill": prefill}).encode())
+    Router.answer = json.dumps({**ANSWER, "prefill": prefill}).encode()
     assert main(["explain", "hello", "--url", url]) == 0
     out = capsys.readouterr().out
     assert f"{2**53 - 2}/0" in out

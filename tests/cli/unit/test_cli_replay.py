@@ -3,17 +3,15 @@
 import json
 import os
 import re
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvrouter.cli import main
-from kvrouter.kernel.placement.placement import Draw
-from kvrouter.sim.replay.carriage import Places
+from kvrouter.cli.replay import run as replay_run
 from kvrouter.sim.replay.sim_fleet import SlotLoads
-from kvrouter.sim.replay.simulation import Result, Simulation
-from kvrouter.sim.replay.summary import Objective, Summary, summarize
+from kvrouter.sim.replay.simulation import Simulation
+from tests.support.calls import MakeFail
 
 ROWS = "".join(
     json.dumps({"timestamp": 100 * n, "input_length": 600, "output_length": 4, "hash_ids": [n % 3, 9]}) + "\n"
@@ -189,12 +187,9 @@ def test_a_traces_name_may_be_no_utf_8(
 
 
 def test_an_interrupted_replay_leaves_what_is_known(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trace: Path, tmp_path: Path, make_fail: MakeFail, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(SlotLoads, "reported", interrupt)
+    make_fail(SlotLoads, "reported", KeyboardInterrupt())
     path, page = tmp_path / "out.json", tmp_path / "out.html"
     arguments = ("--compare", "random,kvrouter", "--output", f"json={path}", "--report", str(page))
     assert run(str(trace), *arguments) == 130
@@ -210,16 +205,9 @@ def test_an_interrupted_replay_leaves_what_is_known(
     [(5, [["kvrouter", [0]]]), (17, [["kvrouter", [0]]]), (41, [["kvrouter", [0, 1, 2]], ["random", [0]]])],
 )
 def test_an_interrupted_seed_stands_next_to_no_whole_one(
-    trace: Path, tmp_path: Path, decisions: int, known: list[object], monkeypatch: pytest.MonkeyPatch
+    trace: Path, tmp_path: Path, decisions: int, known: list[object], make_fail: MakeFail
 ) -> None:
-    draw, numbers = Simulation.draw, count()
-
-    def interrupt(simulation: Simulation) -> Draw:
-        if next(numbers) == decisions:
-            raise KeyboardInterrupt
-        return draw(simulation)
-
-    monkeypatch.setattr(Simulation, "draw", interrupt)  # 12 requests a replay
+    make_fail(Simulation, "draw", KeyboardInterrupt(), at_call=decisions)  # 12 requests a replay
     path = tmp_path / "out.json"
     assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "3", "--output", f"json={path}") == 130
     variants = json.loads(path.read_text())["variants"]
@@ -228,16 +216,9 @@ def test_an_interrupted_seed_stands_next_to_no_whole_one(
 
 
 def test_an_interrupt_between_two_replays_loses_none(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trace: Path, tmp_path: Path, make_fail: MakeFail
 ) -> None:
-    known = count()
-
-    def interrupt(result: Result, objective: Objective, places: Places) -> Summary:
-        if next(known) == 3:
-            raise KeyboardInterrupt
-        return summarize(result, objective, places)
-
-    monkeypatch.setattr("kvrouter.cli.replay.run.summarize", interrupt)
+    make_fail(replay_run, "summarize", KeyboardInterrupt(), at_call=3)
     path = tmp_path / "out.json"
     assert run(str(trace), "--compare", "kvrouter,random", "--seeds", "2", "--output", f"json={path}") == 130
     report = json.loads(path.read_text())

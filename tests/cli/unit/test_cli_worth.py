@@ -2,18 +2,14 @@
 
 import json
 import re
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvrouter.cli import main
-from kvrouter.kernel.placement.placement import Draw
-from kvrouter.sim.replay.carriage import Places
-from kvrouter.sim.replay.outcomes import Outcomes
+from kvrouter.cli.worth import run as worth_run
 from kvrouter.sim.replay.simulation import Simulation
-from kvrouter.sim.replay.summary import Objective
-from kvrouter.sim.worth.worth import Rows, rows_of
+from tests.support.calls import MakeFail
 
 DIFFERENT_LINKS = """\
 version: 1
@@ -223,10 +219,10 @@ def test_mistakes_are_named_and_nothing_is_written(
     folder: Path,
     arguments: list[str],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    make_fail: MakeFail,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Simulation, "run", lambda _: pytest.fail("it was replayed"))
+    make_fail(Simulation, "run", AssertionError("it was replayed"))
     at = DIFFERENT_LINKS.index("  links:")
     Path("no-links.yaml").write_text(
         DIFFERENT_LINKS[:at] + DIFFERENT_LINKS[DIFFERENT_LINKS.index("workers:") :]
@@ -254,15 +250,8 @@ def test_mistakes_are_named_and_nothing_is_written(
     assert set(folder.iterdir()) == files
 
 
-def test_an_interrupt_between_two_replays_loses_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = count()
-
-    def interrupt(outcomes: Outcomes, objective: Objective, places: Places) -> Rows:
-        if next(known) == 2:
-            raise KeyboardInterrupt
-        return rows_of(outcomes, objective, places)
-
-    monkeypatch.setattr("kvrouter.cli.worth.run.rows_of", interrupt)
+def test_an_interrupt_between_two_replays_loses_none(folder: Path, make_fail: MakeFail) -> None:
+    make_fail(worth_run, "rows_of", KeyboardInterrupt(), at_call=2)
     arguments = (
         "--fleet",
         "different.yaml",
@@ -329,17 +318,10 @@ def test_interrupted_it_leaves_what_is_known(
     folder: Path,
     decisions: int,
     known: list[str] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    make_fail: MakeFail,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    draw, numbers = Simulation.draw, count()
-
-    def interrupt(simulation: Simulation) -> Draw:
-        if next(numbers) == decisions:
-            raise KeyboardInterrupt
-        return draw(simulation)
-
-    monkeypatch.setattr(Simulation, "draw", interrupt)
+    make_fail(Simulation, "draw", KeyboardInterrupt(), at_call=decisions)
     arguments = ("--fleet", "different.yaml", "--cost", "blocks", "--output", "json=out.json")
     assert run("trace.jsonl", *arguments) == 130
     report = json.loads((folder / "out.json").read_text())

@@ -35,9 +35,6 @@ def test_each_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(
-        "kvrouter.cli.process_settings.begin", lambda _: None
-    )  # logs stay as the tests have them
     monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
     monkeypatch.setenv("KVROUTER_DISCOVERY_DIR", str(tmp_path))
     monkeypatch.setenv("DYN_EVENT_PLANE", "zmq")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.json import UNSCANNED_BYTES, Decoder, Unreadable, parsed
 from kvrouter.engines.openai.answer_events import AnswerEvent
-from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.transports.records.encoding import CardRecord
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -28,8 +28,8 @@ async def test_a_loop_that_stood_still_breaks_nothing(name: str) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
     reported: list[bool] = []
-    wire.plane.follow(address, reported.append)
-    stream = await wire.plane.open(address, leg())
+    wire.transport.follow(address, reported.append)
+    stream = await wire.transport.open(address, leg())
     time.sleep(2 * DEAD_AFTER_S)  # noqa: ASYNC251
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]

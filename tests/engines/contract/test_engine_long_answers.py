@@ -33,7 +33,7 @@ async def test_a_long_answer_arrives_byte_for_byte_over_every_plane(wire: Wire, 
         await server.open()
         engine = ServedEngine(server, vllm_ways(), ZmqEvents({}, decode, 32))
         address, _ = await wire.serve(engine)
-        chunks = await read(await wire.plane.open(address, written([1, 2], stream=streams)))
+        chunks = await read(await wire.transport.open(address, written([1, 2], stream=streams)))
         await engine.stop()
     assert b"".join(chunk.raw for chunk in chunks) == body
     assert ends_once(chunks)

@@ -12,7 +12,9 @@ from kvrouter.core.events import Cleared, KvEvent, Stored
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.kv_events.listener import EventListener
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.trtllm import polled as polled_module
 from kvrouter.engines.trtllm.polled import EVENTS_AT_ONCE, Polled
+from tests.support.calls import MakeFail
 from tests.support.trtllm_answers import ScriptedTrtllm, created, native, removed, scripted_trtllm, stored
 from tests.support.waits import until
 
@@ -170,16 +172,12 @@ async def test_a_server_that_has_no_events_is_asked_no_more() -> None:
         assert engine.n_polls == 1
 
 
-async def test_a_mistake_of_ours_is_shown_and_the_rank_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mistake_of_ours_is_shown_and_the_rank_emptied(make_fail: MakeFail) -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
     async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine)
-
-        def fail(_: bytes) -> None:
-            raise RuntimeError("of ours")
-
-        monkeypatch.setattr("kvrouter.engines.trtllm.polled.native_batches", fail)
+        make_fail(polled_module, "native_batches", RuntimeError("of ours"))
         await until(lambda: reported.heard("a mistake of ours"))
         assert isinstance(reported.events[-1], Cleared)
         assert reported.is_partial()

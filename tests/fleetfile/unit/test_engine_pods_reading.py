@@ -13,7 +13,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.workers import EnginePod, Role
 from kvrouter.fleetfile.engine_pods import ANNOTATIONS, PLACES, engine_of
 from kvrouter.fleetfile.fleet_file import KvTransferSpec
-from kvrouter.transports.discovery.kubernetes.pods import pod_of
+from kvrouter.transports.records.kubernetes.pods import pod_of
 from tests.support.engine_pods import ENGINE, ZONE, pod, pod_json
 
 RACK = "grove.io/topology.rack"

@@ -50,7 +50,7 @@ def outcome(data: bytes, step: int) -> list[str | int]:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 64, 100_000])
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_bytes_that_were_misread_elsewhere(name: str, step: int) -> None:
+def test_inputs_that_other_parsers_misread_have_the_expected_events(name: str, step: int) -> None:
     data = (FOLDER / f"{name}.http").read_bytes()
     assert outcome(data + NEXT, step) == EXPECTED[name]
 

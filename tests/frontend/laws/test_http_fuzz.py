@@ -97,7 +97,7 @@ def test_only_events_in_their_grammar(data: bytes, cuts: list[int]) -> None:
 
 
 @given(STREAMS, CUTS)
-def test_the_cutting_and_the_pace_do_not_matter(data: bytes, cuts: list[int]) -> None:
+def test_events_do_not_depend_on_how_bytes_are_split(data: bytes, cuts: list[int]) -> None:
     def meaning(events: list[Event]) -> list[object]:
         """A refusal's wording may differ with the cutting; nothing else may."""
         return [event.status if isinstance(event, BadRequest) else event for event in events]

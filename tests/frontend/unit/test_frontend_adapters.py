@@ -52,7 +52,7 @@ async def test_a_model_has_more_names_than_one(name: str) -> None:
     assert (stream.request.model, stream.request.lora_name) == (MODEL, None)
 
 
-async def test_a_name_that_nobody_has_is_unknown() -> None:
+async def test_an_unregistered_name_is_unknown() -> None:
     async with open_house(plain(1), adapted(2), script=answers) as house:
         response = await ask(house, "german")
     assert response.status_code == 404
@@ -64,7 +64,7 @@ async def test_an_adapter_whose_engine_left_is_unknown() -> None:
         assert (await ask(house, ADAPTER)).status_code == 404
 
 
-async def test_all_names_are_listed_with_what_they_belong_to() -> None:
+async def test_all_names_are_listed_with_their_models() -> None:
     async with open_house(plain(1), adapted(2), script=answers) as house:
         listed = (await house.http.get("/v1/models")).json()["data"]
         one = (await house.http.get(f"/v1/models/{ADAPTER}")).json()

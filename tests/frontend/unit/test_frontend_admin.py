@@ -27,7 +27,7 @@ WRONG_TOKENS = ("Bearer wrong", "Bearer", "Basic s3cret", "s3cret", "Bearer s3cr
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-async def test_admin_routes_ask_for_the_token_that_is_set(method: str, path: str) -> None:
+async def test_admin_routes_require_the_set_token(method: str, path: str) -> None:
     settings = FrontendSettings(admin_token=SecretStr("s3cret"))
     async with open_house(card(1), settings=settings) as house:
         for header in (None, *WRONG_TOKENS):
@@ -43,7 +43,7 @@ async def test_admin_routes_ask_for_the_token_that_is_set(method: str, path: str
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-async def test_admin_routes_that_need_a_token_are_closed_while_none_is_set(method: str, path: str) -> None:
+async def test_closed_admin_routes_refuse_everything_without_a_set_token(method: str, path: str) -> None:
     settings = FrontendSettings(admin_routes=AdminAccess.CLOSED)
     async with open_house(card(1), settings=settings) as house:
         for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer s3cret"}):
@@ -54,7 +54,7 @@ async def test_admin_routes_that_need_a_token_are_closed_while_none_is_set(metho
     assert free.status_code == 200
 
 
-async def test_busy_thresholds_are_got_and_set() -> None:
+async def test_busy_thresholds_are_read_and_set() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.5)
     async with open_house(card(1), config=config) as house:
 

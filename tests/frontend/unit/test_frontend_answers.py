@@ -114,7 +114,7 @@ def test_an_error_names_its_field() -> None:
     }
 
 
-def test_a_refusal_counts_its_reasons_and_says_when_to_come_back() -> None:
+def test_a_refusal_has_its_counts_and_retry_after() -> None:
     error = NoEligibleWorker(
         "nobody", refusals={Reason.DRAINING: 1, Reason.DOMAIN_MISMATCH: 2}, role="decode", domain="zone"
     )

@@ -21,13 +21,13 @@ from kvrouter.frontend.openai.body import (
     NUMBERS_MIN,
     BodyBounds,
     BodyOverBounds,
-    ScannedBody,
     scanned,
 )
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
+from tests.support.calls import MakeFail, WatchCalls
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
 from tests.support.scripted_transport import ScriptedStream
@@ -72,7 +72,7 @@ async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = F
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/route/explain"])
-async def test_a_body_is_as_long_as_the_longest_context_can_need(path: str, chunked: bool) -> None:
+async def test_the_body_limit_follows_the_longest_context(path: str, chunked: bool) -> None:
     async with open_house(own(1)) as house:
         assert await refusal(house, path, DERIVED_BYTES, chunked=chunked) is None
         why = await refusal(house, path, DERIVED_BYTES + 1, chunked=chunked)
@@ -81,14 +81,14 @@ async def test_a_body_is_as_long_as_the_longest_context_can_need(path: str, chun
     assert "KVROUTER_BODY_MAX_BYTES" in why
 
 
-async def test_the_longest_context_counts_also_where_no_tokenizer_is_here() -> None:
+async def test_the_body_limit_counts_contexts_of_models_without_a_tokenizer() -> None:
     async with open_house(own(1), own(2, model="other", context=1_000_000)) as house:
         assert await refusal(house, CHAT, 12_000_000) is None
         assert await refusal(house, CHAT, OUTSIDE_PROMPT_BYTES + 12_000_001) is not None
 
 
 @pytest.mark.parametrize("model", [MODEL, "other"])
-async def test_the_context_of_a_worker_that_does_not_answer_does_not_count(model: str) -> None:
+async def test_the_body_limit_ignores_contexts_of_dead_workers(model: str) -> None:
     longer = own(2, model=model, context=1_000_000)
     text = replace(mock_text(), context_length_tokens=1_000_000)  # as of the longest card, whoever has it
     ids = b'{"model":"%s","prompt":[%s1]}' % (MODEL.encode(), b"1," * NUMBERS_MIN)
@@ -103,7 +103,9 @@ async def test_the_context_of_a_worker_that_does_not_answer_does_not_count(model
 
 
 @pytest.mark.parametrize("cards", [(), (own(2), taking_calls()), (taking_calls(),)])
-async def test_who_may_send_pictures_or_is_not_known_yet_has_the_most(cards: tuple[WorkerCard, ...]) -> None:
+async def test_models_that_take_images_or_are_unknown_have_the_largest_body_limit(
+    cards: tuple[WorkerCard, ...],
+) -> None:
     has_most = not cards or all(each.takes_calls for each in cards)
     async with open_house(*cards) as house:
         assert (await refusal(house, CHAT, DERIVED_BYTES + 1) is None) == has_most
@@ -111,7 +113,7 @@ async def test_who_may_send_pictures_or_is_not_known_yet_has_the_most(cards: tup
 
 
 @pytest.mark.parametrize("most_bytes", [1_000, 5_000_000])
-async def test_a_setting_wins(most_bytes: int) -> None:
+async def test_the_setting_overrides_the_body_limit(most_bytes: int) -> None:
     async with open_house(own(1), settings=FrontendSettings(body_max_bytes=most_bytes)) as house:
         assert await refusal(house, CHAT, most_bytes) is None
         why = await refusal(house, CHAT, most_bytes + 1)
@@ -119,32 +121,20 @@ async def test_a_setting_wins(most_bytes: int) -> None:
     assert f"over {most_bytes} bytes" in why
 
 
-async def test_operators_routes_take_what_they_need() -> None:
+async def test_admin_routes_have_a_small_body_limit() -> None:
     async with open_house(taking_calls()) as house:
         assert await refusal(house, "/busy_threshold", PAGE_BYTES_MAX) is None
         assert "no body of this route" in (await refusal(house, "/busy_threshold", PAGE_BYTES_MAX + 1) or "")
 
 
-async def test_long_bodies_are_read_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[tuple[str, str]] = []
-
-    def noted_scan(data: bytes, bounds: BodyBounds) -> ScannedBody:
-        threads.append(("scan", threading.current_thread().name))
-        return scanned(data, bounds)
-
-    def noted_decode(decoder: "msgspec.json.Decoder[object]", body: ScannedBody) -> object:
-        threads.append(("decode", threading.current_thread().name))
-        return decoder.decode(body.data)
-
-    monkeypatch.setattr(prepare, "scanned", noted_scan)
-    monkeypatch.setattr(parse, "decode_body", noted_decode)
+async def test_long_bodies_are_read_with_the_loop(watch_calls: WatchCalls) -> None:
+    scans, decodes = watch_calls(prepare, "scanned"), watch_calls(parse, "decode_body")
     async with open_house(own(1), script=says("ok")) as house:
         assert (await house.chat("hello")).status_code == 200
         assert (await house.chat("hello", metadata={"a": "x" * OFF_LOOP_BYTES})).status_code == 200
     here = threading.current_thread().name
-    assert [(what, name == here) for what, name in threads] == [
-        ("scan", True), ("decode", True), ("scan", False), ("decode", False),
-    ]  # fmt: skip
+    assert [call.thread == here for call in scans] == [True, False]
+    assert [call.thread == here for call in decodes] == [True, False]
 
 
 async def test_as_many_token_ids_as_the_longest_context_holds() -> None:
@@ -178,13 +168,10 @@ TOO_LONG = 1_000_001
         ("chat/completions", {"messages": [], "model": "other"}, "model", "model_not_found"),
     ],
 )
-async def test_of_a_prompt_that_is_too_long_nothing_is_built(
-    path: str, fields: dict[str, object], param: str, code: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_too_long_prompt_is_refused_before_it_is_decoded(
+    path: str, fields: dict[str, object], param: str, code: str, make_fail: MakeFail
 ) -> None:
-    def no_decode(*_: object) -> object:
-        raise AssertionError("it was decoded")
-
-    monkeypatch.setattr(parse, "decode_body", no_decode)
+    make_fail(parse, "decode_body", AssertionError("it was decoded"))
     async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
         error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
         counted = house.bench.telemetry.prompts_refused.value(code)
@@ -203,7 +190,7 @@ def test_a_prompt_that_is_tokenized_on_the_loop_takes_no_part_of_the_budget() ->
 @pytest.mark.parametrize(
     "text", [{"messages": says_user("a" * 900_000 + "\U0001f600")}, {"prompt": ["a" * 6_000]}]
 )
-def test_of_a_call_that_is_refused_for_another_field_the_text_is_not_built(text: dict[str, object]) -> None:
+def test_a_call_refused_for_another_field_does_not_decode_its_text(text: dict[str, object]) -> None:
     data = msgspec.json.encode({"model": MODEL, **text, "n": 2})
     body = scanned(data, BodyBounds())
     tracemalloc.start()
@@ -216,7 +203,7 @@ def test_of_a_call_that_is_refused_for_another_field_the_text_is_not_built(text:
     assert peak_bytes < 5_000
 
 
-async def test_the_tokens_of_a_prompt_count_and_its_text_with_them_is_bounded_all_the_same() -> None:
+async def test_token_ids_are_counted_and_their_text_is_bounded_too() -> None:
     async with open_house(own(1), script=says("ok")) as house:
         reply = await house.complete("a text", nvext={"token_data": [1, 2, 3]})
         refused = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
@@ -232,9 +219,7 @@ async def test_the_tokens_of_a_prompt_count_and_its_text_with_them_is_bounded_al
         (rb'{"\u0061":1,"a":3,"\u0061":2}', b"2"),
     ],
 )
-def test_of_a_field_that_is_there_several_times_the_last_counts_however_it_is_written(
-    body: bytes, last: bytes
-) -> None:
+def test_the_last_of_repeated_fields_counts_with_any_escapes(body: bytes, last: bytes) -> None:
     assert bytes(scanned(body, BodyBounds()).raw("a") or b"") == last
     assert msgspec.json.decode(body)["a"] == int(last)
 
@@ -278,7 +263,7 @@ EMBEDDINGS = next(each for each in PASSED_ROUTES if each.route is CallRoute.EMBE
 
 
 @pytest.mark.parametrize("name", [b"model", b"stream", b"max_tokens", b"cache_salt", b"nvext", b"vllm_xargs"])
-def test_of_a_call_whose_prompt_is_not_read_only_fields_that_are_read_are_counted(name: bytes) -> None:
+def test_a_call_with_an_unread_prompt_counts_only_read_fields(name: bytes) -> None:
     bounds = BodyBounds(read_fields=EMBEDDINGS.read_fields)
     whole = scanned(b'{"model":"m","input":%s,"%s":1}' % (MANY, name), bounds)
     assert bytes(whole.raw("input") or b"") == MANY

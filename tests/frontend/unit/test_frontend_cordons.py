@@ -98,7 +98,7 @@ async def test_a_mistake_is_named(body: Mapping[str, object], status: int, param
         ({"level": "rack", "name": "a"}, 404, "level"),
     ],
 )
-async def test_a_mistake_in_what_is_taken_back_is_named(
+async def test_a_wrong_field_of_an_uncordon_is_named(
     asked: Mapping[str, str], status: int, param: str
 ) -> None:
     async with open_house(card(1, zone="a")) as house:

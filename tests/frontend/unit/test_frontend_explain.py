@@ -99,7 +99,9 @@ async def test_a_refused_pair_shows_both_legs() -> None:
         ({"model": MODEL, "prompt": "x", "nvext": {"worker_id": 5}}, 400, "nvext.worker_id"),
     ],
 )
-async def test_a_wrong_question_is_named(body: dict[str, object], status: int, param: str) -> None:
+async def test_a_wrong_field_of_an_explanation_is_named(
+    body: dict[str, object], status: int, param: str
+) -> None:
     async with open_house(card(1)) as house:
         response = await house.http.post("/v1/route/explain", json=body)
     assert response.status_code == status
@@ -132,7 +134,7 @@ async def test_the_decisions_of_a_request_are_kept_attempt_by_attempt() -> None:
     assert error_of(unknown)["code"] == "decision_not_found"
 
 
-async def test_an_id_that_is_sent_again_and_again_keeps_its_last_decisions() -> None:
+async def test_a_repeated_request_id_keeps_its_last_decisions() -> None:
     async with open_house(card(1), script=says("ok")) as house:
         for _ in range(ATTEMPTS_MAX + 2):
             await house.http.post("/v1/chat/completions", json=SECRET, headers={"x-request-id": "same"})
@@ -159,7 +161,7 @@ async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -
     assert attempt["decode"]["times"] == explained["decode"]["candidates"][0]["times"]
 
 
-async def test_an_explanation_of_pairs_has_what_each_costs_together_and_who_lost() -> None:
+async def test_an_explanation_of_pairs_has_pair_costs_and_losers() -> None:
     config = KvRouterConfig(router_cost="time", router_pd_selection=PdSelection.JOINT)
     cards = (card(1, Role.PREFILL), card(2, Role.PREFILL), card(3, Role.DECODE), card(4, Role.DECODE))
     async with open_house(*cards, config=config, script=takeover_instructions) as house:

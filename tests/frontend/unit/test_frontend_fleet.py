@@ -232,7 +232,7 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
     assert getattr(line, "kvrouter_fields", {})["link"] == kind["link"]
 
 
-async def test_what_is_not_known_for_sure_is_not_compared() -> None:
+async def test_uncertain_predictions_are_not_compared() -> None:
     """A rank whose feed recovers, and one whose worker itself does not know all that its engine holds."""
     async with open_house(card(1), card(2), card(3), script=says("ok", cached=32)) as house:
         house.bench.discovery.put(msgspec.structs.replace(card(1), cache_is_partial=True))
@@ -293,7 +293,7 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
     ]
 
 
-async def test_what_an_engine_reported_is_forgotten_with_its_worker() -> None:
+async def test_engine_reports_are_removed_with_their_worker() -> None:
     rank = WorkerRank(WorkerId(1), DpRank(0))
     async with open_house(card(1), script=says("ok", cached=32)) as house:
         await house.complete([5] * 40)

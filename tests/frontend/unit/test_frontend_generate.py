@@ -106,7 +106,7 @@ async def test_a_stop_string_that_is_cut_over_chunks_ends_answer_and_engine(stre
         assert house.bench.telemetry.cancellations.value(MODEL, "decode") == 0, "nobody left"
 
 
-async def test_what_may_become_a_stop_string_is_given_out_when_it_does_not() -> None:
+async def test_held_back_text_is_delivered_when_it_is_no_stop_string() -> None:
     async with open_house(card(1), script=says("a EN", finish=FinishReason.LENGTH)) as house:
         choice = (await house.chat(stop=["END"])).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("a EN", "length")

@@ -78,7 +78,7 @@ async def test_a_text_is_never_predicted() -> None:
             assert blocks == 0, "no engine published a block"
 
 
-async def test_what_is_predicted_of_pictures_accuses_no_index() -> None:
+async def test_predictions_for_images_do_not_count_against_the_index() -> None:
     async with open_house(*engines(), script=answers) as house:
         for _ in range(3):
             _, blocks = place(await ask(house, shown("AAAA", "What is this?")))

@@ -74,7 +74,7 @@ async def test_a_request_that_waits_for_its_place_has_comments() -> None:
             assert await client.rest() == event("") + event("Par") + STOP
 
 
-async def test_and_one_whose_prompt_is_prefilled_elsewhere() -> None:
+async def test_a_request_prefilled_by_another_worker_has_comments() -> None:
     async with open_house(prefill_card(1), decode_card(2), settings=OFTEN) as house, asking(house) as client:
         await client.until(SSE_KEEP_ALIVE, n=2)
         assert [leg for leg, _ in house.plane.legs()] == [Leg.PREFILL]
@@ -91,7 +91,7 @@ async def test_a_worker_lost_behind_a_comment_is_replaced() -> None:
         assert await client.rest() == event("") + event("Par") + STOP
 
 
-async def test_what_fails_behind_a_comment_is_the_last_event() -> None:
+async def test_an_error_after_a_comment_is_the_last_event() -> None:
     async with open_house(taking(1), settings=OFTEN) as house, asking(house) as client:
         await client.until(SSE_KEEP_ALIVE)
         house.plane.opened[0].feed(InvalidRequest("not that one", param="theirs"))
@@ -99,7 +99,7 @@ async def test_what_fails_behind_a_comment_is_the_last_event() -> None:
     assert json.loads(last.removeprefix(b"data: "))["error"]["param"] == "theirs"
 
 
-async def test_what_fails_before_it_has_its_status() -> None:
+async def test_an_error_before_the_first_comment_has_a_status() -> None:
     def refuses(stream: ScriptedStream) -> None:
         stream.feed(InvalidRequest("not that one"))
 
@@ -113,7 +113,7 @@ async def test_what_fails_before_it_has_its_status() -> None:
         await client.response.aread()
 
 
-async def test_none_is_written_inside_of_an_event() -> None:
+async def test_no_comment_is_written_inside_an_event() -> None:
     async with open_house(taking(1), settings=OFTEN) as house, asking(house) as client:
         stream = await house.plane.wait_for(Leg.AGGREGATED)
         whole = event("Par")
@@ -129,7 +129,7 @@ async def test_none_is_written_inside_of_an_event() -> None:
 
 
 @pytest.mark.parametrize("by", [taking(1), card(1)])
-async def test_answers_that_are_not_streamed_have_none(by: WorkerCard) -> None:
+async def test_complete_answers_have_no_comments(by: WorkerCard) -> None:
     async with open_house(by, settings=OFTEN) as house, asyncio.TaskGroup() as tasks:
         whole = tasks.create_task(house.chat())
         stream = await house.plane.wait_for(Leg.AGGREGATED)

@@ -56,7 +56,7 @@ async def test_a_client_that_leaves_cancels_its_engine_and_frees_its_leases(afte
         assert house.bench.telemetry.requests.value(COMPLETIONS, MODEL, "499") == 1
 
 
-async def test_a_client_that_leaves_the_waiting_room_is_not_placed() -> None:
+async def test_a_client_that_leaves_the_queue_is_not_placed() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=0, admission_queue_max=4, admission_wait_s=30.0)
     async with open_house(card(1), script=silent, config=config) as house:
         first = await send_raw(house)
@@ -110,7 +110,7 @@ class EndlessPlane:
         """Nothing to close."""
 
 
-async def test_a_client_that_does_not_read_holds_back_its_own_engine_stream() -> None:
+async def test_a_client_that_does_not_read_slows_its_engine_stream() -> None:
     settings = FrontendSettings(write_high_water_bytes=4096, write_low_water_bytes=1024)
     plane = EndlessPlane()
     async with open_house(card(1), plane=plane, settings=settings) as house:

@@ -63,7 +63,7 @@ async def test_a_limit_that_is_no_number_or_too_large_is_refused(limit: str) -> 
     assert error_of(response)["param"] == "limit"
 
 
-async def test_candidates_are_kept_only_while_somebody_follows_the_decisions() -> None:
+async def test_candidates_are_kept_only_while_decisions_are_polled() -> None:
     async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
         await send(house, "before")
         await asked(house, "/v1/decisions")
@@ -105,7 +105,7 @@ async def test_the_kept_table_is_of_the_choice_that_was_made(
     assert len(picked) > 1
 
 
-async def test_only_so_many_tables_are_kept(set_constants: SetConstants) -> None:
+async def test_the_number_of_kept_tables_is_bounded(set_constants: SetConstants) -> None:
     set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9, TABLES_MAX=2)
     async with open_house(card(1), script=says("ok")) as house:
         await asked(house, "/v1/decisions")
@@ -131,7 +131,7 @@ async def test_flows_count_handoffs_bytes_and_cost_by_domain_pair() -> None:
     assert flow["bytes_per_s"] == 3 * 40 * 1000 / flows["recent_s"]
 
 
-async def test_the_rate_of_a_flow_is_of_the_last_seconds_alone() -> None:
+async def test_the_rate_of_a_flow_covers_the_last_seconds() -> None:
     async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
         await send(house, "r")
         model = house.bench.model
@@ -142,7 +142,7 @@ async def test_the_rate_of_a_flow_is_of_the_last_seconds_alone() -> None:
     assert later.bytes == 40_000
 
 
-async def test_bytes_that_nobody_knows_and_links_without_a_price_are_no_zeros() -> None:
+async def test_unknown_bytes_and_unpriced_links_are_not_zero() -> None:
     async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
         await send(house, "r")
         (flow,) = (await asked(house, "/v1/flows"))["flows"]
@@ -150,7 +150,7 @@ async def test_bytes_that_nobody_knows_and_links_without_a_price_are_no_zeros() 
     assert flow["cost"] is None
 
 
-async def test_pairs_after_the_most_that_are_counted_are_counted_together(
+async def test_pairs_over_the_limit_are_counted_together(
     set_constants: SetConstants,
 ) -> None:
     set_constants(kv_flows, PAIRS_MAX=0)

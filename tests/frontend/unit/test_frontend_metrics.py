@@ -8,7 +8,7 @@ from kvrouter.frontend.public_pages import METRICS_TIME_SHARE, MetricsRenderer
 from kvrouter.telemetry import MetricsFormat, Telemetry
 
 
-async def test_who_asks_meanwhile_shares_the_next_page_which_is_fresh() -> None:
+async def test_concurrent_scrapes_share_the_next_fresh_page() -> None:
     telemetry = Telemetry()
     renderer = MetricsRenderer(telemetry)
     began = asyncio.Event()
@@ -30,7 +30,7 @@ async def test_who_asks_meanwhile_shares_the_next_page_which_is_fresh() -> None:
     assert first.result().count(b"# TYPE") == later[0].result().count(b"# TYPE")
 
 
-async def test_others_run_between_the_families_of_a_page() -> None:
+async def test_the_event_loop_runs_between_metric_families() -> None:
     turns = 0
 
     async def others() -> None:
@@ -45,7 +45,7 @@ async def test_others_run_between_the_families_of_a_page() -> None:
     assert turns >= len(Telemetry.SPECS)
 
 
-async def test_however_often_it_is_asked_for_a_page_takes_its_share_of_the_time() -> None:
+async def test_frequent_scrapes_take_a_bounded_share_of_the_loop() -> None:
     refresh_s = 0.02
     telemetry = Telemetry()
     renderer = MetricsRenderer(telemetry)
@@ -62,7 +62,7 @@ async def test_however_often_it_is_asked_for_a_page_takes_its_share_of_the_time(
     assert min(waits_s) >= refresh_s / METRICS_TIME_SHARE
 
 
-async def test_a_page_whose_asker_left_is_there_for_the_others() -> None:
+async def test_a_page_is_rendered_for_others_when_one_scraper_leaves() -> None:
     renderer = MetricsRenderer(Telemetry())
     leaves, stays = (
         asyncio.create_task(renderer.render(MetricsFormat.TEXT)),
@@ -82,7 +82,7 @@ async def test_each_format_has_a_page_of_its_own() -> None:
     assert text.count(b"# TYPE") == openmetrics.count(b"# TYPE")
 
 
-def test_openmetrics_is_for_who_asks_for_it() -> None:
+def test_openmetrics_is_served_when_accepted() -> None:
     assert MetricsFormat.accepted_by(None) is MetricsFormat.TEXT
     assert MetricsFormat.accepted_by("*/*") is MetricsFormat.TEXT
     prometheus = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4,*/*;q=0.1"

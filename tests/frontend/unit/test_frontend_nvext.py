@@ -34,7 +34,7 @@ def refused(reader: NvextReader | None = None, /, **nvext: object) -> InvalidReq
 
 
 @pytest.mark.parametrize("name", ["worker_id", "decode_worker_id", "backend_instance_id"])
-def test_the_worker_has_three_names(name: str) -> None:
+def test_the_worker_field_has_two_aliases(name: str) -> None:
     assert call(**{name: 7, "dp_rank": 1}).pin == Pin(WorkerId(7), DpRank(1))
     assert call(**{name: 7, "worker_id": 7}).pin == Pin(WorkerId(7), None)
     if name != "worker_id":
@@ -76,7 +76,7 @@ def test_of_two_headers_for_one_field_dynamos_own_name_wins() -> None:
         call(under(("x-worker-instance-id", "a"), ("x-dynamo-worker-instance-id", "2")))
 
 
-def test_the_rank_of_a_prefill_worker_that_a_gateway_leaves_open_is_none() -> None:
+def test_an_unset_prefill_rank_of_the_gateway_is_ignored() -> None:
     unset = ("x-dynamo-prefill-dp-rank", str(2**32 - 1))
     opened = call(under(unset, ("x-dynamo-prefill-instance-id", "3")))
     assert opened.prefill_pin == Pin(WorkerId(3), None)
@@ -85,13 +85,13 @@ def test_the_rank_of_a_prefill_worker_that_a_gateway_leaves_open_is_none() -> No
 
 
 @pytest.mark.parametrize("header", [header.decode() for header in HEADERS])
-def test_one_header_that_is_there_twice_and_differs_is_refused(header: str) -> None:
+def test_a_repeated_header_with_different_values_is_refused(header: str) -> None:
     with pytest.raises(InvalidRequest, match="is there twice") as caught:
         call(under((header, "7"), (header, "8")))
     assert caught.value.param == header
 
 
-def test_one_header_that_is_there_twice_and_says_the_same_counts_once() -> None:
+def test_a_repeated_header_with_equal_values_counts_once() -> None:
     assert call(under(("x-worker-instance-id", "7"), ("x-worker-instance-id", " 7"))).pin == Pin(
         WorkerId(7), None
     )
@@ -103,7 +103,7 @@ def test_other_headers_leave_the_body_as_it_is() -> None:
     )
 
 
-def test_tenants_are_kept_apart_whatever_names_them() -> None:
+def test_every_name_of_the_salt_separates_tenants() -> None:
     assert call(cache_salt="a").cache_namespace == "a"
     assert call(under(("x-tenant-id", "a"))).cache_namespace == "a"
     assert call(cache_salt="").cache_namespace is None
@@ -116,7 +116,7 @@ def test_tenants_are_kept_apart_whatever_names_them() -> None:
         call(under(("x-tenant-id", "a" * 1025)))
 
 
-def test_an_engine_that_takes_calls_is_reported_the_tenant_too() -> None:
+def test_an_engine_that_takes_calls_gets_the_salt() -> None:
     passed = parse_passthrough(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
     assert json.loads(passed.client_call.body)["cache_salt"] == "a"
     other = parse_passthrough(CallRoute.COMPLETION, body(cache_salt="b"), under(("x-tenant-id", "a")))
@@ -128,19 +128,19 @@ def test_an_engine_that_takes_calls_is_reported_the_tenant_too() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS_WITHOUT_EFFECT)
-def test_a_field_without_effect_says_why(name: str) -> None:
+def test_a_field_without_effect_is_refused_with_the_reason(name: str) -> None:
     error = refused(**{name: {"priority": 5}})
     assert error.param == f"nvext.{name}"
     assert error.message == f"nvext.{name}: has no effect here: {FIELDS_WITHOUT_EFFECT[name]}"
 
 
-def test_unknown_words_are_refused_by_their_place() -> None:
+def test_unknown_values_are_refused_with_their_index() -> None:
     assert refused(worker=1).message == "nvext.worker: unknown field (did you mean worker_id?)"
     assert refused(annotations=["query_instance_id:", "llm_metrics"]).param == "nvext.annotations[1]"
     assert refused(extra_fields=["worker_id", "engine_data"]).param == "nvext.extra_fields[1]"
 
 
-def test_what_is_ignored_is_left_out_and_reported() -> None:
+def test_ignored_hints_are_dropped_and_reported() -> None:
     reported: list[str] = []
     reader = NvextReader(
         [(b"x-dynamo-request-priority", b"5")],
@@ -170,12 +170,12 @@ def test_what_is_ignored_is_left_out_and_reported() -> None:
 
 
 @pytest.mark.parametrize("written", ["query_instance_id:", "query_instance_id", "query_instance_id:abc"])
-def test_a_question_is_known_however_it_is_written(written: str) -> None:
+def test_a_routing_query_is_recognized_in_all_forms(written: str) -> None:
     assert call(annotations=[written]).nvext.is_query
     assert not call().nvext.is_query
 
 
-def test_the_log_names_each_hint_once_and_not_any_number(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_ignored_hint_is_logged_once_up_to_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     observed = FrontendInstrumentation(Telemetry())
     for _ in range(3):
         for place in range(2 * HINTS_LOGGED_MAX):

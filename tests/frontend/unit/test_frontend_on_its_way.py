@@ -33,7 +33,7 @@ async def all_ways(house: House, model: str) -> list[tuple[int, object, str | No
     ]
 
 
-async def test_while_nobody_registered_any_model_may_be_on_its_way() -> None:
+async def test_before_the_first_worker_every_model_is_not_ready() -> None:
     async with open_house(settle_s=0.0) as house:
         accepting = await house.http.get("/accepting")
         before = await all_ways(house, MODEL)
@@ -44,7 +44,7 @@ async def test_while_nobody_registered_any_model_may_be_on_its_way() -> None:
     assert after == [NOBODYS] * 4
 
 
-async def test_what_only_its_engines_would_take_is_not_refused_before_they_are_known() -> None:
+async def test_calls_that_only_engines_take_are_not_ready_without_workers() -> None:
     async with open_house() as house:
         tools = reported(await house.chat(tools=[TOOL]))
         broken = await house.http.post("/v1/chat/completions", content=b'{"model": "mock",')
@@ -54,7 +54,7 @@ async def test_what_only_its_engines_would_take_is_not_refused_before_they_are_k
     assert (broken.status_code, known.status_code) == (400, 400)
 
 
-async def test_while_discovery_is_lost_nobody_knows_whether_a_model_came() -> None:
+async def test_a_model_is_not_ready_while_discovery_is_lost() -> None:
     async with open_house(card(1), script=says("ok")) as house:
         on_store = house.bench.discovery.on_store
         assert on_store is not None

@@ -32,9 +32,7 @@ async def test_an_unknown_path_is_a_404(path: str) -> None:
         ("GET", "/v1/route/explain", {"POST"}),
     ],
 )
-async def test_a_wrong_method_is_a_405_that_says_the_right_ones(
-    method: str, path: str, allow: set[str]
-) -> None:
+async def test_a_wrong_method_is_a_405_with_the_allowed_ones(method: str, path: str, allow: set[str]) -> None:
     async with open_house(card(1)) as house:
         response = await house.http.request(method, path)
     assert response.status_code == 405
@@ -42,7 +40,7 @@ async def test_a_wrong_method_is_a_405_that_says_the_right_ones(
     assert set(response.headers["allow"].split(", ")) == allow
 
 
-async def test_a_mistake_of_ours_does_not_tell_the_prompt(
+async def test_an_internal_error_does_not_reveal_the_prompt(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_house(card(1)) as house:
@@ -100,7 +98,7 @@ async def test_models_have_the_fields_that_vllm_gives_them() -> None:
     }
 
 
-async def test_what_clients_of_an_engine_ask_of_its_server_is_answered() -> None:
+async def test_pages_of_engine_servers_are_answered() -> None:
     engine = structs.replace(card(1), engine="vllm 0.32.0")
     async with open_house(engine, structs.replace(card(2), engine="vllm 0.32.0")) as house:
         assert (await house.http.get("/load")).json() == {"server_load": 0}
@@ -116,7 +114,7 @@ async def test_what_clients_of_an_engine_ask_of_its_server_is_answered() -> None
         assert (await house.http.get("/version")).json() == {"version": installed_version()}
 
 
-async def test_a_slash_behind_a_path_changes_nothing() -> None:
+async def test_a_trailing_slash_changes_nothing() -> None:
     async with open_house(card(1), script=says("ok")) as house:
         for path in (
             "/v1/models",

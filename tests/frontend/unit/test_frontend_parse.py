@@ -187,7 +187,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param
         ({"required": ["a"]}, "required"),
     ],
 )
-def test_constraints_that_cannot_be_meant_are_named(constraints: dict[str, object], field: str) -> None:
+def test_invalid_constraints_are_named(constraints: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_completion(routing(**constraints))
     assert caught.value.param == f"nvext.routing_constraints.{field}"
@@ -252,7 +252,7 @@ def test_a_body_that_is_no_json_names_no_field(body: bytes) -> None:
         assert caught.value.param is None
 
 
-def test_what_an_error_quotes_is_short() -> None:
+def test_quotes_in_errors_are_short() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_completion(completion(nvext={"x" * 100_000: 1}))
     assert len(caught.value.message) < 2 * SHOWN_CHARS_MAX
@@ -281,7 +281,7 @@ def test_unknown_fields_of_the_body_are_left_alone() -> None:
         ("extra_fields", []),
     ],
 )
-def test_a_wish_with_nvext_is_reported_where_it_belongs(field: str, value: object) -> None:
+def test_a_misplaced_nvext_field_is_refused_with_its_place(field: str, value: object) -> None:
     for parse, body in (
         (parse_chat, chat(**{field: value})),
         (parse_completion, completion(**{field: value})),
@@ -403,7 +403,7 @@ LIST = b'{"model":"m","messages":[{"role":"user","content":"a"}],"%s":[%s]}'
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_body_that_holds_too_much_names_where(body: bytes, param: str, bound: str) -> None:
+def test_a_body_over_its_bounds_names_the_path(body: bytes, param: str, bound: str) -> None:
     for parse in (parse_chat, parse_completion, parse_either):
         with pytest.raises(BodyOverBounds) as caught:
             parse(body)

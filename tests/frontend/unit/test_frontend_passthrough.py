@@ -127,7 +127,7 @@ async def test_a_whole_answer_and_its_call_keep_their_bytes() -> None:
         assert "nvext" not in json.loads(second.body)
 
 
-async def test_no_tokens_are_as_many_as_the_client_wants() -> None:
+async def test_max_tokens_zero_passes_to_the_engine() -> None:
     own = b'{"choices":[{"text":"hello","finish_reason":"length"}]}'
 
     def script(stream: ScriptedStream) -> None:
@@ -143,7 +143,7 @@ async def test_no_tokens_are_as_many_as_the_client_wants() -> None:
     assert request.sampling.max_tokens == 1
 
 
-async def test_a_stream_keeps_its_bytes_and_what_the_client_asked_of_us_comes_before_its_end() -> None:
+async def test_a_stream_keeps_its_bytes_with_nvext_before_its_end() -> None:
     async with open_house(taking(1), script=streams("Paris", " is")) as house:
         theirs = event("") + event("Paris") + event(" is") + STOP
         assert await streamed(house) == theirs
@@ -154,7 +154,7 @@ async def test_a_stream_keeps_its_bytes_and_what_the_client_asked_of_us_comes_be
         assert "nvext" in added
 
 
-async def test_another_engine_goes_on_under_the_same_id() -> None:
+async def test_another_engine_resumes_under_the_same_id() -> None:
     async with open_house(
         taking(1), taking(2), script=dies_after("Par", "is", then=goes_on(" is", " nice"))
     ) as house:
@@ -200,7 +200,7 @@ def address_worker(stream: ScriptedStream) -> str:
     return stream.address.rpartition("/")[2]
 
 
-async def test_what_fails_behind_a_comment_is_the_one_error_event() -> None:
+async def test_an_error_after_a_comment_is_one_error_event() -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(PING, InvalidRequest("not that one", param="theirs"))
 
@@ -213,7 +213,7 @@ async def test_what_fails_behind_a_comment_is_the_one_error_event() -> None:
     )
 
 
-async def test_another_engine_goes_on_behind_comments() -> None:
+async def test_another_engine_resumes_after_comments() -> None:
     merged = EngineChunk(token_ids("Par"), comments=b": data: x\n\n", raw=event("Par"), text_chars=3)
 
     def script(stream: ScriptedStream) -> None:
@@ -230,7 +230,7 @@ async def test_another_engine_goes_on_behind_comments() -> None:
     assert text_of(answer.removeprefix(begin)) == "is"
 
 
-async def test_an_engine_that_writes_comments_alone_counts_as_silent() -> None:
+async def test_an_engine_that_only_writes_comments_is_silent() -> None:
     config = KvRouterConfig(stall_timeout_s=0.2)
     async with (
         asyncio.timeout(10),
@@ -294,7 +294,7 @@ async def kept_bytes(house: House) -> float:
     return (await metrics_of(house))["kvrouter_retry_body_bytes",]
 
 
-async def test_the_largest_body_gives_way_and_its_request_is_not_sent_again() -> None:
+async def test_the_largest_kept_body_is_dropped_and_not_resent() -> None:
     async with open_house(taking(1), taking(2), config=SMALL_BUDGET) as house, asyncio.TaskGroup() as tasks:
         large = tasks.create_task(house.chat(stream=True, user="u" * 1_500))
         first = await house.plane.wait_for(Leg.AGGREGATED)
@@ -346,7 +346,9 @@ async def test_a_body_is_kept_after_the_first_output_where_another_engine_may_go
 @pytest.mark.parametrize(
     ("fields", "knows_text"), [({"seed": 3}, True), ({"logprobs": True}, True), ({}, False)]
 )
-async def test_what_is_more_than_text_ends_in_one_error(fields: dict[str, object], knows_text: bool) -> None:
+async def test_an_answer_with_more_than_text_is_not_resumed(
+    fields: dict[str, object], knows_text: bool
+) -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(piece("Par", knows_text=knows_text))
         stream.die()
@@ -361,7 +363,7 @@ async def test_what_is_more_than_text_ends_in_one_error(fields: dict[str, object
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_in_place_of_an_engines_own_answer_are_an_error_with_a_status(stream: bool) -> None:
+async def test_tokens_instead_of_engine_bytes_are_an_error(stream: bool) -> None:
     async with open_house(taking(1), script=goes_on("Paris")) as house:
         response = await house.chat(stream=stream)
         assert house.bench.booked() == 0
@@ -387,7 +389,7 @@ NOTHING_KNOWN: tuple[dict[str, object], ...] = (
 
 
 @pytest.mark.parametrize("fields", NOTHING_KNOWN)
-async def test_what_cannot_be_tokenized_here_is_the_engines_to_judge(fields: dict[str, object]) -> None:
+async def test_the_engine_judges_an_untokenizable_text(fields: dict[str, object]) -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(InvalidRequest("not that one", param="theirs"))
 
@@ -402,7 +404,7 @@ async def test_what_cannot_be_tokenized_here_is_the_engines_to_judge(fields: dic
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_whether_a_text_is_too_long_is_the_engines_to_judge(path: str) -> None:
+async def test_the_engine_judges_a_too_long_text(path: str) -> None:
     whole = b'{"id":"theirs"}'
 
     def script(stream: ScriptedStream) -> None:

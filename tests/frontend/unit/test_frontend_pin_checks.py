@@ -52,7 +52,7 @@ async def answers(
     return response.status_code, error.get("param"), error.get("message", "")
 
 
-async def test_a_call_that_its_engine_gets_as_written_may_contradict_no_more() -> None:
+async def test_a_passed_through_call_has_its_pins_checked() -> None:
     takes_calls = structs.replace(card(1, Role.PREFILL), takes_calls=True)
     async with open_house(takes_calls) as house:
         response = await house.chat(nvext={"worker_id": 1})
@@ -104,7 +104,7 @@ async def test_two_pins_may_cross_where_crossing_is_allowed(enforcement: Enforce
     assert (await answers(split(enforcement), {"prefill_worker_id": 1, "worker_id": 3}))[0] != 400
 
 
-async def test_what_may_change_while_one_waits_stays_a_refusal_of_routing() -> None:
+async def test_conditions_that_may_change_are_refused_by_routing() -> None:
     unknown_place = {"prefill_worker_id": 1, "worker_id": 4}
     assert (await answers(split(), unknown_place))[:2] == (503, None)
     draining = [card(1, draining=True), card(2)]

@@ -46,7 +46,7 @@ def decided(of: Bench) -> Decision:
 
 
 @pytest.mark.parametrize("config", [REQUIRED, JOINT])
-async def test_prefill_that_is_required_near_the_frontend_is_nowhere_else(config: KvRouterConfig) -> None:
+async def test_required_near_prefill_stays_near_the_frontend(config: KvRouterConfig) -> None:
     here = await bench(config, {"zone": "a"}, *pairs())
     try:
         first = decided(here)
@@ -68,7 +68,7 @@ async def test_prefill_that_is_required_near_the_frontend_is_nowhere_else(config
         here.service.stop()
 
 
-async def test_prefill_that_is_preferred_near_costs_less_there_and_decode_does_not() -> None:
+async def test_preferred_near_prefill_costs_less_near_the_frontend() -> None:
     here = await bench(NEAR, {"zone": "b"}, *pairs())
     try:
         decision = decided(here)
@@ -123,7 +123,7 @@ async def test_a_frontend_reads_its_place_as_workers_do_and_follows_it(tmp_path:
         assert await asyncio.wait_for(moves.get(), 10.0) == {}
 
 
-async def test_nothing_is_read_where_prefill_may_be_anywhere_and_a_place_unsaid_ends_the_start() -> None:
+async def test_the_place_is_read_only_for_near_prefill_and_then_required() -> None:
     nowhere = await read_place(KvRouterConfig(), {"DYN_TOPOLOGY_ENABLED": "nonsense"})
     assert (nowhere.domains, nowhere.env) == ({}, None)
     with pytest.raises(ConfigError, match="set DYN_TOPOLOGY_ENABLED to true") as refused:

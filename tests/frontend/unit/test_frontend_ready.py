@@ -23,7 +23,7 @@ async def is_ready(house: House) -> bool:
     return ready.status_code == 200
 
 
-async def test_ready_only_while_somebody_can_answer() -> None:
+async def test_ready_only_while_a_worker_can_answer() -> None:
     async with open_house() as house:
         nobody = await house.http.get("/ready")
         house.bench.discovery.put(card(1, Role.PREFILL))
@@ -42,7 +42,7 @@ async def test_ready_only_while_somebody_can_answer() -> None:
     assert (still.status_code, still.json()["status"]) == (200, "draining")
 
 
-async def test_a_door_takes_requests_also_while_no_worker_can_be_found_until_it_drains() -> None:
+async def test_a_frontend_accepts_without_workers_until_it_drains() -> None:
     async with open_house(card(1, Role.PREFILL), settle_s=0.0) as house:
         accepting = await house.http.get("/accepting")
         asked = await house.complete()
@@ -53,7 +53,7 @@ async def test_a_door_takes_requests_also_while_no_worker_can_be_found_until_it_
     assert (draining.status_code, error_of(draining)["code"]) == (503, "shutting_down")
 
 
-async def test_a_door_that_just_opened_first_learns_the_fleet() -> None:
+async def test_a_started_frontend_first_learns_the_fleet() -> None:
     async with open_house(settle_s=3600.0) as house:
         learning = await house.http.get("/accepting")
         house.bench.discovery.put(card(1))
@@ -64,7 +64,7 @@ async def test_a_door_that_just_opened_first_learns_the_fleet() -> None:
     assert (knows.status_code, nobody_left.status_code) == (200, 200)
 
 
-async def test_a_door_that_never_reached_discovery_takes_no_requests_and_one_that_lost_it_does() -> None:
+async def test_a_frontend_accepts_after_losing_discovery_but_not_before_reaching_it() -> None:
     async with open_house(settle_s=0.0) as house:
         on_store = house.bench.discovery.on_store
         assert on_store is not None
@@ -128,7 +128,7 @@ async def test_one_model_that_can_be_asked_is_enough() -> None:
         assert await is_ready(house)
 
 
-async def test_a_model_whose_workers_all_left_is_not_listed_and_its_requests_may_come_again() -> None:
+async def test_a_model_without_workers_is_not_listed_and_its_calls_may_retry() -> None:
     async with open_house(card(1)) as house:
         house.bench.discovery.drop(1)
         models = (await house.http.get("/v1/models")).json()

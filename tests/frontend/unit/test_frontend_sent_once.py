@@ -15,7 +15,7 @@ BODY = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 
 WHOLE = b'{ "id": "theirs", "odd" : 1.50 }\n'
 
 
-async def test_a_whole_answer_of_which_nothing_came_is_asked_for_elsewhere_in_the_same_words() -> None:
+async def test_an_answer_without_bytes_is_retried_with_the_same_body() -> None:
     def script(stream: ScriptedStream) -> None:
         if stream.request.attempt == 0:
             stream.feed(StreamBroken("the engine answered 500: out of memory"))
@@ -32,7 +32,7 @@ async def test_a_whole_answer_of_which_nothing_came_is_asked_for_elsewhere_in_th
         assert house.bench.booked() == 0
 
 
-async def test_a_whole_answer_that_broke_off_is_not_asked_for_again() -> None:
+async def test_a_broken_answer_is_not_retried() -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(EngineChunk(raw=WHOLE[:9]))
         stream.die()
@@ -51,7 +51,7 @@ async def test_no_call_is_sent_more_often_than_the_tries_allow(stream: bool) -> 
         assert len({each.address for each in house.plane.opened}) == len(house.plane.opened) == 3
 
 
-async def test_a_stream_of_which_nothing_came_is_asked_for_elsewhere() -> None:
+async def test_a_stream_without_bytes_is_retried() -> None:
     def script(stream: ScriptedStream) -> None:
         (streams("Paris") if stream.request.attempt else ScriptedStream.die)(stream)
 
@@ -61,7 +61,7 @@ async def test_a_stream_of_which_nothing_came_is_asked_for_elsewhere() -> None:
         assert len(house.plane.opened) == 2
 
 
-async def test_a_stream_of_which_only_the_head_came_does_not_begin_twice() -> None:
+async def test_a_stream_with_only_a_head_is_not_started_twice() -> None:
     def script(stream: ScriptedStream) -> None:
         if stream.request.attempt == 0:
             stream.feed(ROLE)
@@ -77,7 +77,7 @@ async def test_a_stream_of_which_only_the_head_came_does_not_begin_twice() -> No
         assert len(house.plane.opened) == 1
 
 
-async def test_what_a_second_engine_goes_on_with_are_tokens_and_never_the_call() -> None:
+async def test_a_second_engine_resumes_from_tokens_not_from_the_call() -> None:
     """The call would begin the answer again."""
 
     def script(stream: ScriptedStream) -> None:

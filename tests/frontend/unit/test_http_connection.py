@@ -13,6 +13,7 @@ from kvrouter.frontend.http.response import (
     Request,
     RequestHead,
 )
+from tests.support.calls import WatchCalls
 
 RATE = "the request's body took too long to arrive: 30 s below 100 bytes/s"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -59,13 +60,13 @@ def test_one_request_with_a_body() -> None:
         (b"*", "*", ""),
     ],
 )
-def test_targets(target: bytes, path: str, query: str) -> None:
+def test_valid_request_targets_are_split(target: bytes, path: str, query: str) -> None:
     (request,) = requests(receive(b"OPTIONS " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n"))
     assert (request.path, request.query) == (path, query)
 
 
 @pytest.mark.parametrize("target", [b"/%FF", b"*a", b"ftp://h/x"])
-def test_targets_that_are_refused(target: bytes) -> None:
+def test_invalid_request_targets_are_refused(target: bytes) -> None:
     assert refusal(receive(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")) == 400
 
 
@@ -196,15 +197,8 @@ def test_one_byte_chunks_are_served() -> None:
     ],
     ids=["one chunk", "short chunks", "extensions", "an end inside", "empty lines before a request"],
 )
-def test_blank_lines_are_not_taken_one_by_one(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed: list[int] = []
-    feed = MessageParser.feed
-
-    def counted(self: MessageParser, piece: memoryview) -> int:
-        fed.append(len(piece))
-        return feed(self, piece)
-
-    monkeypatch.setattr(MessageParser, "feed", counted)
+def test_blank_lines_are_not_taken_one_by_one(data: bytes, watch_calls: WatchCalls) -> None:
+    fed = watch_calls(MessageParser, "feed")
     end = b"0\r\nTrailer: t\r\n\r\n" if data.startswith(b"POST") else b""
     events = receive(data + end + GET)
     assert refusal(events) is None
@@ -212,7 +206,7 @@ def test_blank_lines_are_not_taken_one_by_one(data: bytes, monkeypatch: pytest.M
     assert len(fed) <= 4
 
 
-def test_a_request_whose_line_was_not_seen_is_refused() -> None:
+def test_a_request_without_a_checked_line_is_refused() -> None:
     parser = MessageParser(Limits())
     parser.feed(memoryview(GET + b"\r\n"))
     faults = [parser.fault]
@@ -271,7 +265,7 @@ def test_http_1_0_needs_no_host() -> None:
     assert len(requests(receive(b"GET / HTTP/1.0\r\n\r\n"))) == 1
 
 
-def test_an_upgrade_is_not_made() -> None:
+def test_an_upgrade_request_is_served_without_the_upgrade() -> None:
     upgrade = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     posted = post(b"ab", b"Connection: Upgrade", b"Upgrade: h2c", b"Content-Length: 2")
     chunked = post(
@@ -292,7 +286,7 @@ def test_expect_continue(version: bytes, length: int, expects: bool) -> None:
     assert head.expects_continue is expects
 
 
-def test_eof() -> None:
+def test_a_half_close_ends_the_requests() -> None:
     assert connection().receive_eof() == [ConnectionClosed(CloseReason.EOF)]
     conn = connection()
     conn.receive(GET[:10], 0.0)
@@ -328,7 +322,7 @@ def test_a_slow_body_times_out_and_a_steady_one_does_not() -> None:
     assert conn.on_time(89.5) == [BadRequest(408, RATE, "upload_too_slow", "/v1/x")]
 
 
-def test_what_an_unfinished_request_holds_is_reported_until_it_is_given_up() -> None:
+def test_held_bytes_of_an_unfinished_request_are_reported() -> None:
     conn = connection(pipelined_requests=1)
     head = post(b"", b"Content-Length: 900")
     conn.receive(head[:20], 0.0)
@@ -343,7 +337,7 @@ def test_what_an_unfinished_request_holds_is_reported_until_it_is_given_up() -> 
     assert conn.receive(GET, 0.0) == []
 
 
-def test_silence_closes_without_an_answer() -> None:
+def test_an_idle_connection_closes_without_an_answer() -> None:
     conn = connection(header_s=10, idle_s=75)
     assert conn.on_time(10) == [ConnectionClosed(CloseReason.IDLE)]
     conn = connection(header_s=10, idle_s=75)
@@ -355,7 +349,7 @@ def test_silence_closes_without_an_answer() -> None:
     assert conn.on_time(125) == [ConnectionClosed(CloseReason.IDLE)]
 
 
-def test_no_clock_runs_while_reading_is_paused() -> None:
+def test_no_timeout_runs_while_reading_is_paused() -> None:
     conn = connection(pipelined_requests=1, header_s=10)
     conn.receive(GET + GET[:5], 0.0)
     assert conn.deadline_s() is None
@@ -372,7 +366,7 @@ def test_more_answers_than_requests_is_an_error() -> None:
     "limits",
     [{"header_s": 0}, {"body_bytes": -1}, {"idle_s": float("nan")}, {"low_water_bytes": 64 * 1024}],
 )
-def test_limits_that_cannot_be(limits: dict[str, float]) -> None:
+def test_invalid_limits_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
         Limits(**limits)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(limits))

@@ -170,7 +170,7 @@ def test_the_last_answer_may_stall_too(run: Run) -> None:
     run(scenario())
 
 
-def test_a_server_that_stands_still_does_not_take_its_reader_for_stalled(run: Run) -> None:
+def test_a_stalled_loop_does_not_make_its_reader_stalled(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         await responder.send(200, (), b"x" * 16_000_000)
 

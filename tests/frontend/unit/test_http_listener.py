@@ -18,7 +18,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     return runner(request.param)
 
 
-def test_who_comes_when_no_descriptor_is_left_is_reported_so(run: Run) -> None:
+def test_a_connection_without_a_descriptor_gets_a_503(run: Run) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         server = HttpServer(echo, QUICK)
@@ -44,9 +44,7 @@ def test_who_comes_when_no_descriptor_is_left_is_reported_so(run: Run) -> None:
 
 
 @pytest.mark.parametrize("lingering", [1, 64])
-def test_connections_beyond_the_limit_are_answered_whether_or_not_they_may_stay(
-    run: Run, lingering: int
-) -> None:
+def test_connections_over_the_limit_are_answered(run: Run, lingering: int) -> None:
     limits = Limits(connections=3, refused_connections=lingering, sweep_s=0.02, linger_s=0.2)
 
     async def scenario() -> None:
@@ -68,7 +66,7 @@ def test_connections_beyond_the_limit_are_answered_whether_or_not_they_may_stay(
     run(scenario())
 
 
-def test_descriptors_above_the_number_are_kept(run: Run) -> None:
+def test_descriptors_over_the_limit_are_reserved(run: Run) -> None:
     async def scenario() -> None:
         async with serving(echo, Limits(descriptors=1, sweep_s=0.02, linger_s=0.2)) as served:
             assert b"no file descriptor is left" in await served.exchange(LAST_GET)
@@ -103,8 +101,7 @@ def test_a_drain_waits_for_a_connection_that_was_just_accepted(run: Run) -> None
         (1024, 10, 10, 896),
     ],
 )
-def test_connections_leave_descriptors_for_all_else(
-    monkeypatch: pytest.MonkeyPatch,
+def test_connections_leave_descriptors_for_the_process(
     caplog: pytest.LogCaptureFixture,
     files_max: int,
     wanted: int | None,
@@ -112,7 +109,6 @@ def test_connections_leave_descriptors_for_all_else(
     numbers: int,
 ) -> None:
     """Who asked for more than there is room for is warned, and nobody else."""
-    monkeypatch.setattr("kvrouter.app.lifetime.allow_many_files", lambda: files_max)
-    room = descriptors_for(wanted)
+    room = descriptors_for(wanted, files_max=files_max)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
     assert ("config_warning" in caplog.text) == (wanted is not None and connections < wanted)

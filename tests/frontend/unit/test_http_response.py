@@ -30,13 +30,13 @@ def test_head_is_exact() -> None:
 
 
 @pytest.mark.parametrize("status", [299, 499, 599])
-def test_a_status_that_http_has_no_words_for_is_sent_without_any(status: int) -> None:
+def test_an_unknown_status_has_no_reason_phrase(status: int) -> None:
     head = response_head(status, [], date_line=b"", connection=None, content_bytes=0, chunked=False)
     assert head == b"HTTP/1.1 %d \r\ncontent-length: 0\r\n\r\n" % status
 
 
 @pytest.mark.parametrize("status", [-200, 0, 99, 199, 600, 1200])
-def test_a_number_that_is_no_status_is_refused(status: int) -> None:
+def test_an_invalid_status_is_refused(status: int) -> None:
     with pytest.raises(ValueError, match="unknown"):
         response_head(status, [], date_line=b"", connection=None, content_bytes=0, chunked=False)
 

@@ -103,7 +103,7 @@ def test_head_has_the_length_and_no_body(run: Run) -> None:
         ),
     ],
 )
-def test_a_refused_request_gets_its_reason_behind_what_is_owed(run: Run, data: bytes, status: int) -> None:
+def test_a_refusal_follows_the_pending_answers(run: Run, data: bytes, status: int) -> None:
     async def scenario() -> None:
         async with serving(echo, Limits(body_bytes=1_000_000, linger_s=1)) as served:
             received = await served.exchange(GET + data)
@@ -120,7 +120,7 @@ def test_a_refused_request_gets_its_reason_behind_what_is_owed(run: Run, data: b
 
 
 @pytest.mark.parametrize("tail", [b"", b"nothing\r\n\r\n"])
-def test_all_that_came_before_the_client_shut_its_side_is_answered(run: Run, tail: bytes) -> None:
+def test_requests_before_a_half_close_are_answered(run: Run, tail: bytes) -> None:
     """The handler of the first request waits until the end of the input has been seen."""
 
     async def scenario() -> None:
@@ -146,7 +146,7 @@ def test_all_that_came_before_the_client_shut_its_side_is_answered(run: Run, tai
     run(scenario())
 
 
-def test_who_still_sends_a_body_that_is_too_long_gets_the_answer_behind_it(run: Run) -> None:
+def test_a_client_gets_the_413_after_its_too_long_body(run: Run) -> None:
     async def scenario() -> None:
         limits = Limits(body_bytes=1_000, linger_s=0.5, sweep_s=0.02, body_s=60)
         async with serving(echo, limits) as served:
@@ -162,7 +162,7 @@ def test_who_still_sends_a_body_that_is_too_long_gets_the_answer_behind_it(run: 
     run(scenario())
 
 
-def test_nobody_sends_a_body_that_is_too_long_for_ever(run: Run) -> None:
+def test_a_too_long_body_is_not_read_for_ever(run: Run) -> None:
     async def scenario() -> None:
         limits = Limits(body_bytes=1_000, linger_s=0.1, sweep_s=0.02, body_s=0.3)
         async with serving(echo, limits) as served:
@@ -220,7 +220,7 @@ def test_http_1_0_keep_alive(run: Run) -> None:
     run(scenario())
 
 
-def test_tokens_of_one_turn_leave_in_one_chunk(run: Run) -> None:
+def test_tokens_of_one_loop_turn_are_sent_in_one_chunk(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         stream = responder.start_stream(200)
         for _ in range(5):
@@ -309,7 +309,7 @@ def test_idle_connections_and_slow_headers_end(run: Run) -> None:
     run(scenario())
 
 
-def test_a_loop_that_stood_still_reads_before_it_ends_connections(run: Run) -> None:
+def test_a_stalled_loop_reads_before_timeouts_count(run: Run) -> None:
     async def scenario() -> None:
         async with serving(echo, Limits(sweep_s=0.5, header_s=0.3, idle_s=0.3)) as served:
             reader, writer = await served.connect()
@@ -345,7 +345,7 @@ def gated(gate: asyncio.Event, began: asyncio.Event) -> Handler:
     return handler
 
 
-def test_drain_lets_what_runs_finish(run: Run) -> None:
+def test_drain_waits_for_running_requests(run: Run) -> None:
     async def scenario() -> None:
         gate, began = asyncio.Event(), asyncio.Event()
         async with serving(gated(gate, began)) as served:
@@ -367,7 +367,7 @@ def test_drain_lets_what_runs_finish(run: Run) -> None:
     run(scenario())
 
 
-def test_drain_cuts_what_does_not_finish(run: Run) -> None:
+def test_drain_cuts_unfinished_requests(run: Run) -> None:
     async def scenario() -> None:
         reported = Recorded()
         cancelled: list[bool] = []

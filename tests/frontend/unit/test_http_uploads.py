@@ -50,7 +50,7 @@ class Held:
         self._uploads.hold(self, 0)
 
 
-def test_the_largest_gives_way() -> None:
+def test_the_largest_upload_is_refused_first() -> None:
     uploads = ByteBudget(100)
     small, large, grown = (Held(uploads) for _ in range(3))
     uploads.hold(small, 10)
@@ -96,7 +96,7 @@ def test_uploads_share_one_budget_and_small_requests_pass(run: Run) -> None:
     run(scenario())
 
 
-def test_what_was_asked_before_is_answered_before_the_refusal(run: Run) -> None:
+def test_earlier_requests_are_answered_before_the_refusal(run: Run) -> None:
     async def scenario() -> None:
         may_answer = asyncio.Event()
 
@@ -154,7 +154,7 @@ def test_heads_are_counted_until_their_handler_has_them(run: Run) -> None:
     run(scenario())
 
 
-def test_a_body_that_stands_still_is_reported_so(run: Run) -> None:
+def test_a_stalled_body_is_a_408(run: Run) -> None:
     limits = Limits(body_s=2.0, body_bytes_per_s=MIB / 64, sweep_s=0.02, linger_s=0.2, handler_grace_s=0.1)
 
     async def scenario() -> None:
@@ -229,7 +229,7 @@ async def leave_in_the_answer(served: Served) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", type(each).__name__),
 )
-def test_no_connection_leaves_a_circle_behind(run: Run, handler: Handler, client: object) -> None:
+def test_connections_leave_no_reference_cycle(run: Run, handler: Handler, client: object) -> None:
     async def scenario() -> None:
         async with serving(handler, QUICK) as served:
             await client(served)  # type: ignore[operator]

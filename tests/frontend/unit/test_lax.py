@@ -19,17 +19,17 @@ WHOLE = b'{"id":"theirs"}'
 
 
 @pytest.mark.parametrize("yes", [True, 1, 1.0, "true", "TRUE", "on", "yes", "y", "t", "1"])
-def test_yes(yes: object) -> None:
+def test_true_values_are_read(yes: object) -> None:
     assert lax_bool(yes) is True
 
 
 @pytest.mark.parametrize("no", [False, 0, 0.0, "false", "Off", "no", "n", "f", "0"])
-def test_no(no: object) -> None:
+def test_false_values_are_read(no: object) -> None:
     assert lax_bool(no) is False
 
 
 @pytest.mark.parametrize("odd", [2, 0.5, "", "maybe", [], {}, [True]])
-def test_what_is_no_flag_is_unknown(odd: object) -> None:
+def test_an_invalid_flag_is_unknown(odd: object) -> None:
     assert lax_bool(odd) is UNKNOWN
 
 
@@ -57,7 +57,7 @@ def test_texts(value: object, read: object) -> None:
 
 
 @pytest.mark.parametrize("odd", [b'"\\ud800"', b"1e999", b'["\\udfff"]'])
-def test_what_cannot_be_built_is_unknown(odd: bytes) -> None:
+def test_an_undecodable_value_is_unknown(odd: bytes) -> None:
     assert lax_json(odd) is UNKNOWN
 
 
@@ -93,7 +93,7 @@ def test_a_call_is_read_as_its_engine_reads_it(
         {"stream_options": "x"}, {"stream_options": {"include_usage": "maybe"}},
     ],
 )  # fmt: skip
-def test_nobody_goes_on_with_a_call_that_is_not_all_read(field: dict[str, object]) -> None:
+def test_a_partly_read_call_is_not_resumed(field: dict[str, object]) -> None:
     passed = parse_passthrough(CallRoute.CHAT, json.dumps({**CHAT, **field}).encode())
     assert not passed.client_call.resumable
 
@@ -119,7 +119,7 @@ NAN = '"a":[NaN,Infinity,-Infinity,"\u00fc"]'
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_what_is_no_json_reaches_the_engine_of_the_only_model(path: str) -> None:
+async def test_an_invalid_body_reaches_the_engine_of_the_only_model(path: str) -> None:
     async with open_house(taking(1), script=answers) as house:
         for nth, body in enumerate(NO_JSON):
             response = await house.http.post(path, content=body)
@@ -131,7 +131,7 @@ async def test_what_is_no_json_reaches_the_engine_of_the_only_model(path: str) -
 
 @pytest.mark.parametrize("extra", [NAN, '"a":"\u00fc"'])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32"])
-async def test_what_python_reads_as_json_is_judged_as_any_body_is(encoding: str, extra: str) -> None:
+async def test_a_body_that_only_python_decodes_is_checked_too(encoding: str, extra: str) -> None:
     async with open_house(taking(1), script=answers) as house:
         body = f"{{{extra}}}"
         response = await house.http.post(PATHS[0], content=body.encode(encoding))
@@ -157,7 +157,7 @@ def test_a_long_body_is_not_read_twice() -> None:
     assert not is_surely_unreadable(b"{" * 65_537)
 
 
-async def test_no_engine_is_asked_about_a_body_that_could_be_for_several_models_or_is_for_tokens() -> None:
+async def test_an_invalid_body_for_several_models_or_token_engines_is_refused() -> None:
     async with open_house(card(1), script=answers) as house:
         for body in NO_JSON:
             error = error_of(await house.http.post(PATHS[0], content=body))
@@ -177,14 +177,14 @@ async def test_a_call_without_a_model_is_for_the_only_one(path: str, named: dict
     assert (sent.model, sent.call.body) == (MODEL, body)
 
 
-async def test_a_name_that_is_no_name_is_no_model() -> None:
+async def test_an_invalid_model_name_is_no_model() -> None:
     async with open_house(taking(1)) as house:
         for name in ("x" * 257, "x" * 5000, "other"):
             response = await house.http.post(PATHS[0], json={**CHAT, "model": name})
             assert (response.status_code, error_of(response)["param"]) == (404, "model")
 
 
-async def test_tokens_too_are_for_the_only_model_where_a_call_names_none() -> None:
+async def test_a_token_call_without_a_model_is_for_the_only_one() -> None:
     async with open_house(card(1)) as house:
         for path, body in ((PATHS[0], {"messages": CHAT["messages"]}), (PATHS[1], {"prompt": "a"})):
             for named in ({}, {"model": None}, {"model": ""}):

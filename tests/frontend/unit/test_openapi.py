@@ -13,7 +13,7 @@ from tests.support.mock_fleets import alike, pairs
 from tests.support.served import MODEL, served, user, words
 
 
-async def test_what_is_described_is_what_is_there() -> None:
+async def test_the_description_has_exactly_the_routes() -> None:
     async with served(alike(replicas=1)) as here:
         response = await here.http.get("/openapi.json")
         assert response.headers["content-type"] == "application/json"
@@ -33,12 +33,12 @@ async def test_what_is_described_is_what_is_there() -> None:
         assert "://" not in page.text.replace(described["externalDocs"]["url"], ""), "it loads nothing"
 
 
-def test_every_route_has_its_words_once() -> None:
+def test_every_route_has_one_summary() -> None:
     assert not PAGES.keys() & ADMIN_PAGES.keys()
     assert not CALLS.keys() & (PAGES.keys() | ADMIN_PAGES.keys())
 
 
-def test_the_standalone_routers_routes_have_words() -> None:
+def test_the_standalone_routers_routes_have_summaries() -> None:
     source = (Path(__file__).parents[3] / "src/kvrouter/frontend/standalone.py").read_text("utf-8")
     assert '"/v1/prefill/{request_id:path}"' in source
     pages = [Route(path, _answer, methods=["POST"]) for path in (*PAGES, *ADMIN_PAGES)]
@@ -47,12 +47,12 @@ def test_the_standalone_routers_routes_have_words() -> None:
     assert json.dumps(described)
 
 
-def test_a_route_without_words_is_a_mistake() -> None:
+def test_a_route_without_a_summary_is_an_error() -> None:
     with pytest.raises(KeyError, match="/new"):
         openapi((), [Route("/new", _answer)], version="1")
 
 
-def test_words_are_text_on_the_page() -> None:
+def test_summaries_are_escaped_on_the_page() -> None:
     assert "<b>" not in docs_html({"paths": {"/<b>": {"get": {"summary": "<b>"}}}})
 
 

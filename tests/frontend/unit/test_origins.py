@@ -104,7 +104,7 @@ async def test_public_routes_and_calls_are_answered_under_any_name(standalone: b
                 assert answer.status_code != 403, (method, path, sent)
 
 
-async def test_a_page_cannot_send_a_call_that_its_browser_does_not_ask_about() -> None:
+async def test_a_page_cannot_send_a_call_without_a_preflight() -> None:
     async with open_house(card(1), script=says("ok")) as house:
         body = f'{{"model":"{MODEL}","prompt":"a"}}'.encode()
         for sent in (PLAIN, {}, {"content-type": "application/x-www-form-urlencoded"}):
@@ -159,13 +159,15 @@ async def test_a_page_of_the_same_site_changes_nothing() -> None:
         (FrontendSettings(allowed_hosts="router.example"), REBOUND, 403),
     ],
 )
-async def test_what_the_settings_admit(settings: FrontendSettings, sent: dict[str, str], status: int) -> None:
+async def test_the_settings_admit_origins(
+    settings: FrontendSettings, sent: dict[str, str], status: int
+) -> None:
     async with open_house(card(1), settings=settings) as house:
         answer = await house.http.get("/v1/fleet", headers={"authorization": "Bearer t", **sent})
     assert answer.status_code == status
 
 
-async def test_every_page_has_a_policy_and_is_what_it_says() -> None:
+async def test_every_page_has_a_policy_and_nosniff() -> None:
     async with open_house(card(1)) as house:
         paths = [at(path) for method, path in await routes_of(house.http) if method == "GET"]
         for path in (*paths, "/nothing-here"):

@@ -26,7 +26,7 @@ def parsed(route: CallRoute, **body: Any) -> PassthroughCall:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm", ""])
-async def test_what_follows_an_item_that_is_not_known_is_left_out(kind: str) -> None:
+async def test_items_after_an_unknown_one_are_left_out(kind: str) -> None:
     text = mock_text()
     items = [*CHAT, {"type": "item_reference", "id": "x"}, {"role": "user", "content": "later"}]
     found = await passthrough_tokens(parsed(CallRoute.RESPONSES, input=items), text, kind)
@@ -45,7 +45,7 @@ async def test_what_follows_an_item_that_is_not_known_is_left_out(kind: str) -> 
         {"input": [1, None, "a"]},
     ],
 )
-async def test_of_what_one_engine_keeps_or_nobody_understands_nothing_is_known(body: dict[str, Any]) -> None:
+async def test_prompts_from_engine_state_or_unknown_items_are_unknown(body: dict[str, Any]) -> None:
     passed = parsed(CallRoute.RESPONSES, **body)
     tokens = await passthrough_tokens(passed, mock_text(), "vllm")
     assert not tokens.token_ids
@@ -60,7 +60,7 @@ def test_how_long_an_answer_may_be() -> None:
     assert parsed(CallRoute.EMBEDDINGS, input="a", max_tokens=8).call.max_tokens == 1
 
 
-def test_only_what_has_a_stream_is_streamed() -> None:
+def test_only_streaming_routes_stream() -> None:
     assert parsed(CallRoute.RESPONSES, input="a", stream=True).client_call.stream
     assert not parsed(CallRoute.EMBEDDINGS, input="a", stream=True).client_call.stream
     assert not parsed(CallRoute.RESPONSES, input="a", stream=None).client_call.stream

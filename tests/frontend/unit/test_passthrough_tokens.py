@@ -33,14 +33,14 @@ def says(*texts: str) -> dict[str, object]:
         ([{"content": None}, {"content": 7}, {"content": [{"type": "text", "text": 7}]}, says("hi")], "hi"),
     ],
 )
-async def test_of_a_chat_that_no_template_fits_the_texts_are_known(messages: list[object], text: str) -> None:
+async def test_a_chat_without_a_fitting_template_has_its_texts(messages: list[object], text: str) -> None:
     found = await known(messages)
     assert list(found.token_ids) == list(UNTEMPLATED.tokenizer.encode_prompt(text))
     assert not found.is_exact
 
 
 @pytest.mark.asyncio
-async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
+async def test_a_chat_is_read_up_to_the_context_length() -> None:
     short = replace(UNTEMPLATED, context_length_tokens=16)
     word = "hello "
     body = json.dumps({"model": "m", "messages": [says(*[word * 80_000] * 16)]}).encode()
@@ -58,7 +58,7 @@ async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_longer_chat_passes_and_nothing_is_built_of_it() -> None:
+async def test_a_too_long_chat_passes_without_being_decoded() -> None:
     at_most = json.dumps([says("x" * READ_BYTES_MAX)]).encode()
     at_most = at_most.replace(b"x" * (len(at_most) - READ_BYTES_MAX), b"", 1)
     for messages, is_read in ((at_most, True), (at_most + b" ", True), (at_most[:-1] + b" ]", False)):

@@ -112,7 +112,7 @@ def pair() -> tuple[WorkerCard, ...]:
     )
 
 
-async def test_questions_go_in_turn_and_leave_the_bookings_turn_alone() -> None:
+async def test_round_robin_queries_do_not_advance_the_bookings_turn() -> None:
     config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
     async with open_router(*(card(number) for number in range(1, 4)), config=config) as router:
         asked = [(await router.route("?book=false"))[1]["worker_id"] for _ in range(4)]
@@ -151,14 +151,14 @@ async def test_a_route_is_decided_and_booked_until_it_is_freed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/route/a/b", "/v1/route/a/b/free"])
-async def test_deleting_a_booking_frees_it_whatever_it_is_called(path: str) -> None:
+async def test_deleting_a_booking_frees_any_id(path: str) -> None:
     async with open_router(card(1)) as here:
         await here.route(request_id="a/b")
         assert (await here.http.delete(path)).status_code == 200
         assert here.is_clean
 
 
-async def test_an_id_with_slashes_may_end_in_the_word_of_another_route() -> None:
+async def test_an_id_with_slashes_may_end_in_a_route_name() -> None:
     async with open_router(card(1)) as here:
         await here.route(request_id="a/renew")
         assert (await here.post("/v1/route/a/renew/renew"))[1]["request_id"] == "a/renew"
@@ -167,7 +167,7 @@ async def test_an_id_with_slashes_may_end_in_the_word_of_another_route() -> None
 
 
 @pytest.mark.parametrize("request_id", ["a/free", "a//b", "/a", "a/", "a/../b", ".", ".."])
-async def test_an_id_whose_path_is_another_ones_is_refused(request_id: str) -> None:
+async def test_an_id_with_an_ambiguous_path_is_refused(request_id: str) -> None:
     async with open_router(card(1)) as here:
         status, answer = await here.route(request_id=request_id)
         assert (status, answer["error"]["param"]) == (400, "request_id")
@@ -177,7 +177,7 @@ async def test_an_id_whose_path_is_another_ones_is_refused(request_id: str) -> N
         assert here.is_clean
 
 
-async def test_a_pair_is_reported_with_its_meeting_place_and_its_constraint() -> None:
+async def test_a_pair_has_its_bootstrap_address_and_constraint() -> None:
     async with open_router(*pair()) as here:
         _, answer = await here.route()
         assert (answer["worker_id"], answer["domains"], answer["leg"]) == (2, {"zone": "a"}, "decode")
@@ -187,7 +187,7 @@ async def test_a_pair_is_reported_with_its_meeting_place_and_its_constraint() ->
         assert (await here.http.post("/v1/prefill", json=TOKENS)).status_code == 404
 
 
-async def test_asking_alone_changes_nothing_and_says_the_same() -> None:
+async def test_a_query_changes_nothing_and_answers_the_same() -> None:
     async with open_router(card(1), card(2), card(3)) as here:
         _, asked = await here.route("?book=false", request_id="r")
         assert here.is_clean
@@ -197,7 +197,7 @@ async def test_asking_alone_changes_nothing_and_says_the_same() -> None:
         assert asked == again == reported
 
 
-async def test_prompts_and_chats_are_tokenized_as_at_the_front_door() -> None:
+async def test_prompts_and_chats_are_tokenized_as_at_the_frontend() -> None:
     async with open_router(card(1)) as here:
         _, of_text = await here.post("/v1/route", {"model": MODEL, "prompt": "hello there"})
         assert of_text["isl_tokens"] == len(token_ids("hello there"))
@@ -216,7 +216,7 @@ async def test_token_ids_need_no_tokenizer_here() -> None:
         assert (status, answer["error"]["code"]) == (503, "model_not_ready")
 
 
-async def test_an_engine_tokenizes_what_cannot_be_read_here() -> None:
+async def test_an_engine_tokenizes_prompts_without_a_tokenizer_here() -> None:
     def tokenizes(stream: ScriptedStream) -> None:
         assert stream.request.call is not None
         assert stream.request.call.route is CallRoute.TOKENIZE
@@ -230,7 +230,7 @@ async def test_an_engine_tokenizes_what_cannot_be_read_here() -> None:
             assert (status, answer["isl_tokens"]) == (200, 3)
 
 
-async def test_hints_hold_as_at_the_front_door() -> None:
+async def test_hints_apply_as_at_the_frontend() -> None:
     async with open_router(*pair()[1:]) as here:
         taint = {"routing_constraints": {"required_taints": ["dynamo.topology/zone=b"]}}
         assert (await here.route(nvext=taint))[1]["worker_id"] == 3
@@ -239,7 +239,7 @@ async def test_hints_hold_as_at_the_front_door() -> None:
         assert (status, answer["error"]["code"]) == (400, "unknown_worker")
 
 
-async def test_blocks_of_other_tenants_and_adapters_are_others() -> None:
+async def test_tenants_and_adapters_have_separate_blocks() -> None:
     async with open_router(card(1)) as here:
         tenants: tuple[tuple[dict[str, object], int], ...] = (
             ({}, 3),
@@ -278,7 +278,7 @@ async def test_a_mistake_names_its_field_and_leaves_nothing(fields: dict[str, ob
 
 
 @pytest.mark.parametrize("query", ["?bok=false", "?book", "?book=perhaps", "?book=true&x=1"])
-async def test_a_misspelt_wish_to_ask_alone_books_nothing(query: str) -> None:
+async def test_a_misspelt_query_parameter_books_nothing(query: str) -> None:
     async with open_router(card(1)) as here:
         assert (await here.route(query))[0] == 400
         assert here.is_clean
@@ -293,7 +293,7 @@ async def test_a_body_without_a_prompt_is_a_mistake(body: object) -> None:
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_refusals_have_the_front_door_s_statuses() -> None:
+async def test_refusals_have_the_frontends_statuses() -> None:
     async with open_router(card(1), bookings_max=1) as here:
         assert (await here.route(model="other"))[0] == 404
         assert (await here.route(request_id="r"))[0] == 200
@@ -314,7 +314,7 @@ async def test_refusals_have_the_front_door_s_statuses() -> None:
         assert metrics.total("requests_total", route="/v1/route", model="unknown", status="404") == 1
 
 
-async def test_a_booking_that_nobody_frees_ends_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unfreed_booking_lapses_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     async with open_router(card(1), lease_ttl_s=0.05) as here:
         await here.route(request_id="forgotten")
         await until(lambda: here.is_clean)
@@ -335,7 +335,7 @@ async def test_a_caller_that_leaves_while_it_waits_books_nothing() -> None:
         assert here.is_clean
 
 
-async def test_a_prefill_is_sent_and_reported_with_what_decode_must_obey() -> None:
+async def test_a_prefill_is_sent_and_answered_with_its_constraint() -> None:
     cards = (
         card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
         card(2, Role.PREFILL, zone="b", enforcement=Enforcement.PREFERRED, weight=0.5),
@@ -365,7 +365,7 @@ async def test_a_prefill_is_sent_and_reported_with_what_decode_must_obey() -> No
         assert asked["leg"] == "prefill"
 
 
-async def test_whoever_picks_decode_can_obey_what_prefill_reported() -> None:
+async def test_a_decode_pick_can_obey_the_prefill_constraint() -> None:
     async with (
         open_router(card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED),
                     prefill_alone=True, script=prefills) as prefill,
@@ -377,7 +377,7 @@ async def test_whoever_picks_decode_can_obey_what_prefill_reported() -> None:
         assert routed["worker_id"] == 3
 
 
-async def test_a_prefill_that_meets_decode_is_answered_while_it_runs_and_can_be_let_go() -> None:
+async def test_a_bootstrap_prefill_is_answered_while_it_runs_and_can_be_deleted() -> None:
     async with open_router(card(1, Role.PREFILL, bootstrap=True), prefill_alone=True) as here:
         status, answer = await here.post("/v1/prefill", {**TOKENS, "request_id": "r"})
         assert status == 200
@@ -392,14 +392,14 @@ async def test_a_prefill_that_meets_decode_is_answered_while_it_runs_and_can_be_
         assert (await here.post("/v1/prefill?x=1"))[0] == 400
 
 
-async def test_a_caller_that_leaves_takes_its_prefill_back() -> None:
+async def test_a_caller_that_leaves_cancels_its_prefill() -> None:
     async with open_router(card(1, Role.PREFILL), prefill_alone=True) as here:
         with pytest.raises(httpx.ReadTimeout):
             await here.http.post("/v1/prefill", json=TOKENS, timeout=0.2)
         await until(lambda: here.is_clean and here.plane.opened[0].cancelled_for is not None)
 
 
-async def test_a_draining_router_takes_nothing_new_and_waits_for_what_is_booked() -> None:
+async def test_a_draining_router_refuses_requests_and_waits_for_bookings() -> None:
     async with open_router(card(1)) as here:
         await here.route(request_id="r")
         draining = asyncio.ensure_future(here.router.drain(60.0))
@@ -417,7 +417,7 @@ async def test_a_drain_has_its_limit() -> None:
         assert await here.router.drain(0.01) == 1
 
 
-async def test_the_admin_routes_ask_for_the_token_and_routing_does_not() -> None:
+async def test_admin_routes_need_the_token_and_routing_does_not() -> None:
     settings = FrontendSettings(admin_token=SecretStr("s"))
     async with open_router(card(1), settings=settings) as here:
         assert (await here.http.get("/v1/fleet")).status_code == 401
@@ -428,7 +428,7 @@ async def test_the_admin_routes_ask_for_the_token_and_routing_does_not() -> None
         assert page.json()["attempts"][0]["decode"]["worker_id"] == 1
 
 
-async def test_what_is_explained_and_kept_of_a_prefill_alone_names_its_leg() -> None:
+async def test_a_prefill_only_decision_names_its_leg() -> None:
     async with open_router(card(1, Role.PREFILL), prefill_alone=True, script=prefills) as here:
         await here.post("/v1/prefill", {**TOKENS, "request_id": "r"})
         (attempt,) = (await here.http.get("/v1/decisions/r")).json()["attempts"]

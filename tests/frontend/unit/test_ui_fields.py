@@ -39,7 +39,7 @@ def without_words(script: Path) -> str:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_what_the_page_reads_is_answered(script: Path) -> None:
+def test_fields_that_the_page_reads_are_answered(script: Path) -> None:
     source = without_words(script)
     for variable, kind in BY_VARIABLE.items():
         for field in re.findall(rf"(?<![.\w]){variable}\??\.([A-Za-z_]+)", source):
@@ -48,7 +48,7 @@ def test_what_the_page_reads_is_answered(script: Path) -> None:
         assert field in NAMES, field
 
 
-def test_every_kind_of_object_is_looked_at() -> None:
+def test_every_kind_of_object_is_checked() -> None:
     sources = "".join(map(without_words, SCRIPTS))
     for variable in BY_VARIABLE:
         assert re.search(rf"(?<![.\w]){variable}\??\.[a-z]", sources), variable

@@ -74,14 +74,14 @@ async def test_a_slash_at_the_end_leads_to_the_page() -> None:
 @pytest.mark.parametrize(
     "path", ["/ui/none.js", "/ui/..%2fadmin.py", "/ui/%2e%2e/admin.py", "/ui/a/b", "/ui/.."]
 )
-async def test_nothing_else_is_served(path: str) -> None:
+async def test_other_files_are_not_served(path: str) -> None:
     async with open_house(card(1)) as house:
         response = await house.http.get(path)
     assert response.status_code == 404
     assert error_of(response)["code"] == "not_found"
 
 
-async def test_it_is_only_read() -> None:
+async def test_the_page_takes_only_get_and_head() -> None:
     async with open_house(card(1)) as house:
         for method in ("POST", "PUT", "DELETE"):
             assert (await house.http.request(method, "/ui")).status_code == 405
@@ -118,7 +118,7 @@ def test_the_page_knows_every_reason_for_a_refusal() -> None:
     assert {reason.value for reason in Reason} - known == set()
 
 
-def test_the_page_asks_only_for_what_may_be_read() -> None:
+def test_the_page_only_requests_readable_routes() -> None:
     """Its one POST is the question where a prompt would go."""
     asked = {
         path

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.cordons import NODE_LEVEL, WORKER_LEVEL, Cordon, CordonRules
+from kvrouter.core.cordon_rules import NODE_LEVEL, WORKER_LEVEL, Cordon, CordonRules
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import Reason, RoutingRefused
 from kvrouter.kernel.fleet.fleet import Fleet

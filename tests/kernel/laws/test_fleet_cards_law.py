@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.transports.discovery.wire import CardRecord, decode_record, encode_record
+from kvrouter.transports.records.encoding import CardRecord, decode_record, encode_record
 
 MODEL = ModelName("m")
 EXTREMES = [edge + step for edge in (0, 2**16, 2**31, 2**53, 2**63, 2**64, 10**400) for step in (-1, 0, 1)]

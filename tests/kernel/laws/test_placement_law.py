@@ -7,10 +7,10 @@ import sys
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.calls import MakeFail
 from tests.support.placement_script import WORKERS, PlacementScript, Step, script
 
 BYTE = st.integers(0, 255)
@@ -40,12 +40,8 @@ def test_two_processes_that_hash_differently_decide_and_book_alike() -> None:
     assert len(digests) == 1
 
 
-def test_no_clock_and_no_chance_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_and_no_chance_is_asked(make_fail: MakeFail) -> None:
     """Time and draws are arguments: whatever else would be read is not there."""
-
-    def refuse(*_args: object, **_named: object) -> None:
-        raise AssertionError("placement asked a clock or a generator")
-
     expected = [PlacementScript(seed).run(script(seed)) for seed in range(8)]
     steps = [script(seed) for seed in range(8)]
     clocks = ("time", "monotonic", "perf_counter")
@@ -60,13 +56,14 @@ def test_no_clock_and_no_chance_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
         "shuffle",
         "sample",
     )
-    for name in (*clocks, *(f"{clock}_ns" for clock in clocks)):
-        monkeypatch.setattr(time, name, refuse)
-    for name in draws:
-        monkeypatch.setattr(random, name, refuse)
-    for name in ("random", "rand", "randint", "choice", "default_rng", "permutation", "shuffle"):
-        monkeypatch.setattr(np.random, name, refuse)
-    monkeypatch.setattr(os, "urandom", refuse)
+    for module, names in (
+        (time, (*clocks, *(f"{clock}_ns" for clock in clocks))),
+        (random, draws),
+        (np.random, ("random", "rand", "randint", "choice", "default_rng", "permutation", "shuffle")),
+        (os, ("urandom",)),
+    ):
+        for name in names:
+            make_fail(module, name, AssertionError(f"{name} was called"))
     assert [PlacementScript(seed).run(steps[seed]) for seed in range(8)] == expected
 
 

@@ -10,7 +10,8 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, Worker
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, route
+from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, explain, route
+from tests.support.calls import MakeFail
 
 EVERY_MODE = pytest.mark.parametrize("mode", list(RouterMode))
 
@@ -308,12 +309,9 @@ def test_an_empty_fleet_has_no_rows() -> None:
     assert refused.value.rows == ()
 
 
-def test_rows_cost_nothing_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: object, **_named: object) -> None:
-        raise AssertionError("a cost that nobody asked for")
-
-    monkeypatch.setattr("kvrouter.kernel.routing.explain.leg_costs", fail)
-    monkeypatch.setattr("kvrouter.kernel.routing.explain.rows_of", fail)
+def test_rows_cost_nothing_unless_they_are_asked_for(make_fail: MakeFail) -> None:
+    for name in ("leg_costs", "rows_of"):
+        make_fail(explain, name, AssertionError("a cost that nobody asked for"))
     for fleet in (fleet_of(worker(1)), fleet_of(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE))):
         with pytest.raises(NoEligibleWorker) as refused:
             route(request("gpu"), view(fleet))

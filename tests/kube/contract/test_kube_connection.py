@@ -149,7 +149,7 @@ async def test_a_refusal_has_its_status_its_reason_and_its_wait(
         with pytest.raises(RequestRefused) as raised:
             await KubeClient(connection).replace(LEASES, LEASE)
     refused = raised.value
-    assert (refused.status, refused.reason, refused.said, refused.wait_s) == (
+    assert (refused.status, refused.reason, refused.detail, refused.wait_s) == (
         429,
         "TooManyRequests",
         "slow down",

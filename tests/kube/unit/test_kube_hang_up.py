@@ -19,7 +19,7 @@ from kvrouter.kube.client import KubeClient
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
 from kvrouter.operator.cluster_info import NODES
-from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
+from kvrouter.transports.records.kubernetes.cards import WorkerObjects
 from tests.support.discovery_stores import nobody
 
 LINE = b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"2"}}}\n'

@@ -112,7 +112,7 @@ async def scripted_client(only: WorkerCard) -> tuple[ScriptedPlane, Client]:
 
 
 @pytest.mark.parametrize(("wrong", "param"), REFUSED)
-async def test_what_cannot_be_meant_names_its_field_and_is_not_sent(
+async def test_invalid_arguments_name_their_field_and_send_nothing(
     wrong: Mapping[str, object], param: str
 ) -> None:
     plane, client = await scripted_client(card(1))
@@ -142,7 +142,7 @@ async def test_a_request_without_a_rank_goes_to_the_workers_first_one() -> None:
     assert [stream.request.dp_rank for stream in plane.opened] == [4, 4, 5]
 
 
-async def test_a_closed_client_sends_nothing_and_says_so() -> None:
+async def test_a_closed_client_raises_and_sends_nothing() -> None:
     async with mock_client() as (_, client):
         client.close()
         for send in WAYS.values():

@@ -56,7 +56,7 @@ def test_both_names_are_one_class() -> None:
         kvrouter.nonsense  # noqa: B018 - what is asked is the point
 
 
-async def test_generate_routes_sends_and_brings_back() -> None:
+async def test_generate_routes_sends_and_returns_the_answer() -> None:
     async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
         answer = await router.generate(PROMPT, "mock", stop_conditions={"max_tokens": 9})
         pieces = [piece async for piece in answer]
@@ -123,7 +123,7 @@ async def test_best_worker_with_an_id_books_until_it_is_freed() -> None:
         assert await loads(router, other) == {worker_id: (100, 7), idle: (100, 7)}
 
 
-async def test_what_is_freed_or_booked_twice_is_a_mistake() -> None:
+async def test_freeing_or_booking_twice_is_an_error() -> None:
     async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
         await router.best_worker(PROMPT, request_id="mine")
         with pytest.raises(InvalidRequest, match="booked already") as twice:
@@ -242,7 +242,7 @@ async def test_the_indexer_finds_the_best_rank_of_each_worker() -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_program_that_starts_late_knows_what_is_there() -> None:
+async def test_a_late_program_knows_the_cached_blocks() -> None:
     async with program(alike()) as here:
         async with KvRouter(here.endpoint, BLOCK) as router:
             await tokens_of(await router.generate(PROMPT, worker_id=1))
@@ -262,7 +262,7 @@ async def test_prefill_workers_of_the_namespace_make_pairs() -> None:
         await router.free("mine")
 
 
-async def test_a_worker_that_comes_or_goes_is_seen() -> None:
+async def test_joining_and_leaving_workers_are_followed() -> None:
     async with program(alike(replicas=2)) as here, KvRouter(here.endpoint, BLOCK) as router:
         await router.best_worker(PROMPT, request_id="mine")
         for worker_id in (WorkerId(1), WorkerId(2)):

@@ -183,7 +183,7 @@ async def test_a_booking_that_was_refused_leaves_its_id_free() -> None:
 # After close
 
 
-async def test_a_closed_router_routes_nothing_and_says_so() -> None:
+async def test_a_closed_router_raises_and_routes_nothing() -> None:
     async with in_program() as program:
         router = program.router
         unread = await router.generate(PROMPT)
@@ -291,7 +291,7 @@ REFUSED: list[tuple[Wrong, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "param"), [*WRONG_NUMBERS, *WRONG_WEIGHTS, *REFUSED])
-async def test_what_cannot_be_meant_names_its_field_and_is_not_sent(wrong: Wrong, param: str) -> None:
+async def test_invalid_arguments_name_their_field_and_send_nothing(wrong: Wrong, param: str) -> None:
     scripted = Scripted()
     async with scripted.router as router:
         with pytest.raises(InvalidRequest) as refused:
@@ -302,7 +302,7 @@ async def test_what_cannot_be_meant_names_its_field_and_is_not_sent(wrong: Wrong
 
 
 @pytest.mark.parametrize("override", [{"overlap_score_weight": NAN}, {"router_temperature": -1.0}])
-async def test_a_question_may_override_no_more_than_a_request(override: Mapping[str, object]) -> None:
+async def test_a_query_may_override_only_what_a_request_may(override: Mapping[str, object]) -> None:
     async with Scripted().router as router:
         for request_id in (None, "booked"):
             with pytest.raises(InvalidRequest):
@@ -310,7 +310,7 @@ async def test_a_question_may_override_no_more_than_a_request(override: Mapping[
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "two words", "line\nforged", "ümlaut", "a%2Fb"])
-async def test_an_id_that_the_front_door_would_not_take_is_refused(request_id: str) -> None:
+async def test_an_id_that_the_frontend_refuses_is_refused(request_id: str) -> None:
     async with Scripted().router as router:
         for refused in (
             router.generate(PROMPT, request_id=request_id),
@@ -325,7 +325,7 @@ async def test_an_id_that_the_front_door_would_not_take_is_refused(request_id: s
 @pytest.mark.parametrize(
     "token_ids", [[], array("I"), array("q"), [-1], [2**32], array("q", [-1]), [1.5], ["a"], b"\1\0\0\0"]
 )
-async def test_a_prompt_is_token_ids_and_some(token_ids: list[int]) -> None:
+async def test_a_prompt_is_a_non_empty_list_of_token_ids(token_ids: list[int]) -> None:
     scripted = Scripted()
     async with scripted.router as router, KvIndexer(scripted.endpoint, 16) as indexer:
         for refused in (

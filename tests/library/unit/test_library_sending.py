@@ -20,7 +20,7 @@ def distinct(n: int) -> dict[str, object]:
     return {"token_ids": prompt(first=n).tolist(), "stop_conditions": {"max_tokens": 3}}
 
 
-async def test_each_way_to_send() -> None:
+async def test_every_method_sends() -> None:
     async with program(alike(replicas=3)) as here:
         client = await here.endpoint.client()
         answers = [

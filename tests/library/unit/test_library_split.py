@@ -105,7 +105,7 @@ async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
             await router.generate(PROMPT, prefill_dp_rank=0)
 
 
-async def test_a_prefill_leg_that_nobody_reads_was_never_sent_and_one_that_is_left_ends() -> None:
+async def test_an_unread_prefill_leg_is_not_sent_and_a_left_one_ends() -> None:
     async with (
         program(pairs(handoff="synchronous")) as here,
         KvRouter(prefill_endpoint(here), BLOCK) as router,

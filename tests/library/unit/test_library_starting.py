@@ -11,10 +11,10 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.library import KvRouter, Runtime
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.events.port import BatchSink, LoadSink
+from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.sync.port import MessageSink
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.scripted_transport import ScriptedPlane
 from tests.support.waits import until
@@ -55,7 +55,7 @@ class CountedEvents(HandEvents):
         return counted
 
 
-class SlowToEnd(MemorySyncPlane):
+class SlowToEnd(MemorySyncTransport):
     """A wire whose last words take their time. ``here`` counts the routers on it."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ async def test_a_start_that_fails_leaves_nothing_and_may_be_tried_again() -> Non
     await until(lambda: world.left == (0, 0, []))
 
 
-async def test_a_start_that_is_given_up_leaves_nothing() -> None:
+async def test_a_cancelled_start_leaves_nothing() -> None:
     world = World()
     starting = asyncio.create_task(world.router.start())
     await until(lambda: world.discovery.asked == 1)
@@ -138,7 +138,7 @@ async def test_a_router_that_is_closed_while_it_starts_does_not_start() -> None:
     await until(lambda: world.left == (0, 0, []))
 
 
-async def test_the_end_waits_for_the_goodbye_of_a_router_that_was_closed_before() -> None:
+async def test_leaving_the_context_waits_for_an_earlier_close() -> None:
     world = World()
     world.discovery.back.set()
     world.wire.may_end.clear()

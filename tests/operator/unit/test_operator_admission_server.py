@@ -26,7 +26,7 @@ from kvrouter.operator.admission.certificates import (
     ServingCertificate,
     renewed,
 )
-from kvrouter.operator.admission.review import Review, judged
+from kvrouter.operator.admission.review import Review
 from kvrouter.operator.admission.server import (
     BINDING_BYTES_MAX,
     BODY_BYTES_MAX,
@@ -40,8 +40,8 @@ from kvrouter.operator.api.deployment import UNKNOWN_MAX
 from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.labels.binding import BindingTarget
-from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.settings.problems import Problem
+from tests.support.calls import WatchCalls
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, Document, deployment
 
@@ -143,7 +143,7 @@ async def opened(
         tried=tried,
         defaults=DEFAULTS,
         certificate=certificate,
-        listener=found.heard,
+        instrumentation=found.heard,
         not_ready=lambda: found.not_ready,
         info_timeout_s=info_timeout_s,
         body_s=body_s,
@@ -313,16 +313,9 @@ def body_of(document: JsonValue) -> io.BytesIO:
 
 
 async def test_a_large_object_is_read_and_judged_off_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, watch_calls: WatchCalls
 ) -> None:
-    threads: list[int] = []
-    judge = judged
-
-    def noted(review: Review, cluster_info: ClusterInfo, defaults: PlanDefaults) -> Verdict:
-        threads.append(threading.get_ident())
-        return judge(review, cluster_info, defaults)
-
-    monkeypatch.setattr(server_module, "judged", noted)
+    judgements = watch_calls(server_module, "judged")
     document = deployment(graph=POLICY)
     document.update({f"x{n}": n for n in range(200_000)})
     async with opened(tmp_path, body_bytes_max=BODY_BYTES_MAX) as server, server.client() as client:
@@ -334,8 +327,8 @@ async def test_a_large_object_is_read_and_judged_off_the_loop(
         async with client.post("/validate", data=body_of(too_many)) as answer:
             assert answer.status == 400
             assert "more values than are read" in await answer.text()
-    assert threading.get_ident() not in threads
-    assert threads
+    assert judgements
+    assert threading.current_thread().name not in {call.thread for call in judgements}
 
 
 async def test_a_body_has_a_limit(tmp_path: Path) -> None:
@@ -469,7 +462,7 @@ async def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
             tried=taken,
             defaults=DEFAULTS,
             certificate=ServingCertificate(*write(tmp_path, secret())),
-            listener=Heard(),
+            instrumentation=Heard(),
             not_ready=lambda: None,
         )
         with pytest.raises(OSError, match=str(port)):

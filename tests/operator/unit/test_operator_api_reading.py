@@ -1,7 +1,6 @@
 """From JSON to a deployment, and every mistake in words."""
 
 import json
-from collections.abc import Iterable
 from typing import cast
 
 import pytest
@@ -13,7 +12,8 @@ from kvrouter.operator.api import deployment as deployment_module
 from kvrouter.operator.api.deployment import UNKNOWN_MAX, ComponentType, read_deployment
 from kvrouter.operator.api.status import ComponentStatus, DeploymentStatus
 from kvrouter.operator.plan.manifest import TYPE_LABEL, selector
-from kvrouter.settings.problems import did_you_mean, dotted
+from kvrouter.settings.problems import dotted
+from tests.support.calls import WatchCalls
 from tests.support.operator_deployments import Document, deployment
 
 
@@ -132,17 +132,10 @@ def test_names_in_our_own_spelling_are_no_fields() -> None:
 
 
 def test_of_many_fields_without_effect_the_first_are_named_and_the_others_counted(
-    monkeypatch: pytest.MonkeyPatch,
+    watch_calls: WatchCalls,
 ) -> None:
     """The search for the nearest name takes 32 µs a field: 16 s for an object of 6 MB."""
-    searched: list[str] = []
-    search = did_you_mean
-
-    def counted(word: str, known: Iterable[str]) -> str:
-        searched.append(word)
-        return search(word, known)
-
-    monkeypatch.setattr(deployment_module, "did_you_mean", counted)
+    searched = watch_calls(deployment_module, "did_you_mean")
     document = deployment()
     document["more"] = 1
     document["spec"] = {**cast(Document, document["spec"]), **{f"podTemplates{n}": n for n in range(100_000)}}

@@ -33,7 +33,7 @@ class Objects:
     async def apply(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         status = self.refuses.get(key_of(manifest).name)
         if status is not None:
-            raise RequestRefused(f"PATCH /{kind.plural}: no", status=status, said="no")
+            raise RequestRefused(f"PATCH /{kind.plural}: no", status=status, detail="no")
         self.there[kind.name, key_of(manifest)] = manifest
         return manifest
 

@@ -126,7 +126,7 @@ async def leads(
         identity="one",
         lease=Key("kvrouter-system", "kvrouter-operator"),
         namespace="",
-        listener=looks,
+        instrumentation=looks,
         info_each_s=info_each_s,
         links_s=links_s,
     )

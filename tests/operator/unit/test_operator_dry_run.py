@@ -44,7 +44,7 @@ class Server:
 
 
 def refused(said: str, status: int = 422) -> RequestRefused:
-    return RequestRefused(f"PATCH /x: {said}", status=status, said=said)
+    return RequestRefused(f"PATCH /x: {said}", status=status, detail=said)
 
 
 def review(new: Document, old: Document | None = None) -> Review:
@@ -106,7 +106,7 @@ async def test_what_is_wrong_with_an_object_is_reported_at_its_component(error: 
     verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)
-    assert problem.must == f"the API server would refuse Deployment {DECODE}: {error.said}"
+    assert problem.must == f"the API server would refuse Deployment {DECODE}: {error.detail}"
 
 
 @pytest.mark.parametrize(

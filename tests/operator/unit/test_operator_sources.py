@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 from msgspec import Raw
@@ -15,10 +15,12 @@ from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS
 from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.operator.plan.node_cordons import CORDON_ANNOTATION
+from kvrouter.operator.reconcile import sources as sources_module
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
-from kvrouter.operator.reconcile.sources import GATHER_S, Sources, node_name_of
+from kvrouter.operator.reconcile.sources import GATHER_S, Sources
+from tests.support.calls import WatchCalls
 from tests.support.quiet_cluster import QuietCluster
 
 Verb = Literal["ADDED", "MODIFIED", "DELETED"]
@@ -187,20 +189,14 @@ async def test_a_deployment_that_is_gone_is_queued_and_what_it_owned_queues_noth
 
 
 async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(
-    monkeypatch: pytest.MonkeyPatch,
+    watch_calls: WatchCalls,
 ) -> None:
-    searched = list[Manifest]()
-
-    def searching(found: Manifest) -> str:
-        searched.append(found)
-        return node_name_of(found)
-
-    monkeypatch.setattr("kvrouter.operator.reconcile.sources.node_name_of", searching)
+    searched = watch_calls(sources_module, "node_name_of")
     cluster = Cluster()
     async with watching(cluster) as (sources, queued):
-        assert searched == []
+        assert not searched
         sources.nodes_changed.clear()
         cluster.says(NODES, node("2", labels={"rack": "r1"}))
         assert await queued.next(1) == [(LLM, GATHER_S)]
-        assert [key_of(found).name for found in searched] == ["llm-decode-0"]
+        assert [key_of(cast("Manifest", call.arguments[0])).name for call in searched] == ["llm-decode-0"]
         assert sources.nodes_changed.is_set(), "policies for bindings know where every node is"

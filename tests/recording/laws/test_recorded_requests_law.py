@@ -22,7 +22,9 @@ from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.request_driver import Attempt
 from kvrouter.kernel.routing.interface import Decision, Pick, RouteRequest
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
-from kvrouter.recording.records import (
+from kvrouter.recording.request import LegFields, RequestDetails, RequestFields
+from kvrouter.recording.salt import Salt
+from kvrouter.recording.schema import (
     AttemptRecord,
     Constraints,
     LegRecord,
@@ -30,8 +32,6 @@ from kvrouter.recording.records import (
     Status,
     Worker,
 )
-from kvrouter.recording.request import LegFields, RequestDetails, RequestFields
-from kvrouter.recording.salt import Salt
 from kvrouter.router.traffic import Origin, TrafficRecorder
 from tests.support.siphash import siphash
 

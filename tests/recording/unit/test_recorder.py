@@ -17,9 +17,9 @@ from kvrouter.core.events import pack_hashes, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.recording.files import RecordingFolder, Write, recording_files
 from kvrouter.recording.recorder import BATCH_BYTES_MAX, QUEUE_BYTES_MAX, Loss, Recorder
-from kvrouter.recording.records import Constraints, FleetChange, RefusalRecord, Status, Worker
 from kvrouter.recording.request import RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
+from kvrouter.recording.schema import Constraints, FleetChange, RefusalRecord, Status, Worker
 from kvrouter.sim.traces.lines import read_lines
 from tests.support.siphash import siphash
 

@@ -28,8 +28,8 @@ from kvrouter.kernel.request_driver import Attempt
 from kvrouter.kernel.routing.interface import Decision, Pick, RouteRequest
 from kvrouter.recording.files import RecordingFolder, recording_files
 from kvrouter.recording.recorder import Recorder
-from kvrouter.recording.records import FleetChange, Worker
 from kvrouter.recording.salt import Salt
+from kvrouter.recording.schema import FleetChange, Worker
 from kvrouter.router.traffic import NO_ORIGIN, TrafficRecorder
 
 CARD = WorkerCard(

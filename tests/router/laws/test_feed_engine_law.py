@@ -26,6 +26,7 @@ from kvrouter.kernel.index import NativeBlockIndex
 from kvrouter.router.event_ingest import EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.encoding import decode_batch, encode_parts
 from kvrouter.transports.events.port import BatchSink, LoadSink
 from kvrouter.transports.events.recovery import (
     ENVELOPE_BYTES,
@@ -33,7 +34,6 @@ from kvrouter.transports.events.recovery import (
     recover_range,
     recover_snapshot,
 )
-from kvrouter.transports.events.wire import decode_batch, encode_parts
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import Blocks, blocks, blocks_of_cache
 from tests.support.virtual_time import run_in_virtual_time

@@ -16,7 +16,7 @@ from kvrouter.kernel.index import NativeBlockIndex
 from kvrouter.router.event_ingest import EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import blocks
 
@@ -30,7 +30,7 @@ STEPS = st.lists(
 )
 
 
-class BadWire(MemoryEventPlane):
+class BadWire(MemoryEventTransport):
     """Loses, repeats and holds back batches, and sometimes has no range to answer with."""
 
     def __init__(self, chance: random.Random) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import CORDONS_MAX, Cordon, CordonRules, CordonSource, checked_cordon
+from kvrouter.core.cordon_rules import CORDONS_MAX, Cordon, CordonRules, CordonSource, checked_cordon
 from kvrouter.core.errors import (
     CordonsUnavailable,
     InvalidRequest,
@@ -21,8 +21,8 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.fleet_cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
-from kvrouter.transports.discovery.memory import MemoryCordons
-from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.transports.records.memory import MemoryCordons
+from kvrouter.transports.records.port import CordonStore
 from tests.support.fleets import Bench, card, decode_card, prefill_card, read_all
 from tests.support.front import says
 from tests.support.logged import events_of
@@ -54,7 +54,7 @@ class BrokenStore(MemoryCordons):
     def __init__(self) -> None:
         super().__init__()
         self.is_broken = False
-        self.look_s = 0.001
+        self.poll_s = 0.001
 
     def _check(self) -> None:
         if self.is_broken:

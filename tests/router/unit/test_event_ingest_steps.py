@@ -23,6 +23,7 @@ from tests.router.unit.test_event_ingest import (
     batch,
     stored,
 )
+from tests.support.calls import MakeFail
 from tests.support.constants import SetConstants
 from tests.support.waits import until
 
@@ -130,7 +131,7 @@ async def test_a_big_state_replaces_another_step_by_step() -> None:
 
 
 async def test_after_a_mistake_of_ours_the_worker_is_asked_for_all_of_it_again(
-    monkeypatch: pytest.MonkeyPatch,
+    make_fail: MakeFail,
 ) -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
@@ -138,12 +139,7 @@ async def test_after_a_mistake_of_ours_the_worker_is_asked_for_all_of_it_again(
     held = many()
     await big(bench, held)
     mistake = RuntimeError("of ours")
-
-    def part_of(*_: object) -> Held:
-        monkeypatch.undo()
-        raise mistake
-
-    monkeypatch.setattr(index_work, "Held", part_of)
+    make_fail(index_work, "Held", mistake, at_call=0)
     await until(lambda: len(bench.subscriber.snapshots) == 2)
     assert shown == [mistake]
     assert bench.overlap() == [0, 0]

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from kvrouter.app import learned_file
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
@@ -17,6 +18,7 @@ from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.router_service import RECALLED_S, RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
+from tests.support.calls import MakeFail
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.logged import events_of
 from tests.support.scripted_transport import ScriptedPlane
@@ -168,21 +170,17 @@ async def test_a_place_that_takes_no_file_is_refused_at_the_start(tmp_path: Path
 
 
 async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, make_fail: MakeFail, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter.router")
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": ()}))
-    before, tries = path.read_bytes(), [0]
-
-    def full(path: Path, _content: bytes) -> None:
-        tries[0] += 1
-        raise ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
-
-    monkeypatch.setattr("kvrouter.app.learned_file.write_atomic", full)
+    before = path.read_bytes()
+    full = ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
+    tries = make_fail(learned_file, "write_atomic", full)
     bench, config = await a_bench(path)
     async with keeping_learned_links(config, bench.service, save_s=0.005):
-        await until(lambda: tries[0] >= 3)
+        await until(lambda: len(tries) >= 3)
         assert events_of(caplog.records).count(Event.LEARNED_NOT_KEPT) == 1
     bench.service.stop()
     assert path.read_bytes() == before

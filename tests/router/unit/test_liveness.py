@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import WorkerCard
 from kvrouter.router.liveness import Liveness
-from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.requests.port import AliveSink, EngineStream, WorkerUnreachable
 from tests.support.discovery_stores import card
 
@@ -28,7 +28,7 @@ async def test_a_worker_of_another_request_plane_is_reported_of_and_not_alive() 
     reported: list[tuple[WorkerCard, bool]] = []
     liveness = Liveness(
         _Elsewhere(),
-        MemoryEventPlane(),
+        MemoryEventTransport(),
         follows_events=True,
         on_alive=lambda worker, is_alive: reported.append((worker, is_alive)),
         on_lapsed_and_dead=lambda _: None,

@@ -14,7 +14,7 @@ from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.router.index_snapshots import IndexSnapshots
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
-from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.events.port import SnapshotFailed
 from tests.support.waits import until
 
@@ -65,7 +65,7 @@ class Store:
         return self.taken[-1]
 
 
-class Answers(MemoryEventPlane):
+class Answers(MemoryEventTransport):
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
         held = Held(BLOCKS, sequence_hashes(BLOCKS))
         return KvSnapshot(rank, Epoch(5), EventId(2), (held,))

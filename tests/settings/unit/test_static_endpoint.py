@@ -10,7 +10,7 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.settings.planes import RequestPlaneKind
 from kvrouter.settings.static_endpoint import static_card, static_cards, static_text
-from kvrouter.transports.discovery.memory import StaticDiscovery
+from kvrouter.transports.records.memory import StaticDiscovery
 from tests.support.discovery_stores import card, listen
 
 TCP = RequestPlaneKind.TCP

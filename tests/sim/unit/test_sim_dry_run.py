@@ -12,7 +12,7 @@ from kvrouter.core.errors import ConfigError, RoutingRefused
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.routing.route import route
-from kvrouter.recording.records import AttemptRecord, FleetChange, RequestRecord, Status, Worker
+from kvrouter.recording.schema import AttemptRecord, FleetChange, RequestRecord, Status, Worker
 from kvrouter.sim.past.dry_run import DryRun, Lack, Verdict, dry_run
 from kvrouter.sim.past.past_fleet import PastFleet
 from kvrouter.sim.past.recorded_fleet import Policy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.recording.records import AttemptRecord, FleetChange, RequestRecord
+from kvrouter.recording.schema import AttemptRecord, FleetChange, RequestRecord
 from kvrouter.sim.past.hit_ladder import CAUSES, RUNG_BEFORE, Cause, HitLadder, Rung
 from kvrouter.sim.past.hit_rate import hit_ladder
 from tests.support.pasts import BLOCK, Change, attempt, constraints, leg, past, request, worker

@@ -14,7 +14,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.recording.records import FleetChange, FleetRecord, Worker
+from kvrouter.recording.schema import FleetChange, FleetRecord, Worker
 from kvrouter.settings.problems import parse_document
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetNote, Span, fleet_history
 from kvrouter.sim.past.recorded_events import RecordedEvents, recorded_events

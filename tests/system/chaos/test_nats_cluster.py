@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from tests.support.clients import Client
 from tests.support.file_fleet import FileFleet
 from tests.support.nats_cluster import SERVERS, NatsCluster, cluster_of, cluster_servers
@@ -50,7 +50,7 @@ async def test_one_server_may_die_and_most_of_them_freeze_the_fleet(
     asked: list[list[int]] = []
     async with fleet(settings) as processes:
         ours = await FileFleet.begin(processes, FLEET)
-        events = LaneNames(processes.namespace, "backend").stream
+        events = ComponentNames(processes.namespace, "backend").stream
         cards = f"KV_kvrouter-{processes.namespace}-workers"
 
         async def is_complete() -> bool:

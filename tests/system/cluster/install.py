@@ -71,13 +71,13 @@ def key(name: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def main() -> None:
-    """Build what is not there yet."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build what is not there yet. None for ``arguments`` takes those of the command line."""
     parser = argparse.ArgumentParser(
         description="Build a Kubernetes control plane for the tests; takes minutes."
     )
     parser.add_argument("--key", action="store_true", help="print a name for the folder's contents, and end")
-    if parser.parse_args().key:
+    if parser.parse_args(arguments).key:
         print(hashlib.sha256("".join(map(key, SERVERS)).encode()).hexdigest()[:16])
         return
     folder = cluster_dir()

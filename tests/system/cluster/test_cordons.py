@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec import structs
 
-from kvrouter.core.cordons import Cordon, CordonSource
+from kvrouter.core.cordon_rules import Cordon, CordonSource
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.kube.account import Account
-from kvrouter.transports.discovery.kubernetes import KubernetesCordons
-from kvrouter.transports.discovery.port import CordonStore
+from kvrouter.transports.records.kubernetes import KubernetesCordons
+from kvrouter.transports.records.port import CordonStore
 from tests.support.cordon_laws import ZONE, CordonLaws
 from tests.support.discovery_stores import nobody
 from tests.support.processes import Frontend, eventually, fleet

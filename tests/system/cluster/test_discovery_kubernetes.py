@@ -11,9 +11,9 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kube.account import Account
 from kvrouter.kube.client import RequestRefused
-from kvrouter.transports.discovery.kubernetes import OwnerPod
-from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.kubernetes import OwnerPod
+from kvrouter.transports.records.kubernetes.cards import WorkerObjects
+from kvrouter.transports.records.port import Gone
 from tests.support.discovery_laws import OLD, ONE, CardLaws, LeaseLaws
 from tests.support.discovery_stores import card, listen, nobody
 from tests.support.processes import eventually, fleet

@@ -51,9 +51,8 @@ def test_what_go_cannot_do_is_reported_in_a_line(
     go.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
     monkeypatch.setenv(install.VARIABLE, str(tmp_path / "cluster"))
-    monkeypatch.setattr("sys.argv", ["install"])
     with pytest.raises(SystemExit, match=says):
-        install.main()
+        install.main([])
     assert [*(tmp_path / "cluster" / "bin").iterdir()] == []
 
 
@@ -96,14 +95,13 @@ def test_programs_that_were_brought_here_need_no_go_and_old_versions_go(
 ) -> None:
     sources(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["install"])
     programs = [install.program(name) for name in install.SERVERS]
     old = [programs[0].with_name(f"etcd-{number:016x}") for number in range(install.VERSIONS_KEPT + 1)]
     programs[0].parent.mkdir(parents=True)
     for age, path in enumerate((*old, *programs)):
         path.touch()
         os.utime(path, (1e9 - age, 1e9 - age))
-    install.main()
+    install.main([])
     assert "ready" in capsys.readouterr().out
     assert [install.server(name) for name in install.SERVERS] == programs
     assert {*programs[0].parent.iterdir()} == {*programs, *old[: install.VERSIONS_KEPT - 1]}

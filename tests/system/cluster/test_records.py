@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.kube.account import Account
-from kvrouter.transports.discovery.kubernetes.cordons import CordonObjects
-from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
-from kvrouter.transports.discovery.kubernetes.records import ObjectRecords
-from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.transports.records.encoding import CardRecord
+from kvrouter.transports.records.kubernetes.cards import WorkerObjects
+from kvrouter.transports.records.kubernetes.cordons import CordonObjects
+from kvrouter.transports.records.kubernetes.store import ObjectRecords
 from tests.support.discovery_stores import nobody
 from tests.support.record_laws import Ends, RecordLaws
 from tests.system.cluster.control_plane import ControlPlane

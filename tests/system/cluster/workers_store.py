@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from kvrouter.kube.account import Account
-from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
-from kvrouter.transports.discovery.port import GoneSink
+from kvrouter.transports.records.kubernetes import KubernetesDiscovery, OwnerPod
+from kvrouter.transports.records.port import GoneSink
 from tests.support.discovery_stores import LEASE_S
 from tests.support.proxy import Proxy
 from tests.system.cluster.certificates import LOOPBACK

@@ -6,6 +6,7 @@ import json
 import tracemalloc
 import zlib
 from random import Random
+from typing import cast
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated, inflated_bytes
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.settings.tree import FrontendSettings
+from tests.support.calls import WatchCalls
 from tests.support.constants import SetConstants
 from tests.support.mock_fleets import alike
 from tests.support.served import MODEL, Served, served, user, words
@@ -112,13 +114,8 @@ async def test_a_call_that_is_read_holds_nothing() -> None:
         await until(lambda: not here.system.service.requests.running)
 
 
-def test_the_event_loop_inflates_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_loop_inflates_little(watch_calls: WatchCalls) -> None:
     """Of a small body that becomes a large one the loop makes no more than the beginning."""
-    made: list[int] = []
-
-    def noted(data: bytes, limit: BodyLimit) -> bytes:
-        made.append(limit.max_bytes)
-        return inflated(data, limit)
 
     async def inflate() -> bytes:
         bodies = CompressedBodies(1 << 30)
@@ -128,9 +125,9 @@ def test_the_event_loop_inflates_little(monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             bodies.close()
 
-    monkeypatch.setattr(compressed, "inflated", noted)
+    calls = watch_calls(compressed, "inflated")
     assert len(asyncio.run(inflate())) == 5_000_000
-    assert made == [ON_LOOP_BYTES, 1 << 23]
+    assert [cast("BodyLimit", call.arguments[1]).max_bytes for call in calls] == [ON_LOOP_BYTES, 1 << 23]
 
 
 @given(length=st.integers(0, 3_000_000), limit=st.integers(1, 2_000_000), letters=st.sampled_from([1, 256]))

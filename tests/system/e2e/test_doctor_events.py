@@ -1,7 +1,5 @@
 """``kvrouter doctor`` names what the router cannot know of caches: events that are off, lost or wrong."""
 
-import asyncio
-
 import pytest
 from msgspec.structs import replace
 
@@ -20,7 +18,7 @@ from tests.support.examined import UNTIMED, chats, examined, found, names_of, no
 from tests.support.fleets import card
 from tests.support.front import open_house, says
 from tests.support.mock_fleets import alike, fleet_file
-from tests.support.served import MODEL, Served, served, user, words
+from tests.support.served import MODEL, Served, leave_recovery_unanswered, served, user, words
 from tests.support.waits import until
 
 RANK = WorkerRank(WorkerId(1), DpRank(0))
@@ -95,12 +93,9 @@ async def test_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> 
 
 
 async def test_a_rank_whose_blocks_cannot_be_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def is_asked(_rank: WorkerRank) -> None:
-        await asyncio.Event().wait()
-
     async with served(alike(replicas=2)) as here:
         await chats(here, n=3)
-        monkeypatch.setattr(here.system.fleet.events, "recover_snapshot", is_asked)
+        leave_recovery_unanswered(monkeypatch, here)
         worker = here.system.fleet.workers[WorkerId(1)]
         here.system.fleet.events.publish(KvBatch(RANK, worker.card.incarnation, EventId(1_000_000), (), 0.0))
         report = await examined(here)

@@ -8,7 +8,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import ModelInput, Role
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.port import Gone
 from tests.support.examined import UNTIMED, chats, examined, found, names_of, the_finding
 from tests.support.fleets import card, decode_card, prefill_card
 from tests.support.front import open_house, says

@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.app.telemetry_hooks import SyncGauges, refusals_on
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId
 from kvrouter.core.workers import LoadReport
 from kvrouter.kernel.ledger.replicas import Counts
 from kvrouter.router import event_ingest
@@ -17,11 +17,11 @@ from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.constants import SetConstants
 from tests.support.engine_server import scripted_engine
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
-from tests.support.served import MODEL, Served, served, user, words
+from tests.support.served import MODEL, Served, leave_recovery_unanswered, served, user, words
 from tests.support.waits import until
 
 ASSERTED_HERE = {
@@ -375,11 +375,7 @@ async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch)
     """A worker's events name ids that it cannot give again: its blocks do not count until it is known."""
     async with served(alike(replicas=2)) as here:
         await chat(here)
-
-        async def is_asked(_rank: WorkerRank) -> None:
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(here.system.fleet.events, "recover_snapshot", is_asked)
+        leave_recovery_unanswered(monkeypatch, here)
         worker = here.system.fleet.workers[WorkerId(1)]
         (rank,) = worker.card.ranks()
         assert (await here.metrics()).value("feed_staleness_seconds") == 0
@@ -477,7 +473,7 @@ class CountingSync(ReplicaSync):
 
 def test_other_replicas_are_on_the_page() -> None:
     telemetry = Telemetry()
-    sync = CountingSync(MemorySyncPlane(), RouterId("me"))
+    sync = CountingSync(MemorySyncTransport(), RouterId("me"))
     gauges = SyncGauges(telemetry, sync)
     gauges.refresh()
     gauges.refresh()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, Sampling, TokenBuffer
-from kvrouter.transports.requests.tcp import TcpRequestPlane
+from kvrouter.transports.requests.tcp import TcpRequestTransport
 from tests.support.collector import collector, plain
 from tests.support.nats_server import NatsServer
 from tests.support.processes import ENDS_WITHIN_S, Frontend, eventually, fleet
@@ -65,7 +65,7 @@ async def test_decode_by_somebody_else_gets_its_kv_from_a_prefill_of_ours(shared
         await processes.worker("--role", "decode", *zone)
         prefill = await processes.router("--component", "prefill")
         backend = await processes.router("--component", "backend", "--lease-ttl-s", "0.5")
-        plane = TcpRequestPlane(token=None)
+        plane = TcpRequestTransport(token=None)
         try:
             for router in (prefill, backend):
                 await eventually(lambda here=router: is_ready(here))

@@ -9,10 +9,10 @@ import msgspec
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.transports.discovery.file import FileDiscovery
-from kvrouter.transports.events.wire import encode_batch, encode_load
+from kvrouter.transports.events.encoding import encode_batch, encode_load
 from kvrouter.transports.events.zmq import ZmqEventPublisher
 from kvrouter.transports.events.zmq.sockets import BATCH, LOAD, worker_topic
+from kvrouter.transports.records.file import FileDiscovery
 from tests.support.checks import BLOCK_SIZE
 from tests.support.processes import Fleet
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from kvrouter.app.traffic_recording import recording
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import Cleared, KvBatch
-from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.core.ids import EventId, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.kube.objects import Key, Manifest, ResourceKind
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
@@ -36,7 +36,7 @@ from tests.support.process_transports import NATS_TCP_JETSTREAM_SYNC
 from tests.support.processes import eventually, fleet
 from tests.support.quiet_cluster import QuietCluster
 from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
-from tests.support.served import MODEL, Served, served, user, words
+from tests.support.served import MODEL, Served, leave_recovery_unanswered, served, user, words
 from tests.support.waits import until
 from tests.system.monitoring.prometheus import Prometheus
 
@@ -182,14 +182,11 @@ async def test_ranks_whose_events_do_not_arrive(prometheus: Prometheus, set_cons
 async def test_a_rank_whose_blocks_cannot_be_had_again(
     prometheus: Prometheus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_asked(_rank: WorkerRank) -> None:
-        await asyncio.Event().wait()
-
     async with served(alike(replicas=2)) as here:
         scrape(prometheus, "feed", here)
         await until_scraped(prometheus, "feed")
         await chat(here)
-        monkeypatch.setattr(here.system.fleet.events, "recover_snapshot", is_asked)
+        leave_recovery_unanswered(monkeypatch, here)
         worker = here.system.fleet.workers[WorkerId(1)]
         (rank,) = worker.card.ranks()
         here.system.fleet.events.publish(KvBatch(rank, worker.card.incarnation, EventId(1_000_000), (), 0.0))
@@ -289,7 +286,7 @@ async def test_a_deployment_whose_pods_do_not_come(prometheus: Prometheus) -> No
         identity="one",
         lease=Key("kvrouter-system", "kvrouter-operator"),
         namespace="",
-        listener=replica,
+        instrumentation=replica,
     )
     async with serve_probes("127.0.0.1", 0, health=health, telemetry=replica.telemetry) as port:
         task = asyncio.create_task(controller.run())

@@ -12,7 +12,8 @@ from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.router import router_service
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.port import Gone
+from tests.support.calls import WatchCalls
 from tests.support.constants import SetConstants
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.scripted_transport import ScriptedPlane, address_of
@@ -148,15 +149,8 @@ async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_le
 
 
 @pytest.mark.parametrize("all_leave", [False, True])
-async def test_the_index_of_the_old_block_size_is_closed(
-    all_leave: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[EventIngest] = []
-
-    def close(ingest: EventIngest) -> None:
-        closed.append(ingest)
-
-    monkeypatch.setattr(EventIngest, "close", close)
+async def test_the_index_of_the_old_block_size_is_closed(all_leave: bool, watch_calls: WatchCalls) -> None:
+    closed = watch_calls(EventIngest, "close")
     bench = bench_of_streams()
     await bench.start(card(1))
     old = bench.model.cache
@@ -165,7 +159,7 @@ async def test_the_index_of_the_old_block_size_is_closed(
         bench.discovery.drop(1)
     bench.discovery.put(odd(2), odd(3))
     assert bench.model.fleet.block_size == OTHER
-    assert closed == [old.ingest]
+    assert [call.arguments for call in closed] == [(old.ingest,)]
 
 
 async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kept(

@@ -10,7 +10,7 @@ from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
 from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt
 from tests.support.replicas import ReplicaRouter
@@ -122,7 +122,7 @@ async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
 
 
 async def test_what_other_routers_book_after_a_report_counts_with_it() -> None:
-    plane = MemorySyncPlane()
+    plane = MemorySyncTransport()
     a = ReplicaRouter("a", plane, workers=(1,))
     b = ReplicaRouter("b", plane, workers=(1,), config=HALF)
     for router in (a, b):

@@ -14,8 +14,8 @@ from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_state import fleet_state
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.port import DropReason, EventSubscriber
+from kvrouter.transports.records.port import Gone
 from tests.support.fleets import Bench, HandEvents, card, read_all
 from tests.support.scripted_transport import ScriptedPlane, address_of
 
@@ -167,7 +167,7 @@ async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
     lanes.stream.load(report)
     assert (loads, lanes.foreign) == ([], []), "both lanes of NATS hear the loads of all workers"
     lanes.stream.batch(batch)
-    assert (batches, lanes.foreign) == ([], [(EventTransport.JETSTREAM, DropReason.OTHER_LANE)])
+    assert (batches, lanes.foreign) == ([], [(EventTransport.JETSTREAM, DropReason.OTHER_TRANSPORT)])
     lanes.zmq.load(report)
     lanes.zmq.batch(batch)
     assert (batches, loads, len(lanes.foreign)) == ([batch], [report], 1)

@@ -28,8 +28,9 @@ from kvrouter.settings.tree import AdminAccess, FrontendSettings
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import up
 from tests.frontend.unit.test_standalone_app import TOKENS, open_router, pair, prefills
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.router.unit.test_routed_by_load import before
+from tests.support.calls import MakeFail
 from tests.support.constants import SetConstants
 from tests.support.engine_server import JSON, Answer, page, scripted_engine
 from tests.support.fleets import MODEL, card, decode_card, prefill_card
@@ -104,7 +105,7 @@ async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
             router_cost="blocks", kv_transfer_topology_level="rack", router_prefill_level="zone"
         ),
         place={"zone": "a"},
-        sync=ReplicaSync(MemorySyncPlane(), RouterId("first")),
+        sync=ReplicaSync(MemorySyncTransport(), RouterId("first")),
     ) as house:
         g = Golden(house.address)
         answers = [await g.ask("GET", path) for path in ("/v1/decisions", "/v1/flows", "/v1/refusals")]
@@ -380,13 +381,9 @@ async def test_a_router_without_workers_and_one_that_drains() -> None:
     check("no-workers", answers)
 
 
-async def test_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mistake_of_ours(make_fail: MakeFail) -> None:
     async with open_house(card(1)) as house:
-
-        def fail(_: object) -> None:
-            raise RuntimeError("hello")
-
-        monkeypatch.setattr(house.bench.model, "explain", fail)
+        make_fail(house.bench.model, "explain", RuntimeError("hello"))
         answers = [await Golden(house.address).ask("POST", "/v1/route/explain", CHAT)]
     check("mistake", answers)
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.transports.events.jetstream.publisher import PublisherLimits
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
@@ -52,7 +52,7 @@ async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_fu
 async def test_a_stream_that_is_gone_is_made_again(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5)
     assert await replica.snapshots.check() == 1
-    await fleet.client.jetstream().delete_stream(LaneNames(fleet.namespace, "backend").stream)
+    await fleet.client.jetstream().delete_stream(ComponentNames(fleet.namespace, "backend").stream)
     worker.serve(5)
     await fleet.published()
     worker.heartbeat()
@@ -64,7 +64,7 @@ async def test_a_stream_that_is_gone_is_made_again(fleet: Fleet) -> None:
 
 async def test_a_consumer_that_is_gone_is_made_again(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
-    stream = LaneNames(fleet.namespace, "backend").stream
+    stream = ComponentNames(fleet.namespace, "backend").stream
     await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
     worker.serve(5)
     await replica.until_right(worker)
@@ -73,8 +73,10 @@ async def test_a_consumer_that_is_gone_is_made_again(fleet: Fleet) -> None:
 
 async def test_a_stream_that_lost_its_end_is_heard_from_its_beginning(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
-    replica.subscriber._lanes["backend"].position += 1_000_000  # what a broker knew before it lost its disk
-    stream = LaneNames(fleet.namespace, "backend").stream
+    replica.subscriber._subscribers[
+        "backend"
+    ].position += 1_000_000  # what a broker knew before it lost its disk
+    stream = ComponentNames(fleet.namespace, "backend").stream
     await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
     worker.serve(5)
     await replica.until_right(worker)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from nats.js.errors import NotFoundError
 
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
 from tests.support.nats_server import NatsServer
 
@@ -107,7 +107,7 @@ class Walk:
 
     @property
     def stream(self) -> str:
-        return LaneNames(self.fleet.namespace, "backend").stream
+        return ComponentNames(self.fleet.namespace, "backend").stream
 
     async def until_right(self) -> None:
         """Heartbeats flow, and nothing else happens."""

@@ -88,7 +88,7 @@ async def test_a_history_whose_beginning_is_gone_is_not_taken_for_whole(fleet: F
         await fleet.published()
     late = await fleet.replica("late")
     late.subscriber.follow(worker.card)
-    stream = late.subscriber._lanes["backend"].stream
+    stream = late.subscriber._subscribers["backend"].stream
     rank = worker.card.ranks()[0]
     first = await stream.first_of(rank)
     assert first is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane
+from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber
 from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
@@ -20,16 +20,16 @@ async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
         yield opened
 
 
-def lane_of(replica: Replica) -> ComponentLane:
-    return replica.subscriber._lanes["backend"]
+def subscriber_of(replica: Replica) -> ComponentSubscriber:
+    return replica.subscriber._subscribers["backend"]
 
 
 async def messages(replica: Replica) -> int:
-    return (await lane_of(replica).stream.read()).messages
+    return (await subscriber_of(replica).stream.read()).messages
 
 
 async def snapshots_stored(replica: Replica) -> set[str]:
-    return {name.partition("/")[0] for name in await lane_of(replica).snapshots.objects()}
+    return {name.partition("/")[0] for name in await subscriber_of(replica).snapshots.objects()}
 
 
 async def take(replica: Replica, worker: Worker) -> None:
@@ -42,7 +42,7 @@ async def take(replica: Replica, worker: Worker) -> None:
 
 def dies_before(replica: Replica, step: str) -> None:
     """From ``step`` on nothing that the replica does reaches NATS any more."""
-    lane = lane_of(replica)
+    subscriber = subscriber_of(replica)
     left = STEPS.index(step)
 
     def fatal(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -56,10 +56,10 @@ def dies_before(replica: Replica, step: str) -> None:
         return maybe
 
     for owner, name in (
-        (lane.snapshots, "write"),
-        (lane.snapshots, "put"),
-        (lane.snapshots, "remove"),
-        (lane.stream, "purge"),
+        (subscriber.snapshots, "write"),
+        (subscriber.snapshots, "put"),
+        (subscriber.snapshots, "remove"),
+        (subscriber.stream, "purge"),
     ):
         setattr(owner, name, fatal(getattr(owner, name)))
 
@@ -104,10 +104,10 @@ async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None
     worker, (slow, quick) = await fleet.known("slow", "quick", serves=6)
     taking = await slow.subscriber.take("backend")
     assert taking is not None
-    claimed = await lane_of(quick).snapshots.claim()
+    claimed = await subscriber_of(quick).snapshots.claim()
     assert await quick.subscriber.take("backend") is None
     async with asyncio.timeout(60):
-        while (await lane_of(quick).snapshots.claim()).revision < claimed.revision + 3:
+        while (await subscriber_of(quick).snapshots.claim()).revision < claimed.revision + 3:
             assert await quick.subscriber.take("backend") is None, "it renews its claim"
     taking._end_renewal()  # type: ignore[attr-defined]  # as if the process were paused
     await quick.until_right(worker)
@@ -148,11 +148,11 @@ async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet
 
     starting = await fleet.replica("starting", refused=True)
     starting.subscriber.follow(worker.card)
-    limit = lane_of(starting)._replays.limit
+    limit = subscriber_of(starting)._replays.limit
     for _ in range(limit._value):
         await limit.acquire()
     starting.join(worker)
-    await until(lambda: len(lane_of(starting)._replays.running) == len(worker.card.ranks()))
+    await until(lambda: len(subscriber_of(starting)._replays.running) == len(worker.card.ranks()))
     await take(taker, worker)  # what the waiting replays want is gone now
     limit.release()
     await starting.until_right(worker)
@@ -160,13 +160,13 @@ async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet
 
 async def test_a_lagging_replica_whose_events_were_purged_asks_the_worker(fleet: Fleet) -> None:
     worker, (taker, lagging) = await fleet.known("taker", "lagging", serves=6)
-    lane = lane_of(lagging)
-    lane._task.cancel()
-    await asyncio.gather(lane._task, return_exceptions=True)
+    subscriber = subscriber_of(lagging)
+    subscriber._task.cancel()
+    await asyncio.gather(subscriber._task, return_exceptions=True)
     worker.serve(6)
     await taker.until_right(worker)
     assert await taker.snapshots.check() == 1
-    lane._task = asyncio.get_running_loop().create_task(lane._run())
+    subscriber._task = asyncio.get_running_loop().create_task(subscriber._run())
     worker.heartbeat()
     await lagging.until_right(worker)
     assert lagging.asking.asked > 0
@@ -180,8 +180,8 @@ async def test_a_rank_that_is_not_live_is_not_in_the_snapshot_and_asks_its_worke
         worker.serve(6)
     await fleet.published()
     await taker.until_right(known)
-    last = (await lane_of(taker).stream.read()).last
-    await until(lambda: lane_of(taker).position == last)
+    last = (await subscriber_of(taker).stream.read()).last
+    await until(lambda: subscriber_of(taker).position == last)
     assert await taker.snapshots.check() == 1
     late = await fleet.knows("late", known, other)
     assert late.asking.asked == len(other.card.ranks())

@@ -11,10 +11,10 @@ from msgspec import structs
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.transports.events.encoding import encode_batch
 from kvrouter.transports.events.jetstream import JetStreamPublisher, snapshot_store
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.port import DropReason
-from kvrouter.transports.events.wire import encode_batch
 from tests.support.constants import SetConstants
 from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_nats import TOKEN
@@ -32,8 +32,8 @@ async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
         yield opened
 
 
-def names_of(fleet: Fleet) -> LaneNames:
-    return LaneNames(fleet.namespace, "backend")
+def names_of(fleet: Fleet) -> ComponentNames:
+    return ComponentNames(fleet.namespace, "backend")
 
 
 async def write_garbage(fleet: Fleet, worker: Worker) -> None:

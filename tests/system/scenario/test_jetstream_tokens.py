@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.kernel.feed.states import FeedState
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
@@ -34,7 +34,7 @@ async def test_a_stranger_in_the_stream_adds_and_removes_no_block(fleet: Fleet) 
 
 async def test_what_was_said_on_one_subject_is_not_said_on_another(fleet: Fleet) -> None:
     worker, (live,) = await fleet.known("live", serves=3, refused=True)
-    names = LaneNames(fleet.namespace, "backend")
+    names = ComponentNames(fleet.namespace, "backend")
     jetstream = fleet.client.jetstream()
     mine, other = (names.events(rank) for rank in worker.card.ranks())
     message = await jetstream.get_last_msg(names.stream, mine)
@@ -91,11 +91,11 @@ async def test_a_snapshot_that_a_stranger_wrote_loads_nowhere(fleet: Fleet, part
     worker, (first,) = await fleet.known("first", serves=9)
     assert await first.snapshots.check() == 1
     jetstream = fleet.client.jetstream()
-    bucket = LaneNames(fleet.namespace, "backend").bucket
+    bucket = ComponentNames(fleet.namespace, "backend").bucket
     async with fleet_on(fleet.url) as others:
         _, (replica,) = await others.known("other", serves=9)
         assert await replica.snapshots.check() == 1
-        theirs = LaneNames(others.namespace, "backend").bucket
+        theirs = ComponentNames(others.namespace, "backend").bucket
         if part == "latest":
             value = (await (await jetstream.key_value(theirs)).get("latest")).value
             await (await jetstream.key_value(bucket)).put("latest", value or b"")

@@ -6,13 +6,13 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.topology.link_table import LinkLoad, SharedLink
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.oracles.sync import MemorySyncPlane
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import card
 from tests.support.replicas import ReplicaRouter
 from tests.support.waits import until
-from tests.system.scenario.test_replica_sync import MakePlane, make_plane
+from tests.system.scenario.test_replica_sync import MakeTransport, make_transport
 
-__all__ = ["make_plane"]  # the fixture
+__all__ = ["make_transport"]  # the fixture
 
 TIME = KvRouterConfig(router_cost="time")
 A_TO_B = SharedLink((("zone", "a"),), "b")
@@ -20,9 +20,9 @@ BYTES_PER_TOKEN = 312_500
 """A thousand tokens take 0.1 s over the link that is assumed between zones."""
 
 
-def replica(name: str, plane: object, *, silent_after_s: float = 20.0) -> ReplicaRouter:
+def replica(name: str, transport: object, *, silent_after_s: float = 20.0) -> ReplicaRouter:
     """With a worker in zone a at slot 0, and one in zone b at slot 1."""
-    made = ReplicaRouter(name, plane, workers=(), config=TIME, silent_after_s=silent_after_s)  # type: ignore[arg-type]
+    made = ReplicaRouter(name, transport, workers=(), config=TIME, silent_after_s=silent_after_s)  # type: ignore[arg-type]
     for worker, zone in enumerate("ab"):
         config = ModelRuntimeConfig(
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=BYTES_PER_TOKEN
@@ -59,14 +59,14 @@ def look(router: ReplicaRouter) -> None:
 
 
 async def test_what_one_sees_of_links_the_others_learn_and_so_does_one_that_starts_late(
-    make_plane: MakePlane,
+    make_transport: MakeTransport,
 ) -> None:
-    a, b = replica("a", await make_plane()), replica("b", await make_plane())
+    a, b = replica("a", await make_transport()), replica("b", await make_transport())
     await a.sync.start()
     await b.sync.start()
     hand_on(a, 1.0, n=8)
     await until(lambda: slowness(b) > 9.0)
-    c = replica("c", await make_plane())
+    c = replica("c", await make_transport())
     assert slowness(c) == 1.0
     await c.sync.start()
     await until(lambda: slowness(c) > 9.0)
@@ -76,8 +76,8 @@ async def test_what_one_sees_of_links_the_others_learn_and_so_does_one_that_star
         await each.sync.stop()
 
 
-async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_plane: MakePlane) -> None:
-    a, b = replica("a", await make_plane()), replica("b", await make_plane())
+async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_transport: MakeTransport) -> None:
+    a, b = replica("a", await make_transport()), replica("b", await make_transport())
     await a.sync.start()
     await b.sync.start()
     transfers = a.model.placer.transfers
@@ -99,13 +99,13 @@ async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_plane:
 
 
 async def test_a_router_that_was_given_other_figures_learns_nothing() -> None:
-    plane = MemorySyncPlane()
-    a, b = replica("a", plane), replica("b", plane)
+    transport = MemorySyncTransport()
+    a, b = replica("a", transport), replica("b", transport)
     settings = b.model.placer.settings
     assert settings.links is not None
     b.model.links_changed(structs.replace(settings.links, by_level={"zone": settings.links.otherwise}))
     heard: list[object] = []
-    plane._sinks["ear"] = heard.append  # type: ignore[index]
+    transport._sinks["ear"] = heard.append  # type: ignore[index]
     await a.sync.start()
     await b.sync.start()
     hand_on(a, 1.0, n=8)

@@ -13,36 +13,36 @@ from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.sync.nats import NatsSyncPlane
-from kvrouter.transports.sync.port import MessageSink, SyncPlane
-from tests.oracles.sync import MemorySyncPlane
+from kvrouter.transports.sync.nats import NatsSyncTransport
+from kvrouter.transports.sync.port import MessageSink, SyncTransport
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.nats_server import NatsServer
 from tests.support.replicas import ReplicaRouter
 from tests.support.waits import until
 
-MakePlane = Callable[[], Awaitable[SyncPlane]]
+MakeTransport = Callable[[], Awaitable[SyncTransport]]
 
 
 @pytest.fixture(params=["memory", "nats"])
-async def make_plane(request: pytest.FixtureRequest) -> AsyncIterator[MakePlane]:
+async def make_transport(request: pytest.FixtureRequest) -> AsyncIterator[MakeTransport]:
     clients: list[Client] = []
-    shared = MemorySyncPlane()
+    shared = MemorySyncTransport()
     namespace = f"ns-{uuid4().hex}"
 
-    async def make() -> SyncPlane:
+    async def make() -> SyncTransport:
         if request.param == "memory":
             return shared
         server: NatsServer = request.getfixturevalue("shared_nats")
         clients.append(await nats.connect(server.url))
-        return NatsSyncPlane(clients[-1], namespace=namespace, token="t0p")
+        return NatsSyncTransport(clients[-1], namespace=namespace, token="t0p")
 
     yield make
     for client in clients:
         await client.close()
 
 
-async def test_what_one_books_the_others_count(make_plane: MakePlane) -> None:
-    a, b = [ReplicaRouter(name, await make_plane()) for name in "ab"]
+async def test_what_one_books_the_others_count(make_transport: MakeTransport) -> None:
+    a, b = [ReplicaRouter(name, await make_transport()) for name in "ab"]
     await a.sync.start()
     await b.sync.start()
     placed = [await a.place() for _ in range(4)]
@@ -62,11 +62,11 @@ async def test_what_one_books_the_others_count(make_plane: MakePlane) -> None:
     await b.sync.stop()
 
 
-async def test_a_router_that_starts_late_knows_at_once(make_plane: MakePlane) -> None:
-    a = ReplicaRouter("a", await make_plane())
+async def test_a_router_that_starts_late_knows_at_once(make_transport: MakeTransport) -> None:
+    a = ReplicaRouter("a", await make_transport())
     await a.sync.start()
     placed = [await a.place(n_blocks=n) for n in range(1, 600)]
-    b = ReplicaRouter("b", await make_plane(), workers=())
+    b = ReplicaRouter("b", await make_transport(), workers=())
     await b.sync.start()
     await until(lambda: b.sync.counts().others.leases == 599)
     assert not b.loads()
@@ -80,8 +80,8 @@ async def test_a_router_that_starts_late_knows_at_once(make_plane: MakePlane) ->
     await b.sync.stop()
 
 
-async def test_a_router_that_ends_leaves_no_load(make_plane: MakePlane) -> None:
-    a, b = ReplicaRouter("a", await make_plane()), ReplicaRouter("b", await make_plane())
+async def test_a_router_that_ends_leaves_no_load(make_transport: MakeTransport) -> None:
+    a, b = ReplicaRouter("a", await make_transport()), ReplicaRouter("b", await make_transport())
     await a.sync.start()
     await b.sync.start()
     await a.place()
@@ -94,14 +94,14 @@ async def test_a_router_that_ends_leaves_no_load(make_plane: MakePlane) -> None:
 
 
 async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
-    plane = MemorySyncPlane()
-    a = ReplicaRouter("a", plane)
-    b = ReplicaRouter("b", plane, silent_after_s=0.3)
+    transport = MemorySyncTransport()
+    a = ReplicaRouter("a", transport)
+    b = ReplicaRouter("b", transport, silent_after_s=0.3)
     await a.sync.start()
     await b.sync.start()
     await a.place()
     await until(lambda: bool(b.loads()))
-    plane._sinks.pop(a.sync.router_id)
+    transport._sinks.pop(a.sync.router_id)
     assert a.sync._beat is not None
     a.sync._beat.cancel()
     await until(lambda: not b.loads())
@@ -110,10 +110,10 @@ async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
 
 
 async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done() -> None:
-    plane = MemorySyncPlane()
+    transport = MemorySyncTransport()
     config = KvRouterConfig(active_prefill_tokens_threshold=100, admission_queue_max=4, admission_wait_s=30.0)
-    a = ReplicaRouter("a", plane, workers=(1,))
-    b = ReplicaRouter("b", plane, workers=(1,), config=config)
+    a = ReplicaRouter("a", transport, workers=(1,))
+    b = ReplicaRouter("b", transport, workers=(1,), config=config)
     await a.sync.start()
     await b.sync.start()
     placement = await a.place(n_blocks=20)
@@ -124,7 +124,7 @@ async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done(
     async with asyncio.timeout(20):
         await waiting
     refusing = ReplicaRouter(
-        "c", plane, workers=(1,), config=KvRouterConfig(active_prefill_tokens_threshold=10)
+        "c", transport, workers=(1,), config=KvRouterConfig(active_prefill_tokens_threshold=10)
     )
     await refusing.sync.start()
     await until(lambda: bool(refusing.loads()))
@@ -140,7 +140,7 @@ async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServe
         for _ in range(2)
     ]
     a, b = [
-        ReplicaRouter(name, NatsSyncPlane(client, namespace="ns", token="t0p"))
+        ReplicaRouter(name, NatsSyncTransport(client, namespace="ns", token="t0p"))
         for name, client in zip("ab", clients, strict=True)
     ]
     await a.sync.start()
@@ -163,7 +163,7 @@ async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServe
 
 async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: NatsServer) -> None:
     client = await nats.connect(own_nats.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
-    a = ReplicaRouter("a", NatsSyncPlane(client, namespace="ns", token="t0p"))
+    a = ReplicaRouter("a", NatsSyncTransport(client, namespace="ns", token="t0p"))
     await a.sync.start()
     own_nats.kill()
     await until(lambda: not client.is_connected)
@@ -174,7 +174,7 @@ async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: Na
         await client.close()
 
 
-class Refusing(MemorySyncPlane):
+class Refusing(MemorySyncTransport):
     """A wire that takes messages and no listeners."""
 
     def __init__(self) -> None:
@@ -190,10 +190,10 @@ class Refusing(MemorySyncPlane):
 
 
 async def test_a_router_whose_start_failed_publishes_nothing() -> None:
-    plane = Refusing()
-    router = ReplicaRouter("a", plane)
+    transport = Refusing()
+    router = ReplicaRouter("a", transport)
     with pytest.raises(OSError, match="not connected"):
         await router.sync.start()
     await router.place()
     await asyncio.sleep(0.1)
-    assert plane.published == []
+    assert transport.published == []

@@ -67,7 +67,7 @@ KEYS = st.permutations(["name", "description", "parameters", "strict"])
     outer=st.permutations(["type", "function"]),
     missing=st.sets(st.sampled_from(["description", "strict"])),
 )
-def test_for_vllm_the_order_of_a_tools_keys_is_nothing(
+def test_the_order_of_a_tools_keys_does_not_matter_for_vllm(
     function: list[str], outer: list[str], missing: set[str]
 ) -> None:
     fields = {"name": "f", "description": "d", "parameters": {"b": 1, "a": 2}, "strict": True}
@@ -84,7 +84,7 @@ def test_for_vllm_the_order_of_a_tools_keys_is_nothing(
     assert prompt(function, outer) == prompt([*fields], ["type", "function"])
 
 
-def test_what_is_no_text_has_a_name_in_its_place_the_same_for_equal_images() -> None:
+def test_media_parts_have_placeholders_equal_for_equal_images() -> None:
     def shown(image: str, kind: str) -> Prompt:
         parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": image}}]
         fields = PromptFields(messages=[{"role": "user", "content": parts}])
@@ -130,7 +130,7 @@ _JSON = st.recursive(
 )
 @example(CallRoute.MESSAGES, "sglang", [{"role": "user", "content": []}], None)
 @example(CallRoute.RESPONSES, "sglang", [{"type": "reasoning", "summary": []}], None)
-def test_whatever_a_chat_is_a_prompt_is_made_or_the_engine_says_what_is_wrong(
+def test_any_chat_makes_a_prompt_or_an_error(
     route: CallRoute, kind: str, messages: object, other: object
 ) -> None:
     name = "input" if route is CallRoute.RESPONSES else "messages"

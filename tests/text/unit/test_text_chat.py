@@ -56,7 +56,7 @@ def test_messages_are_left_as_they_were() -> None:
     assert message == {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 
 
-def test_templates_see_what_hugging_face_shows_them() -> None:
+def test_templates_get_the_names_of_hugging_faces_renderer() -> None:
     source = (
         "{{ bos_token }}{{ strftime_now('%Y') }}\n"
         "{% for message in messages %}\n"
@@ -88,7 +88,7 @@ def test_a_template_may_refuse() -> None:
         "{{ nothing | tojson }}",
     ],
 )
-def test_what_goes_wrong_in_a_template_names_messages(source: str) -> None:
+def test_template_errors_name_messages(source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate(source).render(HELLO)
     assert refused.value.param == "messages"
@@ -161,7 +161,7 @@ def test_no_messages_and_too_many_are_refused(count: int) -> None:
     assert refused.value.param == "messages"
 
 
-def test_names_of_the_router_cannot_be_taken() -> None:
+def test_reserved_names_are_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         mock_template().render_prompt(Prompt(HELLO, names={"range": 1}))
     assert refused.value.param == "chat_template_kwargs"
@@ -208,7 +208,7 @@ def test_arguments_of_calls_are_bounded_before_they_are_built(arguments: list[st
     assert "tool_call" in mock_template().render(_calling('{"x":[1,2]}'))
 
 
-def test_what_a_template_says_of_a_long_message_is_cut() -> None:
+def test_long_template_errors_are_cut() -> None:
     template = ChatTemplate("{{ raise_exception('not this: ' + messages[0].content) }}")
     with pytest.raises(InvalidRequest, match="not this: xxx") as caught:
         template.render([{"role": "user", "content": "x" * 100_000}])

@@ -68,7 +68,7 @@ async def test_a_chat_is_its_template_with_special_tokens(written: Written) -> N
 
 
 @pytest.mark.parametrize("write", [write_tiktoken, write_sentencepiece])
-def test_what_tokenizer_model_holds_is_found_out(
+def test_the_format_of_tokenizer_model_is_detected(
     write: Callable[[Path, str], Written], tmp_path: Path
 ) -> None:
     written = write(tmp_path, "tokenizer.model")
@@ -100,9 +100,7 @@ def test_tekken_is_read_as_mistral_common_reads_it(tmp_path: Path) -> None:
         assert list(tokenizer.encode_prompt(text)) == ids
 
 
-def test_of_two_formats_the_one_that_the_engine_takes_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engines_choice_of_two_formats_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mistral, other = write_tekken(tmp_path), Tokenizer.from_folder(MOCK_FOLDER)
     copy(MOCK_FOLDER / "tokenizer.json", tmp_path)
 
@@ -116,7 +114,7 @@ def test_of_two_formats_the_one_that_the_engine_takes_is_read(
     assert ids() == list(other.encode_prompt(TEXTS[1]))
 
 
-def test_tekken_beside_other_weights_begins_without_a_token(tmp_path: Path) -> None:
+def test_tekken_with_other_weights_begins_without_a_token(tmp_path: Path) -> None:
     mistral = write_tekken(tmp_path)
     (tmp_path / "model.safetensors").touch()
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -140,7 +138,7 @@ def test_tekken_beside_other_weights_begins_without_a_token(tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_cannot_be_converted_says_why(files: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_a_failed_conversion_has_its_reason(files: dict[str, str], said: str, tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError) as refused:

@@ -3,9 +3,7 @@
 import asyncio
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
@@ -20,6 +18,7 @@ from kvrouter.text.tokenizer import (
     PromptOverBudget,
     Tokenizer,
 )
+from tests.support.calls import MakeFail, WatchCalls
 from tests.support.waits import until
 
 
@@ -63,15 +62,8 @@ async def test_on_and_off_the_loop_the_tokens_are_the_same() -> None:
     threaded.pool.close()
 
 
-async def test_a_long_chat_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    prepare_chat = TextModel.prepare_chat
-
-    def noted(self: TextModel, messages: Sequence[Mapping[str, object]], **options: Any) -> str:
-        threads.append(threading.current_thread().name)
-        return prepare_chat(self, messages, **options)
-
-    monkeypatch.setattr(TextModel, "prepare_chat", noted)
+async def test_a_long_chat_is_rendered_off_the_loop(watch_calls: WatchCalls) -> None:
+    renderings = watch_calls(TextModel, "prepare_chat")
     model = TextModel.load_mock(pool=EncodePool(EncodeLimits(off_loop_chars=256)))
     await model.encode_chat([{"role": "user", "content": "x" * 200}])
     await model.encode_chat([{"role": "user", "content": "x" * 256}])
@@ -80,7 +72,7 @@ async def test_a_long_chat_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPa
         await model.encode_chat([{"role": "user", "content": ["x" * 256]}])
     assert refused.value.param == "messages[0].content[0]"
     here = threading.current_thread().name
-    assert [name == here for name in threads] == [True, False, False, False]
+    assert [call.thread == here for call in renderings] == [True, False, False, False]
     model.pool.close()
 
 
@@ -160,27 +152,22 @@ async def test_a_prompt_that_waits_too_long_is_refused_and_one_that_leaves_holds
     pool.close()
 
 
-async def test_a_text_that_the_context_cannot_hold_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_text_that_the_context_cannot_hold_is_not_tokenized(make_fail: MakeFail) -> None:
     model = TextModel.load_mock(context_length_tokens=100)
     long = "x" * (model.prompt_max_chars + 1)
-
-    def never(self: Tokenizer, text: str) -> NoReturn:
-        raise AssertionError(len(text))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Tokenizer, "encode", never)
-        for encode in (
-            model.encode_prompt(long),
-            model.encode_chat([{"role": "user", "content": long}]),
-            model.encode_chat([{"role": "user", "content": "x" * 2_000_000}]),
-        ):
-            with pytest.raises(ContextLengthExceeded, match="KVROUTER_TOKEN_MAX_CHARS"):
-                await encode
     assert len(await model.encode_prompt(long[1:])) > 100
+    make_fail(Tokenizer, "encode", AssertionError("it was tokenized"))
+    for encode in (
+        model.encode_prompt(long),
+        model.encode_chat([{"role": "user", "content": long}]),
+        model.encode_chat([{"role": "user", "content": "x" * 2_000_000}]),
+    ):
+        with pytest.raises(ContextLengthExceeded, match="KVROUTER_TOKEN_MAX_CHARS"):
+            await encode
     model.pool.close()
 
 
-def test_text_that_is_no_text_is_the_clients_fault() -> None:
+def test_half_a_surrogate_pair_is_the_clients_fault() -> None:
     tokenizer = Tokenizer.from_folder(MOCK_FOLDER)
     with pytest.raises(InvalidRequest) as refused:
         tokenizer.encode("\ud800")

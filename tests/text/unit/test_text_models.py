@@ -11,7 +11,7 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.text.source import MOCK_FOLDER, MOCK_TOKENIZER
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.port import Gone
 from tests.support.constants import SetConstants
 from tests.support.fleets import card
 

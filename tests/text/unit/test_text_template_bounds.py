@@ -42,7 +42,7 @@ def test_a_template_that_would_never_end_is_refused_when_it_is_loaded(name: str)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_one_that_waits_for_a_word_is_given_up_when_it_comes(name: str) -> None:
+def test_an_endless_template_behind_a_word_is_stopped(name: str) -> None:
     try:
         template = ChatTemplate(behind_a_word(TEMPLATES[name]), name="/models/a")
     except ConfigError as refused:
@@ -78,7 +78,7 @@ ORDINARY = (Path(__file__).parents[2] / "data" / "ordinary-templates.txt").read_
 
 
 @pytest.mark.parametrize("source", ORDINARY)
-def test_what_an_ordinary_template_says_is_what_it_says_elsewhere(source: str) -> None:
+def test_ordinary_templates_render_as_in_jinja2(source: str) -> None:
     messages = [
         {"role": "system", "content": "Alpha beta."},
         {"role": "user", "content": "What about 2023?"},

@@ -41,14 +41,14 @@ def test_ids_are_one_buffer_of_u32() -> None:
     assert Tokenizer(backend()).encode("") == array("I")
 
 
-def test_a_completion_prompt_gets_what_the_post_processor_puts_in_front() -> None:
+def test_a_completion_prompt_gets_the_post_processors_first_tokens() -> None:
     tokenizer = with_processor("<|im_start|> $A")
     assert list(tokenizer.bos_ids) == [4094]
     assert list(tokenizer.encode_prompt(" router")) == [4094, *tokenizer.encode(" router")]
     assert list(tokenizer.encode_prompt("")) == [4094]
 
 
-def test_what_the_post_processor_puts_behind_is_left_out() -> None:
+def test_tokens_that_the_post_processor_appends_are_left_out() -> None:
     tokenizer = with_processor("$A <|endoftext|>")
     assert tokenizer.encode_prompt(" router") == tokenizer.encode(" router")
 
@@ -77,7 +77,7 @@ def test_end_tokens_come_from_every_configuration(folder: Path) -> None:
         ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "no end token"),
     ],
 )
-def test_a_broken_folder_is_refused_with_what_is_wrong(
+def test_a_broken_folder_is_refused_with_the_reason(
     folder: Path, name: str, content: str, message: str
 ) -> None:
     (folder / name).write_text(content)

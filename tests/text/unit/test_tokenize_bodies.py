@@ -66,5 +66,5 @@ def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits:
         {"route": CallRoute.MESSAGES, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
     ],
 )
-def test_what_is_not_all_text_is_not_asked(kind: str, fields: dict[str, Any]) -> None:
+def test_prompts_with_media_have_no_tokenize_body(kind: str, fields: dict[str, Any]) -> None:
     assert asked(PromptFields(**fields), kind) is None

@@ -10,18 +10,18 @@ from pathlib import Path
 import nats
 import pytest
 
-from kvrouter.core.cordons import Cordon, CordonSource
+from kvrouter.core.cordon_rules import Cordon, CordonSource
 from kvrouter.core.errors import CordonsUnavailable
-from kvrouter.transports.discovery import clusters
-from kvrouter.transports.discovery.clusters import ClustersCordons
-from kvrouter.transports.discovery.file import FileCordons, FileDiscovery
-from kvrouter.transports.discovery.file import cordons as cordons_of_files
-from kvrouter.transports.discovery.file.folder import MARKER, Folder
-from kvrouter.transports.discovery.memory import MemoryCordons
-from kvrouter.transports.discovery.nats import NatsCordons
-from kvrouter.transports.discovery.nats import cordons as cordons_of_nats
-from kvrouter.transports.discovery.port import CordonStore
-from kvrouter.transports.discovery.wire import CORDONS
+from kvrouter.transports.records import clusters
+from kvrouter.transports.records.clusters import ClustersCordons
+from kvrouter.transports.records.encoding import CORDONS
+from kvrouter.transports.records.file import FileCordons, FileDiscovery
+from kvrouter.transports.records.file import cordons as cordons_of_files
+from kvrouter.transports.records.file.folder import MARKER, Folder
+from kvrouter.transports.records.memory import MemoryCordons
+from kvrouter.transports.records.nats import NatsCordons
+from kvrouter.transports.records.nats import cordons as cordons_of_nats
+from kvrouter.transports.records.port import CordonStore
 from tests.support.constants import SetConstants
 from tests.support.cordon_laws import ZONE, CordonLaws
 from tests.support.discovery_stores import card, nobody

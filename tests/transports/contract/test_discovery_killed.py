@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.records.port import Gone
 from tests.support.discovery_stores import FileStore, NatsStore, card, file_store, listen, nats_store
 from tests.support.nats_server import NatsServer
 
 FILE_WORKER = """
 import asyncio, sys
 from pathlib import Path
-from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.records.file import FileDiscovery
 from tests.support.discovery_stores import LEASE_S, card, nobody
 
 async def live():
@@ -36,7 +36,7 @@ asyncio.run(live())
 NATS_WORKER = """
 import asyncio, sys
 import nats
-from kvrouter.transports.discovery.nats import NatsDiscovery
+from kvrouter.transports.records.nats import NatsDiscovery
 from tests.support.discovery_stores import LEASE_S, TOKEN, card, nobody
 
 async def live():

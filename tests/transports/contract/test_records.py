@@ -10,12 +10,12 @@ from typing import TypeVar
 import nats
 import pytest
 
-from kvrouter.core.cordons import Cordon
-from kvrouter.transports.discovery.file.folder import Folder
-from kvrouter.transports.discovery.file.records import FileRecords
-from kvrouter.transports.discovery.nats.bucket import BucketRecords
-from kvrouter.transports.discovery.records import RecordKind
-from kvrouter.transports.discovery.wire import CARDS, CORDONS, CardRecord
+from kvrouter.core.cordon_rules import Cordon
+from kvrouter.transports.records.encoding import CARDS, CORDONS, CardRecord
+from kvrouter.transports.records.file.folder import Folder
+from kvrouter.transports.records.file.store import FileRecords
+from kvrouter.transports.records.nats.store import BucketRecords
+from kvrouter.transports.records.store import RecordKind
 from tests.support.discovery_stores import nobody
 from tests.support.memory_records import MemoryRecords
 from tests.support.nats_server import NatsServer

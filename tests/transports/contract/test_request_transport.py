@@ -45,14 +45,14 @@ async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
 async def test_the_request_arrives_unchanged(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    await wire.plane.open(address, leg())
+    await wire.transport.open(address, leg())
     assert worker.requests == [leg()]
 
 
 async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
 
     async def produce() -> None:
         for token in range(1, 500):
@@ -80,7 +80,7 @@ async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     long = EngineChunk(tuple(range(5_000)), cached_tokens=64, kv_bytes=4096, finish=FinishReason.LENGTH)
     await worker.streams[0].put(long)
     parts = [chunk async for chunk in stream]
@@ -93,7 +93,7 @@ async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_
 async def test_an_engines_own_bytes_come_whole_and_in_order(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     events = [f"data: {n}\n\n".encode() * (n % 7 + 1) for n in range(3000)]
 
     async def produce() -> None:
@@ -117,7 +117,7 @@ async def test_an_engines_own_bytes_come_whole_and_in_order(wire: Wire) -> None:
 async def test_streams_do_not_mix(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    streams = [await wire.plane.open(address, leg(f"r{n}")) for n in range(5)]
+    streams = [await wire.transport.open(address, leg(f"r{n}")) for n in range(5)]
     for n, inner in enumerate(worker.streams):
         await inner.put(EngineChunk(token_ids=(n, n), finish=FinishReason.STOP))
     for n in reversed(range(5)):
@@ -127,7 +127,7 @@ async def test_streams_do_not_mix(wire: Wire) -> None:
 async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     stream.cancel("client left")
@@ -142,7 +142,7 @@ async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(wire:
 async def test_a_leg_that_has_ended_can_still_be_cancelled(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg(which=Leg.PREFILL))
+    stream = await wire.transport.open(address, leg(which=Leg.PREFILL))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
     await read_all(stream)
     stream.cancel("nobody will decode")
@@ -153,8 +153,8 @@ async def test_a_leg_that_has_ended_can_still_be_cancelled(wire: Wire) -> None:
 async def test_a_slow_reader_stops_its_own_producer_only(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    slow = await wire.plane.open(address, leg("slow"))
-    quick = await wire.plane.open(address, leg("quick"))
+    slow = await wire.transport.open(address, leg("slow"))
+    quick = await wire.transport.open(address, leg("quick"))
 
     async def produce(inner: ScriptedStream) -> None:
         for token in range(20_000):
@@ -175,17 +175,17 @@ async def test_a_refusal_keeps_its_class_its_words_and_its_field(wire: Wire) -> 
     worker.refusal = InvalidRequest("token_ids: too many", param="token_ids")
     address, _ = await wire.serve(worker)
     with pytest.raises(InvalidRequest, match="too many") as refused:
-        await wire.plane.open(address, leg())
+        await wire.transport.open(address, leg())
     assert refused.value.param == "token_ids"
     worker.refusal = None
-    await wire.plane.open(address, leg(attempt=1))
+    await wire.transport.open(address, leg(attempt=1))
 
 
 async def test_a_leg_whose_time_is_up_at_its_worker_says_so_and_is_alone_in_that(wire: Wire) -> None:
     worker = TimedWorker()
     address, _ = await wire.serve(worker)
-    patient = await wire.plane.open(address, leg("patient"))
-    late = await wire.plane.open(address, replace(leg("late"), time_left_s=0.0))
+    patient = await wire.transport.open(address, leg("patient"))
+    late = await wire.transport.open(address, replace(leg("late"), time_left_s=0.0))
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(DeadlineExceeded):
             await read_all(late)
@@ -199,13 +199,13 @@ async def test_a_worker_that_is_full_is_unreachable(wire: Wire) -> None:
     worker.refusal = WorkerUnreachable("full")
     address, _ = await wire.serve(worker)
     with pytest.raises(WorkerUnreachable, match="full"):
-        await wire.plane.open(address, leg())
+        await wire.transport.open(address, leg())
 
 
 async def test_nobody_there_is_unreachable(wire: Wire) -> None:
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await wire.plane.open(wire.nowhere, leg())
+            await wire.transport.open(wire.nowhere, leg())
 
 
 async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire: Wire) -> None:
@@ -214,19 +214,19 @@ async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire
     address, _ = await wire.serve(worker)
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await wire.plane.open(address, leg())
+            await wire.transport.open(address, leg())
     worker.answers.set()
     async with asyncio.timeout(IN_TIME_S):
         for attempt in count(1):  # so short a timeout may end before a busy machine has answered
             with suppress(WorkerUnreachable):
-                await wire.plane.open(address, leg(attempt=attempt))
+                await wire.transport.open(address, leg(attempt=attempt))
                 return
 
 
 async def test_death_breaks_a_read_that_waits(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, die = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     await worker.streams[0].put(EngineChunk(token_ids=(1,)))
     assert (await stream.__anext__()).token_ids == (1,)
     reader = asyncio.create_task(read_all(stream))
@@ -245,7 +245,7 @@ async def test_after_death_new_legs_are_refused(wire: Wire) -> None:
     await die()
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await wire.plane.open(address, leg())
+            await wire.transport.open(address, leg())
     assert worker.requests == []
 
 
@@ -259,7 +259,7 @@ async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(wire
             return Breaking()
 
     address, _ = await wire.serve(Worker())
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     with pytest.raises(StreamBroken):
         await read_all(stream)
 
@@ -267,12 +267,12 @@ async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(wire
 async def test_a_leg_that_arrives_again_is_dropped_and_other_legs_are_served(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    await wire.plane.open(address, leg())
+    await wire.transport.open(address, leg())
     with pytest.raises(LegRepeated, match="already"):
-        await wire.plane.open(address, leg())
-    await wire.plane.open(address, leg(attempt=1))
-    await wire.plane.open(address, leg(which=Leg.PREFILL))
-    await wire.plane.open(address, leg("y"))
+        await wire.transport.open(address, leg())
+    await wire.transport.open(address, leg(attempt=1))
+    await wire.transport.open(address, leg(which=Leg.PREFILL))
+    await wire.transport.open(address, leg("y"))
     assert len(worker.requests) == 4
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
 
@@ -281,20 +281,22 @@ async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
     place = wire.places[address]
-    answered, cancelled = [await wire.plane.open(address, leg(name)) for name in ("answered", "cancelled")]
+    answered, cancelled = [
+        await wire.transport.open(address, leg(name)) for name in ("answered", "cancelled")
+    ]
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
     await read_all(answered)
     cancelled.cancel("the client left")
     worker.refusal = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
-        await wire.plane.open(address, leg("refused"))
+        await wire.transport.open(address, leg("refused"))
     worker.refusal = None
     assert await place.wait_idle(IN_TIME_S)
     for name in ("answered", "cancelled", "refused"):
         with pytest.raises(LegRepeated, match="before"):
-            await wire.plane.open(address, leg(name))
+            await wire.transport.open(address, leg(name))
     assert (place.running_legs, len(worker.requests)) == (0, 2)
-    await wire.plane.open(address, leg("answered", attempt=1))
+    await wire.transport.open(address, leg("answered", attempt=1))
 
 
 async def test_a_worker_remembers_the_last_legs_that_ended(wire: Wire, set_constants: SetConstants) -> None:
@@ -302,13 +304,13 @@ async def test_a_worker_remembers_the_last_legs_that_ended(wire: Wire, set_const
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
     for n, name in enumerate("abc"):
-        stream = await wire.plane.open(address, leg(name))
+        stream = await wire.transport.open(address, leg(name))
         await worker.streams[n].put(EngineChunk(finish=FinishReason.STOP))
         await read_all(stream)
     for name in "bc":
         with pytest.raises(LegRepeated):
-            await wire.plane.open(address, leg(name))
-    await wire.plane.open(address, leg("a"))
+            await wire.transport.open(address, leg(name))
+    await wire.transport.open(address, leg("a"))
     assert len(worker.requests) == 4
 
 
@@ -316,7 +318,7 @@ async def test_two_requests_that_clients_gave_one_id_are_both_served(wire: Wire)
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
     requests = [replace(leg(), intake=intake) for intake in ("of one router", "of another")]
-    streams = [await wire.plane.open(address, request) for request in requests]
+    streams = [await wire.transport.open(address, request) for request in requests]
     assert worker.requests == requests
     for token, inner in enumerate(worker.streams):
         await inner.put(EngineChunk(token_ids=(token,), finish=FinishReason.STOP))
@@ -326,7 +328,7 @@ async def test_two_requests_that_clients_gave_one_id_are_both_served(wire: Wire)
 async def test_a_readers_own_cancellation_stays_its_own(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     reader.cancel()
@@ -344,10 +346,10 @@ async def test_the_worker_knows_how_many_legs_run_and_when_none_does(wire: Wire)
     address, _ = await wire.serve(worker)
     place = wire.places[address]
     assert (place.running_legs, await place.wait_idle(0.0)) == (0, True)
-    read, left = [await wire.plane.open(address, leg(name)) for name in "xy"]
+    read, left = [await wire.transport.open(address, leg(name)) for name in "xy"]
     worker.refusal = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
-        await wire.plane.open(address, leg("z"))
+        await wire.transport.open(address, leg("z"))
     assert (place.running_legs, await place.wait_idle(0.0)) == (2, False)
     idle = asyncio.create_task(place.wait_idle(IN_TIME_S))
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
@@ -369,7 +371,7 @@ async def test_a_leg_that_its_worker_fails_runs_no_longer(wire: Wire) -> None:
             return Failing()
 
     address, _ = await wire.serve(Worker())
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     with pytest.raises(WorkerUnreachable):
         await read_all(stream)
     assert await wire.places[address].wait_idle(IN_TIME_S)
@@ -386,7 +388,7 @@ async def test_a_leg_whose_engine_is_full_after_all_says_so(wire: Wire) -> None:
 
     address, _ = await wire.serve(Worker())
     with pytest.raises(WorkerFull, match="takes no more"):
-        await read_all(await wire.plane.open(address, leg()))
+        await read_all(await wire.transport.open(address, leg()))
 
 
 ANSWER = EngineAnswer(
@@ -411,24 +413,24 @@ async def test_what_an_engine_answered_travels_byte_for_byte(
     worker.next_stream = Failing
     address, _ = await wire.serve(worker)
     with pytest.raises(KvrouterError) as caught:
-        await read_all(await wire.plane.open(address, leg()))
+        await read_all(await wire.transport.open(address, leg()))
     assert caught.value.answer == ANSWER
     assert isinstance(caught.value, kind)
     assert wire.places[address].running_legs == 0
     worker.refusal, worker.next_stream = None, ScriptedStream
-    await wire.plane.open(address, leg("y"))
+    await wire.transport.open(address, leg("y"))
 
 
 async def test_closing_the_plane_breaks_streams_and_tells_the_workers(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
-    await wire.plane.close()
+    await wire.transport.close()
     with pytest.raises(StreamBroken):
         await reader
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
     with pytest.raises(WorkerUnreachable):
-        await wire.plane.open(address, leg("y"))
+        await wire.transport.open(address, leg("y"))

@@ -35,7 +35,7 @@ class Handed:
     async def begin(cls, wire: Wire) -> "Handed":
         worker = ScriptedWorker()
         address, _ = await wire.serve(worker)
-        stream = await wire.plane.open(address, leg())
+        stream = await wire.transport.open(address, leg())
         assert isinstance(stream, HandingStream)
         handed = cls(worker, stream)
         await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def test_what_is_no_bare_token_is_left_to_the_reader(wire: Wire) -> None:
 async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     assert isinstance(stream, HandingStream)
 
     def take(_: Sequence[int]) -> bool:
@@ -113,7 +113,7 @@ async def test_death_and_cancellation_end_the_handing_over(wire: Wire) -> None:
     assert (await handed.stream.__anext__()).finish is FinishReason.CANCELLED
     worker = ScriptedWorker()
     address, die = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     assert isinstance(stream, HandingStream)
     lost = Handed(worker, stream)
     await asyncio.sleep(0)

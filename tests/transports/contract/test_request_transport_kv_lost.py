@@ -14,7 +14,7 @@ async def test_the_last_word_says_why_the_kv_is_lost(kind: str) -> None:
         worker = ScriptedWorker()
         address, _ = await wire.serve(worker)
         for n, loss in enumerate(KvLoss):
-            stream = await wire.plane.open(address, leg(f"r{n}", which=Leg.DECODE))
+            stream = await wire.transport.open(address, leg(f"r{n}", which=Leg.DECODE))
             last = EngineChunk(finish=FinishReason.ERROR, error="no KV came", kv_lost=loss)
             await worker.streams[n].put(EngineChunk(token_ids=(n,), cached_tokens=16))
             await worker.streams[n].put(last)

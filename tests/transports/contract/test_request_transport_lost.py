@@ -78,15 +78,15 @@ async def broken(stream: EngineStream) -> StreamBroken:
 async def test_a_follower_hears_of_death_and_of_the_return(wire: Wire) -> None:
     address, die = await wire.serve(ScriptedWorker())
     watch = Watch()
-    end = wire.plane.follow(address, watch)
-    await wire.plane.open(address, leg())
+    end = wire.transport.follow(address, watch)
+    await wire.transport.open(address, leg())
     assert watch.reported == []
     await die()
     await watch.until(False)
     assert wire.serve_again is not None
     await wire.serve_again(address, ScriptedWorker())
     await watch.until(False, True)
-    await wire.plane.open(address, leg())
+    await wire.transport.open(address, leg())
     end()
     end()
 
@@ -94,8 +94,8 @@ async def test_a_follower_hears_of_death_and_of_the_return(wire: Wire) -> None:
 async def test_a_follower_that_left_hears_nothing_and_others_still_do(wire: Wire) -> None:
     address, die = await wire.serve(ScriptedWorker())
     gone, stays = Watch(), Watch()
-    end = wire.plane.follow(address, gone)
-    wire.plane.follow(address, stays)
+    end = wire.transport.follow(address, gone)
+    wire.transport.follow(address, stays)
     end()
     await die()
     await stays.until(False)
@@ -104,7 +104,7 @@ async def test_a_follower_that_left_hears_nothing_and_others_still_do(wire: Wire
 
 async def test_who_follows_a_worker_that_was_never_there_hears_so(wire: Wire) -> None:
     watch = Watch()
-    wire.plane.follow(wire.nowhere, watch)
+    wire.transport.follow(wire.nowhere, watch)
     await watch.until(False)
 
 
@@ -113,21 +113,21 @@ async def test_a_request_given_up_before_the_worker_took_it_runs_nowhere(wire: W
     worker.answers.clear()
     address, _ = await wire.serve(worker)
     place = wire.places[address]
-    opening = asyncio.create_task(wire.plane.open(address, leg()))
+    opening = asyncio.create_task(wire.transport.open(address, leg()))
     await until(lambda: place.running_legs == 1)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert await idle(place)
     worker.answers.set()
-    await wire.plane.open(address, leg(attempt=1))
+    await wire.transport.open(address, leg(attempt=1))
     assert len(worker.requests) == 1 or worker.streams[0].reasons
 
 
 async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    reading, waiting = [await far.plane.open(address, leg(name)) for name in "xy"]
+    reading, waiting = [await far.transport.open(address, leg(name)) for name in "xy"]
     await worker.streams[0].put(EngineChunk(token_ids=(1,)))
     assert (await reading.__anext__()).token_ids == (1,)
     reader = asyncio.create_task(broken(reading))
@@ -140,15 +140,15 @@ async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Wi
         for stream in worker.streams:
             await stream.cancelled.wait()
     network_of(far).resume()
-    await far.plane.open(address, leg("x", attempt=1))
+    await far.transport.open(address, leg("x", attempt=1))
 
 
 async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     watch = Watch()
-    far.plane.follow(address, watch)
-    stream = await far.plane.open(address, leg())
+    far.transport.follow(address, watch)
+    stream = await far.transport.open(address, leg())
     network_of(far).pause()
     await broken(stream)
     await watch.until(False)
@@ -156,10 +156,10 @@ async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) ->
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
     with pytest.raises(WorkerUnreachable):
-        await far.plane.open(address, leg("y"))
+        await far.transport.open(address, leg("y"))
     network_of(far).resume()
     await watch.until(False, True)
-    again = await far.plane.open(address, leg(attempt=1))
+    again = await far.transport.open(address, leg(attempt=1))
     await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(again))[0] == [7]
 
@@ -168,8 +168,8 @@ async def test_silence_is_no_death(far: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     watch = Watch()
-    far.plane.follow(address, watch)
-    stream = await far.plane.open(address, leg())
+    far.transport.follow(address, watch)
+    stream = await far.transport.open(address, leg())
     await asyncio.sleep(1.5)  # longer than a peer may be silent: heartbeats are not seen from here
     assert watch.reported == []
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
@@ -179,13 +179,13 @@ async def test_silence_is_no_death(far: Wire) -> None:
 async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(far: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    await far.plane.open(address, leg("before"))
+    await far.transport.open(address, leg("before"))
     network_of(far).pause()
     with pytest.raises(WorkerUnreachable):
-        await far.plane.open(address, leg("late"))
+        await far.transport.open(address, leg("late"))
     network_of(far).resume()
     await until(lambda: far.places[address].running_legs <= 1)
-    late = await far.plane.open(address, leg("late", attempt=1))
+    late = await far.transport.open(address, leg("late", attempt=1))
     assert far.places[address].running_legs <= 2
     await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(late))[0] == [7]
@@ -194,8 +194,8 @@ async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(far
 async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    slow = await far.plane.open(address, leg("slow"))
-    waits = await far.plane.open(address, leg("waits"))
+    slow = await far.transport.open(address, leg("slow"))
+    waits = await far.transport.open(address, leg("waits"))
     await worker.streams[0].put(EngineChunk(token_ids=(1, 2, 3)))
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
@@ -210,7 +210,7 @@ async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: Wire) -> None:
 async def test_a_prefill_that_waits_for_its_decode_is_freed_when_its_router_is_lost(far: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    stream = await far.plane.open(address, leg(which=Leg.PREFILL))
+    stream = await far.transport.open(address, leg(which=Leg.PREFILL))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
     await read_all(stream)
     lose_router(far)

@@ -32,7 +32,7 @@ def joined(chunks: list[EngineChunk]) -> bytes:
 async def test_a_long_piece_goes_whole_whatever_its_tokens(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     tokens = tuple(range(5_000))
     await worker.streams[0].put(EngineChunk(token_ids=tokens, raw=b"x" * 500_000, text_chars=9))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), raw=b"y", finish=FinishReason.LENGTH))
@@ -45,8 +45,8 @@ async def test_a_long_piece_goes_whole_whatever_its_tokens(wire: Wire) -> None:
 async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    slow = await wire.plane.open(address, leg("slow"))
-    quick = await wire.plane.open(address, leg("quick"))
+    slow = await wire.transport.open(address, leg("slow"))
+    quick = await wire.transport.open(address, leg("quick"))
     piece = b"data: " + b"." * 300
 
     async def produce(inner: ScriptedStream) -> None:
@@ -64,7 +64,7 @@ async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(wire: Wire) ->
 async def test_comments_travel_before_an_answer_and_in_their_place(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
-    stream = await wire.plane.open(address, leg())
+    stream = await wire.transport.open(address, leg())
     inner = worker.streams[0]
     ping = EngineChunk(comments=b": keep-alive\n\n")
     await inner.put(ping)

@@ -9,9 +9,9 @@ import uvloop
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
+from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
 from kvrouter.transports.requests.port import WorkerUnreachable
-from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
 
 TOKEN = "t0p"
@@ -25,19 +25,19 @@ RoundTrip = Callable[[Context, Context], Awaitable[list[int]]]
 async def over_tcp(server: Context, client: Context) -> list[int]:
     return await round_trip(
         TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=server, advertise_host="localhost"),
-        TcpRequestPlane(token=TOKEN, ssl=client, connect_timeout_s=CONNECT_LIMIT_S),
+        TcpRequestTransport(token=TOKEN, ssl=client, connect_timeout_s=CONNECT_LIMIT_S),
     )
 
 
 async def over_http(server: Context, client: Context) -> list[int]:
     return await round_trip(
         HttpRequestAcceptor("127.0.0.1", 0, token=TOKEN, ssl=server, advertise_host="localhost"),
-        HttpRequestPlane(token=TOKEN, ssl=client),
+        HttpRequestTransport(token=TOKEN, ssl=client),
     )
 
 
 async def round_trip(
-    acceptor: TcpRequestAcceptor | HttpRequestAcceptor, plane: TcpRequestPlane | HttpRequestPlane
+    acceptor: TcpRequestAcceptor | HttpRequestAcceptor, plane: TcpRequestTransport | HttpRequestTransport
 ) -> list[int]:
     """The tokens of one leg, from its request to its end."""
     await acceptor.start()

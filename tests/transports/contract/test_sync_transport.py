@@ -28,9 +28,9 @@ from kvrouter.core.sync import (
     StateQuestion,
     SyncMessage,
 )
-from kvrouter.transports.sync.nats import NatsSyncPlane
-from kvrouter.transports.sync.port import SyncPlane
-from tests.oracles.sync import MemorySyncPlane
+from kvrouter.transports.sync.nats import NatsSyncTransport
+from kvrouter.transports.sync.port import SyncTransport
+from tests.oracles.sync import MemorySyncTransport
 from tests.support.cancelled import cancelled_at_each_await
 from tests.support.nats_server import NatsServer, running_nats
 
@@ -38,7 +38,7 @@ A, B, C = RouterId("router-a"), RouterId("router-b"), RouterId("router-c")
 WITHIN_S = 60.0
 LINK = LinkName((("zone", "a"), ("rack", None)), "b")
 
-MakePlane = Callable[[], Awaitable[SyncPlane]]
+MakeTransport = Callable[[], Awaitable[SyncTransport]]
 
 
 class Ear:
@@ -63,17 +63,17 @@ class Ear:
 
 
 @pytest.fixture(params=["memory", "nats"])
-async def make_plane(request: pytest.FixtureRequest) -> AsyncIterator[MakePlane]:
+async def make_transport(request: pytest.FixtureRequest) -> AsyncIterator[MakeTransport]:
     clients: list[Client] = []
-    shared = MemorySyncPlane()
+    shared = MemorySyncTransport()
     namespace = f"ns-{uuid4().hex}"
 
-    async def make() -> SyncPlane:
+    async def make() -> SyncTransport:
         if request.param == "memory":
             return shared
         server: NatsServer = request.getfixturevalue("shared_nats")
         clients.append(await nats.connect(server.url))
-        return NatsSyncPlane(clients[-1], namespace=namespace, token="secret")
+        return NatsSyncTransport(clients[-1], namespace=namespace, token="secret")
 
     yield make
     for client in clients:
@@ -113,10 +113,13 @@ MESSAGES: list[SyncMessage] = [
 ]
 
 
-async def test_every_message_reaches_the_others_in_order(make_plane: MakePlane) -> None:
-    a, b, c = [await make_plane() for _ in range(3)]
+async def test_every_message_reaches_the_others_in_order(make_transport: MakeTransport) -> None:
+    a, b, c = [await make_transport() for _ in range(3)]
     ears = [Ear(router_id) for router_id in (A, B, C)]
-    ends = [await plane.subscribe(r, ear) for plane, r, ear in zip((a, b, c), (A, B, C), ears, strict=True)]
+    ends = [
+        await transport.subscribe(r, ear)
+        for transport, r, ear in zip((a, b, c), (A, B, C), ears, strict=True)
+    ]
     for message in MESSAGES:
         assert a.publish(message)
     for ear in ears[1:]:
@@ -126,8 +129,8 @@ async def test_every_message_reaches_the_others_in_order(make_plane: MakePlane) 
         await end()
 
 
-async def test_a_message_to_one_reaches_no_other(make_plane: MakePlane) -> None:
-    a, b, c = [await make_plane() for _ in range(3)]
+async def test_a_message_to_one_reaches_no_other(make_transport: MakeTransport) -> None:
+    a, b, c = [await make_transport() for _ in range(3)]
     ear_b, ear_c = Ear(B), Ear(C)
     ends = [await b.subscribe(B, ear_b), await c.subscribe(C, ear_c)]
     a.publish(Heartbeat(A, 1, 0), to=B)
@@ -138,8 +141,8 @@ async def test_a_message_to_one_reaches_no_other(make_plane: MakePlane) -> None:
         await end()
 
 
-async def test_the_longest_prompt_travels(make_plane: MakePlane) -> None:
-    a, b = await make_plane(), await make_plane()
+async def test_the_longest_prompt_travels(make_transport: MakeTransport) -> None:
+    a, b = await make_transport(), await make_transport()
     ear = Ear(B)
     end = await b.subscribe(B, ear)
     message = Deltas(A, 1, tuple(add(str(n), n_blocks=NAMED_BLOCKS_MAX) for n in range(4)))
@@ -148,8 +151,8 @@ async def test_the_longest_prompt_travels(make_plane: MakePlane) -> None:
     await end()
 
 
-async def test_nothing_is_heard_after_the_end_and_last_words_leave(make_plane: MakePlane) -> None:
-    a, b, c = [await make_plane() for _ in range(3)]
+async def test_nothing_is_heard_after_the_end_and_last_words_leave(make_transport: MakeTransport) -> None:
+    a, b, c = [await make_transport() for _ in range(3)]
     ear_b, ear_c = Ear(B), Ear(C)
     end_a = await a.subscribe(A, Ear(A))
     end_b, end_c = await b.subscribe(B, ear_b), await c.subscribe(C, ear_c)
@@ -161,8 +164,8 @@ async def test_nothing_is_heard_after_the_end_and_last_words_leave(make_plane: M
     await end_c()
 
 
-async def test_a_subscription_that_is_cancelled_midway_hears_nothing(make_plane: MakePlane) -> None:
-    a, b = await make_plane(), await make_plane()
+async def test_a_subscription_that_is_cancelled_midway_hears_nothing(make_transport: MakeTransport) -> None:
+    a, b = await make_transport(), await make_transport()
     cancelled, ear = Ear(B), Ear(B)
     async for end in cancelled_at_each_await(lambda: b.subscribe(B, cancelled)):
         if end is not None:
@@ -178,16 +181,16 @@ async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> 
     client = await nats.connect(shared_nats.url)
     namespace = f"ns-{uuid4().hex}"
     refused: list[str] = []
-    ours = NatsSyncPlane(client, namespace=namespace, token="secret", on_refused=refused.append)
+    ours = NatsSyncTransport(client, namespace=namespace, token="secret", on_refused=refused.append)
     ear = Ear(B)
     end = await ours.subscribe(B, ear)
     subject = f"kvrouter.{namespace}.sync.v1.all.router-a"
-    NatsSyncPlane(client, namespace=namespace, token="guess").publish(Heartbeat(A, 1, 0))
+    NatsSyncTransport(client, namespace=namespace, token="guess").publish(Heartbeat(A, 1, 0))
     await asyncio.sleep(0)
     await client.publish(subject, b"")
     await client.publish(subject, b"x" * 100)
-    friend = NatsSyncPlane(client, namespace=namespace, token="secret")
-    await client.publish(subject, friend._seal.seal(subject, b"\xc1", number=next(friend._numbers)))
+    friend = NatsSyncTransport(client, namespace=namespace, token="secret")
+    await client.publish(subject, friend._auth.seal(subject, b"\xc1", number=next(friend._numbers)))
     friend.publish(Goodbye(A))
     assert await ear.wait_for(1) == [Goodbye(A)]
     assert len(refused) == 4
@@ -200,8 +203,8 @@ async def test_what_was_overheard_on_nats_is_old_when_it_is_said_again(shared_na
     client, stranger = await nats.connect(shared_nats.url), await nats.connect(shared_nats.url)
     namespace = f"ns-{uuid4().hex}"
     refused: list[str] = []
-    a = NatsSyncPlane(client, namespace=namespace, token="secret")
-    b = NatsSyncPlane(client, namespace=namespace, token="secret", on_refused=refused.append)
+    a = NatsSyncTransport(client, namespace=namespace, token="secret")
+    b = NatsSyncTransport(client, namespace=namespace, token="secret", on_refused=refused.append)
     ear = Ear(B)
     overheard: list[tuple[str, bytes]] = []
 
@@ -235,17 +238,17 @@ async def test_what_was_overheard_on_nats_is_old_when_it_is_said_again(shared_na
 
 async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
-    plane = NatsSyncPlane(client, namespace="ns", token="t0p", outbox_max_bytes=2_000)
+    transport = NatsSyncTransport(client, namespace="ns", token="t0p", outbox_max_bytes=2_000)
     big = Deltas(A, 1, (add(n_blocks=100),))
-    assert [plane.publish(big) for _ in range(3)] == [True, True, False]
+    assert [transport.publish(big) for _ in range(3)] == [True, True, False]
     await client.close()
-    assert not plane.publish(Goodbye(A))
+    assert not transport.publish(Goodbye(A))
 
 
 async def test_a_broker_that_takes_less_makes_it_a_loss() -> None:
     with running_nats(max_payload_bytes=4_096) as server:
         client = await nats.connect(server.url)
-        plane = NatsSyncPlane(client, namespace="ns", token="t0p")
-        assert not plane.publish(Deltas(A, 1, (add(n_blocks=1_000),)))
-        assert plane.publish(Deltas(A, 2, (add(n_blocks=10),)))
+        transport = NatsSyncTransport(client, namespace="ns", token="t0p")
+        assert not transport.publish(Deltas(A, 1, (add(n_blocks=1_000),)))
+        assert transport.publish(Deltas(A, 2, (add(n_blocks=10),)))
         await client.close()

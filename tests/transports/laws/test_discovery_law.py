@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.card_tracker import CardLeases, Change, Left, claim, still_claims
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.wire import CardRecord, decode_record, encode_record
+from kvrouter.transports.records.card_tracker import CardLeases, Change, Left, claim, still_claims
+from kvrouter.transports.records.encoding import CardRecord, decode_record, encode_record
+from kvrouter.transports.records.port import Gone
 from tests.support.discovery_stores import card
 
 LEASE_S = 3.0
@@ -86,11 +86,11 @@ class World:
         if self.leases.is_lost:
             self.leases.regain(self.now)
             self.heard_at = dict.fromkeys(self.heard_at, self.now)
-        self.leases.look(self.now)
+        self.leases.check(self.now)
         for worker, (record, stamp) in self.store.items():
             if self.seen.get(worker) != stamp:
                 self.heard_at[worker, record.card.incarnation], self.seen[worker] = self.now, stamp
-            self.take(self.leases.hear(record, stamp, self.now))
+            self.take(self.leases.observe(record, stamp, self.now))
         self.take(self.leases.expire(self.now))
         self.leases.forget({WorkerId(worker) for worker in self.store})
 

@@ -22,7 +22,7 @@ from kvrouter.core.events import (
 )
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.transports.events.wire import (
+from kvrouter.transports.events.encoding import (
     COUNT_MAX,
     EVENT_ID_MAX,
     REASON_MAX_CHARS,

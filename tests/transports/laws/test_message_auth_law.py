@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
 
 TOKENS = st.text(max_size=20)
 BODIES = st.binary(max_size=200)
@@ -74,7 +74,7 @@ def test_subject_number_and_body_do_not_flow_into_each_other(body: bytes, data: 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9))))
 def test_numbers_are_taken_once_and_in_order(said: list[tuple[str, int]]) -> None:
-    newest = Newest()
+    newest = ReplayGuard()
     taken: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     for sender, number in said:
         is_new = number > max(taken[sender], default=0)
@@ -84,7 +84,7 @@ def test_numbers_are_taken_once_and_in_order(said: list[tuple[str, int]]) -> Non
 
 
 def test_who_was_not_heard_for_longest_is_forgotten_first() -> None:
-    newest = Newest(remembered_max=2)
+    newest = ReplayGuard(remembered_max=2)
     for sender, number in (("a", 5), ("b", 5), ("a", 6), ("c", 5)):
         assert newest.takes(sender, number)
     assert not newest.takes("a", 6)

@@ -27,7 +27,7 @@ from kvrouter.transports.requests.messages import (
     greeting,
     hello,
 )
-from kvrouter.transports.requests.nats.plane import FromRouter, NatsPipe, PipePublisher
+from kvrouter.transports.requests.nats.transport import FromRouter, NatsPipe, PipePublisher
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.session import (
     READING_FULL,
@@ -213,9 +213,9 @@ def test_tokens_arrive_once_and_in_order_however_the_bytes_are_cut(
                 carry(router, worker, cut)
             rest = answer.rest_of(chunk)
             if rest is None:
-                answer.bring(chunk)
+                answer.send_chunk(chunk)
             chunk = rest
-    answer.bring(EngineChunk(finish=FinishReason.STOP))
+    answer.send_chunk(EngineChunk(finish=FinishReason.STOP))
     carry(router, worker, cut)
     assert stream.is_accepted
     assert stream.tokens == [token for run in runs for token in run]
@@ -361,9 +361,9 @@ def test_a_token_that_cannot_travel_fails_its_own_leg(token: int) -> None:
     carry(router, worker)
     worker.accept(odd.stream_id)
     worker.accept(good.stream_id)
-    worker.bring_tokens(good.stream_id, (5,))
-    worker.bring_tokens(odd.stream_id, (token,))
-    worker.bring_tokens(good.stream_id, (6,))
+    worker.send_tokens(good.stream_id, (5,))
+    worker.send_tokens(odd.stream_id, (token,))
+    worker.send_tokens(good.stream_id, (6,))
     carry(router, worker)
     assert isinstance(odd.error, StreamBroken)
     assert (odd.tokens, side.cancelled) == ([], [odd.stream_id])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 from kvrouter.transports.requests.port import LivenessListeners
 
 
@@ -22,7 +22,7 @@ async def test_a_mistake_is_reported_at_once_though_somebody_keeps_the_task(
     async def fail() -> None:
         raise ZeroDivisionError
 
-    task = go_on(fail(), name="hearts: beat")
+    task = spawn(fail(), name="hearts: beat")
     await asyncio.wait([task])
     await asyncio.sleep(0)
     assert [str(context["message"]) for context in reported] == ["hearts: beat: ended by a mistake"]
@@ -30,7 +30,7 @@ async def test_a_mistake_is_reported_at_once_though_somebody_keeps_the_task(
 
 
 async def test_an_end_in_good_order_is_reported_to_nobody(reported: list[dict[str, Any]]) -> None:
-    ended, cancelled = go_on(asyncio.sleep(0), name="ends"), go_on(asyncio.sleep(1e6), name="is cancelled")
+    ended, cancelled = spawn(asyncio.sleep(0), name="ends"), spawn(asyncio.sleep(1e6), name="is cancelled")
     cancelled.cancel()
     await asyncio.wait([ended, cancelled])
     await asyncio.sleep(0)
@@ -44,7 +44,7 @@ async def test_a_follower_that_fails_keeps_no_other_from_hearing(reported: list[
     followers, heard = LivenessListeners(), list[bool]()
     followers.add(fail)
     followers.add(heard.append)
-    followers.tell(is_alive=False)
-    followers.tell(is_alive=True)
+    followers.notify(is_alive=False)
+    followers.notify(is_alive=True)
     assert heard == [False, True]
     assert len(reported) == 2

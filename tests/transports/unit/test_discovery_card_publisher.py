@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.card_publisher import WRITE_TRIES, HeldCards
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.records import OtherWrote
-from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord
+from kvrouter.transports.records.card_publisher import WRITE_TRIES, HeldCards
+from kvrouter.transports.records.encoding import CARDS, RECORD_MAX_BYTES, CardRecord
+from kvrouter.transports.records.port import Gone
+from kvrouter.transports.records.store import VersionConflict
 from tests.support.discovery_stores import card
 from tests.support.memory_records import MemoryRecords
 
@@ -164,7 +164,7 @@ class Contested(Shelf):
 
     async def put_over(self, value: CardRecord, over: int | None) -> int:
         self.tries += 1
-        raise OtherWrote("another one is there")
+        raise VersionConflict("another one is there")
 
 
 async def test_a_place_that_others_write_all_the_time_is_given_up_for_now() -> None:

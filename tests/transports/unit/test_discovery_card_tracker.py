@@ -1,9 +1,9 @@
 """What a watcher makes of what it sees in a store, by a clock that the test turns."""
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.transports.discovery.card_tracker import REPLACED_MAX, CardLeases, Left, claim, still_claims
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.transports.records.card_tracker import REPLACED_MAX, CardLeases, Left, claim, still_claims
+from kvrouter.transports.records.encoding import CardRecord
+from kvrouter.transports.records.port import Gone
 from tests.support.discovery_stores import card
 
 LEASE_S = 10.0
@@ -22,17 +22,17 @@ def ticks(leases: CardLeases, start: float, end: float) -> list[object]:
     """Look every half second from ``start`` to before ``end``."""
     changes: list[object] = []
     for half in range(int(start * 2), int(end * 2)):
-        leases.look(half / 2)
+        leases.check(half / 2)
         changes += leases.expire(half / 2)
     return changes
 
 
 def test_a_lease_runs_from_the_last_change_that_was_seen() -> None:
     leases = CardLeases()
-    assert leases.hear(record(), "a", 0.0) == [card()]
-    assert leases.hear(record(), "a", 4.0) == []
+    assert leases.observe(record(), "a", 0.0) == [card()]
+    assert leases.observe(record(), "a", 4.0) == []
     assert leases.next_end() == 10.0
-    assert leases.hear(record(), "b", 4.0) == []
+    assert leases.observe(record(), "b", 4.0) == []
     assert leases.next_end() == 14.0
     assert ticks(leases, 4.0, 14.0) == []
     assert ticks(leases, 14.0, 15.0) == [left(Gone.EXPIRED)]
@@ -41,42 +41,42 @@ def test_a_lease_runs_from_the_last_change_that_was_seen() -> None:
 
 def test_what_expired_does_not_come_back_with_its_old_stamp() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
+    leases.observe(record(), "a", 0.0)
     leases.expire(10.0)
-    assert leases.hear(record(), "a", 11.0) == []
-    assert leases.hear(record(), "b", 12.0) == [card()]
+    assert leases.observe(record(), "a", 11.0) == []
+    assert leases.observe(record(), "b", 12.0) == [card()]
 
 
 def test_what_expired_may_still_be_withdrawn_or_replaced() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
+    leases.observe(record(), "a", 0.0)
     leases.expire(10.0)
-    assert leases.hear(record(withdrawn=True), "b", 11.0) == [left(Gone.WITHDRAWN)]
-    assert leases.hear(record(withdrawn=True), "c", 12.0) == []
+    assert leases.observe(record(withdrawn=True), "b", 11.0) == [left(Gone.WITHDRAWN)]
+    assert leases.observe(record(withdrawn=True), "c", 12.0) == []
     other = CardLeases()
-    other.hear(record(), "a", 0.0)
+    other.observe(record(), "a", 0.0)
     other.expire(10.0)
-    assert other.hear(record(2, replaced=(9,)), "b", 11.0) == [left(Gone.REPLACED), card(1, 2)]
+    assert other.observe(record(2, replaced=(9,)), "b", 11.0) == [left(Gone.REPLACED), card(1, 2)]
 
 
 def test_a_worker_that_came_and_left_between_two_looks_replaced_the_one_before() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
-    assert leases.hear(record(2, replaced=(9,), withdrawn=True), "b", 1.0) == [left(Gone.REPLACED)]
+    leases.observe(record(), "a", 0.0)
+    assert leases.observe(record(2, replaced=(9,), withdrawn=True), "b", 1.0) == [left(Gone.REPLACED)]
 
 
 def test_what_was_replaced_is_not_heard_again_while_the_other_lives() -> None:
     leases = CardLeases()
-    leases.hear(record(2, replaced=(9,)), "b", 0.0)
-    assert leases.hear(record(), "a", 1.0) == []
-    assert leases.hear(record(withdrawn=True), "c", 1.0) == []
-    leases.hear(record(2, replaced=(9,), withdrawn=True), "d", 2.0)
-    assert leases.hear(record(), "e", 3.0) == [card()]
+    leases.observe(record(2, replaced=(9,)), "b", 0.0)
+    assert leases.observe(record(), "a", 1.0) == []
+    assert leases.observe(record(withdrawn=True), "c", 1.0) == []
+    leases.observe(record(2, replaced=(9,), withdrawn=True), "d", 2.0)
+    assert leases.observe(record(), "e", 3.0) == [card()]
 
 
 def test_nobody_expires_while_the_store_is_lost_and_then_has_a_whole_lease() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
+    leases.observe(record(), "a", 0.0)
     leases.lose()
     assert leases.overdue(100.0) == []
     assert leases.expire(100.0) == []
@@ -88,9 +88,9 @@ def test_nobody_expires_while_the_store_is_lost_and_then_has_a_whole_lease() -> 
 
 def test_a_watcher_that_slept_gives_everybody_a_whole_lease() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
-    leases.look(1.0)
-    leases.look(60.0)
+    leases.observe(record(), "a", 0.0)
+    leases.check(1.0)
+    leases.check(60.0)
     assert leases.expire(60.0) == []
     assert ticks(leases, 60.0, 70.0) == []
     assert ticks(leases, 70.0, 70.5) == [left(Gone.EXPIRED)]
@@ -98,19 +98,19 @@ def test_a_watcher_that_slept_gives_everybody_a_whole_lease() -> None:
 
 def test_the_memory_of_what_is_over_goes_with_its_record() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
+    leases.observe(record(), "a", 0.0)
     leases.forget(())
     assert leases.next_end() == 10.0
     leases.expire(10.0)
     leases.forget({WorkerId(1)})
-    assert leases.hear(record(), "a", 11.0) == []
+    assert leases.observe(record(), "a", 11.0) == []
     leases.forget(())
-    assert leases.hear(record(), "a", 12.0) == [card()]
+    assert leases.observe(record(), "a", 12.0) == [card()]
 
 
 def test_the_memory_of_what_is_over_goes_with_time() -> None:
     leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
+    leases.observe(record(), "a", 0.0)
     leases.forget_before(5.0)
     assert len(leases) == 1
     leases.expire(10.0)

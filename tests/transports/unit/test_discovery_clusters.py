@@ -12,10 +12,10 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.discovery import clusters
-from kvrouter.transports.discovery.clusters import ClustersDiscovery, placed_in
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.transports.records import clusters
+from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 from tests.support.constants import SetConstants
 from tests.support.discovery_stores import Ear, listen
 from tests.support.fleets import Bench, HandDiscovery, card, generate_request

@@ -14,14 +14,15 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.discovery import leased_watch
-from kvrouter.transports.discovery.card_tracker import TroubleSink, WatcherSinks
-from kvrouter.transports.discovery.file.folder import Folder
-from kvrouter.transports.discovery.file.records import FileRecords
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.records import PolledFeed, RecordKind
-from kvrouter.transports.discovery.wire import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.transports.records import leased_watch
+from kvrouter.transports.records.card_tracker import TroubleSink, WatcherSinks
+from kvrouter.transports.records.encoding import CARDS, RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.transports.records.file.folder import Folder
+from kvrouter.transports.records.file.store import FileRecords
+from kvrouter.transports.records.leased_watch import LeasedWatch
+from kvrouter.transports.records.port import Gone
+from kvrouter.transports.records.store import PolledFeed, RecordKind
+from tests.support.calls import MakeFail
 from tests.support.constants import SetConstants
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
@@ -199,7 +200,7 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
     (folder.path / ".worker-4.0123456789abcdef.half").touch()
     watch = LeasedWatch(files, WatcherSinks(nobody, nobody, None), remove_after_s=0.0, on_trouble=nobody)
     assert isinstance(watch.feed, PolledFeed)
-    await watch.feed.ask()
+    await watch.feed.poll()
     lives, version = await files.read("1")
     assert lives is not None
     version = await files.put_over(lives, version)
@@ -209,6 +210,13 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
     await files.put_over(lives, version)
     await files.put_over(record(2), None)
     assert await ids(files) == [1, 2]
+
+
+def raises(code: int) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 async def test_a_folder_whose_files_cannot_be_looked_at_is_a_lost_store(
@@ -230,7 +238,7 @@ async def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
 ) -> None:
     version = await files.put_over(record(1), None)
     clock = iter(range(10**18, 0, -(10**12)))
-    monkeypatch.setattr("kvrouter.transports.discovery.file.folder.time.time_ns", lambda: next(clock))
+    monkeypatch.setattr("kvrouter.transports.records.file.folder.time.time_ns", lambda: next(clock))
     stamps = set()
     for _ in range(10):
         version = await files.put_over(record(1), version)
@@ -327,20 +335,13 @@ async def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
 
 
 async def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_cannot_be_renewed(
-    folder: Folder, files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
+    folder: Folder, files: FileRecords[CardRecord], make_fail: MakeFail
 ) -> None:
     version = await files.put_over(record(1), None)
-    monkeypatch.setattr(folder, "replace", raises(errno.ENOSPC))
-    monkeypatch.setattr(os, "utime", raises(errno.EROFS))
+    make_fail(folder, "replace", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    make_fail(os, "utime", OSError(errno.EROFS, os.strerror(errno.EROFS)))
     with pytest.raises(OSError, match="No space left"):
         await files.put_over(record(1, draining=True), version)
-
-
-def raises(code: int) -> Callable[..., None]:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:

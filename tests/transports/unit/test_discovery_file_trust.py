@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.transports.discovery.file import FileDiscovery
-from kvrouter.transports.discovery.file.folder import MARKER
+from kvrouter.transports.records.file import FileDiscovery
+from kvrouter.transports.records.file.folder import MARKER
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 
 

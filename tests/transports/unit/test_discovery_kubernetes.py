@@ -17,16 +17,16 @@ from kvrouter.kube.informer import wait_after
 from kvrouter.kube.objects import FLEET_LABEL, WORKERS
 from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.settings.sources import load_settings
-from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
-from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
-from kvrouter.transports.discovery.kubernetes.api import reason
-from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S, WorkerObjects
-from kvrouter.transports.discovery.kubernetes.objects import (
+from kvrouter.transports.records.card_tracker import RENEWALS_PER_LEASE
+from kvrouter.transports.records.encoding import CARDS, CardRecord
+from kvrouter.transports.records.kubernetes import KubernetesDiscovery, OwnerPod
+from kvrouter.transports.records.kubernetes.api import reason
+from kvrouter.transports.records.kubernetes.cards import LEASE_S, WorkerObjects
+from kvrouter.transports.records.kubernetes.objects import (
     StoredObject,
     checked_fleet,
     encode_object,
 )
-from kvrouter.transports.discovery.wire import CARDS, CardRecord
 from tests.support.discovery_stores import card, nobody
 
 RECORD = CardRecord(card(5), 60.0, (), False)
@@ -51,7 +51,7 @@ async def test_a_connection_outlives_the_time_between_two_renewals(
             super().__init__(keepalive_timeout=keepalive_timeout, limit=limit, ssl=ssl)
 
     monkeypatch.setattr(aiohttp, "TCPConnector", Recorded)
-    monkeypatch.setattr(Account, "trust", lambda _: ssl.create_default_context())
+    monkeypatch.setattr(Account, "ssl_context", lambda _: ssl.create_default_context())
     server = KubeClient(AccountConnection(Account("https://127.0.0.1:1", folder, "models")), answer_s=5.0)
     with pytest.raises(ClusterError):
         await server.ask("GET", "/")

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.kube.account import Account
 from kvrouter.kube.client import CONFLICT, JSON, KubeClient, Query, RequestRefused
 from kvrouter.kube.objects import cordon_object
-from kvrouter.transports.discovery.kubernetes import KubernetesCordons
+from kvrouter.transports.records.kubernetes import KubernetesCordons
 from tests.support.discovery_stores import nobody
 
 NODE = Cordon("node", "n1", at_s=1.0)

@@ -17,15 +17,15 @@ from kvrouter.kube.account import Account
 from kvrouter.kube.client import ClusterLost, RequestRefused
 from kvrouter.kube.informer import ListAndWatch, wait_after
 from kvrouter.kube.objects import WORKERS, WatchEvent
-from kvrouter.transports.discovery.card_tracker import WatcherSinks
-from kvrouter.transports.discovery.kubernetes import records
-from kvrouter.transports.discovery.kubernetes.discovery import WorkerObjects
-from kvrouter.transports.discovery.kubernetes.objects import StoredObject, encode_object
-from kvrouter.transports.discovery.kubernetes.records import QUIET_LEASES, Stood
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.records import OtherWrote
-from kvrouter.transports.discovery.wire import CARDS, CardRecord
+from kvrouter.transports.records.card_tracker import WatcherSinks
+from kvrouter.transports.records.encoding import CARDS, CardRecord
+from kvrouter.transports.records.kubernetes import store
+from kvrouter.transports.records.kubernetes.cards import WorkerObjects
+from kvrouter.transports.records.kubernetes.objects import StoredObject, encode_object
+from kvrouter.transports.records.kubernetes.store import QUIET_LEASES, ObjectVersion
+from kvrouter.transports.records.leased_watch import LeasedWatch
+from kvrouter.transports.records.port import Gone
+from kvrouter.transports.records.store import VersionConflict
 from tests.support.constants import SetConstants
 from tests.support.discovery_stores import Ear, card
 from tests.support.waits import until
@@ -73,11 +73,11 @@ class ScriptedApi(WorkerObjects):
         self._news = asyncio.Queue(1000)
         yield self._stream(self._news)
 
-    async def delete(self, key: str, version: Stood | None = None) -> None:
+    async def delete(self, key: str, version: ObjectVersion | None = None) -> None:
         assert version is not None
         self.deleted.append((key, version.version))
         if self.objects[self.name_of(key)].metadata.resource_version != version.version:
-            raise OtherWrote("another version")
+            raise VersionConflict("another version")
         del self.objects[self.name_of(key)]
 
     def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> WatchEvent:
@@ -116,7 +116,7 @@ class Scene:
 
     api: ScriptedApi = field(default_factory=ScriptedApi)
     ear: Ear = field(default_factory=Ear)
-    _watches: list[LeasedWatch[Stood]] = field(default_factory=list)
+    _watches: list[LeasedWatch[ObjectVersion]] = field(default_factory=list)
 
     @property
     def troubles(self) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(set_constants: SetConstants) -> AsyncIterator[Scene]:
-    set_constants(records, TICK_MAX_S=0.02)
+    set_constants(store, TICK_MAX_S=0.02)
     made = Scene()
     yield made
     await made.end()

@@ -8,12 +8,12 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.leased_watch import LeasedWatch
-from kvrouter.transports.discovery.nats import NatsDiscovery
-from kvrouter.transports.discovery.nats.bucket import BucketFeed
-from kvrouter.transports.discovery.port import Gone
-from kvrouter.transports.discovery.wire import CardRecord, encode_record
 from kvrouter.transports.message_auth import MessageAuth
+from kvrouter.transports.records.encoding import CardRecord, encode_record
+from kvrouter.transports.records.leased_watch import LeasedWatch
+from kvrouter.transports.records.nats import NatsDiscovery
+from kvrouter.transports.records.nats.store import BucketFeed
+from kvrouter.transports.records.port import Gone
 from tests.support.discovery_stores import (
     LEASE_S,
     TOKEN,

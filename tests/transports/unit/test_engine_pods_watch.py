@@ -15,7 +15,7 @@ from kvrouter.kube.account import Account
 from kvrouter.kube.client import ClusterLost, RequestRefused
 from kvrouter.kube.informer import ListAndWatch
 from kvrouter.kube.objects import WatchEvent
-from kvrouter.transports.discovery.kubernetes import PodsApi, PodsWatch, pods, pods_reason
+from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods, pods_reason
 from tests.support.constants import SetConstants
 from tests.support.engine_pods import pod_json
 from tests.support.waits import until
@@ -49,9 +49,7 @@ class ScriptedApi(PodsApi):
         self._news = asyncio.Queue(100)
         yield self._stream(self._news)
 
-    def tell(  # type: ignore[override]  # the script's, not that of events
-        self, kind: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"], given: object
-    ) -> None:
+    def tell(self, kind: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"], given: object) -> None:
         self._news.put_nowait([WatchEvent(kind, msgspec.Raw(json.dumps(given).encode()))])
 
     def ends(self, how: Exception | None) -> None:

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Held, KvBatch, KvSnapshot, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.transports.events.port import AnswerTooLarge
-from kvrouter.transports.events.recovery import (
-    ENVELOPE_BYTES,
-    TRANSFER_IDLE_S,
-    RecoveryAnswers,
-    recover_range,
-    recover_snapshot,
-)
-from kvrouter.transports.events.wire import (
+from kvrouter.transports.events.encoding import (
     RANGE_MAX_BYTES,
     SNAPSHOT_MAX_BYTES,
     Answer,
@@ -28,12 +20,20 @@ from kvrouter.transports.events.wire import (
     PieceQuestion,
     SnapshotQuestion,
     TransferGone,
-    Whole,
+    WholeAnswer,
     decode_answer,
     encode_answer,
     encode_question,
     encode_snapshot,
     snapshot_max_bytes,
+)
+from kvrouter.transports.events.port import AnswerTooLarge
+from kvrouter.transports.events.recovery import (
+    ENVELOPE_BYTES,
+    TRANSFER_IDLE_S,
+    RecoveryAnswers,
+    recover_range,
+    recover_snapshot,
 )
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -84,7 +84,7 @@ def test_an_answer_of_any_size_arrives_whole(n_blocks: int) -> None:
     assert asyncio.run(recover_snapshot(wire.ask, RANK)) == wire.source.snapshot
     assert asyncio.run(recover_snapshot(wire.ask, RANK)) == wire.source.snapshot
     for _ in range(2):
-        assert isinstance(wire.begin(), Whole | FirstPiece), "the transfers before are over"
+        assert isinstance(wire.begin(), WholeAnswer | FirstPiece), "the transfers before are over"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_an_answer_of_any_size_arrives_whole(n_blocks: int) -> None:
         Piece(2, b"x" * 100),
         Piece(1, b"x" * 99),
         Piece(1, b""),
-        Whole(b""),
+        WholeAnswer(b""),
         Busy(),
         FirstPiece(1, 500, 0, b"x" * 100),
     ],
@@ -128,7 +128,9 @@ async def test_sizes_that_cannot_be_are_refused_before_anything_is_kept(first: F
     assert caught.value.param == "total_bytes"
 
 
-@pytest.mark.parametrize("answer", [Piece(1, b""), TransferGone(), Whole(b"\x00 no snapshot"), Whole(b"")])
+@pytest.mark.parametrize(
+    "answer", [Piece(1, b""), TransferGone(), WholeAnswer(b"\x00 no snapshot"), WholeAnswer(b"")]
+)
 async def test_what_is_no_answer_is_a_mistake_of_the_peer(answer: Answer) -> None:
     with pytest.raises(ProtocolError):
         await recover_snapshot(Wire(change=lambda _: answer).ask, RANK)

@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, EventTransport, LoadReport
-from kvrouter.transports.events.wire import (
+from kvrouter.transports.events.encoding import (
     BATCH_MAX_BYTES,
     VERSION,
     SnapshotQuestion,

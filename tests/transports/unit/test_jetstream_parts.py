@@ -8,9 +8,9 @@ import pytest
 from kvrouter.core.events import Cleared, KvBatch, Removed, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.transports.events.jetstream import stream_subscriber as replay_module
-from kvrouter.transports.events.jetstream.consumer import _place
+from kvrouter.transports.events.jetstream.consumer import _delivery_info
 from kvrouter.transports.events.jetstream.publisher import merged
-from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.jetstream.stream_subscriber import Replay, Replays
 from kvrouter.transports.events.loads import Drops
 from tests.support.event_ends_jetstream import Notes
@@ -59,18 +59,18 @@ def test_nothing_merges_to_nothing() -> None:
     ids=["as in old servers", "with a domain and an account"],
 )
 def test_a_delivery_says_where_it_stands(reply: str) -> None:
-    place = _place(reply)
+    place = _delivery_info(reply)
     assert place is not None
-    assert (place.stream_sequence, place.delivery, place.pending) == (42, 7, 3)
+    assert (place.stream_sequence, place.number, place.pending) == (42, 7, 3)
 
 
 @pytest.mark.parametrize("reply", ["", "_INBOX.x", "$JS.ACK.stream.consumer.1.x.7.1700000000.3", "." * 30])
 def test_what_the_stream_did_not_send_has_no_place(reply: str) -> None:
-    assert _place(reply) is None
+    assert _delivery_info(reply) is None
 
 
 def test_names_carry_namespace_and_component_and_nothing_that_nats_reads() -> None:
-    names = LaneNames("prod.eu", "back end*")
+    names = ComponentNames("prod.eu", "back end*")
     assert names.stream == "kvrouter-prod_eu-back_end_-kv-events"
     assert names.bucket == "kvrouter-prod_eu-back_end_-index"
     assert names.events(RANK) == "kvrouter.prod_eu.back_end_.kv.7.1"
@@ -122,10 +122,10 @@ class Bench:
         replays = Replays(
             client=None,  # type: ignore[arg-type]
             jetstream=None,  # type: ignore[arg-type]
-            names=LaneNames("n", "c"),
+            names=ComponentNames("n", "c"),
             observer=Notes(),
             heartbeat_s=1.0,
-            hand=lambda _subject, payload, _epoch: self.handed.append(payload),
+            deliver=lambda _subject, payload, _epoch: self.handed.append(payload),
             check=self.check,
         )
         replays.begin(RANK, Epoch(1), after=4)

@@ -3,11 +3,11 @@
 import pytest
 from nats.js.api import ClusterInfo, PeerInfo
 
-from kvrouter.transports.discovery.nats.bucket import HEARD_WITHIN_S, check_majority
+from kvrouter.transports.records.nats.store import PEER_ACTIVE_WITHIN_S, check_majority
 
 NS = 1_000_000_000
 HEARD = PeerInfo(current=True, active=NS)
-LONG_AGO = PeerInfo(current=True, active=int(HEARD_WITHIN_S * NS))
+LONG_AGO = PeerInfo(current=True, active=int(PEER_ACTIVE_WITHIN_S * NS))
 NEVER = PeerInfo(current=False, active=0)
 
 

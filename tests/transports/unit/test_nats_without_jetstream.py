@@ -7,9 +7,9 @@ import pytest
 
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.transports.discovery.nats import NatsDiscovery
 from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.nats_client import NO_JETSTREAM, reason
+from kvrouter.transports.records.nats import NatsDiscovery
 from tests.support.discovery_stores import LEASE_S, card, nobody
 from tests.support.event_ends_jetstream import Notes
 from tests.support.nats_server import NatsServer, running_nats

@@ -11,8 +11,8 @@ import trustme
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
-from kvrouter.transports.requests.http import plane as http_plane
+from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
+from kvrouter.transports.requests.http import transport as http_plane
 from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
@@ -30,9 +30,11 @@ LAST = EngineChunk(token_ids=(4, 5), finish=FinishReason.STOP)
 class Ends:
     """A worker behind a listener, and a plane."""
 
-    def __init__(self, acceptor: HttpRequestAcceptor, plane: HttpRequestPlane, refused: list[str]) -> None:
+    def __init__(
+        self, acceptor: HttpRequestAcceptor, transport: HttpRequestTransport, refused: list[str]
+    ) -> None:
         self.acceptor = acceptor
-        self.plane = plane
+        self.transport = transport
         self.refused = refused
         self.worker = ScriptedWorker()
         self.address = acceptor.address_of(WorkerId(1), Epoch(1))
@@ -64,16 +66,16 @@ async def both_ends(
         on_refused=refused.append,
     )
     await acceptor.start()
-    plane = HttpRequestPlane(
+    transport = HttpRequestTransport(
         token=router_token,
         ssl=client,
         on_refused=on_refused or (lambda _why: None),
         limits=RouterLimits(dead_after_s=dead_after_s, heartbeat_s=dead_after_s / 3),
     )
     try:
-        yield Ends(acceptor, plane, refused)
+        yield Ends(acceptor, transport, refused)
     finally:
-        await plane.close()
+        await transport.close()
         await acceptor.close()
 
 
@@ -120,7 +122,7 @@ async def test_a_body_that_is_no_request_and_a_line_that_is_no_http_harm_nobody(
     async with both_ends() as ends:
         assert b" 400 " in await say(ends.port, post("/v1/legs/1/1", length=4) + "abcd")
         assert b" 400 " in await say(ends.port, "\x00\x01 garbage\n\n")
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         await ends.worker.streams[0].put(LAST)
         assert (await read_all(stream))[0] == [4, 5]
 
@@ -138,15 +140,15 @@ async def test_health_tells_of_a_worker_and_without_a_token_of_the_listener() ->
 async def test_a_router_with_another_token_is_refused_and_one_without_any_where_none_is_set_is_not() -> None:
     async with both_ends(router_token="guess") as ends:
         with pytest.raises(WorkerUnreachable, match="token"):
-            await ends.plane.open(ends.address, leg())
+            await ends.transport.open(ends.address, leg())
     async with both_ends(router_token="", worker_token="") as ends:
-        await ends.plane.open(ends.address, leg())
+        await ends.transport.open(ends.address, leg())
 
 
 async def test_a_port_that_another_incarnation_took_over_refuses() -> None:
     async with both_ends() as ends:
         with pytest.raises(WorkerUnreachable, match="nobody serves"):
-            await ends.plane.open(ends.address.removesuffix("1") + "2", leg())
+            await ends.transport.open(ends.address.removesuffix("1") + "2", leg())
         with pytest.raises(ConfigError):
             ends.acceptor.serve(ends.address, ScriptedWorker())
 
@@ -154,11 +156,11 @@ async def test_a_port_that_another_incarnation_took_over_refuses() -> None:
 async def test_a_plane_that_was_closed_follows_nobody_and_leaves_nothing_running() -> None:
     async with both_ends() as ends:
         before = asyncio.all_tasks()
-        stream = await ends.plane.open(ends.address, leg())
-        ends.plane.follow(ends.address, lambda _: None)
-        await ends.plane.close()
+        stream = await ends.transport.open(ends.address, leg())
+        ends.transport.follow(ends.address, lambda _: None)
+        await ends.transport.close()
         with pytest.raises(WorkerUnreachable, match="closed"):
-            ends.plane.follow(ends.address, lambda _: None)
+            ends.transport.follow(ends.address, lambda _: None)
         named = {task.get_name() for task in asyncio.all_tasks() - before}
         assert not {name for name in named if name.startswith("requests: read an answer")}
         assert not {name for name in named if "health" in name}
@@ -170,15 +172,15 @@ async def test_a_plane_that_was_closed_follows_nobody_and_leaves_nothing_running
 async def test_an_address_of_another_plane_is_unreachable(address: str) -> None:
     async with both_ends() as ends:
         with pytest.raises(WorkerUnreachable, match="no address"):
-            await ends.plane.open(address, leg())
+            await ends.transport.open(address, leg())
         with pytest.raises(WorkerUnreachable, match="no address"):
-            ends.plane.follow(address, lambda _: None)
+            ends.transport.follow(address, lambda _: None)
 
 
 async def test_a_router_that_follows_with_another_token_or_certificate_says_so() -> None:
     why: asyncio.Queue[str] = asyncio.Queue()
     async with both_ends(worker_token="other", on_refused=why.put_nowait) as ends, asyncio.timeout(IN_TIME_S):
-        ends.plane.follow(ends.address, lambda _: None)
+        ends.transport.follow(ends.address, lambda _: None)
         assert "another token" in await why.get()
     mine, theirs = trustme.CA(), trustme.CA()
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -189,7 +191,7 @@ async def test_a_router_that_follows_with_another_token_or_certificate_says_so()
         both_ends(server=server, client=client, on_refused=why.put_nowait) as ends,
         asyncio.timeout(IN_TIME_S),
     ):
-        ends.plane.follow(ends.address, lambda _: None)
+        ends.transport.follow(ends.address, lambda _: None)
         assert "certificate" in (await why.get()).lower()
 
 
@@ -197,14 +199,14 @@ async def test_a_request_above_the_limit_never_leaves(set_constants: SetConstant
     set_constants(http_plane, REQUEST_MAX_BYTES=10)
     async with both_ends() as ends:
         with pytest.raises(InvalidRequest, match="above"):
-            await ends.plane.open(ends.address, leg())
+            await ends.transport.open(ends.address, leg())
 
 
 async def test_a_prompt_of_a_million_tokens_arrives() -> None:
     async with both_ends() as ends:
         long = leg()
         long.token_ids.extend(range(1_000_000))
-        await ends.plane.open(ends.address, long)
+        await ends.transport.open(ends.address, long)
         assert ends.worker.requests == [long]
 
 
@@ -238,9 +240,9 @@ async def test_a_connection_that_has_not_shown_the_token_in_time_is_closed_and_a
 async def test_legs_share_a_connection_one_after_the_other() -> None:
     async with both_ends() as ends, Proxy("127.0.0.1", ends.port) as proxy:
         address = f"http://127.0.0.1:{proxy.port}/1/1"
-        ends.plane.follow(address, lambda _is_alive: None)
+        ends.transport.follow(address, lambda _is_alive: None)
         for n in range(5):
-            stream = await ends.plane.open(address, leg(str(n)))
+            stream = await ends.transport.open(address, leg(str(n)))
             await ends.worker.streams[-1].put(LAST)
             await read_all(stream)
             assert await ends.place.wait_idle(IN_TIME_S)
@@ -251,7 +253,7 @@ async def test_legs_share_a_connection_one_after_the_other() -> None:
 
 async def test_a_reset_connection_breaks_its_stream_and_frees_the_worker() -> None:
     async with both_ends() as ends, Proxy("127.0.0.1", ends.port) as proxy:
-        stream = await ends.plane.open(f"http://127.0.0.1:{proxy.port}/1/1", leg())
+        stream = await ends.transport.open(f"http://127.0.0.1:{proxy.port}/1/1", leg())
         reader = asyncio.create_task(read_all(stream))
         proxy.cut()
         with pytest.raises(StreamBroken):
@@ -300,11 +302,13 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_stream_only(
     frames: list[bytes], why: str
 ) -> None:
     async with strange_worker(streaming(*frames)) as address:
-        plane = HttpRequestPlane(token=TOKEN, limits=RouterLimits(dead_after_s=0.3, heartbeat_s=0.3 / 3))
-        stream = await plane.open(address, leg())
+        transport = HttpRequestTransport(
+            token=TOKEN, limits=RouterLimits(dead_after_s=0.3, heartbeat_s=0.3 / 3)
+        )
+        stream = await transport.open(address, leg())
         with pytest.raises(StreamBroken, match=why):
             await read_all(stream)
-        await plane.close()
+        await transport.close()
 
 
 @pytest.mark.parametrize(
@@ -319,7 +323,7 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_stream_only(
 )
 async def test_an_answer_that_is_none_is_an_unreachable_worker(answer: bytes) -> None:
     async with strange_worker(answer) as address:
-        plane = HttpRequestPlane(token=TOKEN)
+        transport = HttpRequestTransport(token=TOKEN)
         with pytest.raises(WorkerUnreachable):
-            await plane.open(address, leg())
-        await plane.close()
+            await transport.open(address, leg())
+        await transport.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.http.frames import ALIVE, HttpFrameReader, chunk_frame, failure_frame
-from kvrouter.transports.requests.stream import CHUNKS_MAX_BYTES, WireError
+from kvrouter.transports.requests.stream import CHUNKS_MAX_BYTES, ErrorMessage
 
 chunks = st.builds(
     EngineChunk,
@@ -18,22 +18,22 @@ chunks = st.builds(
     cached_tokens=st.none() | st.integers(0, 2**20),
     kv_transfer_params=st.none() | st.just({"remote_block_ids": [[1], [2, 3]]}),
 )
-refusals = st.builds(WireError, code=st.text(), message=st.text(), param=st.none() | st.text())
+refusals = st.builds(ErrorMessage, code=st.text(), message=st.text(), param=st.none() | st.text())
 
 
-def frame(item: EngineChunk | WireError | None) -> bytes:
+def frame(item: EngineChunk | ErrorMessage | None) -> bytes:
     if item is None:
         return ALIVE
-    return failure_frame(item) if isinstance(item, WireError) else chunk_frame(item)
+    return failure_frame(item) if isinstance(item, ErrorMessage) else chunk_frame(item)
 
 
 @given(st.lists(st.none() | chunks | refusals, max_size=8), st.lists(st.integers(1, 12), min_size=1))
 def test_frames_read_the_same_wherever_they_are_cut(
-    items: list[EngineChunk | WireError | None], cuts: list[int]
+    items: list[EngineChunk | ErrorMessage | None], cuts: list[int]
 ) -> None:
     sent = b"".join(map(frame, items))
     reader = HttpFrameReader()
-    received: list[EngineChunk | WireError] = []
+    received: list[EngineChunk | ErrorMessage] = []
     turn = 0
     while sent:
         n_bytes = cuts[turn % len(cuts)]

@@ -18,6 +18,7 @@ from kvrouter.transports.requests.messages import (
     FrameKind,
     FrameReader,
     Secret,
+    encode_checked_chunk,
     encode_items,
     encode_refused,
     frame,
@@ -27,10 +28,9 @@ from kvrouter.transports.requests.messages import (
     items_decoder,
     read_greeting,
     read_hello,
-    whole_chunk,
 )
 from kvrouter.transports.requests.stream import is_bare
-from kvrouter.transports.requests.tcp.plane import TcpAddress, read_address
+from kvrouter.transports.requests.tcp.transport import TcpAddress, read_address
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())
@@ -72,7 +72,7 @@ def test_a_frame_that_may_not_come_here_is_refused_by_its_header(kind: int) -> N
     )
 )
 def test_a_chunk_arrives_as_it_was(chunk: EngineChunk) -> None:
-    item = (3, chunk.token_ids, None) if is_bare(chunk) else (3, (), msgspec.Raw(whole_chunk(chunk)))
+    item = (3, chunk.token_ids, None) if is_bare(chunk) else (3, (), msgspec.Raw(encode_checked_chunk(chunk)))
     ((stream_id, token_ids, whole),) = items_decoder.decode(encode_items([item]))
     assert stream_id == 3
     assert (EngineChunk(token_ids) if whole is None else whole) == chunk
@@ -87,7 +87,7 @@ def test_a_token_that_is_none_is_refused(token: int) -> None:
 def test_a_chunk_that_is_too_large_to_travel_is_refused() -> None:
     huge = EngineChunk(kv_transfer_params={"x": b"0" * CHUNK_MAX_BYTES}, finish=FinishReason.STOP)
     with pytest.raises(ProtocolError, match="over"):
-        whole_chunk(huge)
+        encode_checked_chunk(huge)
 
 
 def test_a_sign_of_life_may_come_with_the_welcome() -> None:

@@ -22,7 +22,7 @@ from kvrouter.transports.requests.messages import (
     encode_items,
     frame,
 )
-from kvrouter.transports.requests.nats.plane import (
+from kvrouter.transports.requests.nats.transport import (
     WINDOW_TOKENS,
     FromWorker,
     from_router,
@@ -77,7 +77,7 @@ async def test_a_request_above_what_a_message_holds_comes_in_parts() -> None:
         async with both_ends(server) as ends:
             long = leg()
             long.token_ids.extend(range(50_000))
-            stream = await ends.plane.open(ends.address, long)
+            stream = await ends.transport.open(ends.address, long)
             assert ends.worker.requests == [long]
             producer = asyncio.create_task(put_tokens(ends.worker.streams[0], 3000))
             assert (await read_all(stream))[0] == list(range(3000))
@@ -98,15 +98,15 @@ async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
             long = leg()
             long.token_ids.extend(range(50_000))
             with pytest.raises(WorkerUnreachable, match="lost on the way"):
-                await ends.plane.open(ends.address, long)
+                await ends.transport.open(ends.address, long)
             assert ends.worker.requests == []
-            await ends.plane.open(ends.address, long)
+            await ends.transport.open(ends.address, long)
 
 
 async def test_a_chunk_above_what_a_message_holds_comes_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
         async with both_ends(server) as ends:
-            stream = await ends.plane.open(ends.address, leg(which=Leg.PREFILL))
+            stream = await ends.transport.open(ends.address, leg(which=Leg.PREFILL))
             blocks = {"remote_block_ids": list(range(9000))}
             await ends.worker.streams[0].put(
                 EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params=blocks)
@@ -121,14 +121,14 @@ async def test_a_request_above_the_limit_never_leaves(
     set_constants(session, REQUEST_MAX_BYTES=10)
     async with both_ends(shared_nats) as ends:
         with pytest.raises(InvalidRequest, match="over the 10 allowed"):
-            await ends.plane.open(ends.address, leg())
+            await ends.transport.open(ends.address, leg())
 
 
 async def test_a_lost_message_breaks_the_streams_of_its_session(
     shared_nats: NatsServer,
 ) -> None:
     async with both_ends(shared_nats) as ends:
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         ends.worker_client.loses = answers_with(FrameKind.CHUNKS)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,)))
         await until(lambda: ends.worker_client.n_lost == 1)
@@ -137,14 +137,14 @@ async def test_a_lost_message_breaks_the_streams_of_its_session(
             await stream.__anext__()
         async with asyncio.timeout(IN_TIME_S):
             await ends.worker.streams[0].cancelled.wait()
-        other = await ends.plane.open(ends.address, leg("y"))
+        other = await ends.transport.open(ends.address, leg("y"))
         await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(other))[0] == [4]
 
 
 async def test_a_lost_last_message_is_noticed_though_nothing_follows(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats, dead_after_s=3.0) as ends:
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         ends.worker_client.loses = answers_with(FrameKind.CHUNKS)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
         with pytest.raises(StreamBroken, match="lost on the way"):
@@ -154,7 +154,7 @@ async def test_a_lost_last_message_is_noticed_though_nothing_follows(shared_nats
 async def test_a_lost_credit_is_noticed(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         ends.router_client.loses = says(FrameKind.CREDIT)
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         producer = asyncio.create_task(put_tokens(ends.worker.streams[0], 3 * WINDOW_TOKENS))
         with pytest.raises(StreamBroken, match="lost on the way"):
             await read_all(stream)
@@ -165,7 +165,7 @@ async def test_a_lost_credit_is_noticed(shared_nats: NatsServer) -> None:
 async def test_a_lost_cancellation_is_noticed(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         ends.router_client.loses = says(FrameKind.CANCEL)
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         stream.cancel("the client left")
         async with asyncio.timeout(IN_TIME_S):
             await ends.worker.streams[0].cancelled.wait()
@@ -174,7 +174,7 @@ async def test_a_lost_cancellation_is_noticed(shared_nats: NatsServer) -> None:
 
 async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats, dead_after_s=3.0) as ends:
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         ends.worker_client.loses = answers_with(FrameKind.PONG)
         await until(lambda: ends.worker_client.n_lost == 1)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
@@ -183,7 +183,7 @@ async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
 
 async def test_in_an_outage_no_sign_of_life_fills_the_client(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats, dead_after_s=60.0) as ends:
-        ends.plane.follow(ends.address, lambda _is_alive: None)
+        ends.transport.follow(ends.address, lambda _is_alive: None)
         await until(lambda: bool(ends.router_client.n_published))
         ends.router_client.is_away = True
         before = ends.router_client.n_published
@@ -204,7 +204,7 @@ async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: Nat
         await old.subscribe("kvrouter.fleet_a.requests.8.1", cb=hear)
         await old.flush()
         with pytest.raises(WorkerUnreachable, match="nobody serves"):
-            await ends.plane.open(ends.address.replace("/7/", "/8/"), leg())
+            await ends.transport.open(ends.address.replace("/7/", "/8/"), leg())
         await old.close()
         assert heard == []
 
@@ -213,12 +213,12 @@ async def test_where_nobody_listens_is_known_at_once(shared_nats: NatsServer) ->
     async with both_ends(shared_nats) as ends:
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(WorkerUnreachable, match="nobody serves"):
-                await ends.plane.open(ends.address.replace("/7/", "/8/"), leg())
+                await ends.transport.open(ends.address.replace("/7/", "/8/"), leg())
 
 
 async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         ends.worker_client.loses = lambda _subject, _message: True
         await ends.worker_client.close()
         async with asyncio.timeout(IN_TIME_S):
@@ -229,7 +229,7 @@ async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats
 async def test_a_stranger_is_refused_before_it_is_parsed(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats, router_token="guess", open_timeout_s=0.5) as ends:
         with pytest.raises(WorkerUnreachable):
-            await ends.plane.open(ends.address, leg())
+            await ends.transport.open(ends.address, leg())
         assert ends.worker.requests == []
         assert ends.refused
         assert "token" in ends.refused[0]
@@ -251,7 +251,7 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
         sealed = [SEAL.seal(REQUESTS, body, number=9) for body in (b"", b"\xc1", evil)]
         for message in (b"", *sealed, b"x" * 100):
             await client.publish(REQUESTS, message)
-        first = await ends.plane.open(ends.address, leg("first"))
+        first = await ends.transport.open(ends.address, leg("first"))
         answers = ends.worker_client.subject.rpartition(".")[0]
         for link in ("x", "12345", "\u00b2"):
             await client.publish(f"{answers}.{link}", b"x" * 100)
@@ -259,7 +259,7 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
         await client.close()
         await ends.worker.streams[0].put(EngineChunk(token_ids=(3,), finish=FinishReason.STOP))
         assert (await read_all(first))[0] == [3]
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
         assert len(ends.refused) == 5
@@ -268,7 +268,7 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
 
 async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         tokens = frame(FrameKind.CHUNKS, encode_items([(0, (666,), None)]))
         other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), 1, is_sign=False, data=tokens))
         subject = ends.worker_client.subject
@@ -288,11 +288,11 @@ async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats
         await stranger.subscribe("kvrouter.>", cb=overhear)
         for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
             await stranger.flush()
-        first = await ends.plane.open(ends.address, leg("first"))
+        first = await ends.transport.open(ends.address, leg("first"))
         await until(lambda: len(overheard) > 6)  # pulses and beats among them
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
         await read_all(first)
-        second = await ends.plane.open(ends.address, leg("second"))
+        second = await ends.transport.open(ends.address, leg("second"))
         before = len(ends.refused)
         again = list(overheard)
         for subject, message in again:
@@ -307,12 +307,12 @@ async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats
 
 async def test_a_closed_connection_is_an_unreachable_worker(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
-        stream = await ends.plane.open(ends.address, leg())
+        stream = await ends.transport.open(ends.address, leg())
         await ends.router_client.close()
         with pytest.raises(StreamBroken):
             await read_all(stream)
         with pytest.raises(WorkerUnreachable):
-            await ends.plane.open(ends.address, leg("y"))
+            await ends.transport.open(ends.address, leg("y"))
         await ends.worker_client.close()
         with pytest.raises(ConfigError):
             ends.acceptor.serve(ends.acceptor.address_of(WorkerId(8), Epoch(1)), ScriptedWorker())

@@ -14,9 +14,9 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
-from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.transports.requests.tcp import plane as plane_module
-from kvrouter.transports.requests.tcp.plane import RouterPipe
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
+from kvrouter.transports.requests.tcp import transport as transport_module
+from kvrouter.transports.requests.tcp.transport import RouterPipe
 from tests.support.constants import SetConstants
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
@@ -32,9 +32,11 @@ async def acceptor() -> AsyncIterator[TcpRequestAcceptor]:
     await of.close()
 
 
-async def answers(plane: TcpRequestPlane, worker: ScriptedWorker, address: str, name: str = "x") -> list[int]:
+async def answers(
+    transport: TcpRequestTransport, worker: ScriptedWorker, address: str, name: str = "x"
+) -> list[int]:
     """What one leg brings, from its request to its end."""
-    stream = await plane.open(address, leg(name))
+    stream = await transport.open(address, leg(name))
     worker.streams[-1].chunks.put_nowait(EngineChunk((4, 5), finish=FinishReason.STOP))
     return (await read_all(stream))[0]
 
@@ -44,12 +46,12 @@ async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAc
     acceptor.serve(address, ScriptedWorker())
     async with Proxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        plane = TcpRequestPlane(token=TOKEN)
-        await asyncio.gather(*(plane.open(behind, leg(str(n))) for n in range(50)))
-        plane.follow(behind, lambda _: None)
-        await plane.open(behind, leg("last"))
+        transport = TcpRequestTransport(token=TOKEN)
+        await asyncio.gather(*(transport.open(behind, leg(str(n))) for n in range(50)))
+        transport.follow(behind, lambda _: None)
+        await transport.open(behind, leg("last"))
         assert proxy.n_accepted == 1
-        await plane.close()
+        await transport.close()
 
 
 async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpRequestAcceptor) -> None:
@@ -59,11 +61,11 @@ async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpReque
         acceptor.serve(address, worker)
     with pytest.raises(ConfigError, match="served already"):
         acceptor.serve(addresses[0], workers[0])
-    plane = TcpRequestPlane(token=TOKEN)
+    transport = TcpRequestTransport(token=TOKEN)
     for n in (2, 0, 1):
-        assert await answers(plane, workers[n], addresses[n]) == [4, 5]
+        assert await answers(transport, workers[n], addresses[n]) == [4, 5]
     assert [len(worker.requests) for worker in workers] == [1, 1, 1]
-    await plane.close()
+    await transport.close()
 
 
 async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests(
@@ -71,16 +73,16 @@ async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests
 ) -> None:
     old, new = [acceptor.address_of(WorkerId(1), Epoch(incarnation)) for incarnation in (1, 2)]
     registration = acceptor.serve(old, ScriptedWorker())
-    plane = TcpRequestPlane(token=TOKEN)
-    await plane.open(old, leg())
+    transport = TcpRequestTransport(token=TOKEN)
+    await transport.open(old, leg())
     registration.leave("a rolling restart")
     worker = ScriptedWorker()
     acceptor.serve(new, worker)
     for why in ("a rolling restart", "not served here"):
         with pytest.raises(WorkerUnreachable, match=why):
-            await plane.open(old, leg("y"))
-    assert await answers(plane, worker, new) == [4, 5]
-    await plane.close()
+            await transport.open(old, leg("y"))
+    assert await answers(transport, worker, new) == [4, 5]
+    await transport.close()
 
 
 async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: TcpRequestAcceptor) -> None:
@@ -89,43 +91,43 @@ async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: 
     acceptor.serve(address, worker)
     async with Proxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        plane = TcpRequestPlane(token=TOKEN, limits=RouterLimits(heartbeat_s=0.02, idle_close_s=0.1))
-        assert await answers(plane, worker, behind) == [4, 5]
+        transport = TcpRequestTransport(token=TOKEN, limits=RouterLimits(heartbeat_s=0.02, idle_close_s=0.1))
+        assert await answers(transport, worker, behind) == [4, 5]
         async with asyncio.timeout(IN_TIME_S):
             while proxy.n_open:
                 await proxy.changed()
-        assert await answers(plane, worker, behind, "y") == [4, 5]
+        assert await answers(transport, worker, behind, "y") == [4, 5]
         assert proxy.n_accepted == 2
-        await plane.close()
+        await transport.close()
 
 
 async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_one_at_once(
     acceptor: TcpRequestAcceptor, set_constants: SetConstants
 ) -> None:
     """Else a moment's trouble with the network makes a whole fleet ineligible."""
-    set_constants(plane_module, COMES_BACK_WITHIN_S=IN_TIME_S)
+    set_constants(transport_module, COMES_BACK_WITHIN_S=IN_TIME_S)
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
     async with Proxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        plane = TcpRequestPlane(token=TOKEN)
+        transport = TcpRequestTransport(token=TOKEN)
         reported: list[bool] = []
-        plane.follow(behind, reported.append)
-        stream = await plane.open(behind, leg())
+        transport.follow(behind, reported.append)
+        stream = await transport.open(behind, leg())
         proxy.cut()
         with pytest.raises(StreamBroken):
             await read_all(stream)
-        assert await answers(plane, worker, behind, "y") == [4, 5]
+        assert await answers(transport, worker, behind, "y") == [4, 5]
         assert (proxy.n_accepted, False in reported) == (2, False)
-        await plane.close()
+        await transport.close()
 
 
 async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
     async with RawWorkers() as workers:
-        plane = TcpRequestPlane(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
+        transport = TcpRequestTransport(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
         reported: list[bool] = []
-        plane.follow(workers.address_of(), reported.append)
+        transport.follow(workers.address_of(), reported.append)
         loop = asyncio.get_running_loop()
         tried_s = []
         for _ in range(6):
@@ -135,7 +137,7 @@ async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
         assert reported == [False]
         assert tried_s[5] - tried_s[4] > (tried_s[1] - tried_s[0]) / 20
         assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
-        await plane.close()
+        await transport.close()
 
 
 class End:
@@ -160,9 +162,9 @@ async def test_an_address_that_nobody_uses_is_forgotten() -> None:
         ends.append(End())
         return cast("RouterPipe", ends[-1])
 
-    def new_link() -> plane_module.TcpLink:
+    def new_link() -> transport_module.TcpLink:
         unused.clear()
-        return plane_module.TcpLink(connect, Backoff(60.0, 60.0), on_unused=unused.set)
+        return transport_module.TcpLink(connect, Backoff(60.0, 60.0), on_unused=unused.set)
 
     asked = new_link()
     await asked.connected()
@@ -192,11 +194,11 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
     mistakes = Mistakes()
     unwatch = mistakes.watch()
     async with RawWorkers() as workers:
-        plane = TcpRequestPlane(token=TOKEN)
-        plane.follow(workers.address_of(1), lambda _: None)
-        opening = asyncio.create_task(plane.open(workers.address_of(2), leg()))
+        transport = TcpRequestTransport(token=TOKEN)
+        transport.follow(workers.address_of(1), lambda _: None)
+        opening = asyncio.create_task(transport.open(workers.address_of(2), leg()))
         await workers.next()
-        await plane.close()
+        await transport.close()
         with pytest.raises(WorkerUnreachable, match="closed"):
             await opening
     assert mistakes.seen == []
@@ -205,25 +207,25 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1/1/1"])
 async def test_where_nobody_can_ever_be_is_not_followed(address: str) -> None:
-    plane = TcpRequestPlane(token=TOKEN)
+    transport = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
-        await plane.open(address, leg())
+        await transport.open(address, leg())
     with pytest.raises(WorkerUnreachable):
-        plane.follow(address, lambda _: None)
-    await plane.close()
+        transport.follow(address, lambda _: None)
+    await transport.close()
 
 
 async def test_where_nobody_is_is_unreachable_and_not_alive() -> None:
     address = "tcp://127.0.0.1:1/1/1"
-    plane = TcpRequestPlane(token=TOKEN)
+    transport = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
-        await plane.open(address, leg())
+        await transport.open(address, leg())
     heard: asyncio.Queue[bool] = asyncio.Queue()
-    end = plane.follow(address, heard.put_nowait)
+    end = transport.follow(address, heard.put_nowait)
     async with asyncio.timeout(IN_TIME_S):
         assert await heard.get() is False
     end()
-    await plane.close()
+    await transport.close()
 
 
 def test_an_address_that_nobody_can_connect_to_is_not_advertised() -> None:
@@ -246,9 +248,9 @@ async def test_a_worker_that_waits_for_tls_is_reported_of() -> None:
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=context)
     await acceptor.start()
-    plane = TcpRequestPlane(token=TOKEN, connect_timeout_s=0.2, on_refused=why.put_nowait)
-    plane.follow(acceptor.address_of(WorkerId(1), Epoch(1)), lambda _: None)
+    transport = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.2, on_refused=why.put_nowait)
+    transport.follow(acceptor.address_of(WorkerId(1), Epoch(1)), lambda _: None)
     async with asyncio.timeout(IN_TIME_S):
         assert "TLS" in await why.get()
-    await plane.close()
+    await transport.close()
     await acceptor.close()

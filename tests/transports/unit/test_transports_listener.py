@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from kvrouter.transports.requests.http import HttpRequestAcceptor
 from kvrouter.transports.requests.messages import GREETING_BYTES
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
 from kvrouter.transports.requests.worker_session import WorkerLimits
+from tests.support.calls import WatchCalls
 from tests.support.descriptors import no_descriptor_left
 from tests.support.http_serving import LOOPS, Run, runner
 from tests.support.processes import free_ports
@@ -138,25 +139,17 @@ def test_descriptors_from_a_number_on_are_not_for_connections(run: Run, plane: s
 
 @pytest.mark.parametrize("plane", PLANES)
 def test_accepting_rests_while_no_descriptor_can_be_had_at_all(
-    run: Run, plane: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, plane: str, watch_calls: WatchCalls
 ) -> None:
     serving, _ = PLANES[plane]
-    n_tries = 0
-    turn_one_away = Listener._turn_one_away
-
-    def counted(listener: Listener) -> bool:
-        nonlocal n_tries
-        n_tries += 1
-        return turn_one_away(listener)
-
-    monkeypatch.setattr(Listener, "_turn_one_away", counted)
+    tries = watch_calls(Listener, "_turn_one_away")
 
     async def scenario() -> None:
         async with serving([], 1_000_000) as port:
             (caller,) = callers_at(port, 1)
             with no_descriptor_left(none_at_all=True):
                 await asyncio.sleep(2.5 * WITHOUT_DESCRIPTORS_S)
-            assert 1 <= n_tries <= 3
+            assert 1 <= len(tries) <= 3
             with caller:
                 assert await is_served(port, plane)
 
@@ -236,25 +229,24 @@ def test_a_connection_that_a_mistake_of_ours_meets_is_closed_and_the_mistake_rep
     run(scenario())
 
 
-def resolves_to(*addresses: tuple[str, int]) -> Callable[..., Awaitable[list[object]]]:
-    """A name's addresses, in the place of the event loop's ``getaddrinfo``."""
+def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
+    """Let the event loop find these addresses for every name."""
 
     async def found(*_: object, **__: object) -> list[object]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
 
-    return found
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
 
 
 async def test_an_address_that_this_host_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     not_ours = ("192.0.2.1", 0)
-    loop = asyncio.get_running_loop()
     server = TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append)
-    monkeypatch.setattr(loop, "getaddrinfo", resolves_to(not_ours, ("127.0.0.1", 0)))
+    resolve_names(monkeypatch, not_ours, ("127.0.0.1", 0))
     port = await server.start("a-name", 0)
     for caller in callers_at(port, 1):
         caller.close()
     server.close()
-    monkeypatch.setattr(loop, "getaddrinfo", resolves_to(not_ours))
+    resolve_names(monkeypatch, not_ours)
     with pytest.raises(OSError, match="Cannot assign requested address"):
         await TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append).start("a-name", 0)
 
@@ -263,7 +255,7 @@ async def test_a_start_that_fails_at_one_address_listens_on_none(monkeypatch: py
     free = ("127.0.0.1", free_ports(1))
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = ("127.0.0.1", other.getsockname()[1])
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolves_to(free, taken))
+        resolve_names(monkeypatch, free, taken)
         server = TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append)
         with pytest.raises(OSError, match="Address already in use"):
             await server.start("a-name", 0)
@@ -288,10 +280,9 @@ def test_a_probe_is_answered_when_no_descriptor_is_left(run: Run) -> None:
     [(100_000, 1024, 1024, 97_952), (1024, 1024, 768, 896), (1024, 20_000, 768, 896), (64, 1024, 32, 48)],
 )
 def test_a_workers_connections_fit_the_limit_of_open_files(
-    monkeypatch: pytest.MonkeyPatch, files_max: int, wanted: int, connections: int, numbers: int
+    files_max: int, wanted: int, connections: int, numbers: int
 ) -> None:
-    monkeypatch.setattr("kvrouter.app.lifetime.allow_many_files", lambda: files_max)
-    room = share_descriptors(wanted)
+    room = share_descriptors(wanted, files_max=files_max)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
 
 

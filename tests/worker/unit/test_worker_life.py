@@ -17,6 +17,7 @@ from kvrouter.engines.port import EngineState
 from kvrouter.telemetry.logs import JsonFormatter
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.worker import KvPublisher
+from tests.support.calls import MakeFail
 from tests.support.logged import events_of
 from tests.support.lone_worker import COLUMN, EPOCH, RANK, STORED, House
 from tests.support.waits import until
@@ -197,18 +198,13 @@ async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:
 
 
 async def test_a_task_that_breaks_is_reported_without_the_words_of_strangers(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, make_fail: MakeFail
 ) -> None:
-    broken, words = asyncio.Event(), "what a client wrote"
-
-    def breaks(_: KvPublisher, _ranks: object) -> None:
-        broken.set()
-        raise ValueError(words)
-
-    monkeypatch.setattr(KvPublisher, "heartbeat", breaks)
+    words = "what a client wrote"
+    heartbeats = make_fail(KvPublisher, "heartbeat", ValueError(words))
     house = House(heartbeat_s=0.0)
     await house.start()
-    await broken.wait()
+    await until(lambda: bool(heartbeats))
     await asyncio.sleep(0)
     await house.worker.stop()
     (record,) = caplog.records

@@ -14,7 +14,7 @@ from kvrouter.core.workers import (
     Role,
     WorkerCard,
 )
-from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.worker.register import new_incarnation, register_llm
 
 

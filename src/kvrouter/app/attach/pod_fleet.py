@@ -26,8 +26,8 @@ from kvrouter.kube.client import ClusterError
 from kvrouter.settings.tree import Settings
 from kvrouter.settings.variables import ENGINE_KEYS_PREFIX
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.kubernetes import PodsApi, PodsWatch, pods_reason
-from kvrouter.transports.discovery.port import StoreSink
+from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods_reason
+from kvrouter.transports.records.port import StoreSink
 from kvrouter.worker import Worker
 from kvrouter.worker.topology_env import ENABLED, ROUTER_LEVEL, parse_topology_env
 
@@ -317,7 +317,7 @@ class PodEvents:
 
     async def _write(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         try:
-            await self._api.tell(pod, reason=reason, message=message, warns=warns)
+            await self._api.write_event(pod, reason=reason, message=message, warns=warns)
         except ClusterError as error:
             reason = pods_reason(error, needs="create on events")
             self._on_trouble("events about pods", f"not written: {reason}")

@@ -17,8 +17,8 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.card_tracker import lost_why
-from kvrouter.transports.discovery.port import Gone, GoneSink
+from kvrouter.transports.records.card_tracker import lost_why
+from kvrouter.transports.records.port import Gone, GoneSink
 from kvrouter.worker import WorkerTransports
 
 _log = logging.getLogger("kvrouter.worker")

@@ -14,8 +14,8 @@ from kvrouter.settings.option import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions(RouterOptions):
-    """What of a fleet is examined, and for how long. ``over_s``: counts are taken over this time; None for
-    all since the router began. An engine may take ``timeout_s`` for each answer.
+    """The examined part of a fleet, and the period. ``over_s``: counts are taken over this time; None for all
+    since the router began. An engine may take ``timeout_s`` for each answer.
     """
 
     replicas: tuple[str, ...] = option(

@@ -18,7 +18,7 @@ RECOVERY_S = 5.0
 """A feed that has been recovering for less is at work."""
 
 PROMPT_BLOCKS = 8
-"""Who has prefilled so many blocks of prompts holds some, unless it caches nothing,"""
+"""A worker that has prefilled this many blocks of prompts holds some, unless it caches nothing,"""
 
 LONG_BLOCKS = 2
 """or the prompts are shorter than a block: they must have this many in the mean."""

@@ -81,9 +81,9 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
     past = open_past(options.recording, options.model)
     domain = options.domain.strip()
     policy = Policy(domain, options.enforcement, None)
-    done = dry_run(past, policy, wait_s=options.wait_s)
+    result = dry_run(past, policy, wait_s=options.wait_s)
     patience = None
-    if done.refused:
+    if result.refused:
         patient = dry_run(past, policy, wait_s=_FOR_EVER_S)
         patience = Patience(len(patient.refused), patient.waited, patient.longest_wait_s)
     report = DryRunReport(
@@ -95,22 +95,22 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
         wait_s=options.wait_s,
         from_s=past.from_s,
         requests=len(past.requests),
-        counts=_counts(done),
-        groups=done.groups,
-        lacks=done.lacks,
-        by_prefill_domain=done.by_prefill_domain,
-        minutes=done.minutes,
-        waited=done.waited,
-        longest_wait_s=done.longest_wait_s,
+        counts=_counts(result),
+        groups=result.groups,
+        lacks=result.lacks,
+        by_prefill_domain=result.by_prefill_domain,
+        minutes=result.minutes,
+        waited=result.waited,
+        longest_wait_s=result.longest_wait_s,
         if_patient=patience,
-        refused=done.refused[:REQUESTS_LISTED],
+        refused=result.refused[:REQUESTS_LISTED],
     )
     options.output.show(lambda: json_text(report), lambda: show_dry_run(report, console))
     return 1 if options.fail_if_refused and report.counts[Verdict.REFUSED] else 0
 
 
-def _counts(done: DryRun) -> dict[Verdict, int]:
-    found = Counter(done.verdicts)
+def _counts(result: DryRun) -> dict[Verdict, int]:
+    found = Counter(result.verdicts)
     return {verdict: found[verdict] for verdict in Verdict}
 
 

@@ -24,7 +24,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """What PROMPT is."""
+    """The form of PROMPT."""
 
     model: str | None = option("The model; may be left out where one is served.")
     completion: bool = option("Take PROMPT as a completion's, without the chat template.", default=False)
@@ -34,7 +34,9 @@ class PromptOptions:
 @click.command(short_help="Show where a prompt would go, or a request went, and why.")
 @click.argument("prompt", required=False)
 @takes(RequestOptions, RouterOptions, PromptOptions)
-def explain(request: RequestOptions, router: RouterOptions, about: PromptOptions, prompt: str | None) -> None:
+def explain(
+    request: RequestOptions, router: RouterOptions, prompt_options: PromptOptions, prompt: str | None
+) -> None:
     """Show where PROMPT, sent as a chat, would go, and why: every worker, its cost, and why others may not
     take it. With --request-id: where one of the last requests went, attempt by attempt.
 
@@ -47,13 +49,13 @@ def explain(request: RequestOptions, router: RouterOptions, about: PromptOptions
         raise click.UsageError("give PROMPT, or --request-id ID, and not both")
     client = router_at(router.url)
     if prompt is not None:
-        model = about.model or client.only_model()
-        answer = client.explain(prompt, model, is_completion=about.completion)
-        _show_explanation(answer, about.output)
+        model = prompt_options.model or client.only_model()
+        answer = client.explain(prompt, model, is_completion=prompt_options.completion)
+        _show_explanation(answer, prompt_options.output)
     elif request.request_id is not None:
-        if about.model is not None or about.completion:
+        if prompt_options.model is not None or prompt_options.completion:
             raise click.UsageError("--model and --completion are about PROMPT, not about --request-id")
-        _show_decisions(client.decisions(request.request_id), about.output)
+        _show_decisions(client.decisions(request.request_id), prompt_options.output)
 
 
 def _show_explanation(answer: bytes, output: Output) -> None:

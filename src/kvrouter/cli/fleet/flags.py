@@ -19,7 +19,7 @@ from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTemplate:
-    """What a new fleet file is to have: mock engines, or the engines at ``urls``, each as
+    """The contents of a new fleet file: mock engines, or the engines at ``urls``, each as
     ``http://HOST:PORT``, ``ROLE=http://HOST:PORT`` or ``ROLE@ZONE=http://HOST:PORT``; with ``zones``, which
     KV does not leave.
     """

@@ -174,11 +174,11 @@ def places_of(groups: Sequence[GroupShown], levels: Sequence[str]) -> tuple[Plac
     return tuple(found)
 
 
-def running_shown(source: str, state: Fleet) -> FleetShown:
+def running_shown(source: str, fleet: Fleet) -> FleetShown:
     """Return the workers of a running router, those that are alike together."""
-    sizes = {model.model: model.block_size for model in state.models}
+    sizes = {model.model: model.block_size for model in fleet.models}
     alike: list[tuple[GroupShown, list[int]]] = []
-    for worker in state.workers:
+    for worker in fleet.workers:
         row = _row_of(worker, sizes.get(worker.model))
         ids = next((ids for other, ids in alike if other == row), None)
         if ids is None:
@@ -186,9 +186,9 @@ def running_shown(source: str, state: Fleet) -> FleetShown:
         else:
             ids.append(worker.worker_id)
     groups = tuple(msgspec.structs.replace(row, worker_ids=tuple(ids)) for row, ids in alike)
-    levels = list(dict.fromkeys(level for worker in state.workers for level in worker.levels))
+    levels = list(dict.fromkeys(level for worker in fleet.workers for level in worker.levels))
     models = tuple(
-        ModelShown(model.model, None, model.block_size, None, model.workers) for model in state.models
+        ModelShown(model.model, None, model.block_size, None, model.workers) for model in fleet.models
     )
     return FleetShown(source, models, groups, places_of(groups, levels), None, (), {})
 

@@ -36,8 +36,8 @@ from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
-from kvrouter.transports.discovery.narrowed import NarrowedDiscovery
 from kvrouter.transports.events.port import SnapshotStore
+from kvrouter.transports.records.narrowed import NarrowedDiscovery
 
 if TYPE_CHECKING:
     from kvrouter.frontend.tracing import RequestTracing

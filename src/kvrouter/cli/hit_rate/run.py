@@ -17,7 +17,7 @@ from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import numbered_workers
-from kvrouter.recording.records import Worker
+from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import read_document
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.past.fleet_history import FleetHistory

@@ -45,7 +45,7 @@ class InstallationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What one replica of the operator does, and how processes of deployments find and reach each other."""
+    """Options of a replica of the operator, and of how processes of deployments reach each other."""
 
     namespace: str = option("Look after this namespace alone.  [default: all]", default="", metavar="NAME")
     class_name: str = option(

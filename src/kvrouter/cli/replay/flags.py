@@ -13,7 +13,7 @@ from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyO
 @click.command(short_help="Replay recorded traffic over a fleet, and compare routing rules.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @takes(PolicyOptions, InputOptions, FileOptions)
-def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions) -> None:
+def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOptions) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
     TRACE is recognised by its content: Mooncake rows, dynamo.agentic_mooncake, agentic sessions, an Azure
@@ -23,4 +23,4 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions) -> No
 
     from kvrouter.cli.replay.run import replay as run  # noqa: PLC0415
 
-    sys.exit(run(policy, given, files, plain_console(line_chars=180)))
+    sys.exit(run(policy, input_options, files, plain_console(line_chars=180)))

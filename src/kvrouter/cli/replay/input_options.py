@@ -1,4 +1,4 @@
-"""What a command that replays was given of the traffic, as its command line has it."""
+"""The inputs of a command that replays, as its command line has them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,7 @@ class FileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorthInputOptions(InputOptions):
-    """The same for ``kvrouter worth``, which repeats replays where chance decides."""
+    """The inputs of ``kvrouter worth``, which repeats replays with random draws."""
 
     seeds: int = option(
         "Replay with so many seeds, where they change anything.", default=5, at_least=1, at_most=100
@@ -109,7 +109,7 @@ class WorthInputOptions(InputOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorthOptions:
-    """What is compared with a fleet as it is; ``threshold`` is in percent."""
+    """The choices that are compared with a fleet as it is; ``threshold`` is in percent."""
 
     fleet: Path = option("The fleet as it is, with its links.", is_required=True, metavar="FILE")
     modes: tuple[str, ...] = option(

@@ -30,7 +30,7 @@ TUNED_ROWS_MIN = 20
 """Fewer requests are not cut into halves."""
 
 
-def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, console: Console) -> int:
+def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOptions, console: Console) -> int:
     """Replay every variant with every seed; print a table, and write the requested files. Returns the exit
     code; the partial result of an interrupted run is printed and written too.
 
@@ -38,9 +38,9 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, conso
     """
     for path in filter(None, (files.report, files.write_fleet, files.write_events)):
         check_folder(path)
-    given.output.check()
-    inputs = open_inputs(given)
-    fleet = replayed_fleet(policy.fleet, inputs.trace, given.trace)
+    input_options.output.check()
+    inputs = open_inputs(input_options)
+    fleet = replayed_fleet(policy.fleet, inputs.trace, input_options.trace)
     document = fleet.document
     policies = (*policy.policies, *split_policies(policy.compare)) or ("kvrouter",)
     sweeps = [parse_sweep(sweep) for sweep in policy.sweeps]
@@ -70,7 +70,7 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, conso
     dispatch = inputs.dispatch.name
     report = ReplayReport(
         installed_version(),
-        given.trace_name,
+        input_options.trace_name,
         inputs.trace.info.format,
         f"{dispatch}; {TUNED}" if policy.tune else dispatch,
         inputs.objective,
@@ -79,7 +79,7 @@ def replay(policy: PolicyOptions, given: InputOptions, files: FileOptions, conso
         tuple(map(entry_of, inputs.timetable)),
         tuple(filter(None, (fleet.note, *inputs.changes.notes))),
     )
-    given.output.show(lambda: json_text(report), lambda: show_report(report, console))
+    input_options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:
         write_atomic(files.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED

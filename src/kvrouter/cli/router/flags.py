@@ -19,8 +19,8 @@ from kvrouter.cli.process_settings import MODEL_PATH_HELP, FileOptions, router_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneOptions:
-    """What a standalone router has in addition to a router's settings, and whose requests it decides: all of
-    a request, or the leg of one kind of worker.
+    """The options of a standalone router besides a router's settings, and the requests that it decides: all
+    of a request, or the leg of one kind of worker.
     """
 
     component: Literal["all", "prefill", "backend"] = option(
@@ -47,7 +47,7 @@ class StandaloneOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFileOptions(FileOptions):
-    """The same for a standalone router."""
+    """The files of a standalone router."""
 
     model_paths: tuple[str, ...] = option(
         f"{MODEL_PATH_HELP} Who sends token ids needs none.",

@@ -56,7 +56,7 @@ class UpOptions:
 
     @property
     def takes_many_processes(self) -> bool:
-        """Whether every frontend and worker is a process of its own."""
+        """Whether every frontend and worker is a separate process."""
         return self.replicas > 1 or self.nats
 
 

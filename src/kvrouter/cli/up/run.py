@@ -113,7 +113,7 @@ async def embedded(
 async def _attached(
     settings: Settings, fleet: FleetFile, planes: MemoryPlanes, environ: Mapping[str, str]
 ) -> AsyncIterator["AttachedFleet | None"]:
-    """The workers of engines that run already. What they need is imported where there are any."""
+    """Yield the workers of running engines; their modules are imported only if there are any."""
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
         yield None
         return

@@ -35,10 +35,10 @@ from kvrouter.kube.account import Account
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.discovery.memory import MemoryDiscovery
-from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
-from kvrouter.transports.events.memory import MemoryEventPlane
-from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
+from kvrouter.transports.requests.memory import MemoryRequestTransport
 
 _log = logging.getLogger("kvrouter.up")
 _worker_log = logging.getLogger("kvrouter.worker")
@@ -94,7 +94,7 @@ async def pods_served(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     discovery = PodsDiscovery()
-    planes = MemoryPlanes(discovery, MemoryEventPlane(), MemoryRequestPlane())
+    planes = MemoryPlanes(discovery, MemoryEventTransport(), MemoryRequestTransport())
     pool = encode_pool(front)
     async with AsyncExitStack() as stack:
         sockets = await stack.enter_async_context(claimed(front.http_host, front.http_port))

@@ -14,7 +14,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.port import GoneSink
+from kvrouter.transports.records.port import GoneSink
 from kvrouter.worker import Worker, WorkerTransports
 from kvrouter.worker.topology_env import parse_topology_env
 

@@ -48,7 +48,7 @@ def worker() -> None:
 @worker.command("mock", cls=SettingsCommand, short_help="An engine without a GPU.")
 @takes(MockFileOptions, MockModelOptions, PlaceOptions, MockEngineOptions, MockRunOptions)
 def worker_mock(
-    which: MockFileOptions,
+    file_options: MockFileOptions,
     model: MockModelOptions,
     place: PlaceOptions,
     engine: MockEngineOptions,
@@ -65,16 +65,16 @@ def worker_mock(
     from kvrouter.fleetfile.one_worker import flag_of, fleet_of_one  # noqa: PLC0415
 
     given = {**given_of(model), **given_of(place), **given_of(engine)}
-    document, loaded = begun(flags, which.fleet)
+    document, loaded = begun(flags, file_options.fleet)
     if run.is_static and (run.engine_events is not None or run.enable_local_indexer):
         raise click.UsageError("--static: such a worker publishes no KV events")
     if run.is_static and run.is_standby:
         raise click.UsageError("--static: such a worker is announced nowhere, and has no place to wait for")
     if document is None:
-        if which.group is not None or which.index:
+        if file_options.group is not None or file_options.index:
             raise click.UsageError("--group and --index are about the workers of --fleet")
         of_fleet = fleet_of_one(given)
-        which = replace(which, group=of_fleet.workers[0].name)
+        file_options = replace(file_options, group=of_fleet.workers[0].name)
     else:
         if given:
             names = ", ".join(flag_of(name) for name in given)
@@ -82,7 +82,7 @@ def worker_mock(
         of_fleet = load_fleet(document).fleet
     from kvrouter.cli.worker.mock_worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
 
-    spec = MockWorkerSpec.pick(of_fleet, which, run)
+    spec = MockWorkerSpec.pick(of_fleet, file_options, run)
     sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=run.drain_limit_s))
 
 

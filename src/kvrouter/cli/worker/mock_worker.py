@@ -37,7 +37,7 @@ from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.source import settled_source
 from kvrouter.text.tokenizer import EncodePool
-from kvrouter.transports.discovery.port import GoneSink
+from kvrouter.transports.records.port import GoneSink
 from kvrouter.worker import EngineDoor, Worker, WorkerTransports, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
@@ -56,11 +56,11 @@ class MockWorkerSpec:
     run: MockRunOptions
 
     @classmethod
-    def pick(cls, fleet: FleetFile, which: MockFileOptions, run: MockRunOptions) -> Self:
-        """Pick a worker of a group. Its id is that of ``which``, else its number in a file, else random.
+    def pick(cls, fleet: FleetFile, file_options: MockFileOptions, run: MockRunOptions) -> Self:
+        """Pick a worker of a group. Its id is in ``file_options``, else its number in a file, else random.
         Raises ConfigError that names the flag.
         """
-        group, index, worker_id = which.group, which.index, which.worker_id
+        group, index, worker_id = file_options.group, file_options.index, file_options.worker_id
         groups = {each.name: each for each in fleet.workers}
         if group is None and len(groups) > 1:
             raise ConfigError(f"--group: must be one of {', '.join(groups)}", param="group")
@@ -78,7 +78,7 @@ class MockWorkerSpec:
                 f"--index: group {found.name!r} has workers 0 to {found.n_workers - 1}, not {index}",
                 param="index",
             )
-        if worker_id is None and which.fleet is not None:
+        if worker_id is None and file_options.fleet is not None:
             worker_id = [number for number, each in numbered_workers(fleet) if each is found][index]
         return cls(fleet=fleet, group=found, worker_id=worker_id_of(worker_id), run=run)
 

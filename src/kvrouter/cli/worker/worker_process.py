@@ -28,9 +28,9 @@ from kvrouter.settings.setting import installed_version
 from kvrouter.settings.static_endpoint import STATIC_INCARNATION, static_text
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.card_tracker import lost_why
-from kvrouter.transports.discovery.port import Gone, GoneSink
 from kvrouter.transports.listener import ListenerLimits, TcpServer
+from kvrouter.transports.records.card_tracker import lost_why
+from kvrouter.transports.records.port import Gone, GoneSink
 from kvrouter.transports.requests.http.connections import HttpConnections, last_answer, service_unavailable
 from kvrouter.worker import Worker
 

@@ -13,7 +13,7 @@ from kvrouter.cli.replay.input_options import WorthInputOptions, WorthOptions
 @click.command(short_help="Say what other transfer policies would change, and whether to switch.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @takes(WorthOptions, WorthInputOptions)
-def worth(options: WorthOptions, given: WorthInputOptions) -> None:
+def worth(options: WorthOptions, input_options: WorthInputOptions) -> None:
     """Replay TRACE over the fleet as it is, and with every other enforcement, level, router mode and cost;
     show what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which
     may be "leave it".
@@ -23,4 +23,4 @@ def worth(options: WorthOptions, given: WorthInputOptions) -> None:
 
     from kvrouter.cli.worth.run import worth as run  # noqa: PLC0415
 
-    sys.exit(run(options, given, plain_console()))
+    sys.exit(run(options, input_options, plain_console()))

@@ -78,7 +78,7 @@ class WorthReport(msgspec.Struct, frozen=True):
     """Notes on the changes of a recording's fleet."""
 
 
-def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
+def worth(options: WorthOptions, input_options: InputOptions, console: Console) -> int:
     """Replay today's choice and every other one; print changes and an advice, and write the requested files.
     Returns the exit code; the partial result of an interrupted run is printed and written too.
 
@@ -87,12 +87,12 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
     threshold = options.threshold / 100.0
     if not 0.0 <= threshold < 1.0:
         raise ConfigError(f"threshold: {threshold * 100.0:g} % is not from 0 to below 100", param="threshold")
-    given.output.check()
+    input_options.output.check()
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
     modes, costs = dict.fromkeys(map(RouterMode, options.modes)), dict.fromkeys(options.costs)
     others = other_choices(file, tuple(modes) or tuple(RouterMode), tuple(costs) or COMPARED_COSTS)
-    inputs = open_inputs(given)
+    inputs = open_inputs(input_options)
     check_events(inputs.timetable)
     choice = choice_of(file)
     today = Variant(choice.name, file, lambda: None, "this router")
@@ -106,7 +106,7 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
     own: list[Rows] | None = None
     alternatives: list[Alternative] = []
     with replay_progress() as progress:
-        bar = progress.add_task("", total=n_rows * given.seeds * (1 + len(others)))
+        bar = progress.add_task("", total=n_rows * input_options.seeds * (1 + len(others)))
         replays = _Replays(inputs, places, progress, bar, n_rows)
         try:
             own = replays.of(today)
@@ -120,7 +120,7 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
             pass
     report = WorthReport(
         version=installed_version(),
-        trace=given.trace_name,
+        trace=input_options.trace_name,
         format=inputs.trace.info.format,
         dispatch=inputs.dispatch.name,
         objective=inputs.objective,
@@ -135,7 +135,7 @@ def worth(options: WorthOptions, given: InputOptions, console: Console) -> int:
         advice=advise(choice, alternatives, threshold) if alternatives else None,
         notes=inputs.changes.notes,
     )
-    given.output.show(lambda: json_text(report), lambda: show_worth(report, console))
+    input_options.output.show(lambda: json_text(report), lambda: show_worth(report, console))
     return 0 if report.is_whole else INTERRUPTED
 
 
@@ -151,7 +151,7 @@ class _Replays:
     n_variants: int = 0
 
     def of(self, variant: Variant) -> list[Rows] | None:
-        """Return a replay for each seed, no more than two where those are alike; None when interrupted."""
+        """Return a replay for each seed, at most two if those are equal; None when interrupted."""
         options = self.inputs.options
         seeds = options.all_seeds
         found: list[Rows] = []

@@ -22,7 +22,7 @@ from kvrouter.engines.kv_events.event_stream import (
     Restarted,
 )
 from kvrouter.engines.port import EventsSink
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 
 QUEUE_BATCHES_MAX = 100_000
 """How many batches wait in the socket; dropped ones beyond it are asked for again."""
@@ -110,7 +110,7 @@ class EngineListener:
             self._context = None
 
     def _go_on(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = go_on(work, name=f"KV events of {self._at.events}")
+        task = spawn(work, name=f"KV events of {self._at.events}")
         task.add_done_callback(self._ended)
         return task
 

@@ -43,7 +43,7 @@ class AnswerUsage(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """A message or a delta. What is not plain text is only checked for presence."""
+    """A message or a delta. Other fields than plain text are only checked for presence."""
 
     content: str | None = None
     reasoning: Raw | UnsetType = UNSET

@@ -83,8 +83,8 @@ class OwnTimes(NamedTuple):
 
 
 class _Metrics(msgspec.Struct, frozen=True):
-    """``metrics`` in the last event of a vLLM with ``--enable-per-request-metrics``, in milliseconds. What it
-    calls the time to the first token begins where the scheduler takes the request.
+    """``metrics`` in the last event of a vLLM with ``--enable-per-request-metrics``, in milliseconds. Its
+    time to the first token begins when the scheduler takes the request.
     """
 
     queue_time_ms: float

@@ -96,7 +96,7 @@ def decode(payload: bytes) -> tuple[EngineBatch, ...]:
 
 
 def _stored(fields: _Stored, where: str) -> EngineEvent:
-    """A token id that is no number stands for a piece of an object."""
+    """A token id that is no number is a piece of an object."""
     has_pieces = str in set(map(type, fields.token_ids))
     stored = StoredFields(
         fields.block_hashes,

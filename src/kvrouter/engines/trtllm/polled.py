@@ -19,7 +19,7 @@ from kvrouter.engines.kv_events.listener import EventListener, OnChange
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EventsSink
 from kvrouter.engines.trtllm.events import NativeEvents, native_batches
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 
 EVENTS = "/kv_cache_events"
 
@@ -99,7 +99,7 @@ class PollingListener:
 
     def start(self) -> None:
         """Begin to ask."""
-        self._task = go_on(self._poll(), name=f"KV events of {self._server.url}")
+        self._task = spawn(self._poll(), name=f"KV events of {self._server.url}")
         self._task.add_done_callback(self._ended)
 
     def stop(self) -> None:

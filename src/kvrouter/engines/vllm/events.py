@@ -123,7 +123,7 @@ def _is_elsewhere(fields: _Stored | _Removed) -> bool:
 
 def _group(fields: _Stored) -> CacheGroup | None:
     """Full attention has to find a whole prefix, the other kinds only a state or the tokens near its end: its
-    group decides what is reused. Without a kind, the first group stands in.
+    group decides what is reused. Without a kind, the first group does.
     """
     if fields.group_idx is None:
         return None

@@ -449,7 +449,7 @@ class Responder:
         self.ended = False
         """Whether the answer is complete."""
         self.more_headers: ResponseHeaders = ()
-        """Headers added to every answer, also to errors."""
+        """Headers added to the answer, also to an error."""
         self.stream: Stream | None = None
         """The stream; None before ``start_stream``."""
         self._started = False

@@ -304,8 +304,8 @@ def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRe
         where = f"at byte {refused.at}, {found!r}" if found else "at the end"
         return NotJson(f"the body is not valid JSON: {refused.what} ({where})")
     if refused.kind == "not_finite":
-        what = "must be a finite number"
-        return NotFinite(f"{path}: {what}" if path else what, param=path or None)
+        problem = "must be a finite number"
+        return NotFinite(f"{path}: {problem}" if path else problem, param=path or None)
     over = {
         "depth": f"more than {bounds.depth} lists and objects inside each other (KVROUTER_BODY_MAX_DEPTH)",
         "values": f"with it the body holds more than {bounds.values} values (KVROUTER_BODY_MAX_VALUES)",
@@ -346,13 +346,13 @@ def named_error(message: str, *, at: str = "") -> InvalidRequest:
     found = _PATH.search(message)
     below = found["path"] if found else ""
     path = f"{at}.{below}" if at and below and not below.startswith("[") else at + below
-    what = message[: found.start()] if found else message
+    problem = message[: found.start()] if found else message
     for pattern in (_MISSING, _UNKNOWN):
-        named = pattern.search(what)
+        named = pattern.search(problem)
         if named:
             path = f"{path}.{named['field']}" if path else named["field"]
-    what, path = what[:1].lower() + what[1:], shown(path)
-    return InvalidRequest(shown(f"{path}: {what}" if path else what), param=path or None)
+    problem, path = problem[:1].lower() + problem[1:], shown(path)
+    return InvalidRequest(shown(f"{path}: {problem}" if path else problem), param=path or None)
 
 
 def shown(text: str) -> str:

@@ -109,7 +109,7 @@ HEADERS: Mapping[bytes, str] = {
     b"x-prefill-dp-rank": "prefill_dp_rank",
     b"x-tenant-id": "cache_salt",
 }
-"""The ``nvext`` field that each header sets. Of two headers for one field, the first in this table wins."""
+"""The ``nvext`` field of each header; all begin with ``x-``. Of two for one field, the first here wins."""
 
 _PRIORITY = "requests have no priorities, and wait in one line"
 _SESSION = "requests of one session are not kept together"
@@ -246,8 +246,8 @@ class NvextReader:
             if word in known:
                 found.append(word)
             else:
-                what = f"must be {' or '.join(known)}, not {shown(written)!r}"
-                self.on_unknown(f"nvext.{field}[{place}]", what)
+                why = f"must be {' or '.join(known)}, not {shown(written)!r}"
+                self.on_unknown(f"nvext.{field}[{place}]", why)
         return tuple(found)
 
 

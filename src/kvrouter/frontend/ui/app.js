@@ -1,4 +1,4 @@
-// Asks the router for its state again and again, and shows it; keeps still while nobody looks.
+// Polls the router for its state and shows it; pauses while the page is hidden.
 import { showModels } from "./ask.js";
 import { DECISIONS_SHOWN, showDecisions } from "./decisions.js";
 import { bytes, el, percent, setClass, setShown, setText, short, sumOf, time, UNKNOWN, whole } from "./dom.js";
@@ -6,8 +6,8 @@ import { placeOf, showFleet } from "./fleet.js";
 import { ask, Refused, token, Unreachable, useToken } from "./router.js";
 import { costText, isCrossing, showFlows, showLinks, showRefusals } from "./traffic.js";
 
-const PAUSE_MS = 1000; // between an answer and the next question,
-const PAUSE_SHARE = 10; // or so many times as long as the answer took: a large fleet is not asked all the time
+const PAUSE_MS = 1000; // between an answer and the next request
+const PAUSE_SHARE = 10; // or this many times the duration of the answer, for large fleets
 
 const dot = document.getElementById("state-dot");
 const state = document.getElementById("state");
@@ -70,7 +70,7 @@ function failed(error) {
   showWarning(`${why} What stands below is from before; the page goes on asking.`);
 }
 
-// What is shown
+// Rendering
 
 function total(name, value, more) {
   let node = totals.get(name);
@@ -121,7 +121,7 @@ function show(fleet, decisions, { flows, ...rest }, refusals) {
   showWarning(warningOf(fleet));
 }
 
-// Asking
+// Polling
 
 async function askAll() {
   const answers = await Promise.all([

@@ -1,4 +1,4 @@
-// The box that asks where a prompt would go: POST /v1/route/explain, which sends and books nothing.
+// The form that explains the decision for a prompt: POST /v1/route/explain, which sends and books nothing.
 import { el, plural, setClass, whole } from "./dom.js";
 import { legTables, places, reasonText } from "./candidates.js";
 import { ask } from "./router.js";
@@ -46,7 +46,7 @@ async function explain() {
   } catch (error) {
     found = { isRefused: true, verdict: [error.message], tables: [] };
   }
-  if (number !== asked) return; // a later question is on its way
+  if (number !== asked) return; // a later request is under way
   verdictNode.replaceChildren(...found.verdict);
   setClass(verdictNode, "refused", found.isRefused);
   tablesNode.replaceChildren(...found.tables);

@@ -1,4 +1,4 @@
-// The table of a leg's candidates, and why each of them lost.
+// The table of a leg's candidates, with the reason why each was not picked.
 import { el, plural, short, table, UNKNOWN } from "./dom.js";
 
 const ROWS_SHOWN = 40;
@@ -41,7 +41,7 @@ export const rankName = (of) => `${of.worker_id}/${of.dp_rank}`;
 
 export const places = (domains) => Object.entries(domains).map(([name, value]) => `${name} ${value}`).join(" · ");
 
-// The cost as the router weighs it: in milliseconds under the cost of time, else in blocks.
+// The cost, in milliseconds under the cost rule of time, else in blocks.
 export function costText(of, cost = of.cost) {
   return of.times === null ? `${short(cost)} blocks` : `${short(1000 * cost)} ms`;
 }
@@ -50,15 +50,15 @@ function costOf(row) {
   return row.pair_cost ?? row.cost;
 }
 
-// The parts of a cost, by their names; their sum times the multiplier is the cost.
+// The named parts of a cost; the cost is their sum times the multiplier.
 function partsOf(row) {
   if (row.times) return Object.fromEntries(Object.entries(TERMS).map(([key, name]) => [name, row.times[key]]));
-  const prefill = row.cost / row.multiplier - row.decode_blocks - row.transfer_blocks; // with the weight of overlap
+  const prefill = row.cost / row.multiplier - row.decode_blocks - row.transfer_blocks; // includes the overlap weight
   return { prefill, decode: row.decode_blocks, transfer: row.transfer_blocks };
 }
 
-// The parts that make the difference to the chosen one, the largest first: their sum is the difference. Where a
-// cost is no such sum, as LMetric's product, there are none.
+// The differences of the parts to the chosen candidate's, the largest first; their sum is the difference in cost.
+// Empty for a cost that is not a sum, such as LMetric's product.
 function differences(row, chosen) {
   const cost = (of) => (of.times ? 1000 : 1) * of.cost;
   const [parts, chosenParts] = [partsOf(row), partsOf(chosen)];
@@ -125,7 +125,7 @@ function legTable(title, leg, mode, winner) {
   return [region, rows.length > shown.length ? el("p", { class: "soft" }, rest(rows.slice(ROWS_SHOWN))) : null];
 }
 
-// What the rows say that are not shown.
+// A summary of the rows that are not shown.
 function rest(rows) {
   const counts = new Map();
   for (const row of rows) {
@@ -139,14 +139,14 @@ function rest(rows) {
 export function legTables(legs, mode) {
   const titles = [["prefill", "Prefill"], ["decode", legs.prefill ? "Decode" : "Worker"], ["local_prefill", "Prefill where it is answered"]];
   const named = titles.filter(([key]) => legs[key]);
-  // pairs, and workers that prefill for themselves, are compared with each other: one of them has won
+  // pairs and workers that prefill for themselves compete with each other
   const winner = named.flatMap(([key]) => legs[key].candidates).find((row) => row.chosen && row.pair_cost !== null);
   return named
     .flatMap(([key, title]) => legTable(title, legs[key], mode, winner))
     .filter((node) => node !== null);
 }
 
-// The costs of what was picked, where the other candidates were not kept.
+// The costs of the picks, for decisions without kept candidates.
 export function pickTable(decision) {
   const picks = [["prefill", decision.prefill], ["decode", decision.decode]].filter(([, pick]) => pick !== null);
   const isTime = picks.some(([, pick]) => pick.times !== null);

@@ -1,4 +1,4 @@
-// The latest decisions, newest first. The list stands still while one is open, or while it is held.
+// The latest decisions, newest first. The list is not updated while one is open, or while it is paused.
 import { el, reconcile, setShown, setText, time, UNKNOWN } from "./dom.js";
 import { costText, legTables, pickTable, rankName } from "./candidates.js";
 import { ask, Refused } from "./router.js";
@@ -52,7 +52,7 @@ function way(row) {
   return row.decode === null ? named(row.prefill) : `${named(row.prefill)} → ${named(row.decode)}`;
 }
 
-// What the request was expected to take to its first token, where costs are times; else what it costs.
+// The expected time to the first token under the cost rule of time; else the cost.
 function expected(row) {
   const picks = [row.prefill, row.decode].filter((pick) => pick !== null);
   if (picks.every((pick) => pick.times !== null)) {
@@ -106,7 +106,7 @@ async function open(row, region) {
 }
 
 function attemptNodes(attempt, n, row) {
-  const facts = [
+  const details = [
     n > 1 ? `attempt ${attempt.attempt + 1}` : null,
     `model ${row.model}`,
     `mode ${attempt.mode}`,
@@ -114,7 +114,7 @@ function attemptNodes(attempt, n, row) {
     attempt.pair_cost === null ? null : `pair ${costText(attempt.prefill, attempt.pair_cost)}`,
     attempt.trace_id ? `trace ${attempt.trace_id}` : null,
   ].filter(Boolean);
-  const head = el("p", { class: "soft" }, facts.join(" · "));
+  const head = el("p", { class: "soft" }, details.join(" · "));
   if (attempt.table) return [head, ...legTables(attempt.table, attempt.mode)];
   const why = "The candidates of this decision were not written down: the router does so for some decisions while this "
     + "page follows them. The box “Where would this prompt go?” shows every candidate.";

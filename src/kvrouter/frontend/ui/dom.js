@@ -1,4 +1,4 @@
-// Elements, texts and numbers. Text from the router becomes text nodes alone, never markup.
+// Elements, texts and numbers. Text from the router only becomes text nodes, never markup.
 
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -11,7 +11,7 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Writes only what differs: a page that is the same costs the browser nothing.
+// Writes only differences: an unchanged page costs the browser nothing.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -30,8 +30,8 @@ export function setShare(node, share) {
   if (node.style.getPropertyValue("--share") !== text) node.style.setProperty("--share", text);
 }
 
-// Gives `parent` a child for each item, in order. A child whose item stays is kept, and moved only where the
-// order demands it: a moved element would lose the focus.
+// Gives `parent` one child per item, in order. Children of remaining items are kept, and moved only if their
+// order changes: a moved element loses the focus.
 export function reconcile(parent, kept, items, keyOf, make, update) {
   const wanted = new Set(items.map(keyOf));
   for (const [key, node] of kept) {
@@ -72,7 +72,7 @@ export function bar(share) {
   return cell;
 }
 
-// Shows `make()` in `parent` when `data` is not what it showed last.
+// Shows `make()` in `parent` if `data` changed since the last call.
 export function showIfChanged(parent, data, make) {
   const state = JSON.stringify(data);
   if (parent.shown === state) return;

@@ -1,11 +1,11 @@
-// The fleet: zones, their workers in groups by role, and a dialog with all that is known of one worker.
+// The fleet: zones, their workers in groups by role, and a dialog with the details of one worker.
 import { bytes, el, percent, plural, reconcile, setClass, setShare, setShown, setText, short, showIfChanged, sumOf, table, UNKNOWN, whole } from "./dom.js";
 
-const COMPACT_FROM = 24; // workers of one group: more of them are drawn small
-const SHOWN_MAX = 40; // and more than this only when asked for
+const COMPACT_FROM = 24; // workers in a group from which they are drawn small
+const SHOWN_MAX = 40; // workers of a group that are shown unless all are requested
 const NOWHERE = "";
 const ROLES = ["prefill", "decode", "both"];
-const PREFILL_SCALE_TOKENS = 8192; // a full bar, unless somebody has more to prefill
+const PREFILL_SCALE_TOKENS = 8192; // a full bar, unless a worker has more to prefill
 
 const RANK_COLUMNS = [["rank", true], ["feed", true], ["booked blocks"], ["reported"], ["of"], ["to prefill"], ["runs"], ["waits"],
   ["cached"], ["slowness"], ["KV fetched"]];
@@ -20,7 +20,7 @@ let latest = { workers: [], models: [] };
 let openedId = null;
 let levelsShown = "";
 
-// What is wrong with a worker, the worst first; an empty text where nothing is.
+// The worst problem of a worker; an empty text without one.
 function trouble(worker) {
   if (!worker.alive) return "not alive";
   if (worker.engine_silent) return "engine silent";
@@ -77,7 +77,7 @@ function showLevels(levels) {
   setShown(document.getElementById("grouping-label"), levels.length > 1);
 }
 
-// Where a worker is, by the level that the fleet is grouped by.
+// A worker's value of the level by which the fleet is grouped.
 export function placeOf(worker) {
   const value = worker?.domains[grouping.value];
   return value === undefined ? "" : `${grouping.value} ${value}`;
@@ -155,7 +155,7 @@ function toggleAll(node) {
 function updateGroup(node, group, view) {
   const { readings } = group;
   const isAll = groupsAll.has(node.key);
-  // those with trouble are shown first, so that none of them is left out
+  // workers with problems come first, so that all of them are shown
   const ordered = [...readings.filter((reading) => reading.trouble), ...readings.filter((reading) => !reading.trouble)];
   const shown = readings.length <= SHOWN_MAX ? readings : isAll ? ordered : ordered.slice(0, SHOWN_MAX);
   setText(node.parts.count, plural(readings.length, "worker"));
@@ -164,7 +164,7 @@ function updateGroup(node, group, view) {
   setClass(node.parts.list, "many", readings.length > COMPACT_FROM);
   reconcile(node.parts.list, node.workers, shown, (reading) => String(reading.worker.worker_id), makeWorker,
     (item, reading) => updateWorker(item, reading, view));
-  // the arrow keys move within a group, so that a fleet of 1,000 is not 1,000 stops of the tab key
+  // the arrow keys move within a group: 1,000 workers must not be 1,000 tab stops
   const stops = [...node.parts.list.querySelectorAll("button")];
   if (stops.length && !stops.some((stop) => stop.tabIndex === 0)) stops[0].tabIndex = 0;
 }
@@ -240,7 +240,7 @@ function showWorker() {
     showIfChanged(body, "left", () => [el("p", { class: "warning" }, "This worker has left the fleet.")]);
     return;
   }
-  const facts = {
+  const details = {
     role: worker.role,
     state: trouble(worker) || "well",
     ...(worker.cordons.length ? { cordoned: worker.cordons.map(cordonText).join("; ") } : {}),
@@ -261,9 +261,9 @@ function showWorker() {
     whole(rank.report?.waiting_requests), whole(rank.index_blocks),
     rank.speed ? `× ${short(rank.speed.slowness)}` : UNKNOWN, rank.kv_transfers ? bytes(rank.kv_transfers.bytes) : UNKNOWN,
   ] }));
-  showIfChanged(body, [facts, rows], () => {
+  showIfChanged(body, [details, rows], () => {
     const list = el("dl", { class: "facts" });
-    for (const [name, value] of Object.entries(facts)) list.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+    for (const [name, value] of Object.entries(details)) list.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
     const ranks = table(null, RANK_COLUMNS, rows);
     return [list, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ranks" }, ranks)];
   });
@@ -271,8 +271,8 @@ function showWorker() {
 
 function cordonText(cordon) {
   const { level, name, reason, by, at, cluster } = cordon;
-  const said = [reason, by && `by ${by}`, at && `since ${at}`, cluster && `in cluster ${cluster}`].filter(Boolean);
-  return [`${level} ${name}`, ...said].join(", ");
+  const notes = [reason, by && `by ${by}`, at && `since ${at}`, cluster && `in cluster ${cluster}`].filter(Boolean);
+  return [`${level} ${name}`, ...notes].join(", ");
 }
 
 function policyText(policy) {

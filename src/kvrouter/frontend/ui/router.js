@@ -1,13 +1,13 @@
-// What the page asks of the router: relative addresses, so that it works behind a path of a proxy.
+// The page's requests to the router, with relative URLs, to work behind a proxy's path.
 
 const TOKEN = "kvrouter-admin-token";
 const ANSWERS_WITHIN_MS = 10_000;
 const LONG_ID = /_id":\s*\d{16}/;
 
-// The router did not answer, or not in time.
+// Thrown when the router does not answer in time.
 export class Unreachable extends Error {}
 
-// The router answered, with an error: `status` and `code` say which.
+// Thrown for an error answer of the router, with its `status` and `code`.
 export class Refused extends Error {
   constructor(status, error) {
     super(error?.message ?? `HTTP ${status}`);
@@ -26,7 +26,7 @@ export function useToken(given) {
   else sessionStorage.removeItem(TOKEN);
 }
 
-// Ids of workers may be longer than JavaScript's numbers are exact: those become strings.
+// Worker ids may exceed JavaScript's exact integers: those become strings.
 function exact(_key, value, context) {
   const isInexact = typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value);
   return isInexact && context ? context.source : value;
@@ -62,7 +62,7 @@ export async function ask(path, body) {
   try {
     error = JSON.parse(text).error;
   } catch {
-    // a proxy's own page: the status has to do
+    // a proxy's error page: only the status is known
   }
   throw new Refused(response.status, error);
 }

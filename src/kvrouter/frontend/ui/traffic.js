@@ -1,4 +1,4 @@
-// KV between domains, links as learned, and refusals: three parts of tables.
+// Tables of KV between domains, of learned links, and of refusals.
 import { bar, bytes, el, percent, short, showIfChanged, sumOf, table, UNKNOWN, whole } from "./dom.js";
 import { reasonText } from "./candidates.js";
 
@@ -86,7 +86,7 @@ const rankKey = (row) => `${row.reason} ${row.role}`;
 const answerKey = (row) => `${row.model} ${row.code}`;
 
 export function showRefusals(answer) {
-  // what came since the page was opened is counted from its first answer, or from a restart
+  // counts since the page was opened start at its first answer, or at a restart of the router
   const counts = new Map([...answer.worker_ranks.map((row) => [rankKey(row), row.count]), ...answer.answers.map((row) => [answerKey(row), row.count])]);
   const hasRestarted = refusedBefore !== null && [...refusedBefore].some(([key, n]) => (counts.get(key) ?? 0) < n);
   if (refusedBefore === null || hasRestarted) refusedBefore = counts;

@@ -8,7 +8,7 @@ from typing import Final, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvrouter.core.cordons import Cordon, CordonRules
+from kvrouter.core.cordon_rules import Cordon, CordonRules
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard

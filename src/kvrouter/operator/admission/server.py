@@ -77,7 +77,7 @@ class AdmissionServer:
         tried: Tried,
         defaults: PlanDefaults,
         certificate: ServingCertificate,
-        listener: OperatorInstrumentation,
+        instrumentation: OperatorInstrumentation,
         not_ready: Callable[[], str | None],
         is_ours: Callable[[], bool] = lambda: True,
         class_name: str = DEFAULT_CLASS,
@@ -95,7 +95,7 @@ class AdmissionServer:
             tried,
             defaults,
         )
-        self._listener, self._not_ready = listener, not_ready
+        self._instrumentation, self._not_ready = instrumentation, not_ready
         self._certificate, self._is_ours, self._class_name = certificate, is_ours, class_name
         self._info_timeout_s, self._body_s, self._reread_s = info_timeout_s, body_s, reread_s
         self._labels_s = labels_s
@@ -133,9 +133,9 @@ class AdmissionServer:
             await asyncio.sleep(self._reread_s)
             try:
                 if self._certificate.reread():
-                    self._listener.certificate_changed()
+                    self._instrumentation.certificate_changed()
             except ConfigError as error:
-                self._listener.certificate_refused(error.message)
+                self._instrumentation.certificate_refused(error.message)
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -162,7 +162,7 @@ class AdmissionServer:
             return review
         is_of_class = class_of(review.new) == self._class_name
         verdict = await self._verdict(review) if self._is_ours() and is_of_class else Verdict()
-        self._listener.judged(verdict)
+        self._instrumentation.judged(verdict)
         return _json(answer(review.uid, verdict, review.name))
 
     async def _verdict(self, review: Review) -> Verdict:
@@ -183,7 +183,7 @@ class AdmissionServer:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._labels_s):
                 labels = await self._labels(review.pod) if self._is_ours() else {}
-        self._listener.bound(labels)
+        self._instrumentation.bound(labels)
         return _json(bind_answer(review, labels or {}))
 
     async def _asked(self, request: web.Request, read: Callable[[object], _T]) -> _T | web.Response:
@@ -213,7 +213,7 @@ class AdmissionServer:
             return ClusterInfo(grove=Grove.UNREAD, unread_because=str(error))
 
     def _refused(self, status: int, reason: str) -> web.Response:
-        self._listener.not_answered(reason)
+        self._instrumentation.not_answered(reason)
         return web.Response(status=status, text=f"{reason}\n")
 
 

@@ -1,4 +1,4 @@
-"""What the operator reports about a deployment: conditions, replicas, and the balance of its domains."""
+"""The status of a deployment: conditions, replicas, and the balance of its domains."""
 
 from enum import StrEnum
 from typing import Annotated

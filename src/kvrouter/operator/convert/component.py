@@ -163,18 +163,18 @@ def of_entry(entry: Part, deployment: str, framework: str) -> Component | None:
 
 
 def _completed(
-    part: Part, found: Component, kind: str | None, memory: JsonValue, deployment: str
+    part: Part, component: Component, kind: str | None, memory: JsonValue, deployment: str
 ) -> Component | None:
     """Convert the fields that both versions have, and close ``part``."""
     if kind is None or kind in LEFT_OUT:
         if kind is not None:
             part.notes.lost(part.at, LEFT_OUT[kind])
         return None
-    name = named(found.name, COMPONENT_PATTERN)
-    if name != found.name:
+    name = named(component.name, COMPONENT_PATTERN)
+    if name != component.name:
         part.notes.changed(part.at, f"is called {name}: a component's name is of letters, digits and '-'")
-    found.name = name
-    found.fields = {"name": name, "type": kind}
+    component.name = name
+    component.fields = {"name": name, "type": kind}
     replicas = part.number("replicas")
     if _is_scaled(part):
         target = object_name(deployment, name)
@@ -184,16 +184,18 @@ def _completed(
             + ("" if replicas is None else f": replicas ({replicas}) are left out for it"),
         )
     elif replicas is not None:
-        found.fields["replicas"] = replicas
-    found.fields |= part.fields(ComponentSpec)
+        component.fields["replicas"] = replicas
+    component.fields |= part.fields(ComponentSpec)
     is_frontend = kind == ComponentType.FRONTEND
     if is_frontend:
-        as_our_frontend(found.main, found.places, part.notes)
-    if memory is not None or not (is_frontend or program_of(found.main).protocol is ProgramProtocol.KVROUTER):
-        _shared_memory(part, found, memory)
+        as_our_frontend(component.main, component.places, part.notes)
+    if memory is not None or not (
+        is_frontend or program_of(component.main).protocol is ProgramProtocol.KVROUTER
+    ):
+        _shared_memory(part, component, memory)
     _without_effect(part)
     part.close(LOST)
-    return found
+    return component
 
 
 def _without_effect(part: Part) -> None:
@@ -351,11 +353,11 @@ def _mount(template: Json, main: Json, volume: Json, path: str) -> None:
     template["spec"] = spec
 
 
-def _shared_memory(part: Part, found: Component, size: JsonValue) -> None:
+def _shared_memory(part: Part, component: Component, size: JsonValue) -> None:
     """Set the size of ``/dev/shm``: Dynamo gives every engine 8Gi, kvrouter's operator only a stated size."""
-    if SHARED_MEMORY in [each.get("mountPath") for each in objects(found.main.get("volumeMounts"))]:
+    if SHARED_MEMORY in [each.get("mountPath") for each in objects(component.main.get("volumeMounts"))]:
         return
-    found.fields["sharedMemorySize"] = SHARED_MEMORY_DEFAULT if size is None else str(size)
+    component.fields["sharedMemorySize"] = SHARED_MEMORY_DEFAULT if size is None else str(size)
     if size is None:
         text = f"has {SHARED_MEMORY_DEFAULT} at {SHARED_MEMORY}, which Dynamo gives engines by itself"
         part.notes.changed(part.at, text)

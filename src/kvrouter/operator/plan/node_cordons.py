@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from kvrouter.core.cordons import CORDON_REASON_CHARS_MAX, NODE_LEVEL, Cordon, CordonSource
+from kvrouter.core.cordon_rules import CORDON_REASON_CHARS_MAX, NODE_LEVEL, Cordon, CordonSource
 from kvrouter.kube.objects import FLEET_LABEL, annotations_of, cordon_object, key_of
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults

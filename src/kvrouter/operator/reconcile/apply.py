@@ -120,8 +120,8 @@ class _WriteResult(NamedTuple):
 class Applier:
     """Applies plans. It does not write again what it wrote and no client has changed since."""
 
-    def __init__(self, cluster: KubeClient, owned: Mapping[ResourceKind, Informer[str]]) -> None:
-        self._cluster = cluster
+    def __init__(self, client: KubeClient, owned: Mapping[ResourceKind, Informer[str]]) -> None:
+        self._client = client
         self._owned = owned
         self._written: dict[Key, dict[ObjectRef, _WriteResult]] = {}
 
@@ -176,10 +176,10 @@ class Applier:
     ) -> None:
         kind = kind_of(manifest)
         ref = ObjectRef(kind.name, key_of(manifest))
-        current = self._owned[kind].get(ref.key) or await self._cluster.read(kind, ref.key)
+        current = self._owned[kind].get(ref.key) or await self._client.read(kind, ref.key)
         is_adopted = False
         if current is not None and owner_uid_of(current) != owner_uid:
-            current = await self._cluster.read(kind, ref.key)  # a watch may be behind
+            current = await self._client.read(kind, ref.key)  # a watch may be behind
             is_own = current is not None and _has_lost_owner(current, known)
             is_adopted = current is not None and not is_own and is_orphan(current, manifest)
             if current is not None and owner_uid_of(current) != owner_uid and not (is_own or is_adopted):
@@ -193,11 +193,11 @@ class Applier:
             self._written[owner][ref] = known
             return
         if kind == WORKLOADS and current is not None and stated_replicas(manifest) is None:
-            await release_replicas(self._cluster, kind, manifest)
+            await release_replicas(self._client, kind, manifest)
         if known is not None and known.digest == digest and _is_scaled(current, manifest):
             changes.set_back.append(ref)
         with collected_warnings() as warned:
-            now = await self._cluster.apply(
+            now = await self._client.apply(
                 kind, manifest if current is None else _with_uid(manifest, uid_of(current))
             )
         changes.warned += [f"{ref}: {text}" for text in warned]
@@ -238,7 +238,7 @@ class Applier:
                 if _component_of(manifest) in held:
                     continue
                 with _collecting_refusals(changes, ref):
-                    await self._cluster.delete(kind, ref.key, uid=uid_of(manifest))
+                    await self._client.delete(kind, ref.key, uid=uid_of(manifest))
                     changes.removed.append(ref)
 
 
@@ -260,7 +260,7 @@ def _collecting_refusals(changes: Changes, ref: ObjectRef) -> Iterator[None]:
     except RequestRefused as refused:
         if refused.is_passing:
             raise
-        changes.refused.append(RefusedWrite(ref, refused.said, refused.is_lasting))
+        changes.refused.append(RefusedWrite(ref, refused.detail, refused.is_lasting))
 
 
 def owner_uid_of(manifest: Manifest) -> str:
@@ -322,13 +322,13 @@ def is_orphan(current: Manifest, manifest: Manifest) -> bool:
     )
 
 
-async def release_replicas(cluster: KubeClient, kind: ResourceKind, manifest: Manifest) -> None:
+async def release_replicas(client: KubeClient, kind: ResourceKind, manifest: Manifest) -> None:
     """Keep the number of pods when ``manifest``, which states none, is applied.
 
     Server-side apply removes a field that its only owner no longer states, which leaves one pod: so another
     manager takes it first. Raises ClusterError; RequestRefused with 409 if it is scaled at that moment.
     """
-    current = await cluster.read(kind, key_of(manifest))
+    current = await client.read(kind, key_of(manifest))
     replicas = None if current is None else stated_replicas(current)
     if current is None or replicas is None or not is_held_alone(current):
         return
@@ -343,7 +343,7 @@ async def release_replicas(cluster: KubeClient, kind: ResourceKind, manifest: Ma
         "metadata": metadata,
         "spec": {"replicas": replicas},
     }
-    await cluster.claim(kind, held, manager=HOLDER)
+    await client.claim(kind, held, manager=HOLDER)
 
 
 def stated_replicas(manifest: Manifest) -> int | None:

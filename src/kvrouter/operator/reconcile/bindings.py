@@ -116,14 +116,14 @@ def policies_for(
     return found
 
 
-async def remove_policies(cluster: KubeClient, lease: Key, kept: Container[str] = ()) -> list[str]:
+async def remove_policies(client: KubeClient, lease: Key, kept: Container[str] = ()) -> list[str]:
     """Remove the policies of the operator of ``lease`` and their references, except those named in ``kept``;
     return what was removed. Kinds that the cluster does not have are skipped. Raises ClusterError.
     """
     removed = []
     for kind in reversed(KINDS):
         try:
-            found = await cluster.find(kind, labels=f"{OPERATOR_LABEL}={owner_label(lease)}")
+            found = await client.find(kind, labels=f"{OPERATOR_LABEL}={owner_label(lease)}")
         except RequestRefused as refused:
             if refused.status != NOT_FOUND:
                 raise
@@ -131,7 +131,7 @@ async def remove_policies(cluster: KubeClient, lease: Key, kept: Container[str] 
         for manifest in found.objects:
             key = key_of(manifest)
             if key.name not in kept:
-                await cluster.delete(kind, key, uid=uid_of(manifest))
+                await client.delete(kind, key, uid=uid_of(manifest))
                 removed.append(f"{kind.name} {key}")
     return removed
 
@@ -141,8 +141,8 @@ class Bindings:
     longer.
     """
 
-    def __init__(self, cluster: KubeClient, lease: Key) -> None:
-        self._cluster, self._lease = cluster, lease
+    def __init__(self, client: KubeClient, lease: Key) -> None:
+        self._client, self._lease = client, lease
         self._current: dict[str, tuple[Manifest, ...]] | None = None
         self._one_at_a_time = asyncio.Lock()
         self.refused: Mapping[Key, str] = {}
@@ -166,18 +166,18 @@ class Bindings:
                 try:
                     for kind, manifest in zip(KINDS, manifests, strict=True):
                         if manifest not in before:
-                            await self._cluster.apply(kind, manifest)
+                            await self._client.apply(kind, manifest)
                 except RequestRefused as refused:
                     refusals[name] = refused
                 else:
                     done[name] = manifests
             owner = owner_label(self._lease)
             self.refused = {
-                each.deployment: refusals[name].said
+                each.deployment: refusals[name].detail
                 for each in wanted
                 if (name := _policy_name(each.level_labels, owner)) in refusals
             }
-            await remove_policies(self._cluster, self._lease, policies)
+            await remove_policies(self._client, self._lease, policies)
             self._current = done
             for refusal in refusals.values():
                 raise refusal

@@ -31,9 +31,9 @@ class Claims:
     """
 
     def __init__(
-        self, cluster: KubeClient, lease: Key, clock: Callable[[], float], class_name: str = DEFAULT_CLASS
+        self, client: KubeClient, lease: Key, clock: Callable[[], float], class_name: str = DEFAULT_CLASS
     ) -> None:
-        self._cluster, self._clock, self.lease = cluster, clock, lease
+        self._client, self._clock, self.lease = client, clock, lease
         self.name = str(lease) if class_name == DEFAULT_CLASS else f"{class_name}:{lease}"
         self._held: dict[Key, str] = {}
         self._read: dict[str, _ReadLease] = {}
@@ -63,7 +63,7 @@ class Claims:
         another operator may have been quicker.
         """
         claimed: Manifest = {**fields_of(found.get("status")), "operator": self.name}
-        await write_status(self._cluster, found, claimed, version=version_of(found))
+        await write_status(self._client, found, claimed, version=version_of(found))
 
     async def _is_gone(self, holder: str) -> bool:
         """Whether another operator's lease was not renewed for long, by this process's own clock.
@@ -76,7 +76,7 @@ class Claims:
             return False  # it was read for another of its deployments
         namespace, _, name = holder.rpartition(":")[2].rpartition("/")
         try:
-            lease = await self._cluster.read(LEASES, Key(namespace, name))
+            lease = await self._client.read(LEASES, Key(namespace, name))
         except RequestRefused:
             return False
         change.see(None if lease is None else version_of(lease), now_s)

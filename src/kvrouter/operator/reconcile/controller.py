@@ -29,28 +29,28 @@ class Controller:
 
     def __init__(
         self,
-        cluster: KubeClient,
+        client: KubeClient,
         *,
         defaults: PlanDefaults,
         identity: str,
         lease: Key,
         namespace: str,
-        listener: OperatorInstrumentation,
+        instrumentation: OperatorInstrumentation,
         class_name: str = DEFAULT_CLASS,
         info_each_s: float = INFO_EACH_S,
         links_s: float = READ_AGAIN_S,
     ) -> None:
-        self._listener = listener
+        self._instrumentation = instrumentation
         self._workqueue = Workqueue[Key]()
         self._stirred = asyncio.Event()
-        claims = Claims(cluster, lease, time.monotonic, class_name)
-        recorder = Recorder(cluster, identity, listener.event_refused)
-        statuses = StatusWriter(cluster, claims.name, recorder, listener.conditions_are)
+        claims = Claims(client, lease, time.monotonic, class_name)
+        recorder = Recorder(client, identity, instrumentation.event_refused)
+        statuses = StatusWriter(client, claims.name, recorder, instrumentation.conditions_are)
         self._sources = Sources(
-            cluster,
+            client,
             self._enqueue,
             is_own_status=statuses.is_own,
-            lost=listener.lost,
+            lost=instrumentation.lost,
             namespace=namespace,
             class_name=class_name,
             reads_workers=defaults.discovery is DiscoveryBackend.KUBERNETES,
@@ -58,7 +58,7 @@ class Controller:
             links_s=links_s,
         )
         self._reconciler = Reconciler(
-            cluster, self._sources, claims, statuses, defaults=defaults, listener=listener
+            client, self._sources, claims, statuses, defaults=defaults, instrumentation=instrumentation
         )
 
     async def run(self) -> None:
@@ -79,7 +79,7 @@ class Controller:
             if key is None:
                 await self._until_due()
                 continue
-            self._listener.waiting(len(self._workqueue))
+            self._instrumentation.waiting(len(self._workqueue))
             began_s, retry_s = loop.time(), 0.0
             error: Exception | None = None
             try:
@@ -92,7 +92,7 @@ class Controller:
                 if again_s is not None:
                     self._enqueue(key, again_s)
             self._stirred.set()
-            self._listener.looked(key, loop.time() - began_s, error, retry_s)
+            self._instrumentation.looked(key, loop.time() - began_s, error, retry_s)
 
     async def _until_due(self) -> None:
         self._stirred.clear()

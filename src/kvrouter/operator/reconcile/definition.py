@@ -38,9 +38,13 @@ class Definition:
     """
 
     def __init__(
-        self, cluster: KubeClient, listener: OperatorInstrumentation, *, check_each_s: float = CHECK_EACH_S
+        self,
+        client: KubeClient,
+        instrumentation: OperatorInstrumentation,
+        *,
+        check_each_s: float = CHECK_EACH_S,
     ) -> None:
-        self._cluster, self._listener, self._look_s = cluster, listener, check_each_s
+        self._client, self._instrumentation, self._look_s = client, instrumentation, check_each_s
         self._ours, self._not_ours = asyncio.Event(), asyncio.Event()
         self._reported = ""
 
@@ -78,7 +82,7 @@ class Definition:
     async def _why_not(self) -> str | None:
         """Return why it is not kvrouter's. Raises ClusterError if that is unknown, as in an overload."""
         try:
-            found = await self._cluster.read(DEFINITIONS, Key("", CRD_NAME))
+            found = await self._client.read(DEFINITIONS, Key("", CRD_NAME))
         except RequestRefused as refused:
             if refused.status != FORBIDDEN:
                 raise
@@ -92,7 +96,7 @@ class Definition:
         self._reported = state
         (self._ours if why is None else self._not_ours).set()
         (self._not_ours if why is None else self._ours).clear()
-        self._listener.definition_is(why)
+        self._instrumentation.definition_is(why)
 
 
 def definition_version(definition: Manifest) -> str | None:
@@ -141,18 +145,18 @@ class InstalledDefinition(NamedTuple):
     namespaces: int = 0
 
 
-async def preflight(cluster: KubeClient) -> list[DefinitionReport]:
+async def preflight(client: KubeClient) -> list[DefinitionReport]:
     """Check each definition. Raises ClusterError when the cluster does not answer, or does not allow it."""
     found = []
     for name in NAMES:
-        definition = await cluster.read(DEFINITIONS, Key("", name))
+        definition = await client.read(DEFINITIONS, Key("", name))
         objects: list[Manifest] = []
         if (
             definition is not None
             and definition_version(definition) is None
             and (kind := _kind_of(definition))
         ):
-            objects = (await cluster.find(kind)).objects
+            objects = (await client.find(kind)).objects
         namespaces = {metadata_of(each).get("namespace") for each in objects}
         found.append(InstalledDefinition(name, definition, len(objects), len(namespaces)))
     return reports(found)

@@ -32,9 +32,9 @@ class DryRun:
     """
 
     def __init__(
-        self, cluster: KubeClient, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
+        self, client: KubeClient, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
     ) -> None:
-        self._cluster, self._defaults, self._namespace = cluster, defaults, namespace
+        self._client, self._defaults, self._namespace = client, defaults, namespace
         self._within_s = within_s
         self._turns = asyncio.Semaphore(AT_A_TIME)
 
@@ -74,13 +74,13 @@ class DryRun:
         async with self._turns:
             try:
                 with collected_warnings() as texts:
-                    await self._cluster.dry_run(kind, manifest)
+                    await self._client.dry_run(kind, manifest)
                 warned += [Problem(path, f"the API server warns of {ref}: {text}") for text in texts]
             except RequestRefused as refused:
                 if not _is_about_the_object(refused):
-                    untried.append(f"{ref}: {refused.said}")
+                    untried.append(f"{ref}: {refused.detail}")
                 elif not await self._is_anothers(manifest):
-                    message = refused.said[:MESSAGE_CHARS_MAX]
+                    message = refused.detail[:MESSAGE_CHARS_MAX]
                     problems.append(Problem(path, f"the API server would refuse {ref}: {message}"))
             except ClusterError as error:
                 untried.append(f"{ref}: {error.message}")
@@ -88,7 +88,7 @@ class DryRun:
     async def _is_anothers(self, manifest: Manifest) -> bool:
         """Whether the object exists and is not this deployment's: it is never overwritten then."""
         try:
-            current = await self._cluster.read(kind_of(manifest), key_of(manifest))
+            current = await self._client.read(kind_of(manifest), key_of(manifest))
         except ClusterError:
             return False
         is_mine = current is None or owner_uid_of(current) == owner_uid_of(manifest)
@@ -97,7 +97,7 @@ class DryRun:
 
 def _is_about_the_object(refused: RequestRefused) -> bool:
     """Whether the real write would be refused too, because of the object."""
-    if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
+    if _NO_RIGHT.search(refused.detail) or _NO_TRIAL in refused.detail:
         return False
     return refused.is_lasting and refused.status not in (401, 404, 405)
 

@@ -19,18 +19,18 @@ Lost = Callable[[ResourceKind, ClusterError | None], None]
 """Called with a kind that cannot be watched or read; with None as error when it can again."""
 
 
-async def read_cluster_info(cluster: KubeClient, *, is_first: bool = True) -> ClusterInfo:
+async def read_cluster_info(client: KubeClient, *, is_first: bool = True) -> ClusterInfo:
     """Return the current information. Topologies that may not be read are unread, with the reason.
 
     Raises ClusterError when the cluster does not answer; unless this ``is_first``, also when it answers with
     an error of its own (429, 5xx): the last topologies then hold.
     """
-    policies = await cluster.served("admissionregistration.k8s.io/v1")
-    version = await cluster.version()
+    policies = await client.served("admissionregistration.k8s.io/v1")
+    version = await client.version()
     grove, why, found = Grove.ABSENT, "", list[Manifest]()
     for kind in TOPOLOGIES:
         try:
-            found += (await cluster.find(kind)).objects
+            found += (await client.find(kind)).objects
         except RequestRefused as refused:
             if not is_first and refused.status not in (NOT_FOUND, FORBIDDEN):
                 raise
@@ -48,10 +48,10 @@ async def read_cluster_info(cluster: KubeClient, *, is_first: bool = True) -> Cl
     )
 
 
-async def cluster_info_for_admission(cluster: KubeClient) -> ClusterInfo:
+async def cluster_info_for_admission(client: KubeClient) -> ClusterInfo:
     """Return the current information; topologies are unread if the cluster does not answer."""
     try:
-        return await read_cluster_info(cluster)
+        return await read_cluster_info(client)
     except ClusterError as error:
         return ClusterInfo(grove=Grove.UNREAD, unread_because=error.message)
 
@@ -63,8 +63,8 @@ class InfoReader:
     the start.
     """
 
-    def __init__(self, cluster: KubeClient, *, changed: Callable[[ClusterInfo], None], lost: Lost) -> None:
-        self._cluster, self._changed, self._lost = cluster, changed, lost
+    def __init__(self, client: KubeClient, *, changed: Callable[[ClusterInfo], None], lost: Lost) -> None:
+        self._client, self._changed, self._lost = client, changed, lost
         self._last: ClusterInfo | None = None
         self._is_lost = False
         self._first_tries = FirstTries()
@@ -73,7 +73,7 @@ class InfoReader:
         """Read once; return the error if that failed."""
         cluster_info, error = self._last, None
         try:
-            cluster_info = await read_cluster_info(self._cluster, is_first=cluster_info is None)
+            cluster_info = await read_cluster_info(self._client, is_first=cluster_info is None)
         except ClusterError as failed:
             error = failed
             is_lost = self._is_lost or self._first_tries.is_loss()

@@ -35,7 +35,7 @@ class NodePlaces:
 
     def __init__(
         self,
-        cluster: KubeClient,
+        client: KubeClient,
         *,
         namespace: str,
         lost: Lost,
@@ -43,15 +43,15 @@ class NodePlaces:
         info_each_s: float = INFO_EACH_S,
         again_s: float = AGAIN_S,
     ) -> None:
-        self._cluster = cluster
+        self._client = client
         self._info_each_s, self._again_s = info_each_s, again_s
         self._cluster_info: ClusterInfo | None = None
-        self._info_reader = InfoReader(cluster, changed=self._info_changed, lost=lost)
+        self._info_reader = InfoReader(client, changed=self._info_changed, lost=lost)
         self._stale = asyncio.Event()
         self._workers: dict[str, dict[Key, _Workers]] = {}
         self._generations: dict[Key, tuple[str, object]] = {}
         self._deployments: Informer[None] = Informer(
-            cluster,
+            client,
             DEPLOYMENTS_OF_GRAPHS,
             namespace=namespace,
             group_of=lambda _: None,
@@ -73,7 +73,7 @@ class NodePlaces:
                 await asyncio.sleep(self._again_s)
                 await self._until_stale()
 
-    async def labels_of(self, pod: BindingTarget) -> Mapping[str, str] | None:
+    async def labels_of(self, target: BindingTarget) -> Mapping[str, str] | None:
         """Return the level labels of a pod for its node; None if they are unknown.
 
         Empty for a pod that is no deployment's worker, or that a policy labels.
@@ -84,23 +84,23 @@ class NodePlaces:
             return {}
         if not self._deployments.synced.is_set():
             return None
-        level_labels = self._level_labels_for(pod)
+        level_labels = self._level_labels_for(target)
         if not level_labels:
             return {}
         try:
-            found = await self._cluster.read(NODES, Key("", pod.node))
+            found = await self._client.read(NODES, Key("", target.node))
         except ClusterError:
             return None
         node = None if found is None else read_node(found)
         return None if node is None else pod_labels(node.labels, level_labels)
 
-    def _level_labels_for(self, pod: BindingTarget) -> Sequence[LevelLabels]:
+    def _level_labels_for(self, target: BindingTarget) -> Sequence[LevelLabels]:
         """Return the level labels for a pod's name; if several stems fit a cut name, the longest counts."""
         found = {
             stem: workers.level_labels
-            for workers in self._workers.get(pod.namespace, {}).values()
+            for workers in self._workers.get(target.namespace, {}).values()
             for stem in workers.stems
-            if is_pod_of(stem, pod.name)
+            if is_pod_of(stem, target.name)
         }
         return found[max(found, key=len)] if found else ()
 

@@ -35,9 +35,9 @@ class OwnCertificate:
     """
 
     def __init__(
-        self, cluster: KubeClient, secret: Key, *, webhook: str, dns_names: Sequence[str], folder: Path
+        self, client: KubeClient, secret: Key, *, webhook: str, dns_names: Sequence[str], folder: Path
     ) -> None:
-        self._cluster, self._secret, self._webhook = cluster, secret, webhook
+        self._client, self._secret, self._webhook = client, secret, webhook
         self._dns_names, self._folder = tuple(dns_names), folder
         self.cert, self.key = folder / SERVING_CERT, folder / SERVING_KEY
 
@@ -60,7 +60,7 @@ class OwnCertificate:
     async def _good_data(self) -> dict[str, bytes]:
         tries = 0
         while True:
-            current = await self._cluster.read(SECRETS, self._secret)
+            current = await self._client.read(SECRETS, self._secret)
             data = {} if current is None else _decoded(current.get("data"))
             better = renewed(datetime.now(UTC), data, self._dns_names)
             if better is None:
@@ -77,11 +77,11 @@ class OwnCertificate:
     async def _store(self, current: Manifest | None, data: dict[str, bytes]) -> None:
         encoded: Manifest = {key: base64.b64encode(value).decode() for key, value in data.items()}
         if current is not None:
-            await self._cluster.replace(SECRETS, {**current, "data": encoded})
+            await self._client.replace(SECRETS, {**current, "data": encoded})
             return
         metadata: Manifest = {"namespace": self._secret.namespace, "name": self._secret.name}
         manifest: Manifest = {"metadata": metadata, "type": "kubernetes.io/tls", "data": encoded}
-        await self._cluster.create(SECRETS, {"apiVersion": "v1", "kind": "Secret", **manifest})
+        await self._client.create(SECRETS, {"apiVersion": "v1", "kind": "Secret", **manifest})
 
     async def _trust(self, authorities: bytes) -> None:
         bundle = base64.b64encode(authorities).decode()
@@ -94,7 +94,7 @@ class OwnCertificate:
 
     async def _is_trusting(self, kind: ResourceKind, name: str, bundle: str) -> bool:
         """Make the webhooks of a configuration trust ``bundle``; return False if it does not exist."""
-        found = await self._cluster.read(kind, Key("", name))
+        found = await self._client.read(kind, Key("", name))
         if found is None:
             return False
         webhooks = found.get("webhooks")
@@ -102,7 +102,7 @@ class OwnCertificate:
             _trusting(webhook, bundle) for webhook in (webhooks if isinstance(webhooks, list) else [])
         ]
         if trusting != webhooks:
-            await self._cluster.replace(kind, {**found, "webhooks": trusting})
+            await self._client.replace(kind, {**found, "webhooks": trusting})
         return True
 
 

@@ -71,19 +71,19 @@ class Reconciler:
 
     def __init__(
         self,
-        cluster: KubeClient,
+        client: KubeClient,
         sources: Sources,
         claims: Claims,
         statuses: StatusWriter,
         *,
         defaults: PlanDefaults,
-        listener: OperatorInstrumentation,
+        instrumentation: OperatorInstrumentation,
     ) -> None:
-        self._cluster, self._sources, self._claims = cluster, sources, claims
+        self._client, self._sources, self._claims = client, sources, claims
         self._statuses, self._recorder = statuses, statuses.recorder
-        self._defaults, self._listener = defaults, listener
-        self._applied = Applier(cluster, sources.owned)
-        self._bindings = Bindings(cluster, claims.lease)
+        self._defaults, self._instrumentation = defaults, instrumentation
+        self._applied = Applier(client, sources.owned)
+        self._bindings = Bindings(client, claims.lease)
         self.policies = BindingsReconciler(self._bindings, sources, self._wanted_labels)
         self.others: dict[Key, str] = {}
         """The deployments that another operator manages, and its name."""
@@ -120,7 +120,7 @@ class Reconciler:
         holder = None if found is None or _is_leaving(found) else await self._claims.other(found)
         if holder != self.others.get(key):
             self._sources.bindings_are_due = True
-            self._listener.stood_back(key, holder)
+            self._instrumentation.stood_back(key, holder)
         if found is None or holder is None:
             self.others.pop(key, None)
             return False
@@ -248,7 +248,7 @@ class Reconciler:
             held=held.components,
         )
         if changes.done:
-            self._listener.changed(key, changes)
+            self._instrumentation.changed(key, changes)
         return changes, min((each for each in ends_s if each is not None), default=None)
 
     async def _report_refused(self, found: Manifest, changes: Changes, refusals: RefusedObjects) -> None:
@@ -328,14 +328,14 @@ class Reconciler:
             return pod
         place = Key(pod.namespace, pod.name)
         try:
-            patched = await self._cluster.merge(PODS, place, patch)
+            patched = await self._client.merge(PODS, place, patch)
         except RequestRefused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 if refused.is_passing:
                     raise
-                refused_of.append(f"Pod {pod.name}: {refused.said}")
+                refused_of.append(f"Pod {pod.name}: {refused.detail}")
             return pod
-        self._listener.labelled(place)
+        self._instrumentation.labelled(place)
         return read_pod(patched) or pod
 
     def _last_levels(self, found: Manifest) -> tuple[Level, ...]:

@@ -26,9 +26,9 @@ class Recorder:
     """
 
     def __init__(
-        self, cluster: KubeClient, identity: str, on_refused: Callable[[RequestRefused], None]
+        self, client: KubeClient, identity: str, on_refused: Callable[[RequestRefused], None]
     ) -> None:
-        self._cluster = cluster
+        self._client = client
         self._identity = identity
         self._on_refused = on_refused
         self._recorded: dict[Key, tuple[str, set[str]]] = {}
@@ -37,16 +37,16 @@ class Recorder:
         """Record ``reason``, a word in CamelCase, and a sentence. Raises ClusterError."""
         event = self._event(about, reason, message, warns)
         with self._dropping_refused():
-            current = await self._cluster.read(EVENTS, key_of(event))
+            current = await self._client.read(EVENTS, key_of(event))
             if current is None:
-                await self._cluster.create(EVENTS, event)
+                await self._client.create(EVENTS, event)
                 return
             count = current.get("count")
             again: Manifest = {
                 "count": (count if isinstance(count, int) else 0) + 1,
                 "lastTimestamp": event["lastTimestamp"],
             }
-            await self._cluster.merge(EVENTS, key_of(event), again)
+            await self._client.merge(EVENTS, key_of(event), again)
 
     async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
         """Record an event once for each generation of the spec. Raises ClusterError."""
@@ -59,8 +59,8 @@ class Recorder:
         if name in names:
             return
         with self._dropping_refused():
-            if await self._cluster.read(EVENTS, key_of(event)) is None:
-                await self._cluster.create(EVENTS, event)
+            if await self._client.read(EVENTS, key_of(event)) is None:
+                await self._client.create(EVENTS, event)
         self._recorded[key_of(about)] = (generation, names | {name})
 
     async def record_warnings(self, about: Manifest, problems: Sequence[Problem]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import JsonValue
 
-from kvrouter.core.cordons import Cordon
+from kvrouter.core.cordon_rules import Cordon
 from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import (
@@ -70,7 +70,7 @@ class Sources:
 
     def __init__(
         self,
-        cluster: KubeClient,
+        client: KubeClient,
         enqueue: Enqueue,
         *,
         is_own_status: Callable[[Manifest], bool],
@@ -91,7 +91,7 @@ class Sources:
             is_wanted: Callable[[Manifest], bool] = lambda _: True,
         ) -> Informer[G]:
             return Informer(
-                cluster,
+                client,
                 kind,
                 labels=labels,
                 namespace=namespace,
@@ -120,7 +120,7 @@ class Sources:
         self.nodes_changed = asyncio.Event()
         self._workers = watched(WORKERS, FLEET_LABEL, fleet_of, self._card_changed) if reads_workers else None
         self._cards = Cards(self._changed_of)
-        self.info_reader = InfoReader(cluster, changed=self._info_changed, lost=lost)
+        self.info_reader = InfoReader(client, changed=self._info_changed, lost=lost)
         self._by_name: dict[str | Key, Key] = {}
         """Deployments by uid and by fleet."""
         self._specs: dict[Key, tuple[object, ...]] = {}

@@ -19,7 +19,7 @@ class StatusRefused(ClusterError):
     code = "status_refused"
 
 
-async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
+async def write_status(client: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
     """Apply the status of a deployment; with ``version`` only while it has that resourceVersion.
 
     Raises StatusRefused if the API server refuses the status itself, and ClusterError if the deployment is
@@ -31,11 +31,11 @@ async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *
         metadata["resourceVersion"] = version
     manifest: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
     try:
-        await cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+        await client.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
     except RequestRefused as refused:
         if refused.is_passing or refused.status == NOT_FOUND:
             raise
-        raise StatusRefused(refused.said) from refused
+        raise StatusRefused(refused.detail) from refused
 
 
 class StatusWriter:
@@ -45,12 +45,12 @@ class StatusWriter:
 
     def __init__(
         self,
-        cluster: KubeClient,
+        client: KubeClient,
         name: str,
         recorder: Recorder,
         conditions_are: Callable[[Key, Iterable[Condition]], None],
     ) -> None:
-        self._cluster, self._name, self.recorder = cluster, name, recorder
+        self._client, self._name, self.recorder = client, name, recorder
         self._conditions_are = conditions_are
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
@@ -78,7 +78,7 @@ class StatusWriter:
         self._written[key] = (uid_of(found), status)  # a watch may show it before this call ends
         try:
             manifest = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-            await write_status(self._cluster, found, manifest)
+            await write_status(self._client, found, manifest)
         except BaseException as error:
             del self._written[key]
             if known is not None:

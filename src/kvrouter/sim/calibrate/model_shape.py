@@ -55,59 +55,68 @@ class ModelShape(NamedTuple):
 
 def shape_of(dimensions: ModelDimensions) -> ModelShape:
     """Return the shape of a decoder with gated MLPs, and grouped-query or latent attention."""
-    d = dimensions
     # A token of the output is multiplied with as many parameters as the embedding has, tied or not.
-    output = d.vocab_size * d.hidden_size
-    n_experts, expert_layers = d.n_experts, d.expert_layers
-    expert_mlp = d.moe_intermediate_size or d.intermediate_size
-    shared = d.shared_expert_intermediate_size or (d.n_shared_experts or 0) * expert_mlp
-    dense_mlp = d.intermediate_size
-    if d.intermediate_size_mlp is not None:
-        dense_mlp, shared = d.intermediate_size_mlp, expert_mlp
-    dense_mlps = (d.num_hidden_layers - expert_layers) * dense_mlp + expert_layers * shared
-    shape = _attention_shape(d)
+    output = dimensions.vocab_size * dimensions.hidden_size
+    n_experts, expert_layers = dimensions.n_experts, dimensions.expert_layers
+    expert_mlp = dimensions.moe_intermediate_size or dimensions.intermediate_size
+    shared = dimensions.shared_expert_intermediate_size or (dimensions.n_shared_experts or 0) * expert_mlp
+    dense_mlp = dimensions.intermediate_size
+    if dimensions.intermediate_size_mlp is not None:
+        dense_mlp, shared = dimensions.intermediate_size_mlp, expert_mlp
+    dense_mlps = (dimensions.num_hidden_layers - expert_layers) * dense_mlp + expert_layers * shared
+    shape = _attention_shape(dimensions)
     return shape._replace(
-        dense_params=float(shape.dense_params + 3 * d.hidden_size * dense_mlps + output),
+        dense_params=float(shape.dense_params + 3 * dimensions.hidden_size * dense_mlps + output),
         output_params=float(output),
-        expert_params=float(3 * d.hidden_size * expert_mlp * expert_layers * n_experts)
+        expert_params=float(3 * dimensions.hidden_size * expert_mlp * expert_layers * n_experts)
         if expert_layers
         else 0.0,
         n_experts=n_experts,
-        experts_per_token=min(n_experts, d.num_experts_per_tok or d.experts_per_token or 1),
+        experts_per_token=min(n_experts, dimensions.num_experts_per_tok or dimensions.experts_per_token or 1),
         expert_layers=expert_layers,
-        embedding_params=0.0 if d.tie_word_embeddings else float(output),
-        weights=None if d.quantization_config is None else format_of_config(d.quantization_config),
+        embedding_params=0.0 if dimensions.tie_word_embeddings else float(output),
+        weights=None
+        if dimensions.quantization_config is None
+        else format_of_config(dimensions.quantization_config),
     )
 
 
-def _attention_shape(d: ModelDimensions) -> ModelShape:
+def _attention_shape(dimensions: ModelDimensions) -> ModelShape:
     """Return the shape of a decoder that has attention alone."""
-    heads, hidden = d.num_attention_heads, d.hidden_size
-    if d.kv_lora_rank is not None:
-        nope, rope, value = d.qk_nope_head_dim or 0, d.qk_rope_head_dim or 0, d.v_head_dim or 0
+    heads, hidden = dimensions.num_attention_heads, dimensions.hidden_size
+    if dimensions.kv_lora_rank is not None:
+        nope, rope, value = (
+            dimensions.qk_nope_head_dim or 0,
+            dimensions.qk_rope_head_dim or 0,
+            dimensions.v_head_dim or 0,
+        )
         query = heads * (nope + rope)
-        query_params = hidden * query if d.q_lora_rank is None else d.q_lora_rank * (hidden + query)
-        kv_params = hidden * (d.kv_lora_rank + rope) + d.kv_lora_rank * heads * (nope + value)
+        query_params = (
+            hidden * query if dimensions.q_lora_rank is None else dimensions.q_lora_rank * (hidden + query)
+        )
+        kv_params = hidden * (dimensions.kv_lora_rank + rope) + dimensions.kv_lora_rank * heads * (
+            nope + value
+        )
         params = query_params + kv_params + heads * value * hidden
         # Prefill attends with full keys and values; decoding with the latent ones, which are larger.
         width = heads * (nope + rope + value) // 2
-        decode_width = heads * (2 * d.kv_lora_rank + rope) // 2
-        kv_heads, kv_values = 1, d.kv_lora_rank + rope
+        decode_width = heads * (2 * dimensions.kv_lora_rank + rope) // 2
+        kv_heads, kv_values = 1, dimensions.kv_lora_rank + rope
     else:
-        head = d.head_dim or hidden // heads
-        kv_heads = d.num_key_value_heads or heads
+        head = dimensions.head_dim or hidden // heads
+        kv_heads = dimensions.num_key_value_heads or heads
         width = decode_width = heads * head
         kv_values = 2 * head
         params = hidden * (2 * width + kv_heads * kv_values)
     return ModelShape(
-        layers=d.num_hidden_layers,
+        layers=dimensions.num_hidden_layers,
         hidden=hidden,
         attention_width=width,
         decode_width=decode_width,
         kv_heads=kv_heads,
         kv_values=kv_values,
-        dense_params=float(d.num_hidden_layers * params),
-        attention=d.attention,
+        dense_params=float(dimensions.num_hidden_layers * params),
+        attention=dimensions.attention,
     )
 
 

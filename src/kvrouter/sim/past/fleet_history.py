@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvrouter.core.workers import Role
-from kvrouter.recording.records import FleetChange, FleetRecord, Worker
+from kvrouter.recording.schema import FleetChange, FleetRecord, Worker
 
 
 class RecordedWorker(NamedTuple):

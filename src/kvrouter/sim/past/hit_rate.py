@@ -23,7 +23,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import PrefixSet
 from kvrouter.kernel.routing.masks import mask_of, prefill_mask, ready, screen_ranks, screens_of
 from kvrouter.kernel.topology.policy import MismatchPolicy, RouterTopologyDefault
-from kvrouter.recording.records import AttemptRecord, LegRecord, Worker
+from kvrouter.recording.schema import AttemptRecord, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import Move
 from kvrouter.sim.past.hit_ladder import (
     Cause,
@@ -164,7 +164,7 @@ class _FleetCaches:
             self._apply(self.past.step())
         self._release_until(at_s)
 
-    def route_perfectly(self, wanted: PastPrompt, until_s: float) -> int:
+    def route_perfectly(self, prompt: PastPrompt, until_s: float) -> int:
         """Send a request to its longest prefix, else to the most free blocks; return its cached blocks."""
         fleet = self.past.fleet
         takes = np.zeros(fleet.n_slots, np.bool_)
@@ -173,10 +173,10 @@ class _FleetCaches:
         slots: npt.NDArray[np.int64] = np.flatnonzero(takes)
         if not len(slots):
             return 0
-        overlap = self.perfect.overlap(wanted, fleet.n_slots)[slots]
+        overlap = self.perfect.overlap(prompt, fleet.n_slots)[slots]
         most = int(overlap.max())
         slot = self.perfect.emptiest(slots[overlap == most])
-        self.perfect.hold(slot, wanted, until_s=until_s)
+        self.perfect.hold(slot, prompt, until_s=until_s)
         return most
 
     def _apply(self, moved: Moved) -> None:
@@ -240,12 +240,12 @@ class _Choices:
         if nearest == chosen:
             return nearest
         takes = ready(fleet, leg, last_resort=True).allowed
-        wanted = past.asks(request, aggregated=leg is Leg.AGGREGATED)
-        asked = screen_ranks(wanted, fleet, leg).mask
+        prompt = past.asks(request, aggregated=leg is Leg.AGGREGATED)
+        asked = screen_ranks(prompt, fleet, leg).mask
         allowed = asked
         if leg is Leg.PREFILL:
             default = _router_default(placed.attempt)
-            screens = screens_of(wanted, fleet, default, None)
+            screens = screens_of(prompt, fleet, default, None)
             allowed = prefill_mask(screens, fleet, screens.decode.mask, default)
         at_takes, at_asked, at_allowed = most(takes), most(asked.allowed), most(allowed.allowed)
         self._lost[Cause.AWAY] += nearest - at_takes
@@ -315,13 +315,13 @@ class _Climb:
         """Let one leg happen, with all that happened before it."""
         self._caches.go_to(placed.at_s)
         request = self._past.requests[placed.number]
-        wanted = past_prompt(request, has_answer=placed.leg.leg != Leg.PREFILL)
+        prompt = past_prompt(request, has_answer=placed.leg.leg != Leg.PREFILL)
         rank = _rank(placed.leg, request)
         slot = self._caches.past.fleet.slot_of(rank)
         if placed.is_measured:
-            self._measure(placed, request, wanted, rank, slot)
+            self._measure(placed, request, prompt, rank, slot)
         if slot is not None:
-            self._caches.own.hold(slot, wanted, until_s=placed.until_s)
+            self._caches.own.hold(slot, prompt, until_s=placed.until_s)
 
     def result(self) -> HitLadder:
         """Return the ladder."""
@@ -359,14 +359,14 @@ class _Climb:
         self,
         placed: _Placed,
         request: PastRequest,
-        wanted: PastPrompt,
+        prompt: PastPrompt,
         rank: WorkerRank,
         slot: Slot | None,
     ) -> None:
         record, leg, block_size = request.record, placed.leg, request.record.block_size
-        input_tokens, findable_tokens = record.input_tokens, wanted.n_findable * block_size
-        seen_tokens = min((self._seen.add(wanted.prompt) or 0), wanted.n_findable) * block_size
-        expected = min(leg.overlap_blocks, wanted.n_findable) * block_size
+        input_tokens, findable_tokens = record.input_tokens, prompt.n_findable * block_size
+        seen_tokens = min((self._seen.add(prompt.prompt) or 0), prompt.n_findable) * block_size
+        expected = min(leg.overlap_blocks, prompt.n_findable) * block_size
         counted = None if leg.cached_tokens is None else min(leg.cached_tokens, input_tokens)
         known = max(expected, counted or 0)
 
@@ -375,13 +375,13 @@ class _Climb:
             return max(tokens, known) if tokens >= seen_tokens else tokens
 
         for factor, cache in self._caches.shared.items():
-            self._held[factor] += with_beyond(cache.matched(wanted) * block_size)
-            cache.hold(wanted, until_s=placed.until_s)
+            self._held[factor] += with_beyond(cache.matched(prompt) * block_size)
+            cache.hold(prompt, until_s=placed.until_s)
         self._rung[Rung.PERFECT] += with_beyond(
-            self._caches.route_perfectly(wanted, placed.until_s) * block_size
+            self._caches.route_perfectly(prompt, placed.until_s) * block_size
         )
 
-        overlap = self._caches.own.overlap(wanted, self._caches.past.fleet.n_slots)
+        overlap = self._caches.own.overlap(prompt, self._caches.past.fleet.n_slots)
         own = 0 if slot is None else int(overlap[slot]) * block_size
         chosen = max(own, known)
         nearest = self._choices.note(placed, request, overlap, chosen, slot)

@@ -86,13 +86,13 @@ class SharedCache:
         n_away = min(ENDLESS_BLOCKS - n_blocks, self._kv.free_blocks + self._kv.idle_blocks)
         self._taken = self._kv.hold(b"", 0, n_away)
 
-    def matched(self, wanted: PastPrompt) -> int:
+    def matched(self, prompt: PastPrompt) -> int:
         """Count the blocks of a prompt that are there."""
-        return self._kv.matched(wanted.hashes, wanted.n_findable)
+        return self._kv.matched(prompt.hashes, prompt.n_findable)
 
-    def hold(self, wanted: PastPrompt, *, until_s: float) -> None:
+    def hold(self, prompt: PastPrompt, *, until_s: float) -> None:
         """Hold a request's blocks, as many as fit."""
-        heapq.heappush(self._ends, (until_s, _hold(self._kv, wanted)))
+        heapq.heappush(self._ends, (until_s, _hold(self._kv, prompt)))
         self._kv.take_events()  # or they would be kept
 
     def release_until(self, now_s: float) -> None:
@@ -139,38 +139,38 @@ class RankCaches:
         self.running[slot] = self.held[slot] = 0
         return kv.cached_blocks
 
-    def overlap(self, wanted: PastPrompt, n_slots: int) -> U32:
+    def overlap(self, prompt: PastPrompt, n_slots: int) -> U32:
         """Return how many leading blocks of the prompt each slot has; the column is used again."""
         if len(self._out) < n_slots:
             self._out = np.zeros(2 * n_slots, np.uint32)
         out = self._out[:n_slots]
         if self._index is not None:
-            self._index.overlap(wanted.prompt, out)
-            return np.minimum(out, np.uint32(wanted.n_findable), out=out)
+            self._index.overlap(prompt.prompt, out)
+            return np.minimum(out, np.uint32(prompt.n_findable), out=out)
         out[:] = 0
         for slot, kv in self._kv.items():
-            out[slot] = kv.matched(wanted.hashes, wanted.n_findable)
+            out[slot] = kv.matched(prompt.hashes, prompt.n_findable)
         return out
 
     def emptiest(self, slots: npt.NDArray[np.int64]) -> Slot:
         """Return the slot into which least was put so far, for its size."""
         return Slot(int(slots[np.argmin(self._filled[slots] / self._sizes[slots])]))
 
-    def hold(self, slot: Slot, wanted: PastPrompt, *, until_s: float) -> None:
+    def hold(self, slot: Slot, prompt: PastPrompt, *, until_s: float) -> None:
         """Hold a request's blocks in the rank at the slot; does nothing at an empty slot."""
         kv = self._kv.get(slot)
         if kv is None:
             return
-        n_new = wanted.n_full - kv.matched(wanted.hashes, wanted.n_full)
-        table = _hold(kv, wanted)
+        n_new = prompt.n_full - kv.matched(prompt.hashes, prompt.n_full)
+        table = _hold(kv, prompt)
         events = kv.take_events()
         if self._index is not None:
             self._index.apply(slot, events)
         self._filled[slot] += n_new
         self.running[slot] += 1
-        self.held[slot] += wanted.n_total
+        self.held[slot] += prompt.n_total
         self._n_held += 1
-        heapq.heappush(self._ends, (until_s, self._n_held, slot, kv, table, wanted.n_total))
+        heapq.heappush(self._ends, (until_s, self._n_held, slot, kv, table, prompt.n_total))
 
     def release_until(self, now_s: float) -> None:
         """Release what ended by now."""
@@ -182,14 +182,14 @@ class RankCaches:
                 self.held[slot] -= n_total
 
 
-def _hold(kv: PagedKv, wanted: PastPrompt) -> int:
+def _hold(kv: PagedKv, prompt: PastPrompt) -> int:
     """Hold the cached blocks of a request, and then as many of its other blocks as fit."""
-    n_matched = kv.matched(wanted.hashes, wanted.n_full)
-    table = kv.hold(wanted.hashes, n_matched, 0)
+    n_matched = kv.matched(prompt.hashes, prompt.n_full)
+    table = kv.hold(prompt.hashes, n_matched, 0)
     if table is None:
         raise RuntimeError("blocks that are cached can always be held")
-    n_new = min(wanted.n_total - n_matched, kv.free_blocks + kv.idle_blocks)
+    n_new = min(prompt.n_total - n_matched, kv.free_blocks + kv.idle_blocks)
     if n_new > 0:
         kv.grow(table, n_new)
-        kv.commit(table, wanted.hashes, min(wanted.n_full, n_matched + n_new))
+        kv.commit(table, prompt.hashes, min(prompt.n_full, n_matched + n_new))
     return table

@@ -13,7 +13,7 @@ from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerC
 from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, View
-from kvrouter.recording.records import Constraints, LegRecord, Worker
+from kvrouter.recording.schema import Constraints, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, RecordedWorker
 from kvrouter.sim.past.recorded_fleet import Policy, own_taints, policy_of
 from kvrouter.sim.traces.recorded_trace import PastRequest

@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.recording.records import Worker
+from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import Path, Problem, config_error, problem_of
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, RecordedWorker
 from kvrouter.sim.past.recorded_fleet import (

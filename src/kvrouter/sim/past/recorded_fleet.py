@@ -10,7 +10,7 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.kernel.topology.policy import RESERVED_TAINT_PREFIX
-from kvrouter.recording.records import Worker
+from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import Document, Path, dotted
 from kvrouter.sim.past.fleet_history import FleetHistory, RecordedWorker
 

@@ -25,7 +25,7 @@ class LlmdScorers(PublishedRule):
     def __init__(self, *, queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> None:
         self._queue, self._kv, self._prefix = queue, kv, prefix
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Return the scores, negated."""
         waiting = self.gateway.waiting[allowed].astype(np.float64)
         spread = waiting.max() - waiting.min()
@@ -33,20 +33,20 @@ class LlmdScorers(PublishedRule):
         if spread > 0.0:
             queue = (waiting.max() - waiting) / spread
         score = self._queue * queue + self._kv * (1.0 - self.gateway.kv_use[allowed])
-        if given.leg is not Leg.DECODE:
-            score += self._prefix * cached_tokens(given, allowed) / max(1, given.request.isl_tokens)
+        if leg_input.leg is not Leg.DECODE:
+            score += self._prefix * cached_tokens(leg_input, allowed) / max(1, leg_input.request.isl_tokens)
         return -score
 
 
 class AibrixPrefix(PublishedRule):
     """The longest cached prefix, in whole percent of the prompt, among those with at most mean +
-    ``deviations`` · standard deviation requests, and of equals the fewest requests; where there is none, the
-    fewest requests.
+    ``deviations`` · standard deviation requests, and of equals the fewest requests; without any cached
+    prefix, the fewest requests.
 
-    Where load is uneven, only the workers with the fewest requests are looked at: where the most is at least
+    If load is uneven, only the workers with the fewest requests are candidates: if the most is at least
     ``imbalance`` above the fewest and, of three workers or more, over ``factor`` · (mean of the others + 1).
-    So are ``load_balance.go`` and ``prefix_cache.go`` of vllm-project/aibrix in 2026, with these defaults. Up
-    to 0.7 the difference alone counted, and the Helm chart set it to 16 and the deviations to 2.
+    This is ``load_balance.go`` and ``prefix_cache.go`` of vllm-project/aibrix in 2026, with these defaults.
+    Up to 0.7 the difference alone counted, and the Helm chart set it to 16 and the deviations to 2.
     """
 
     source: ClassVar[str] = (
@@ -56,18 +56,18 @@ class AibrixPrefix(PublishedRule):
     def __init__(self, *, imbalance: float = 8.0, factor: float = 2.0, deviations: float = 1.0) -> None:
         self._imbalance, self._factor, self._deviations = imbalance, factor, deviations
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Return the requests of the best matches that are not overloaded, and infinity for others."""
         running: FloatColumn = self.gateway.in_flight[allowed].astype(np.float64)
         limit = running.mean() + self._deviations * running.std()
-        cached = cached_tokens(given, allowed)
+        cached = cached_tokens(leg_input, allowed)
         matches = (cached > 0.0) & (running <= limit)
         if self._is_uneven(running):
             fewest = running == running.min()
             matches = (cached > 0.0) & fewest
         if not matches.any():
             return running
-        percent = np.floor(100.0 * cached / max(1, given.request.isl_tokens))
+        percent = np.floor(100.0 * cached / max(1, leg_input.request.isl_tokens))
         longest = percent[matches].max()
         return np.where(matches & (percent == longest), running, np.inf)
 
@@ -90,14 +90,14 @@ class SglangCacheAware(PublishedRule):
     def __init__(self, *, cache: float = 0.3, balance_abs: float = 64.0, balance_rel: float = 1.5) -> None:
         self._cache, self._balance_abs, self._balance_rel = cache, balance_abs, balance_rel
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Return the requests of the best matches while load is balanced; else of all."""
         in_flight = self.gateway.in_flight[allowed]
         most, fewest = int(in_flight.max()), int(in_flight.min())
         if most - fewest > self._balance_abs and most > self._balance_rel * fewest:
             return in_flight
-        cached = cached_tokens(given, allowed)
-        if cached.max() > self._cache * given.request.isl_tokens:
+        cached = cached_tokens(leg_input, allowed)
+        if cached.max() > self._cache * leg_input.request.isl_tokens:
             return np.where(cached == cached.max(), in_flight, np.inf)
         return in_flight
 
@@ -118,21 +118,21 @@ class StickySessions(PublishedRule):
         self._escape, self._floor = escape, floor
         self._at: OrderedDict[tuple[Leg, str], Slot] = OrderedDict()
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
         """Count the requests."""
         return self.gateway.in_flight[allowed]
 
-    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+    def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:
         """Take the session's worker, or find it another one."""
-        allowed, session = given.allowed, self.gateway.session_of(given.request.request_id)
-        key = (given.leg, session)
+        allowed, session = pick_input.allowed, self.gateway.session_of(pick_input.request.request_id)
+        key = (pick_input.leg, session)
         slot = self._at.get(key) if session else None
         if slot is not None and (allowed == slot).any():
             limit = max(self._floor, self._escape * float(cost[allowed].mean()))
             if cost[slot] <= limit:
                 self._at.move_to_end(key)
                 return slot
-        chosen = super().pick(cost, given)
+        chosen = super().pick(cost, pick_input)
         if session:
             self._at[key] = chosen
             self._at.move_to_end(key)

@@ -17,7 +17,7 @@ class Random(PublishedRule):
 
     source: ClassVar[str] = "every load balancer"
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
         """Return no cost: all slots are equal."""
         return np.zeros(len(allowed))
 
@@ -28,11 +28,11 @@ class RoundRobin(Random):
     def __init__(self) -> None:
         self._turns = dict.fromkeys(Leg, 0)
 
-    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:  # noqa: ARG002 - the port's signature
+    def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:  # noqa: ARG002 - the port's signature
         """Take the next slot; each leg has its own turn."""
-        turn = self._turns[given.leg]
-        self._turns[given.leg] += 1
-        return Slot(int(given.allowed[turn % len(given.allowed)]))
+        turn = self._turns[pick_input.leg]
+        self._turns[pick_input.leg] += 1
+        return Slot(int(pick_input.allowed[turn % len(pick_input.allowed)]))
 
 
 class LeastLoaded(PublishedRule):
@@ -40,7 +40,7 @@ class LeastLoaded(PublishedRule):
 
     source: ClassVar[str] = "Dynamo's least-loaded, AIBrix's least-request"
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:  # noqa: ARG002 - the port's signature
         """Count the requests."""
         return self.gateway.in_flight[allowed]
 
@@ -50,9 +50,9 @@ class PowerOfTwo(LeastLoaded):
 
     source: ClassVar[str] = "Mitzenmacher 2001; sglang-router's and vllm-router's power_of_two"
 
-    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+    def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:
         """Draw two and take the better one; the first of equals."""
-        allowed, draw = given.allowed, given.draw
+        allowed, draw = pick_input.allowed, pick_input.draw
         n = len(allowed)
         one = draw % n
         if n == 1:

@@ -25,27 +25,27 @@ class DynamoCost(PublishedRule):
         self._overlap_weight = overlap_weight
         self._temperature = temperature
 
-    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+    def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:
         """Take the cheapest, or draw."""
-        costs = cost[given.allowed]
+        costs = cost[pick_input.allowed]
         spread = costs.max() - costs.min()
         if self._temperature <= 0.0 or spread <= 0.0:
-            return super().pick(cost, given)
+            return super().pick(cost, pick_input)
         shares = np.cumsum(np.exp(-(costs - costs.min()) / spread / self._temperature))
-        aim = (given.draw >> 11) * 2.0**-53 * shares[-1]
+        aim = (pick_input.draw >> 11) * 2.0**-53 * shares[-1]
         at = min(int(np.searchsorted(shares, aim, side="right")), len(costs) - 1)
-        return Slot(int(given.allowed[at]))
+        return Slot(int(pick_input.allowed[at]))
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Add up the blocks."""
-        view = given.view
+        view = leg_input.view
         costs = np.zeros(len(allowed))
-        if given.leg is not Leg.DECODE:
-            tokens = view.prefill_tokens[allowed] + new_tokens(given, allowed)
+        if leg_input.leg is not Leg.DECODE:
+            tokens = view.prefill_tokens[allowed] + new_tokens(leg_input, allowed)
             costs += self._overlap_weight * tokens / view.fleet.block_size
-        if given.leg is not Leg.PREFILL:
+        if leg_input.leg is not Leg.PREFILL:
             costs += view.active_blocks[allowed]
-            costs += given.request.total_blocks if view.not_active is None else view.not_active[allowed]
+            costs += leg_input.request.total_blocks if view.not_active is None else view.not_active[allowed]
         return costs
 
 
@@ -54,11 +54,11 @@ class LMetric(PublishedRule):
 
     source: ClassVar[str] = "LMetric, arXiv 2603.15202; with queued tokens and batch + 1 as in AIBrix's"
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Multiply."""
         tokens: FloatColumn | None = None
-        if given.leg is not Leg.DECODE:
-            tokens = new_tokens(given, allowed) + given.view.prefill_tokens[allowed]
+        if leg_input.leg is not Leg.DECODE:
+            tokens = new_tokens(leg_input, allowed) + leg_input.view.prefill_tokens[allowed]
         return product(tokens, self.gateway.in_flight[allowed])
 
 
@@ -76,18 +76,18 @@ class PredictedTtft(PublishedRule):
     def __init__(self, *, queue_ms_per_token: float = 0.017) -> None:
         self._queue_ms_per_token = queue_ms_per_token
 
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Return the costs: infinity except for the least predicted time."""
-        view = given.view
+        view = leg_input.view
         active = view.active_blocks[allowed]
-        if given.leg is Leg.DECODE:
+        if leg_input.leg is Leg.DECODE:
             return active
-        tokens, queued = new_tokens(given, allowed), view.prefill_tokens[allowed]
+        tokens, queued = new_tokens(leg_input, allowed), view.prefill_tokens[allowed]
         timing_index, predicted_ms = self.gateway.timing[allowed], np.empty(len(allowed))
         for number, timing in enumerate(self.gateway.timings):
             here = timing_index == number
             queue_ms = self._queue_ms_per_token * _slowness(timing) * queued[here]
-            predicted_ms[here] = _prefill_ms(timing, tokens[here], given.request.isl_tokens) + queue_ms
+            predicted_ms[here] = _prefill_ms(timing, tokens[here], leg_input.request.isl_tokens) + queue_ms
         soonest = predicted_ms == predicted_ms.min()
         return np.where(soonest, active, np.inf)
 

@@ -89,13 +89,13 @@ RULES: Mapping[str, KnownRule] = MappingProxyType(
 
 def parse_rule(text: str) -> PublishedRule:
     """Return the rule of ``name`` or ``name:parameter=value,parameter=value``. Raises ConfigError."""
-    name, colon, given = text.partition(":")
+    name, colon, leg_input = text.partition(":")
     known = RULES.get(name)
     if known is None:
         hint = did_you_mean(name, [*RULES, "kvrouter"])
         raise ConfigError(f"policy: {name!r} is none of kvrouter, {', '.join(RULES)}{hint}", param="policy")
     parameters: dict[str, Any] = {}
-    for pair in given.split(",") if colon else ():
+    for pair in leg_input.split(",") if colon else ():
         key, _, value = (part.strip() for part in pair.partition("="))
         if key not in known.parameters:
             names = ", ".join(known.parameters) or "none"

@@ -45,40 +45,40 @@ class PublishedRule(PickingRule):
     gateway: Gateway
 
     @abstractmethod
-    def scores(self, given: LegInput, allowed: SlotColumn) -> Scores:
+    def scores(self, leg_input: LegInput, allowed: SlotColumn) -> Scores:
         """Return the leg's cost at the ``allowed`` slots: at least one, in the order of ranks."""
 
-    def columns(self, given: LegInput) -> Columns:
+    def columns(self, leg_input: LegInput) -> Columns:
         """Return the scores; infinity at slots that may not take the leg."""
-        fleet = given.view.fleet
+        fleet = leg_input.view.fleet
         order = fleet.rank_order
-        allowed = order if given.among is None else order[given.among[order]]
+        allowed = order if leg_input.among is None else order[leg_input.among[order]]
         cost: FloatColumn = np.full(fleet.n_slots, np.inf)
-        cost[allowed] = self.scores(given, allowed)
+        cost[allowed] = self.scores(leg_input, allowed)
         return Columns(cost, is_masked=True)
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
         """Return no cost: a replay has no other routers, whose requests it would spread."""
         return 0.0
 
-    def pick(self, cost: FloatColumn, given: PickInput) -> Slot:
+    def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:
         """Return the slot of the lowest cost; one of equals is drawn."""
-        costs = cost[given.allowed]
+        costs = cost[pick_input.allowed]
         best = np.flatnonzero(costs == costs.min())
-        return Slot(int(given.allowed[best[given.draw % len(best)]]))
+        return Slot(int(pick_input.allowed[best[pick_input.draw % len(best)]]))
 
 
-def cached_tokens(given: LegInput, allowed: SlotColumn) -> FloatColumn:
+def cached_tokens(leg_input: LegInput, allowed: SlotColumn) -> FloatColumn:
     """Tokens of the prompt that each allowed slot holds, as the router's index has it."""
-    if given.overlap_blocks is None:
+    if leg_input.overlap_blocks is None:
         return np.zeros(len(allowed))
     tokens: FloatColumn = np.multiply(
-        given.overlap_blocks[allowed], float(given.view.fleet.block_size), dtype=np.float64
+        leg_input.overlap_blocks[allowed], float(leg_input.view.fleet.block_size), dtype=np.float64
     )
     return tokens
 
 
-def new_tokens(given: LegInput, allowed: SlotColumn) -> FloatColumn:
+def new_tokens(leg_input: LegInput, allowed: SlotColumn) -> FloatColumn:
     """Tokens of the prompt that each allowed slot would have to compute."""
-    cached = cached_tokens(given, allowed)
-    return np.maximum(float(given.request.isl_tokens) - cached, 0.0, dtype=np.float64)
+    cached = cached_tokens(leg_input, allowed)
+    return np.maximum(float(leg_input.request.isl_tokens) - cached, 0.0, dtype=np.float64)

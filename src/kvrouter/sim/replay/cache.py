@@ -66,7 +66,7 @@ class EventCacheView:
         self._carry_out(source, source.feed.on_new_epoch(epoch, now_s=0.0), 0.0)
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """Mock engines hold no more than they have."""
+        """Does nothing: mock engines never hold more blocks than they have."""
 
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""

@@ -58,7 +58,7 @@ class ByTimeStamp:
 
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield every request."""
-        return ((row.at_s / self.speedup, row) for row in trace)
+        return ((request.at_s / self.speedup, request) for request in trace)
 
     def arrived(self, number: int, now_s: float) -> Iterable[Arrival]:  # noqa: ARG002 - the port's signature
         """Nobody waits for a request."""
@@ -74,10 +74,10 @@ class _Waiting:
 
     __slots__ = ("at_s", "n_left", "row")
 
-    def __init__(self, row: TraceRequest) -> None:
-        self.row = row
-        self.n_left = len(row.waits)
-        self.at_s = row.not_before_s
+    def __init__(self, request: TraceRequest) -> None:
+        self.row = request
+        self.n_left = len(request.waits)
+        self.at_s = request.not_before_s
 
 
 class ClosedLoop:
@@ -104,12 +104,12 @@ class ClosedLoop:
     def arrivals(self, trace: Iterable[TraceRequest]) -> Iterator[Arrival]:
         """Yield the requests that wait for no other."""
         first: list[Arrival] = []
-        for row in trace:
-            if not row.waits:
-                first.append((row.at_s, row))
+        for request in trace:
+            if not request.waits:
+                first.append((request.at_s, request))
                 continue
-            waiting = _Waiting(row)
-            for wait in row.waits:
+            waiting = _Waiting(request)
+            for wait in request.waits:
                 others = self._for_arrival if wait.for_arrival else self._for_answer
                 others.setdefault(wait.number, []).append((waiting, wait.think_s))
         return iter(first)

@@ -1,7 +1,7 @@
 """The simulation: a trace's requests, the router's decisions and the mock engines, on one clock.
 
-The clock goes from moment to moment: an arrival, a step in which some engine changes, a deadline. What is
-drawn comes from the seed, so that the same inputs give the same outcomes.
+The clock goes from moment to moment: an arrival, a step in which some engine changes, a deadline. Random
+draws come from the seed, so that the same inputs give the same outcomes.
 """
 
 import gc

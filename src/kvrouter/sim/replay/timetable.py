@@ -116,10 +116,10 @@ class LabelEvent(WorkersEvent):
 
 
 class LinkEvent(TimetableEvent):
-    """The link between two values of ``level`` changes, in both directions, also under what is on its way.
+    """The link between two values of ``level`` changes, in both directions, also for transfers in flight.
 
-    Factors are of what the fleet file says. ``level`` may be left out: that of the transfer policy, else the
-    broadest.
+    Factors are of the values in the fleet file. ``level`` may be left out: that of the transfer policy, else
+    the broadest.
     """
 
     between: Annotated[tuple[DomainValue, ...], MinLen(2), MaxLen(2)]

@@ -72,8 +72,8 @@ def first_half(trace: Trace, n_rows: int) -> list[TraceRequest]:
 
 
 def second_half(result: Result, n_rows: int, places: Places) -> Result:
-    """Return the result of the rows that rules are compared on; it lasts from their first arrival on. What it
-    carried, between domains of ``places``, is the KV that their answers began with.
+    """Return the result of the rows that rules are compared on; it lasts from their first arrival on. Its
+    traffic, between domains of ``places``, is the KV that their answers began with.
     """
     outcomes = Outcomes(outcome for outcome in result.outcomes if outcome.number >= n_rows // 2)
     begins_s = min((outcome.arrived_s for outcome in outcomes), default=0.0)

@@ -1,12 +1,12 @@
 """``dynamo.agentic_mooncake``: Mooncake's rows with whole prompts, which wait for others by ``request_id``.
 
-There are two versions. Rows without a header name in ``wait_for`` the requests whose answers they wait for,
-and come ``delay`` + ``tool_wait_ms`` after the last of these; one that waits for none has a ``timestamp``.
-Version 2 begins with a header, which says the block size. Its rows name ``dependencies``, each with its own
-delay after the answer (``completion``) or the arrival (``dispatch``) of another, and come no earlier than
+There are two versions. Rows without a header name in ``wait_for`` the requests that they wait for, and come
+``delay`` + ``tool_wait_ms`` after the last of their answers; one without a wait has a ``timestamp``. Version
+2 begins with a header, which states the block size. Its rows name ``dependencies``, each with its own delay
+after the answer (``completion``) or the arrival (``dispatch``) of another, and come no earlier than
 ``not_before_ms``. Its names of blocks and of sessions are those of one play, ``play_id``.
 
-Rows stand in any order: Dynamo writes those of a play by the text of their ids. So they are held whole.
+Rows are in any order: Dynamo sorts those of a play by the text of their ids. So they are held whole.
 """
 
 from array import array

@@ -83,9 +83,9 @@ def parse_generator(document: Document) -> Generator:
         wrong_row(Path(document.name), line, message)
 
 
-def generated_info(spec: Generator) -> TraceInfo:
+def generated_info(generator: Generator) -> TraceInfo:
     """Return the values of the trace."""
-    return TraceInfo("generated", PIECE_TOKENS, has_sessions=spec.turn_share > 0.0)
+    return TraceInfo("generated", PIECE_TOKENS, has_sessions=generator.turn_share > 0.0)
 
 
 class _Session(msgspec.Struct):
@@ -97,39 +97,39 @@ class _Session(msgspec.Struct):
     last: int
 
 
-def generate(spec: Generator) -> Iterator[TraceRequest]:
+def generate(generator: Generator) -> Iterator[TraceRequest]:
     """Yield the requests, in bounded memory. The same spec gives the same ones."""
-    chance = np.random.Generator(np.random.PCG64(spec.seed))
-    weights = np.arange(1, spec.tenants + 1, dtype=np.float64) ** -spec.tenant_exponent
+    chance = np.random.Generator(np.random.PCG64(generator.seed))
+    weights = np.arange(1, generator.tenants + 1, dtype=np.float64) ** -generator.tenant_exponent
     reached = np.cumsum(weights / weights.sum())
     sessions: dict[int, _Session] = {}
     idle: list[tuple[float, int]] = []
-    own = finish64(spec.seed + 1)
+    own = finish64(generator.seed + 1)
     at_s = 0.0
     n_sessions = 0
-    for number in range(spec.requests):
+    for number in range(generator.requests):
         if number:
-            at_s += _gap_s(spec, chance, at_s)
-        output_tokens = _length(spec.output, chance)
+            at_s += _gap_s(generator, chance, at_s)
+        output_tokens = _length(generator.output, chance)
         while idle and idle[0][1] not in sessions:
             heappop(idle)
-        if idle and idle[0][0] <= at_s and chance.random() < spec.turn_share:
+        if idle and idle[0][0] <= at_s and chance.random() < generator.turn_share:
             _, key = heappop(idle)
             session = sessions[key]
-            waits: tuple[Wait, ...] = (Wait(session.last, spec.think_s),)
-            tokens = session.tokens + _length(spec.turn, chance)
+            waits: tuple[Wait, ...] = (Wait(session.last, generator.think_s),)
+            tokens = session.tokens + _length(generator.turn, chance)
         else:
             key, waits = n_sessions, ()
             n_sessions += 1
             tenant = int(np.searchsorted(reached, chance.random()))
             salt = finish64((tenant + 1) * _SPREAD & _MASK)
-            n_system = spec.system_tokens // PIECE_TOKENS
+            n_system = generator.system_tokens // PIECE_TOKENS
             system = array("Q", _names(salt, n_system))
             session = _Session(f"s{key}", system, 0, number)
-            tokens = spec.system_tokens + _length(spec.input, chance)
-            if spec.turn_share:
+            tokens = generator.system_tokens + _length(generator.input, chance)
+            if generator.turn_share:
                 sessions[key] = session
-                if len(sessions) > spec.open_sessions:
+                if len(sessions) > generator.open_sessions:
                     del sessions[next(iter(sessions))]
         n_pieces = -(-tokens // PIECE_TOKENS)
         pieces = session.pieces[:]
@@ -143,15 +143,15 @@ def generate(spec: Generator) -> Iterator[TraceRequest]:
             output_tokens=output_tokens,
             piece_tokens=PIECE_TOKENS,
             pieces=pieces,
-            session=session.name if spec.turn_share else "",
+            session=session.name if generator.turn_share else "",
             waits=waits,
         )
         if key in sessions:
             session.pieces = pieces[: tokens // PIECE_TOKENS]
             session.tokens = tokens + output_tokens
             session.last = number
-            if session.tokens < spec.input.max:
-                heappush(idle, (at_s + spec.think_s, key))
+            if session.tokens < generator.input.max:
+                heappush(idle, (at_s + generator.think_s, key))
 
 
 def _names(first: int, n_names: int) -> bytes:
@@ -159,14 +159,14 @@ def _names(first: int, n_names: int) -> bytes:
     return (np.uint64(first) + np.arange(n_names, dtype=np.uint64) * np.uint64(_SPREAD)).tobytes()
 
 
-def _gap_s(spec: Generator, chance: np.random.Generator, at_s: float) -> float:
-    rate = spec.rate_per_s
-    burst = spec.burst
+def _gap_s(generator: Generator, chance: np.random.Generator, at_s: float) -> float:
+    rate = generator.rate_per_s
+    burst = generator.burst
     if burst is not None and at_s % burst.every_s < burst.for_s:
         rate *= burst.factor
-    if spec.variation < METRONOME:
+    if generator.variation < METRONOME:
         return 1.0 / rate
-    shape = spec.variation**-2
+    shape = generator.variation**-2
     return float(chance.gamma(shape, 1.0 / (shape * rate)))
 
 

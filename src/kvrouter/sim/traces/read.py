@@ -8,7 +8,7 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, attempted
-from kvrouter.recording.records import SCHEMA as RECORDING
+from kvrouter.recording.schema import SCHEMA as RECORDING
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.past.fleet_history import FleetHistory
 from kvrouter.sim.traces import (

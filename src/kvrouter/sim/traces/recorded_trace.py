@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, attempted
 from kvrouter.recording.files import recording_files
-from kvrouter.recording.records import (
+from kvrouter.recording.schema import (
     PART_SUFFIX,
     SCHEMA,
     FleetRecord,

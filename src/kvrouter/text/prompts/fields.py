@@ -142,9 +142,9 @@ class Arguments:
         return arguments if isinstance(arguments, Mapping) else {}
 
 
-def wrong(path: str, what: str) -> InvalidRequest:
+def wrong(path: str, problem: str) -> InvalidRequest:
     """Return the InvalidRequest of a field."""
-    return InvalidRequest(f"{path}: {what}", param=path)
+    return InvalidRequest(f"{path}: {problem}", param=path)
 
 
 def media_text(part: object) -> str:

@@ -1,1 +1,1 @@
-"""KV events: a port and its adapters."""
+"""Event transports: the port of KV events and loads, and its adapters (ZeroMQ, NATS, JetStream, memory)."""

@@ -1,4 +1,4 @@
-"""Load reports: the newest of each rank is sent, numbered over NATS; dropped batches are counted."""
+"""Load reports: throttled to the newest of each rank, numbered over NATS; counts of dropped batches."""
 
 import asyncio
 import time
@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.transports.events.encoding import encode_load
 from kvrouter.transports.events.port import DropSink
 from kvrouter.transports.events.subjects import loads_subject
-from kvrouter.transports.events.wire import encode_load
 from kvrouter.transports.message_auth import MessageAuth
 
 LOADS_INTERVAL_S = 0.1
-"""The least time between two sendings: engines report at every step, and only the newest report matters."""
+"""The least time between two sends: engines report at every step, and only the newest report matters."""
 
 
 class LatestLoads:
-    """Hands the newest report of each rank to ``send``, at most once in ``interval_s``; the first at once."""
+    """Passes the newest report of each rank to ``send``, at once, then at most once in ``interval_s``."""
 
     def __init__(self, send: Callable[[LoadReport], None], *, interval_s: float = LOADS_INTERVAL_S) -> None:
         self._send = send
@@ -25,13 +25,13 @@ class LatestLoads:
         self._timer: asyncio.TimerHandle | None = None
 
     def publish(self, report: LoadReport) -> None:
-        """Send ``report``, now or soon, unless a newer one of its rank comes before."""
+        """Send ``report``, now or soon, unless a newer one of its rank replaces it."""
         self._latest[report.rank] = report
         if self._timer is None:
             self._flush()
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Stop sending."""
         self._latest.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -49,13 +49,13 @@ class LatestLoads:
             self._flush()
 
 
-class SealedLoads:
-    """The worker's side of one component. A number is the time of day in ns, or the next one: it also grows
-    from one start of a worker to the next, which do not know of each other.
+class LoadEncoder:
+    """Encodes load reports of one component for NATS, sealed and numbered. A number is the time of day in ns,
+    or the previous number + 1, so that it also grows across restarts of a worker.
     """
 
-    def __init__(self, seal: MessageAuth, *, namespace: str, component: str) -> None:
-        self._seal = seal
+    def __init__(self, auth: MessageAuth, *, namespace: str, component: str) -> None:
+        self._auth = auth
         self._namespace = namespace
         self._component = component
         self._number = 0
@@ -64,16 +64,16 @@ class SealedLoads:
         """Return the subject and the message."""
         self._number = max(self._number + 1, time.time_ns())
         subject = loads_subject(self._namespace, self._component, report.rank)
-        return subject, self._seal.seal(subject, encode_load(report), number=self._number)
+        return subject, self._auth.seal(subject, encode_load(report), number=self._number)
 
 
-TELL_EVERY_S = 60.0
+REPORT_EVERY_S = 60.0
 
 
 class Drops:
-    """Counts what was dropped, and reports how many and why the last was. Use it from one loop."""
+    """Counts dropped batches; reports their number and the latest reason at most once in ``every_s``."""
 
-    def __init__(self, on_dropped: DropSink, *, every_s: float = TELL_EVERY_S) -> None:
+    def __init__(self, on_dropped: DropSink, *, every_s: float = REPORT_EVERY_S) -> None:
         self._report = on_dropped
         self._every_s = every_s
         self._n_unreported = 0
@@ -81,14 +81,14 @@ class Drops:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, n_batches: int, why: str) -> None:
-        """Note that ``n_batches`` were dropped."""
+        """Count ``n_batches`` dropped batches."""
         self._n_unreported += n_batches
         self._why = why
         if self._timer is None:
             self._report_now()
 
     def close(self) -> None:
-        """Report what was not reported yet."""
+        """Report the unreported batches."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

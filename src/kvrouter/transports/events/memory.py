@@ -1,4 +1,4 @@
-"""KV events within one process."""
+"""The event transport within one process."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,10 @@ from kvrouter.transports.events.recovery import answer_for
 from kvrouter.transports.events.sinks import EventSinks
 
 
-class MemoryEventPlane(EventSinks):
-    """Both ends of the event plane for one process. Use it from one event loop.
+class MemoryEventTransport(EventSinks):
+    """Both ends of the event transport within one process, on one event loop.
 
-    Delivery is a plain call per subscriber, so there is no queue here that could fill: the limit is the
-    inbox of each feed.
+    Delivery is a direct call of each subscriber, so no queue can fill here: each feed's inbox has the limit.
     """
 
     def __init__(self) -> None:
@@ -23,25 +22,25 @@ class MemoryEventPlane(EventSinks):
 
     @property
     def source(self) -> EventSource:
-        """What a card says."""
+        """Return the event source for a card."""
         return EventSource(EventTransport.MEMORY)
 
-    def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002 - every worker here is heard
-        """Nothing to do: who publishes here is heard."""
+    def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002 - every worker is delivered
+        """Do nothing: the events of every worker are delivered."""
         return lambda: None
 
     def publish(self, batch: KvBatch) -> None:
-        """Hand a batch to every subscriber."""
-        self._hand(batch)
+        """Pass a batch to every subscriber."""
+        self._deliver(batch)
 
     def publish_load(self, report: LoadReport) -> None:
-        """Hand a load report to every subscriber."""
-        self._hand_load(report)
+        """Pass a load report to every subscriber."""
+        self._deliver_load(report)
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         """Let ``source`` answer for the worker; return the function that ends it.
 
-        A source that comes later replaces the earlier one: it is the worker's newer start.
+        A later source, of the worker's newer incarnation, replaces an earlier one.
         """
         self._sources[worker_id] = source
 
@@ -52,7 +51,7 @@ class MemoryEventPlane(EventSinks):
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last`` (inclusive), or None when its worker no longer has it."""
+        """Return the events ``first`` to ``last`` (inclusive), or None when the worker no longer has them."""
         source = self._sources.get(rank.worker_id)
         batch = None if source is None else source.recover_range(rank, first, last)
         return None if batch is None else answer_for(rank, batch)
@@ -61,9 +60,9 @@ class MemoryEventPlane(EventSinks):
         self,
         rank: WorkerRank,
         *,
-        blocks_max: int = BLOCKS_MAX,  # noqa: ARG002 - nothing is read here: it is in this process already
+        blocks_max: int = BLOCKS_MAX,  # noqa: ARG002 - the snapshot is in this process already
     ) -> KvSnapshot | None:
-        """The rank's whole state as its worker knows it, or None when there is no one to ask."""
+        """Return the rank's state from its worker, or None without one."""
         source = self._sources.get(rank.worker_id)
         snapshot = None if source is None else source.recover_snapshot(rank)
         return None if snapshot is None else answer_for(rank, snapshot)

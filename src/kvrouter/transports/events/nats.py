@@ -1,4 +1,4 @@
-"""KV events over NATS Core: a lost batch shows as a gap, and the worker is asked for it."""
+"""KV events over NATS Core: a lost batch leaves a gap, and the worker is asked for it."""
 
 import asyncio
 from collections import deque
@@ -12,8 +12,9 @@ from nats.errors import Error as NatsError
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
-from kvrouter.transports.background import go_on
-from kvrouter.transports.events.loads import TELL_EVERY_S, Drops, LatestLoads, SealedLoads
+from kvrouter.transports.background import spawn
+from kvrouter.transports.events.encoding import encode_parts
+from kvrouter.transports.events.loads import REPORT_EVERY_S, Drops, LatestLoads, LoadEncoder
 from kvrouter.transports.events.port import (
     DropReason,
     DropSink,
@@ -30,20 +31,19 @@ from kvrouter.transports.events.subjects import (
     is_of_component,
     message_auth_of,
 )
-from kvrouter.transports.events.wire import encode_parts
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
 from kvrouter.transports.nats_client import reason
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
-"""How much of what was published may wait to be sent."""
+"""Bytes of published messages that may wait to be sent."""
 
 UNREAD_MAX_BYTES = 64 * 1024 * 1024
 UNREAD_MAX_MESSAGES = 65_536
-"""How much may wait in a router to be read; what comes then is dropped, and feeds see the gap."""
+"""Limits of unread messages in a router; further ones are dropped, and feeds notice the gap."""
 
 
 class NatsEventPublisher:
-    """Publishes for the workers of one component. Make it on the event loop.
+    """Publishes for the workers of one component. Create it on the event loop.
 
     Publishing never waits: while the connection is down, or ``queue_max_bytes`` wait to be sent, events are
     dropped, and ``on_dropped`` is called, once a minute at most.
@@ -58,13 +58,13 @@ class NatsEventPublisher:
         token: str,
         on_dropped: DropSink = lambda _n_batches, _why: None,
         queue_max_bytes: int = QUEUE_MAX_BYTES,
-        drops_reported_every_s: float = TELL_EVERY_S,
+        drops_reported_every_s: float = REPORT_EVERY_S,
     ) -> None:
         self._client = client
         self._namespace = namespace
         self._component = component
-        self._seal = message_auth_of(token, namespace)
-        self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
+        self._auth = message_auth_of(token, namespace)
+        self._load_encoder = LoadEncoder(self._auth, namespace=namespace, component=component)
         self._queue_max_bytes = queue_max_bytes
         self._drops = Drops(on_dropped, every_s=drops_reported_every_s)
         self._queue: deque[tuple[str, bytes, bool]] = deque()
@@ -72,28 +72,28 @@ class NatsEventPublisher:
         self._more = asyncio.Event()
         self._loads = LatestLoads(self._send_load)
         self.publish_load = self._loads.publish
-        self._sender = go_on(self._send(), name="events: send")
+        self._sender = spawn(self._send(), name="events: send")
 
     @property
     def source(self) -> EventSource:
-        """What a card says."""
+        """Return the event source for a card."""
         return EventSource(EventTransport.NATS)
 
     def publish(self, batch: KvBatch) -> None:
-        """Send a batch, in parts when it is larger than the server takes."""
+        """Send a batch, in parts when it exceeds the server's largest message."""
         subject = events_subject(self._namespace, self._component, batch.rank)
         for body, _ in encode_parts(batch, max_bytes=self._client.max_payload - MESSAGE_AUTH_BYTES):
-            self._enqueue(subject, self._seal.seal(subject, body), is_batch=True)
+            self._enqueue(subject, self._auth.seal(subject, body), is_batch=True)
 
     async def close(self) -> None:
-        """Publish nothing any more."""
+        """Stop publishing."""
         self._loads.close()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
         self._drops.close()
 
     def _send_load(self, report: LoadReport) -> None:
-        subject, frame = self._sealed_loads.seal(report)
+        subject, frame = self._load_encoder.seal(report)
         self._enqueue(subject, frame, is_batch=False)
 
     def _enqueue(self, subject: str, frame: bytes, *, is_batch: bool) -> None:
@@ -106,7 +106,7 @@ class NatsEventPublisher:
         elif waiting > self._queue_max_bytes:
             why = "the queue to NATS is full"
         if why is not None:
-            self._let_go(why, is_batch=is_batch)
+            self._drop(why, is_batch=is_batch)
             return
         self._queue.append((subject, frame, is_batch))
         self._queued_bytes = waiting
@@ -120,23 +120,22 @@ class NatsEventPublisher:
                 try:
                     await self._client.publish(subject, frame)
                 except (NatsError, OSError) as error:
-                    self._let_go(reason(error), is_batch=is_batch)
+                    self._drop(reason(error), is_batch=is_batch)
                 self._queued_bytes -= len(frame)
             self._more.clear()
 
-    def _let_go(self, why: str, *, is_batch: bool) -> None:
-        """Only batches are missed: of loads the next one counts."""
+    def _drop(self, why: str, *, is_batch: bool) -> None:
+        """Count a dropped batch; dropped loads do not matter."""
         if is_batch:
             self._drops.add(1, why)
 
 
 class NatsEventSubscriber(EventSinks):
-    """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
+    """Subscribes to every worker of a namespace; ``recovery`` asks workers. Call :meth:`start` first.
 
-    ``on_malformed`` hears of strangers' messages too, which are not read; ``on_foreign`` of those that speak
-    for a rank on the subject of another one, or of another component.
-    The client subscribes again by itself after its connection broke; what was missed meanwhile shows as a
-    gap at the latest with a worker's next heartbeat.
+    ``on_malformed`` is called for messages with a wrong MAC too, which are not decoded; ``on_foreign`` for
+    messages about a rank of another subject or component. After a broken connection the client resubscribes
+    by itself; missed events leave a gap, which shows at the latest with a worker's next heartbeat.
     """
 
     def __init__(
@@ -154,14 +153,14 @@ class NatsEventSubscriber(EventSinks):
         self.recover_range = recovery.recover_range
         self.recover_snapshot = recovery.recover_snapshot
         self._namespace = namespace
-        seal = message_auth_of(token, namespace)
-        self._opened = OpenedMessages(seal, on_malformed=on_malformed, on_foreign=on_foreign)
+        auth = message_auth_of(token, namespace)
+        self._opened = OpenedMessages(auth, on_malformed=on_malformed, on_foreign=on_foreign)
         self._on_foreign = on_foreign
         self._subscriptions: list[Subscription] = []
         self._followed: dict[WorkerId, WorkerCard] = {}
 
     async def start(self) -> None:
-        """Begin to hear the workers."""
+        """Subscribe to the workers."""
         for subject, on_message in (
             (all_events(self._namespace), self._on_events),
             (all_loads(self._namespace), self._on_load),
@@ -176,7 +175,7 @@ class NatsEventSubscriber(EventSinks):
             )
 
     async def close(self) -> None:
-        """Hear nothing any more."""
+        """Unsubscribe."""
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()
@@ -186,7 +185,7 @@ class NatsEventSubscriber(EventSinks):
         self._sinks.clear()
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
-        """Every worker of the namespace is heard; of this one only what its component's subjects bring."""
+        """Restrict the worker's messages to its component's subjects; all workers are delivered anyway."""
         worker_id = card.worker_id
         self._followed[worker_id] = card
 
@@ -197,7 +196,7 @@ class NatsEventSubscriber(EventSinks):
         return end
 
     def _is_of_its_component(self, subject: str, rank: WorkerRank) -> bool:
-        """Whether the rank's worker, if it is followed, is of the subject's component; report it if not."""
+        """Whether the rank's worker, if followed, is of the subject's component; report it if not."""
         card = self._followed.get(rank.worker_id)
         if card is None or is_of_component(subject, card.component):
             return True
@@ -207,9 +206,9 @@ class NatsEventSubscriber(EventSinks):
     async def _on_events(self, message: Msg) -> None:
         batch = self._opened.batch(message.subject, message.data)
         if batch is not None and self._is_of_its_component(message.subject, batch.rank):
-            self._hand(batch)
+            self._deliver(batch)
 
     async def _on_load(self, message: Msg) -> None:
         report = self._opened.load(message.subject, message.data)
         if report is not None and self._is_of_its_component(message.subject, report.rank):
-            self._hand_load(report)
+            self._deliver_load(report)

@@ -1,7 +1,7 @@
-"""Recovery over NATS: questions to workers about lost events, and their answers.
+"""Recovery over NATS: requests to workers about lost events, and their answers.
 
-A question is a nonce (16 bytes) and what is asked; its answer is sealed for the nonce, and opens for nothing
-else. A worker answers a nonce once.
+A request is a nonce (16 bytes) and a question; its answer is sealed for the nonce, so that it cannot answer
+another request. A worker answers a nonce once.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from kvrouter.transports.events.recovery import (
     recover_snapshot,
 )
 from kvrouter.transports.events.subjects import message_auth_of, recovery_subject
-from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, Newest
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, ReplayGuard
 
 QUESTIONS_UNREAD_MAX = 1_024
 
 NONCE_BYTES = 16
 
 ANSWERED_MAX = 16_384
-"""Questions that are remembered: one that comes again is answered again after so many others."""
+"""Remembered nonces: a replayed request is answered again after this many others."""
 
 NOBODY_RETRY_S = 0.2
-"""When nobody answers for a worker, it may be about to: its card can be faster than its subscription."""
+"""Pause before the second request when the worker has no subscription: its card may arrive earlier."""
 
 
 class NatsRecovery:
-    """Both ends of one process: it answers for its own workers and asks others. Make it on the event loop."""
+    """Both ends of recovery in one process: it answers for its workers and asks others, on the event loop."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class NatsRecovery:
     ) -> None:
         self._client = client
         self._namespace = namespace
-        self._seal = message_auth_of(token, namespace)
-        self._answered = Newest(remembered_max=ANSWERED_MAX)
+        self._auth = message_auth_of(token, namespace)
+        self._answered = ReplayGuard(remembered_max=ANSWERED_MAX)
         self._on_malformed = on_malformed
         self._answer_timeout_s = answer_timeout_s
         self._recovery_answers = RecoveryAnswers()
@@ -80,17 +80,17 @@ class NatsRecovery:
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        """Return the events ``first`` to ``last``; None when they are gone, or the worker does not answer."""
         return await recover_range(self._ask(rank), rank, first, last, timeout_s=self._answer_timeout_s)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """The rank's whole state, or None when its worker does not answer."""
+        """Return the rank's state, or None when its worker does not answer."""
         return await recover_snapshot(
             self._ask(rank), rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
         )
 
     async def close(self) -> None:
-        """Answer nothing any more."""
+        """Stop answering."""
         for ending in self._ending:
             ending.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -117,15 +117,15 @@ class NatsRecovery:
         if not self._client.is_connected:
             return None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        message = self._seal.seal(subject, nonce + question)
+        message = self._auth.seal(subject, nonce + question)
         try:
             answer = await self._client.request(subject, message, timeout=self._answer_timeout_s)
         except NoRespondersError:
             raise
-        except (NatsError, OSError):  # the connection broke, or it takes too long
+        except (NatsError, OSError):  # the connection broke, or the answer is late
             return None
         try:
-            return bytes(self._seal.opened(_answer_place(subject, nonce), answer.data))
+            return bytes(self._auth.opened(_answer_subject(subject, nonce), answer.data))
         except ProtocolError as error:
             self._on_malformed(error.message)
             raise
@@ -138,7 +138,7 @@ class NatsRecovery:
                 pending_msgs_limit=QUESTIONS_UNREAD_MAX,
             )
         except NatsError:
-            return None  # the connection is closed for good: there is nobody to answer
+            return None  # the connection is closed for good
 
     async def _asked(self, message: Msg) -> None:
         if len(message.data) > MESSAGE_AUTH_BYTES + NONCE_BYTES + QUESTION_MAX_BYTES or not message.reply:
@@ -155,7 +155,7 @@ class NatsRecovery:
             return  # the connection broke; the router asks again
 
     def _answer(self, subject: str, message: bytes) -> bytes:
-        opened = self._seal.opened(subject, message)
+        opened = self._auth.opened(subject, message)
         nonce, question = bytes(opened[:NONCE_BYTES]), opened[NONCE_BYTES:]
         if not self._answered.takes(nonce, 1):
             raise ProtocolError("a router's question came again", param="nonce")
@@ -164,11 +164,11 @@ class NatsRecovery:
             frame_max_bytes=self._client.max_payload - MESSAGE_AUTH_BYTES,
             now_s=asyncio.get_running_loop().time(),
         )
-        return self._seal.seal(_answer_place(subject, nonce), answer)
+        return self._auth.seal(_answer_subject(subject, nonce), answer)
 
 
-def _answer_place(subject: str, nonce: bytes) -> str:
-    """What the answer to a question is sealed for, wherever NATS carries it."""
+def _answer_subject(subject: str, nonce: bytes) -> str:
+    """Return the subject for which the answer to a request is sealed."""
     return f"{subject} {nonce.hex()}"
 
 

@@ -1,8 +1,8 @@
 """Recovery: questions to a worker about lost events, and answers in pieces of bounded size.
 
 The worker has :class:`RecoveryAnswers`, the router calls :func:`recover_range` and :func:`recover_snapshot`.
-A wire carries one frame there and one back. Large answers are pulled piece by piece: the asker sets the pace,
-so nothing piles up on the way.
+A transport carries one frame there and one back. Large answers are pulled piece by piece at the router's
+pace, so that they need no queue.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ from typing import TypeVar
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.transports.events.port import BLOCKS_MAX, AnswerTooLarge, RecoverySource, foreign
-from kvrouter.transports.events.wire import (
+from kvrouter.transports.events.encoding import (
     RANGE_MAX_BYTES,
     Answer,
     Busy,
@@ -27,7 +26,7 @@ from kvrouter.transports.events.wire import (
     RangeQuestion,
     SnapshotQuestion,
     TransferGone,
-    Whole,
+    WholeAnswer,
     decode_answer,
     decode_question,
     decode_range,
@@ -38,33 +37,34 @@ from kvrouter.transports.events.wire import (
     encode_snapshot,
     snapshot_max_bytes,
 )
+from kvrouter.transports.events.port import BLOCKS_MAX, AnswerTooLarge, RecoverySource, foreign
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long a router waits for an answer, and for each further piece of it: a large one may take longer."""
+"""How long a router waits for an answer, and for each further piece of it."""
 
 ENVELOPE_BYTES = 256
-"""More than an answer's frame needs besides its body."""
+"""Upper bound of an answer frame's bytes besides its body."""
 
 QUESTION_MAX_BYTES = 1024
 """The largest question that a worker reads."""
 
 TRANSFERS_MAX = 32
-"""How many large answers one worker process has under way at once."""
+"""Large answers that one worker process sends concurrently."""
 
 TRANSFER_IDLE_S = 10.0
-"""An answer whose next piece nobody asked for in this time is given up."""
+"""Time without a request for the next piece after which an answer is dropped."""
 
 BUSY_RETRY_S = 0.1
 
 BatchOrSnapshot = TypeVar("BatchOrSnapshot", KvBatch, KvSnapshot)
 
 Ask = Callable[[bytes], Awaitable[bytes | None]]
-"""Carries a question to a worker and its answer back; None when there is no one to ask."""
+"""Carries a question to a worker and returns its answer; None without a worker to ask."""
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """An answer under way. Pieces are asked for in order; ``asked_s`` is when the latest was."""
+    """A large answer in progress. Pieces are requested in order, the latest at ``asked_s``."""
 
     body: memoryview
     piece_bytes: int
@@ -72,7 +72,7 @@ class _Transfer:
 
 
 class RecoveryAnswers:
-    """Answers the questions to every worker of one process. It has no clock: callers give ``now_s``."""
+    """Answers questions for every worker of one process. It has no clock: callers pass ``now_s``."""
 
     def __init__(
         self, *, transfers_max: int = TRANSFERS_MAX, transfer_idle_s: float = TRANSFER_IDLE_S
@@ -107,14 +107,14 @@ class RecoveryAnswers:
             batch = None if source is None else source.recover_range(rank, first, last)
             return encode_answer(self._begin(encode_range(batch), frame_max_bytes, now_s))
         if self._is_full(now_s):
-            return encode_answer(Busy())  # before the work of a snapshot
+            return encode_answer(Busy())  # before the snapshot is made
         snapshot = None if source is None else source.recover_snapshot(question.rank)
         return encode_answer(self._begin(encode_snapshot(snapshot), frame_max_bytes, now_s))
 
     def _begin(self, body: bytes, frame_max_bytes: int, now_s: float) -> Answer:
         piece_bytes = frame_max_bytes - ENVELOPE_BYTES
         if len(body) <= piece_bytes:
-            return Whole(body)
+            return WholeAnswer(body)
         if self._is_full(now_s):
             return Busy()
         transfer = randbits(63)
@@ -145,9 +145,7 @@ class RecoveryAnswers:
 async def recover_range(
     ask: Ask, rank: WorkerRank, first: EventId, last: EventId, *, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> KvBatch | None:
-    """Ask for the events ``first`` to ``last``; None when they are gone, or are more than
-    RANGE_MAX_BYTES, or the worker falls silent.
-    """
+    """Ask for the events ``first`` to ``last``; None when they are gone, too large, or get no answer."""
     try:
         body = await _recover(ask, RangeQuestion(rank, first, last), timeout_s, max_bytes=RANGE_MAX_BYTES)
     except AnswerTooLarge:
@@ -159,20 +157,20 @@ async def recover_range(
 async def recover_snapshot(
     ask: Ask, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> KvSnapshot | None:
-    """Ask for all that the rank holds; None when there is no one to ask or the worker falls silent.
+    """Ask for the rank's state; None without a worker to ask, or when it does not answer.
 
     Raises AnswerTooLarge for more bytes than ``blocks_max`` blocks need.
     """
     body = await _recover(ask, SnapshotQuestion(rank), timeout_s, max_bytes=snapshot_max_bytes(blocks_max))
     if body is None:
         return None
-    await asyncio.sleep(0)  # putting a large one together took a while, and so does reading it
+    await asyncio.sleep(0)  # joining a large answer took a while, and so does decoding it
     snapshot = decode_snapshot(body)
     return None if snapshot is None else answer_for(rank, snapshot)
 
 
 def answer_for(rank: WorkerRank, answer: BatchOrSnapshot) -> BatchOrSnapshot:
-    """Return ``answer`` to a question about ``rank``; raise ForeignRank when it is about another one."""
+    """Return ``answer`` to a question about ``rank``; raise ForeignRank when it is about another rank."""
     if answer.rank != rank:
         raise foreign(answer.rank, f"an answer about rank {rank}")
     return answer
@@ -187,7 +185,7 @@ async def _recover(ask: Ask, question: Question, timeout_s: float, *, max_bytes:
                 if frame is None:
                     return None
                 match decode_answer(frame):
-                    case Whole(body):
+                    case WholeAnswer(body):
                         return body
                     case FirstPiece() as first:
                         if first.total_bytes > max_bytes:
@@ -203,8 +201,8 @@ async def _recover(ask: Ask, question: Question, timeout_s: float, *, max_bytes:
         return None
 
 
-async def _pull(ask: Ask, first: FirstPiece, heard: Callable[[], None]) -> bytes | None:
-    """The whole answer that begins with ``first``; ``heard`` is called for each piece that came."""
+async def _pull(ask: Ask, first: FirstPiece, on_piece: Callable[[], None]) -> bytes | None:
+    """Pull the answer that begins with ``first``; call ``on_piece`` before each piece. None if it is gone."""
     piece_bytes = len(first.body)
     if not 0 < piece_bytes < first.total_bytes:
         raise ProtocolError(
@@ -212,7 +210,7 @@ async def _pull(ask: Ask, first: FirstPiece, heard: Callable[[], None]) -> bytes
         )
     pieces, crc32 = [first.body], zlib.crc32(first.body)
     for number in range(1, -(-first.total_bytes // piece_bytes)):
-        heard()
+        on_piece()
         frame = await ask(encode_question(PieceQuestion(first.transfer, number)))
         piece = TransferGone() if frame is None else decode_answer(frame)
         if isinstance(piece, TransferGone):

@@ -1,1 +1,1 @@
-"""Requests: a port and its adapters."""
+"""Request transports: the port and its adapters (tcp, http, NATS, memory)."""

@@ -10,7 +10,7 @@ from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
@@ -24,20 +24,21 @@ from kvrouter.transports.requests.stream import credit_of
 from kvrouter.transports.requests.worker_session import Answer, WorkerSession
 
 LEGS_MAX = 16_384
-"""How many legs one worker runs at once; one more is refused as WorkerFull."""
+"""How many legs one worker runs at once; a further one is refused as WorkerFull."""
 
 ENDED_MAX = 8192
-"""How many legs that have ended are still known, so that a request that arrives once more is not served once
-more: at a thousand legs a second, longer than any router waits for an acknowledgement."""
+"""How many ended legs are remembered, so that a request that arrives twice is not served twice: at a thousand
+legs a second, longer than any router waits for an acknowledgement.
+"""
 
 PREFILLED_MAX = 4096
-"""How many prefill legs that have ended can still be cancelled; the engine's own clock frees older ones."""
+"""How many ended prefill legs can still be cancelled; older ones are freed by the engine's own timeout."""
 
 CONNECTION_CLOSED = "the router closed its connection"
 
 
 class LegKey(NamedTuple):
-    """What must not be served twice."""
+    """Identifies a leg, to serve it at most once."""
 
     request_id: RequestId
     intake: str
@@ -51,39 +52,39 @@ def key_of(request: EngineRequest) -> LegKey:
 
 
 class LegName(NamedTuple):
-    """What a router calls one leg, for as long as the router lives."""
+    """A router's name for one leg, unique for the life of the router."""
 
     router: str
     number: int
 
 
 class RouterGone(Exception):
-    """Nobody hears what a leg answers any more."""
+    """The router that reads a leg's answer is gone."""
 
 
 class LegWriter(Protocol):
-    """How a wire carries what one leg answers. All but ``end`` raise :class:`RouterGone` when nobody hears
-    it, and may raise ProtocolError for a chunk that cannot travel.
+    """Sends one leg's answer over a transport. All methods but ``end`` raise :class:`RouterGone` when the
+    router is gone, and may raise ProtocolError for a chunk that cannot be encoded.
     """
 
     async def accept(self) -> None:
-        """The worker took the leg."""
+        """Report that the worker accepted the leg."""
 
     def take(self, chunk: EngineChunk) -> bool:
         """Send ``chunk``, which is not the last, and return True; return False if that has to be awaited."""
 
     async def send(self, chunk: EngineChunk) -> None:
-        """Send ``chunk``, which is not the last, when there is room."""
+        """Send ``chunk``, which is not the last, once there is room."""
 
     async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
-        """Send the last chunk when there is room. The leg is ``over`` just before the router can know it."""
+        """Send the last chunk once there is room. ``over`` is called just before the router can see it."""
 
     async def end(self, error: Exception) -> None:
-        """The leg was refused or, once it was accepted, lost. Raises nothing."""
+        """Send that the leg was refused or, once accepted, lost. Raises nothing."""
 
 
 class RunningLegs:
-    """Which legs run at one worker, and which ran lately: each is served once."""
+    """The running and recently ended legs of one worker: each is served once."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -93,15 +94,15 @@ class RunningLegs:
         self._idle.set()
 
     async def served(self) -> None:
-        """Return once routers can reach the worker: at once, unless a subclass knows better."""
+        """Return once routers can reach the worker: at once, unless a subclass waits."""
 
     @property
     def running_legs(self) -> int:
-        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
+        """The number of running legs: from the request to the last chunk, a failure or a cancellation."""
         return len(self._running)
 
     async def wait_idle(self, limit_s: float) -> bool:
-        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+        """Wait until no leg runs, at most ``limit_s`` seconds; return whether that is so."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -110,7 +111,7 @@ class RunningLegs:
         return True
 
     def _begin(self, key: LegKey) -> None:
-        """Count a leg. Raises LegRepeated for one that runs or ran here, WorkerFull at :data:`LEGS_MAX`."""
+        """Add a leg. Raises LegRepeated for one that runs or ran here, WorkerFull at :data:`LEGS_MAX`."""
         if key in self._running or key in self._ended:
             when = "runs here already" if key in self._running else "ran here before"
             raise LegRepeated(f"{key.request_id}#{key.attempt}: this {key.leg} leg {when}")
@@ -120,7 +121,7 @@ class RunningLegs:
         self._idle.clear()
 
     def _over(self, key: LegKey) -> None:
-        """A leg runs no longer, whether or not it ever came to its engine. Idempotent."""
+        """Move a leg to the ended ones, also one that never reached its engine. Idempotent."""
         if key not in self._running:
             return
         self._running.discard(key)
@@ -150,14 +151,14 @@ class _ServedLeg:
             self.task.cancel()
 
     def lost(self, why: str) -> KvrouterError:
-        """What its router hears when it is no fault of the request."""
+        """Return the error for the router when the request is not at fault."""
         return WorkerUnreachable(why) if self.inner is None else StreamBroken(why)
 
 
 class LegServer(RunningLegs):
-    """One worker's place in a plane: the registration of its server, and the legs that run there.
+    """The registration of one worker at a request transport: its server, and the legs that run there.
 
-    ``on_leave`` hears why the worker left. A router is silent by ``clock``.
+    ``on_leave`` is called with the reason when the worker leaves. ``clock`` measures a router's silence.
     """
 
     def __init__(
@@ -169,11 +170,11 @@ class LegServer(RunningLegs):
         self._clock = clock
         self._legs: dict[LegName, _ServedLeg] = {}
         self._prefilled: OrderedDict[LegName, EngineStream] = OrderedDict()
-        self._heard_s: dict[str, float] = {}
+        self._alive_s: dict[str, float] = {}
         self._left: str | None = None
 
     def leave(self, why: str) -> None:
-        """Open streams break, new ones are refused. Idempotent."""
+        """Break open streams and refuse new ones. Idempotent."""
         if self._left is not None:
             return
         self._left = f"{self.address}: {why}"
@@ -184,7 +185,7 @@ class LegServer(RunningLegs):
             leg.end_task()
 
     async def run(self, name: LegName, request: EngineRequest, answer: LegWriter) -> None:
-        """Serve one leg to its end, in the calling task. CancelledError when the leg was cancelled."""
+        """Serve one leg to its end, in the calling task. Raises CancelledError when the leg was cancelled."""
         leg = _ServedLeg(name, key_of(request))
         try:
             self._admit(leg)
@@ -203,7 +204,7 @@ class LegServer(RunningLegs):
         except KvrouterError as error:
             leg.cancel("its answer was lost")
             await answer.end(error)
-        except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
+        except Exception as error:  # noqa: BLE001 - an error of an engine ends its leg, not its worker
             leg.cancel("its answer was lost")
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"leg {request.engine_key} failed", "exception": error}
@@ -213,7 +214,7 @@ class LegServer(RunningLegs):
             self._forget(leg)
 
     def cancel(self, name: LegName, reason: str) -> None:
-        """The router wants no more of a leg, or will not decode what it prefilled. Idempotent."""
+        """Cancel a leg, or free the KV of an ended prefill leg. Idempotent."""
         leg = self._legs.get(name)
         if leg is not None:
             self._stop(leg, reason)
@@ -222,20 +223,20 @@ class LegServer(RunningLegs):
             _cancel_soon(prefilled, reason)
 
     def drop_router(self, router: str, why: str) -> None:
-        """Cancel the legs of a router that is gone, and what it prefilled."""
-        self._heard_s.pop(router, None)
+        """Cancel the legs of a router that is gone, and free the KV that they prefilled."""
+        self._alive_s.pop(router, None)
         for name in [name for name in (*self._legs, *self._prefilled) if name.router == router]:
             self.cancel(name, why)
 
-    def hear(self, router: str) -> None:
-        """A router is alive."""
-        if router in self._heard_s:
-            self._heard_s[router] = self._clock.now_s
+    def mark_alive(self, router: str) -> None:
+        """Record that a router is alive."""
+        if router in self._alive_s:
+            self._alive_s[router] = self._clock.now_s
 
     def cancel_silent(self, dead_after_s: float) -> None:
-        """Cancel the legs of every router that was not heard for ``dead_after_s``, and what it prefilled."""
+        """Drop every router that was silent for ``dead_after_s``."""
         now_s = self._clock.now_s
-        for router in [router for router, at_s in self._heard_s.items() if now_s - at_s > dead_after_s]:
+        for router in [router for router, at_s in self._alive_s.items() if now_s - at_s > dead_after_s]:
             self.drop_router(router, f"the router was not heard for {dead_after_s} s")
 
     def _admit(self, leg: _ServedLeg) -> None:
@@ -245,7 +246,7 @@ class LegServer(RunningLegs):
             raise LegRepeated(f"leg {leg.name.number} of this router runs here already")
         self._begin(leg.key)
         self._legs[leg.name] = leg
-        self._heard_s[leg.name.router] = self._clock.now_s
+        self._alive_s[leg.name.router] = self._clock.now_s
 
     async def _answer(self, leg: _ServedLeg, inner: EngineStream, answer: LegWriter) -> None:
         take = answer.take
@@ -265,7 +266,7 @@ class LegServer(RunningLegs):
                 self._prefilled.popitem(last=False)
 
     def _stop(self, leg: _ServedLeg, reason: str) -> None:
-        """Cancel it in the engine, unless the leg has ended, and end the task."""
+        """Cancel the leg in the engine, unless it has ended, and end its task."""
         if self._legs.get(leg.name) is leg:
             self._forget(leg)
             leg.cancel(reason)
@@ -278,12 +279,12 @@ class LegServer(RunningLegs):
 
 
 def _cancel_soon(inner: EngineStream, reason: str) -> None:
-    """Cancel an engine's stream in a turn of its own: a mistake there is shown, and hinders no other leg."""
+    """Cancel an engine's stream in its own callback: an exception is reported, and affects no other leg."""
     asyncio.get_running_loop().call_soon(inner.cancel, reason)
 
 
 class SessionAnswer(Answer):
-    """What one leg answers, as its worker writes it."""
+    """The answer of one leg over a session, written as credit allows."""
 
     __slots__ = ("_is_accepted", "_more", "task")
 
@@ -293,32 +294,32 @@ class SessionAnswer(Answer):
         self._is_accepted = False
         self._more: asyncio.Future[None] | None = None
 
-    def go_on(self) -> None:
-        """There is credit, or room to write."""
+    def resume(self) -> None:
+        """Continue: there is credit, or room to write."""
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
 
     async def accept(self) -> None:
-        """Say so."""
+        """Send that the worker accepted the leg."""
         self._is_accepted = True
         self._session.accept(self.stream_id)
 
     async def send(self, chunk: EngineChunk) -> None:
-        """Send, in parts where there is credit for a part only."""
-        self.bring(await self._fitting(chunk))
+        """Send a chunk, in parts where the credit is less than the chunk."""
+        self.send_chunk(await self._fitting(chunk))
 
     async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
-        """Send, in parts where there is credit for a part only; the leg is over with the last one."""
+        """Send the last chunk, in parts where the credit is less; the leg is over with the last part."""
         last = await self._fitting(chunk)
         over()
-        self.bring(last)
+        self.send_chunk(last)
 
     async def end(self, error: Exception) -> None:
-        """Refuse, or say that the leg is lost."""
+        """Send a refusal, or that the leg is lost."""
         self._session.fail(self.stream_id, error, is_accepted=self._is_accepted)
 
     async def _fitting(self, chunk: EngineChunk) -> EngineChunk:
-        """Send what ``chunk`` has above the credit as credit comes; return the rest once it may go."""
+        """Send the parts of ``chunk`` above the credit as credit comes; return the last part once it fits."""
         while True:
             await self._wait_for_room(credit_of(chunk))
             rest = self.rest_of(chunk)
@@ -336,32 +337,32 @@ class SessionAnswer(Answer):
 
 
 class SessionLegs:
-    """Runs the legs that one router asks one worker for. ``router`` is a name that no other session has."""
+    """Runs the legs of one session at one worker. ``router`` is unique among sessions."""
 
-    def __init__(self, place: LegServer, router: str, session: WorkerSession) -> None:
-        self._place = place
+    def __init__(self, leg_server: LegServer, router: str, session: WorkerSession) -> None:
+        self._leg_server = leg_server
         self._router = router
         self._session = session
         self._answers: dict[int, SessionAnswer] = {}
 
     def begin(self, stream_id: int, credit_tokens: int, request: EngineRequest) -> Answer:
-        """Serve a leg in a task of its own."""
+        """Serve a leg in a new task."""
         answer = self._answers[stream_id] = SessionAnswer(self._session, stream_id, credit_tokens)
-        serving = self._place.run(LegName(self._router, stream_id), request, answer)
-        answer.task = go_on(serving, name="requests: serve a leg")
+        serving = self._leg_server.run(LegName(self._router, stream_id), request, answer)
+        answer.task = spawn(serving, name="requests: serve a leg")
         answer.task.add_done_callback(lambda _task: self._forget(stream_id))
         return answer
 
     def cancel(self, stream_id: int, reason: str) -> None:
-        """The router wants no more of a leg, or will not decode what it prefilled."""
-        self._place.cancel(LegName(self._router, stream_id), reason)
+        """Cancel a leg, or free the KV of an ended prefill leg."""
+        self._leg_server.cancel(LegName(self._router, stream_id), reason)
         answer = self._answers.get(stream_id)
         if answer is not None and answer.task is not None:
-            answer.task.cancel()  # also where the place has not seen the leg yet
+            answer.task.cancel()  # also where the leg has not begun yet
 
     def ended(self, reason: str) -> None:
-        """Nobody reads what the legs bring: they are cancelled."""
-        self._place.drop_router(self._router, CONNECTION_CLOSED if reason == LEFT else reason)
+        """Cancel all legs of the session: it has ended."""
+        self._leg_server.drop_router(self._router, CONNECTION_CLOSED if reason == LEFT else reason)
         for answer in self._answers.values():
             if answer.task is not None:
                 answer.task.cancel()

@@ -1,4 +1,4 @@
-"""Requests within one process."""
+"""The request transport within one process."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from kvrouter.transports.requests.port import (
 
 
 def memory_address(worker_id: WorkerId, incarnation: Epoch) -> str:
-    """Return the address under which a worker of this process is reached."""
+    """Return the address of a worker of this process."""
     return f"memory://{worker_id}/{incarnation}"
 
 
 class MemoryStream:
-    """One open leg. It adds nothing to a chunk: a reader awaits the worker's own stream."""
+    """One open leg. Its reader awaits the worker's own stream, without a copy in between."""
 
     def __init__(self, inner: EngineStream, key: LegKey, registration: "MemoryRegistration") -> None:
         self._inner = inner
@@ -45,7 +45,7 @@ class MemoryStream:
         try:
             chunk = await self._inner.__anext__()
         except asyncio.CancelledError:
-            # break_off cancels the waiting reader: the cancellation ends here unless others asked too.
+            # break_off cancels the waiting reader: handle that here, unless others cancelled it too.
             if self._broken is not None and reader is not None and reader.uncancel() == 0:
                 raise StreamBroken(self._broken) from None
             raise
@@ -59,13 +59,13 @@ class MemoryStream:
         return chunk
 
     def cancel(self, reason: str) -> None:
-        """Ask the worker to stop and free what it holds; idempotent, allowed at any time."""
+        """Ask the worker to stop and to free the leg's resources; idempotent, allowed at any time."""
         if self._broken is None:
             self._inner.cancel(reason)
-        self._registration.let_go(self._key, self)
+        self._registration.release(self._key, self)
 
     def break_off(self, why: str) -> None:
-        """The worker is lost: the reader gets StreamBroken."""
+        """End the stream with StreamBroken: the worker is lost."""
         if self._broken is None and not self._ended:
             self._broken = why
             if self._reader is not None:
@@ -77,22 +77,22 @@ class MemoryStream:
 
     def _end(self) -> None:
         self._ended = True
-        self._registration.let_go(self._key, self)
+        self._registration.release(self._key, self)
 
 
 class MemoryRegistration(RunningLegs):
-    """One worker's place in the plane, from :meth:`MemoryRequestPlane.serve` until it leaves."""
+    """The registration of one worker, from :meth:`MemoryRequestTransport.serve` until it leaves."""
 
-    def __init__(self, plane: "MemoryRequestPlane", address: str, server: RequestServer) -> None:
+    def __init__(self, transport: "MemoryRequestTransport", address: str, server: RequestServer) -> None:
         super().__init__(address)
-        self._plane = plane
+        self._transport = transport
         self._server = server
         self._streams: dict[LegKey, MemoryStream] = {}
-        self._let_go: WeakSet[MemoryStream] = WeakSet()
-        """Streams that ended or were cancelled: most have no reader any more, and then they are gone."""
+        self._released: WeakSet[MemoryStream] = WeakSet()
+        """Streams that ended or were cancelled and are still referenced by a reader."""
 
     async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
-        """Hand ``request`` to the worker. A leg that runs or ran here is refused, not served twice."""
+        """Pass ``request`` to the worker. Raises LegRepeated for a leg that runs or ran here."""
         key = key_of(request)
         self._begin(key)
         try:
@@ -111,35 +111,35 @@ class MemoryRegistration(RunningLegs):
         return stream
 
     def leave(self, why: str) -> None:
-        """The worker is gone: open streams break, new ones are refused. Idempotent."""
-        self._plane.forget(self.address)
+        """Break open streams and refuse new ones: the worker is gone. Idempotent."""
+        self._transport.forget(self.address)
         for stream in self._take_streams():
             stream.break_off(f"{self.address}: {why}")
 
     def hang_up(self) -> None:
-        """The router is gone: the worker is asked to stop what it does for it, and open streams break."""
+        """Cancel all legs at the worker and break their streams: the router is gone."""
         for stream in self._take_streams():
             stream.cancel("the router closed its connection")
             stream.break_off("the plane was closed")
 
-    def let_go(self, key: LegKey, stream: MemoryStream) -> None:
-        """The leg has ended, or was cancelled; a reader that reads on hears of a lost worker."""
+    def release(self, key: LegKey, stream: MemoryStream) -> None:
+        """Release a leg that has ended or was cancelled; its reader may still learn of a lost worker."""
         if self._streams.pop(key, None) is not None:
             self._over(key)
-            self._let_go.add(stream)
+            self._released.add(stream)
 
     def _take_streams(self) -> list[MemoryStream]:
-        """Every stream that someone may still read; no leg runs here afterwards."""
-        streams = [*self._streams.values(), *self._let_go]
+        """Return every stream that may still have a reader, and end all legs."""
+        streams = [*self._streams.values(), *self._released]
         self._streams.clear()
-        self._let_go.clear()
+        self._released.clear()
         for key in tuple(self._running):
             self._over(key)
         return streams
 
 
-class MemoryRequestPlane:
-    """Reaches the workers of this process by the address on their card."""
+class MemoryRequestTransport:
+    """The request transport to workers of this process, by the address on their card."""
 
     def __init__(self, *, open_timeout_s: float = 5.0) -> None:
         self._open_timeout_s = open_timeout_s
@@ -156,16 +156,16 @@ class MemoryRequestPlane:
         return registration
 
     def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
-        """The address of a worker that is served here."""
+        """Return the address of a worker that is served here."""
         return memory_address(worker_id, incarnation)
 
     def forget(self, address: str) -> None:
-        """Nobody serves ``address`` any more."""
+        """Remove the registration of ``address``."""
         if self._registrations.pop(address, None) is not None:
             self._notify(address, is_alive=False)
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
-        """Notify when the worker at ``address`` leaves, and when it serves again."""
+        """Call ``on_alive`` when the worker at ``address`` leaves, and when it serves again."""
         followers = self._followers.setdefault(address, LivenessListeners())
         forget = followers.add(on_alive)
         if address not in self._registrations:
@@ -180,14 +180,14 @@ class MemoryRequestPlane:
 
     def _notify(self, address: str, *, is_alive: bool) -> None:
         if address in self._followers:
-            self._followers[address].tell(is_alive=is_alive)
+            self._followers[address].notify(is_alive=is_alive)
 
     def _notify_if_gone(self, address: str) -> None:
         if address not in self._registrations:
             self._notify(address, is_alive=False)
 
     async def open(self, address: str, request: EngineRequest) -> EngineStream:
-        """Send ``request``; return once the worker accepted it. WorkerUnreachable when nobody is there."""
+        """Send ``request``; return once the worker accepted it. Raises WorkerUnreachable without a worker."""
         if self._closed:
             raise WorkerUnreachable("the plane was closed")
         registration = self._registrations.get(address)

@@ -1,16 +1,16 @@
-"""The messages of one session, in bytes: length, kind, msgpack; and its hello. See ``docs/wire.md``.
+"""The binary messages of one session: length, kind, msgpack; and its handshake. See ``docs/wire.md``.
 
 ::
 
     length of the body (4 bytes, little-endian)   kind (1 byte)   body
 
-Every pipe between a router and a worker carries these: bytes in, frames out.
+Every pipe between a router and a worker carries these frames.
 
-Over a pipe of bytes the worker's end speaks first (a greeting with a nonce), the router's end answers (a
-hello with a nonce of its own, the worker it wants, and a proof of the shared token), and the worker's end
-welcomes it with a proof of its own. The token itself never travels, and what was overheard proves nothing
-on another connection. All of it has a fixed form: nothing of a stranger is parsed. A pipe that authenticates
-every message needs no hello.
+Over a byte stream the worker's end begins (a greeting with a nonce), the router's end answers (a hello with
+another nonce, the worker it wants, and a proof of the shared token), and the worker's end replies with its
+own proof. The token itself is never sent, and a recorded handshake proves nothing on another connection. The
+handshake has a fixed form: input of unauthenticated peers is not parsed. A pipe that authenticates every
+message needs no handshake.
 """
 
 import hmac
@@ -42,20 +42,20 @@ HEADER_BYTES = HEADER.size
 
 REASON_MAX_CHARS = 512
 MESSAGE_MAX_CHARS = 8192
-"""An error's words are cut here: a worker may quote what it was sent."""
+"""Longer error messages are cut: a worker may quote its input."""
 
 CHUNKS_FLUSH_TOKENS = 65_536
-"""A frame of chunks is closed when it holds so many tokens, far below :data:`CHUNKS_MAX_BYTES`."""
+"""A frame of chunks is closed at this many tokens, far below :data:`CHUNKS_MAX_BYTES`."""
 
 ITEM_TOKENS = 64
-"""What an item counts in addition to its tokens towards a full frame."""
+"""Tokens that each item adds to the fill of a frame, on top of its own."""
 
 CHUNK_MAX_BYTES = CHUNKS_MAX_BYTES // 4
-"""The largest chunk with more than tokens in it, as one that ends a prefill leg."""
+"""The largest chunk that is not bare tokens, such as the last one of a prefill leg."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is. Each direction has its own, in addition to the four of both."""
+    """The kind of a frame. The first four go both ways, the 16s to the worker, the 32s to the router."""
 
     PING = 1
     PONG = 2
@@ -76,7 +76,7 @@ GREETED: Mapping[int, int] = {
     FrameKind.WELCOME: 32,
     FrameKind.GOODBYE: 4 * REASON_MAX_CHARS,
 }
-"""The largest body in bytes of each kind that a router reads before it was welcomed."""
+"""The largest body in bytes of each kind that a router reads before WELCOME."""
 
 TO_ROUTER: Mapping[int, int] = {
     FrameKind.PING: 0,
@@ -103,13 +103,13 @@ StreamId = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 Item = tuple[int, tuple[int, ...], msgspec.Raw | None]
-"""What one stream brings in a frame of chunks: bare tokens, or a whole chunk and no tokens with it."""
+"""One stream's part of a CHUNKS frame: bare tokens, or an encoded chunk and no tokens."""
 
 ReadItem = tuple[StreamId, tuple[Tokens, ...], EngineChunk | None]
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """A leg for the worker, and how many tokens of it the router takes before it gives more credit."""
+    """The body of OPEN: a leg, and the tokens that the router accepts before it gives more credit."""
 
     stream_id: StreamId
     credit_tokens: Tokens
@@ -117,14 +117,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):
-    """The router wants no more of a stream."""
+    """The body of CANCEL: the router needs no more of a stream."""
 
     stream_id: StreamId
     reason: str
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The worker did not take the leg, or failed it: an error as ``stream.WireError`` has it."""
+    """The body of REFUSED and FAILED: an error with the fields of ``stream.ErrorMessage``."""
 
     stream_id: StreamId
     code: str
@@ -134,7 +134,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FrameReader:
-    """Cuts bytes into frames. ``kinds`` is the largest body in bytes of each kind that may come."""
+    """Splits bytes into frames. ``kinds`` is the largest body in bytes of each allowed kind."""
 
     def __init__(self, kinds: Mapping[int, int]) -> None:
         self.kinds = kinds
@@ -142,7 +142,7 @@ class FrameReader:
         self._need_bytes = HEADER_BYTES
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return the frames that are complete now; raise ProtocolError before an oversized one is kept."""
+        """Return the complete frames; raise ProtocolError before an oversized one is buffered."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._need_bytes:
@@ -168,11 +168,11 @@ class FrameReader:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes came of a frame that is not complete."""
+        """The bytes of an incomplete frame."""
         return len(self._rest)
 
     def drop(self) -> None:
-        """Free what is held: nothing more is read."""
+        """Free the buffer: nothing more is read."""
         self._rest = bytearray()
 
     def _refused(self, kind: int, body_bytes: int) -> ProtocolError:
@@ -191,7 +191,7 @@ def frame(kind: FrameKind, body: bytes = b"") -> bytes:
 
 
 def goodbye(reason: str) -> bytes:
-    """Return the frame that says why the connection ends."""
+    """Return the frame with the reason why the connection ends."""
     return frame(FrameKind.GOODBYE, reason[:REASON_MAX_CHARS].encode("utf-8", "replace"))
 
 
@@ -223,8 +223,8 @@ def encode_items(items: list[Item]) -> bytes:
     return encoder.encode(items)
 
 
-def whole_chunk(chunk: EngineChunk) -> bytes:
-    """Return a chunk with more than tokens in it as it travels; raise ProtocolError when it is too large."""
+def encode_checked_chunk(chunk: EngineChunk) -> bytes:
+    """Return a chunk that is not bare tokens, encoded; raise ProtocolError when it is too large."""
     body = encode_chunk(chunk)
     if len(body) > CHUNK_MAX_BYTES:
         raise ProtocolError(
@@ -234,7 +234,7 @@ def whole_chunk(chunk: EngineChunk) -> bytes:
 
 
 def decode(decoder: "msgspec.msgpack.Decoder[T]", body: bytes, what: str) -> T:
-    """Return what ``body`` holds; raise ProtocolError."""
+    """Return ``body`` decoded; raise ProtocolError."""
     return unpacked(decoder, body, what)
 
 
@@ -261,7 +261,7 @@ HELLO_BYTES = _HELLO.size
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a router's end says: whom it wants, and the proof that it may."""
+    """The router's hello: the worker that it wants, and the proof that it has the token."""
 
     nonce: bytes
     worker_id: WorkerId
@@ -276,14 +276,14 @@ class Secret:
         self._key = b"" if token is None else token.encode()
 
     def router_proof(self, worker_nonce: bytes, nonce: bytes, worker_id: int, incarnation: int) -> bytes:
-        """Return what only a router with the token can say on this connection."""
-        said = b"router" + worker_nonce + nonce + _NAMES.pack(worker_id, incarnation)
-        return hmac.digest(self._key, said, "sha256")
+        """Return the proof that only a router with the token can give on this connection."""
+        signed = b"router" + worker_nonce + nonce + _NAMES.pack(worker_id, incarnation)
+        return hmac.digest(self._key, signed, "sha256")
 
     def worker_proof(self, worker_nonce: bytes, nonce: bytes, worker_id: int, incarnation: int) -> bytes:
-        """Return what only a worker with the token can say on this connection."""
-        said = b"worker" + worker_nonce + nonce + _NAMES.pack(worker_id, incarnation)
-        return hmac.digest(self._key, said, "sha256")
+        """Return the proof that only a worker with the token can give on this connection."""
+        signed = b"worker" + worker_nonce + nonce + _NAMES.pack(worker_id, incarnation)
+        return hmac.digest(self._key, signed, "sha256")
 
 
 def greeting(worker_nonce: bytes) -> bytes:
@@ -292,7 +292,7 @@ def greeting(worker_nonce: bytes) -> bytes:
 
 
 def read_greeting(data: bytes | bytearray) -> bytes | None:
-    """Return the nonce of the worker's end, None while bytes are missing; raise ProtocolError."""
+    """Return the nonce of the worker's end, None while the greeting is incomplete; raise ProtocolError."""
     _check_opening(data)
     if len(data) < GREETING_BYTES:
         return None
@@ -307,7 +307,7 @@ def hello(secret: Secret, worker_nonce: bytes, nonce: bytes, worker_id: int, inc
 
 
 def read_hello(data: bytes | bytearray) -> Hello | None:
-    """Return what the router's end says, None while bytes are missing; raise ProtocolError."""
+    """Return the router's hello, None while it is incomplete; raise ProtocolError."""
     _check_opening(data)
     if len(data) < HELLO_BYTES:
         return None
@@ -316,7 +316,7 @@ def read_hello(data: bytes | bytearray) -> Hello | None:
 
 
 def _check_opening(data: bytes | bytearray) -> None:
-    """Refuse another protocol by its first byte, another version as soon as it is read."""
+    """Reject another protocol at its first byte, another version as soon as it is read."""
     if data[: len(MAGIC)] != MAGIC[: len(data)]:
         raise ProtocolError("the peer does not speak kvrouter's protocol", param="magic")
     if len(data) >= _OPENING.size:

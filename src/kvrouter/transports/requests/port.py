@@ -1,4 +1,4 @@
-"""The port of requests: how one leg reaches a worker, and how its tokens come back."""
+"""The port of request transports: how a leg reaches a worker, and how its tokens come back."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,29 +12,29 @@ AliveSink = Callable[[bool], None]
 """Whether a worker answers."""
 
 TokenSink = Callable[[Sequence[int]], bool]
-"""Takes tokens in the turn of the loop in which they arrive; returns whether it wants more that way."""
+"""Takes tokens in the loop turn in which they arrive; returns whether it wants more that way."""
 
 
 class WorkerUnreachable(KvrouterError):
-    """The worker never accepted the request, or its engine did not: sending it elsewhere is safe."""
+    """The worker, or its engine, never accepted the request: sending it elsewhere is safe."""
 
     code = "worker_unreachable"
 
 
 class WorkerFull(WorkerUnreachable):
-    """The worker takes no more requests for now: its own queue is full."""
+    """The worker's own queue is full: it takes no more requests for now."""
 
     code = "worker_full"
 
 
 class WorkerDeclined(WorkerUnreachable):
-    """The worker's engine does not take this leg, and nothing is known against it: another may take it."""
+    """The worker's engine declines this leg, without a fault: another worker may take it."""
 
     code = "worker_declined"
 
 
 class LegRepeated(WorkerUnreachable):
-    """The worker runs this very leg, or ran it: it arrived twice. No fault of the worker's."""
+    """The worker runs or ran this leg already: the request arrived twice. No fault of the worker."""
 
     code = "leg_repeated"
     status_hint = 409
@@ -47,29 +47,29 @@ class StreamBroken(KvrouterError):
 
 
 class EngineFailed(WorkerUnreachable):
-    """The worker's engine answers, and says that it failed this call."""
+    """The worker's engine answered that this call failed."""
 
     code = "engine_failed"
 
 
 class EngineFailedLater(StreamBroken):
-    """The engine had accepted the call when it said that it failed."""
+    """The engine reported a failure of a call that it had accepted."""
 
     code = "engine_failed_later"
 
 
 class ReaderTooSlow(KvrouterError):
-    """The leg was cancelled because its reader took nothing for too long: sending it again helps nobody."""
+    """The leg was cancelled because its client read nothing for too long: a retry does not help."""
 
     code = "reader_too_slow"
 
 
 class EngineStream(Protocol):
     """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker or its engine is lost,
-    :class:`WorkerUnreachable` where only later shows that its engine does not take it.
+    :class:`WorkerUnreachable` when the engine declines the leg after the stream began.
 
-    The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its
-    own producer. Chunks that wait may be merged: tokens are never lost or reordered.
+    The stream holds a bounded number of chunks: a slow reader withholds its own credit and stops only its own
+    producer. Waiting chunks may be merged: tokens are never lost or reordered.
     """
 
     def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
@@ -77,41 +77,41 @@ class EngineStream(Protocol):
     async def __anext__(self) -> EngineChunk: ...
 
     def cancel(self, reason: str) -> None:
-        """Ask the worker to stop and free what it holds; idempotent, allowed at any time.
+        """Ask the worker to stop and to free the leg's resources; idempotent, allowed at any time.
 
-        A pending or later read ends at once with a chunk whose finish is ``CANCELLED``. For a prefill leg
-        that has ended, the KV that still waits for its decode worker is freed.
+        A pending or later read returns at once a chunk with the finish ``CANCELLED``. For an ended prefill
+        leg, the KV that waits for its decode worker is freed.
         """
 
 
 @runtime_checkable
 class HandingStream(EngineStream, Protocol):
-    """A stream that can call its reader, so that tokens of many streams cost no wake-up of a task each."""
+    """A stream that can call its reader, so that tokens do not wake a task for each stream."""
 
     async def hand_over(self, sink: TokenSink) -> None:
-        """Give ``sink`` all tokens that arrive, until it returns False or anything else than bare tokens
-        comes (an end, a failure, a cancellation): the next read brings that. What ``sink`` raises is raised
-        here. Tokens that ``sink`` was given count as read.
+        """Pass ``sink`` all tokens that arrive, until it returns False or something other than bare tokens
+        arrives (an end, a failure, a cancellation): the next read returns that. An exception of ``sink`` is
+        raised here. Tokens passed to ``sink`` count as read.
         """
 
 
-class RequestPlane(Protocol):
+class RequestTransport(Protocol):
     """Opens streams to workers by the address on their card."""
 
     async def open(self, address: str, request: EngineRequest) -> EngineStream:
         """Send ``request``; return once the worker accepted it.
 
-        Raises :class:`WorkerUnreachable` when it did not, in bounded time.
+        Raises :class:`WorkerUnreachable` otherwise, in bounded time.
         """
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
-        """Keep watch over the worker at ``address``; return the function that ends it, idempotent.
+        """Report the liveness of the worker at ``address``; return the function that stops it, idempotent.
 
-        Until it is notified otherwise the caller may take the worker to be alive. ``on_alive(False)`` when it
-        is found not to answer, in bounded time, ``on_alive(True)`` when it answers again; never the same
-        twice in a row. The plane goes on trying for as long as it follows.
+        The worker counts as alive at first. ``on_alive(False)`` is called when it does not answer, in bounded
+        time, and ``on_alive(True)`` when it answers again; never the same twice in a row. The transport keeps
+        trying while the worker is followed.
 
-        Raises :class:`WorkerUnreachable` for an address that this plane could never reach.
+        Raises :class:`WorkerUnreachable` for an address that this transport can never reach.
         """
 
     async def close(self) -> None:
@@ -119,37 +119,37 @@ class RequestPlane(Protocol):
 
 
 class RequestServer(Protocol):
-    """What a worker offers to its plane: take a leg, answer with chunks."""
+    """The worker's server behind a request transport: takes a leg, answers with chunks."""
 
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Accept ``request`` and return its stream; raise an error of the core tree to refuse it."""
 
 
 class Registration(Protocol):
-    """A worker's place in the request plane."""
+    """The registration of a worker at a request transport."""
 
     async def served(self) -> None:
-        """Return once routers can reach the worker. Raises ConfigError when that cannot be had."""
+        """Return once routers can reach the worker. Raises ConfigError when that fails."""
 
     @property
     def running_legs(self) -> int:
-        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
+        """The number of running legs: from the request to the last chunk, a failure or a cancellation."""
 
     async def wait_idle(self, limit_s: float) -> bool:
-        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+        """Wait until no leg runs, at most ``limit_s`` seconds; return whether that is so."""
 
     def leave(self, why: str) -> None:
-        """Open streams break, new ones are refused. Idempotent."""
+        """Break open streams and refuse new ones. Idempotent."""
 
 
 class RequestAcceptor(Protocol):
-    """A worker's end of the request plane."""
+    """The worker's end of a request transport."""
 
     def serve(self, address: str, server: RequestServer) -> Registration:
         """Make ``server`` reachable under ``address`` until the registration leaves."""
 
     def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
-        """The address of a worker that is served here."""
+        """Return the address of a worker that is served here."""
 
 
 class LivenessListeners:
@@ -163,7 +163,7 @@ class LivenessListeners:
         return bool(self._sinks)
 
     def add(self, on_alive: AliveSink) -> Callable[[], None]:
-        """Notify ``on_alive`` from now on; return the function that ends it, idempotent."""
+        """Add a follower; return the function that removes it, idempotent."""
         key = object()
         self._sinks[key] = on_alive
 
@@ -173,8 +173,8 @@ class LivenessListeners:
 
         return end
 
-    def tell(self, *, is_alive: bool) -> None:
-        """Notify those that do not know: never the same twice in a row. A follower's mistake is its own."""
+    def notify(self, *, is_alive: bool) -> None:
+        """Notify followers of a new state. An exception of one follower is reported, and affects no other."""
         for key, on_alive in tuple(self._sinks.items()):
             if (key in self._notified_dead) is not is_alive or key not in self._sinks:
                 continue

@@ -1,9 +1,8 @@
-"""A router's session with a worker as a state machine: messages in, messages out; the router's end.
+"""The session of a router with a worker, as a state machine without I/O; the router's end.
 
-A pipe gives a session what its peer sent (:meth:`Session.receive`), the time now and then
-(:meth:`Session.tick`), and takes away what has to be sent (:meth:`Session.take_output`) when the session asks
-for it. All that is said in one turn leaves as one run of bytes. It knows no clock, socket or task. See
-``docs/wire.md``; the worker's end is in ``worker_session``.
+A pipe passes in received bytes (:meth:`Session.receive`) and the time (:meth:`Session.tick`), and takes the
+output (:meth:`Session.take_output`) after ``wake``. All output of one turn is sent as one run of bytes. A
+session uses no clock, socket or task. See ``docs/wire.md``; ``worker_session`` has the worker's end.
 """
 
 import hmac
@@ -40,19 +39,19 @@ from kvrouter.transports.requests.messages import (
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.stream import (
     REQUEST_MAX_BYTES,
-    WireError,
+    ErrorMessage,
     encode_request,
     error_of,
 )
 
 STREAMS_MAX = 8192
-"""Legs that one session runs at once."""
+"""Legs of one session at once."""
 
 UNREAD_MAX_BYTES = 128 * 1024 * 1024
-"""A peer that leaves more than this unread is given up."""
+"""Unread bytes above which the peer is given up."""
 
 READING_MAX_BYTES = 512 * 1024 * 1024
-"""What arrived in part of requests, of all routers of one acceptor."""
+"""Bytes of incomplete requests, over all routers of one acceptor."""
 
 READING_FULL = "full: too many bytes of requests are being read"
 
@@ -60,12 +59,11 @@ LEFT = "the connection was closed"
 
 
 class Session:
-    """What both ends have in common: frames, liveness, an end with a reason.
+    """The common part of both ends: frames, liveness, an end with a reason.
 
-    ``wake`` is called when there is something to send where before there was nothing. A session that is over
-    has ``is_closed``; then the pipe sends what is left, a goodbye, and ends, or ends at once if ``is_lost``.
-    Frames that arrived in part are held within ``budget``, which sessions share: when it is full, the session
-    that holds most of it ends.
+    ``wake`` is called when the session has output after having none. A session that ended has ``is_closed``;
+    the pipe then sends the remaining output with a goodbye, and ends, or ends at once if ``is_lost``.
+    Incomplete frames count towards the shared ``budget``: when it is full, the session with most of it ends.
     """
 
     def __init__(
@@ -94,31 +92,31 @@ class Session:
         self._budget = budget
         self._held_bytes = 0
         self._dead_after_s = dead_after_s
-        self._was_heard = True
-        self._heard_s = 0.0
+        self._has_received = True
+        self._received_s = 0.0
         self._has_sent = False
 
     def read_opening(self, data: bytearray) -> int | None:
-        """Return how many bytes the peer's opening took, None while some are missing; ProtocolError."""
+        """Return the length of the peer's opening, None while it is incomplete; raise ProtocolError."""
         raise NotImplementedError
 
     def gather(self) -> None:
-        """Put what waits to be sent into frames: it goes before whatever is sent next."""
+        """Put pending items into frames, before any other frame is sent."""
         raise NotImplementedError
 
     def ended(self, reason: str) -> None:
-        """The session is of no use any more; called once."""
+        """Handle the end of the session; called once."""
         raise NotImplementedError
 
     # Reading
 
     def read_only(self, kinds: Mapping[int, int]) -> None:
-        """From the next read on only frames of these kinds may come, each with its largest body in bytes."""
+        """Allow only frames of these kinds from now on, each with its largest body in bytes."""
         self._reader.kinds = kinds
 
     def receive(self, data: bytes) -> None:
-        """Take what the peer sent, cut anywhere."""
-        self._was_heard = True
+        """Take received bytes, split anywhere."""
+        self._has_received = True
         if self.is_closed:
             return
         try:
@@ -138,7 +136,7 @@ class Session:
             self._budget.hold(self, self._held_bytes)
 
     def shed(self) -> None:
-        """The budget of what is being read is full, and this session holds most of it."""
+        """End the session: the shared budget is full, and this session holds most of it."""
         self.refuse(READING_FULL)
 
     def _take(self, kind: int, body: bytes) -> None:
@@ -146,7 +144,7 @@ class Session:
             self.handlers[kind](body)
 
     def refuse(self, reason: str) -> None:
-        """The peer did what the protocol does not allow."""
+        """End the session because of a protocol error of the peer."""
         self.was_refused = True
         self.close(reason)
 
@@ -163,33 +161,33 @@ class Session:
     # Writing
 
     def send(self, kind: FrameKind, body: bytes = b"") -> None:
-        """Send a frame with the others of this turn."""
+        """Queue a frame for the end of this turn."""
         if self.is_closed:
             return
         self.gather()
-        if self.is_lost:  # what was gathered cannot travel
+        if self.is_lost:  # the gathered items could not be encoded
             return
         self._out.append(HEADER.pack(len(body), kind) + body)
         self.flush_soon()
 
     def send_raw(self, data: bytes) -> None:
-        """Send bytes that are no frame: an opening."""
+        """Queue bytes that are no frame: an opening."""
         self._out.append(data)
         self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Have everything that was gathered taken at the end of this turn."""
+        """Ask the pipe to take the output at the end of this turn."""
         if not self.is_flush_due:
             self.is_flush_due = True
             self._wake()
 
     @property
     def waiting_bytes(self) -> int:
-        """How many bytes wait for the pipe to take them."""
+        """The bytes of output that the pipe has not taken."""
         return sum(map(len, self._out))
 
     def take_output(self) -> bytes:
-        """Return what has to be sent now, in the order in which it was said."""
+        """Return the pending output, in order."""
         if not self.is_closed:
             self.gather()
         self.is_flush_due = False
@@ -204,16 +202,15 @@ class Session:
     # Life
 
     def tick(self, now_s: float) -> None:
-        """A heartbeat has passed. ``now_s`` counts the time in which the process could hear its peer.
+        """Check liveness once per heartbeat. ``now_s`` excludes time in which this process could not receive.
 
-        A peer that was heard since the last tick lives. One that has said nothing is asked, one that was not
-        heard for ``dead_after_s`` is lost; an end that has nothing to say gives a sign of life, so that the
-        other end need not ask.
+        A peer that sent something since the last tick is alive. A silent peer is pinged, and is lost after
+        ``dead_after_s``; an end without output sends a PONG, so that the other end need not ping.
         """
-        if self._was_heard:
-            self._was_heard = False
-            self._heard_s = now_s
-        silent_s = now_s - self._heard_s
+        if self._has_received:
+            self._has_received = False
+            self._received_s = now_s
+        silent_s = now_s - self._received_s
         if silent_s >= self._dead_after_s:
             self.give_up(f"nothing was heard for {self._dead_after_s:g} s")
             return
@@ -224,18 +221,18 @@ class Session:
         self._has_sent = False
 
     def close(self, reason: str) -> None:
-        """Say why and end, once what was sent before has left. Idempotent."""
+        """End with a reason, after all earlier output. Idempotent."""
         if not self.is_closed:
             self.gather()
-        if not (self.is_closed or self.is_lost):  # as it may be by what was gathered
+        if not (self.is_closed or self.is_lost):  # gathering may have ended the session
             self._out.append(goodbye(reason))
             self._end(reason)
 
     def give_up(self, reason: str) -> None:
-        """The peer seems to be gone. Idempotent.
+        """End because the peer seems to be gone. Idempotent.
 
-        A connection ends for both ends. Over messages a peer that is there has to read that the session
-        ended: its legs would go on.
+        A lost connection ends the session at both ends. Over messages, a peer that is alive must be sent a
+        goodbye: otherwise its legs would go on.
         """
         if self._has_connection:
             self.lose(reason)
@@ -243,7 +240,7 @@ class Session:
             self.close(reason)
 
     def lose(self, reason: str) -> None:
-        """End at once: the peer is not expected to read. Idempotent."""
+        """End at once, without output: the peer is not expected to read. Idempotent."""
         self.is_lost = True
         self._out.clear()
         self._end(reason)
@@ -259,41 +256,40 @@ class Session:
 
 
 class RouterStream(Protocol):
-    """One leg, as the session of its router fills it."""
+    """The stream of one leg, as its router session fills it."""
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the worker took the leg."""
+        """Whether the worker accepted the leg."""
 
     def accept(self) -> None:
-        """The worker took the leg."""
+        """Record that the worker accepted the leg."""
 
     def push_tokens(self, token_ids: tuple[int, ...]) -> None:
-        """The worker sent bare tokens. Raises ProtocolError for more than it had credit for."""
+        """Add bare tokens from the worker. Raises ProtocolError above the credit."""
 
     def push(self, chunk: EngineChunk) -> None:
-        """The worker sent more. Raises ProtocolError as :meth:`push_tokens` does."""
+        """Add a chunk from the worker. Raises ProtocolError above the credit."""
 
     def fail(self, error: KvrouterError) -> None:
-        """The leg was refused, or is lost."""
+        """End the stream with an error: the leg was refused or is lost."""
 
     def unread_for_s(self, now_s: float) -> float:
-        """How long chunks have waited without any being read."""
+        """Seconds for which chunks have waited without a read."""
 
     def give_up(self, limit_s: float) -> None:
-        """The reader took nothing for ``limit_s``."""
+        """End the leg: its reader read nothing for ``limit_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """What a router's end keeps to. Raises ConfigError for a stream without credit.
+    """The limits of a router's end. Raises ConfigError for a stream without credit.
 
-    A worker must have taken a leg within ``open_timeout_s``. A peer that was not heard for ``dead_after_s``
-    is lost; one that has nothing to say is asked every ``heartbeat_s``. A stream holds
-    ``stream_credit_tokens`` at most, and is cancelled when its reader took nothing for
-    ``slow_stream_limit_s``. A connection has ``streams_max`` streams; while requests wait there that fill
-    half of ``write_max_bytes``, the worker counts as full. A connection that nobody watches or uses is closed
-    after ``idle_close_s``.
+    A worker must accept a leg within ``open_timeout_s``. A peer that is silent for ``dead_after_s`` is lost;
+    it is pinged every ``heartbeat_s``. A stream holds at most ``stream_credit_tokens``, and is cancelled when
+    its reader reads nothing for ``slow_stream_limit_s``. A connection has at most ``streams_max`` streams;
+    while waiting requests fill half of ``write_max_bytes``, the worker counts as full. An unused connection
+    is closed after ``idle_close_s``.
     """
 
     open_timeout_s: float = 5.0
@@ -311,12 +307,12 @@ class RouterLimits:
 
 
 ROUTER_LIMITS = RouterLimits()
-"""What a router's end keeps to where nothing else is said."""
+"""The default limits of a router's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterHello:
-    """What a router's end says of itself over a pipe of bytes; ``nonce`` is a number used once."""
+    """The router's part of the handshake over a byte stream; ``nonce`` is a number used once."""
 
     secret: Secret
     nonce: bytes
@@ -324,7 +320,7 @@ class RouterHello:
     incarnation: Epoch
 
     def worker_proof(self, worker_nonce: bytes) -> bytes:
-        """Return what the worker must say."""
+        """Return the proof that the worker must send."""
         return self.secret.worker_proof(worker_nonce, self.nonce, self.worker_id, self.incarnation)
 
 
@@ -332,11 +328,11 @@ Stream = TypeVar("Stream", bound=RouterStream)
 
 
 class RouterSession(Session, Generic[Stream]):
-    """The router's end: opens legs, and fills their streams with what comes back.
+    """The router's end: opens legs, and fills their streams with the worker's chunks.
 
-    ``address`` is for words to people. Without a ``router_hello`` the session is open at once.
-    ``on_welcome`` hears that legs may be opened, ``on_end`` why the session is over, ``on_refused`` what the
-    worker did that the protocol does not allow.
+    ``address`` is used in messages to people. Without a ``router_hello`` the session is open at once.
+    ``on_welcome`` is called when legs may be opened, ``on_end`` with the reason when the session ends,
+    ``on_refused`` with a protocol error of the worker.
     """
 
     def __init__(
@@ -383,13 +379,13 @@ class RouterSession(Session, Generic[Stream]):
     # Hello
 
     def read_opening(self, data: bytearray) -> int | None:
-        """Answer the greeting with a hello."""
+        """Answer the worker's greeting with a hello."""
         nonce = read_greeting(data)
         if nonce is None or self._hello is None:
             return None
         self._worker_nonce = nonce
-        said = self._hello
-        self.send_raw(hello(said.secret, nonce, said.nonce, said.worker_id, said.incarnation))
+        own = self._hello
+        self.send_raw(hello(own.secret, nonce, own.nonce, own.worker_id, own.incarnation))
         return GREETING_BYTES
 
     def _on_welcome(self, proof: bytes) -> None:
@@ -402,7 +398,7 @@ class RouterSession(Session, Generic[Stream]):
         self._report_welcome()
 
     def refuse(self, reason: str) -> None:
-        """The worker did what the protocol does not allow."""
+        """End the session because of a protocol error of the worker."""
         if self._is_welcome:  # else the caller that connects gets the error
             self._report_refused(f"{self._address}: {reason}")
         super().refuse(reason)
@@ -410,10 +406,10 @@ class RouterSession(Session, Generic[Stream]):
     # Legs
 
     def open(self, request: EngineRequest, written_bytes: int) -> Stream:
-        """Send ``request``; the stream says whether the worker accepted it.
+        """Send ``request``; the stream shows whether the worker accepts it.
 
-        ``written_bytes`` of what this session sent before wait in its pipe. Raises WorkerUnreachable when the
-        request cannot be sent, InvalidRequest when it is too large to be.
+        ``written_bytes`` of this session's earlier output wait in its pipe. Raises WorkerUnreachable when the
+        request cannot be sent, InvalidRequest when it is too large.
         """
         limits = self._limits
         if self.is_closed:
@@ -440,22 +436,22 @@ class RouterSession(Session, Generic[Stream]):
 
     @property
     def n_streams(self) -> int:
-        """How many legs are open."""
+        """The number of open legs."""
         return len(self._streams)
 
     def give_credit(self, stream_id: int, tokens: int) -> None:
-        """The reader of a stream made room for ``tokens`` more."""
+        """Give the worker credit for ``tokens`` more."""
         self._credits_tokens[stream_id] = self._credits_tokens.get(stream_id, 0) + tokens
         self.flush_soon()
 
     def cancel_stream(self, stream_id: int, reason: str) -> None:
-        """The reader of a stream left, or does not need what an ended leg left behind."""
+        """Cancel a stream, or free the KV that its ended leg left at the worker."""
         self._streams.pop(stream_id, None)
         self._credits_tokens.pop(stream_id, None)
         self.send(FrameKind.CANCEL, encode_cancel(stream_id, reason))
 
     def refuse_unaccepted(self, why: str) -> None:
-        """Legs that the worker has not taken yet are not taken."""
+        """Fail all legs that the worker has not accepted yet."""
         for stream_id, stream in tuple(self._streams.items()):
             if not stream.is_accepted:
                 stream.fail(WorkerUnreachable(why))
@@ -467,7 +463,7 @@ class RouterSession(Session, Generic[Stream]):
             gathered, self._credits_tokens = self._credits_tokens, {}
             self.send(FrameKind.CREDIT, encode_credits(gathered))
 
-    # What the worker says
+    # Frames of the worker
 
     def _on_chunks(self, body: bytes) -> None:
         streams = self._streams
@@ -496,7 +492,7 @@ class RouterSession(Session, Generic[Stream]):
     # Life
 
     def tick(self, now_s: float) -> None:
-        """Also cancel streams that nobody reads; close a session that nobody needs."""
+        """Check liveness; also cancel streams with a slow reader, and close an unused session."""
         super().tick(now_s)
         limits = self._limits
         for stream in tuple(self._streams.values()):
@@ -510,7 +506,7 @@ class RouterSession(Session, Generic[Stream]):
             self.close("nothing was asked for a while")
 
     def ended(self, reason: str) -> None:
-        """Legs that were not taken yet are unreachable, the others break."""
+        """Fail all legs: those not accepted as unreachable, the others as broken."""
         why = f"{self._address}: {reason}"
         streams, self._streams = self._streams, {}
         self._credits_tokens.clear()
@@ -522,5 +518,5 @@ class RouterSession(Session, Generic[Stream]):
 def _error(body: bytes) -> tuple[int, KvrouterError]:
     refused = decode(refused_decoder, body, "refused")
     return refused.stream_id, error_of(
-        WireError(refused.code, refused.message, refused.param, refused.answer)
+        ErrorMessage(refused.code, refused.message, refused.param, refused.answer)
     )

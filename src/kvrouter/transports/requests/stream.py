@@ -1,8 +1,7 @@
 """The router's end of one leg, over any transport, and the binary form of requests and chunks.
 
-Token ids travel as unsigned 32-bit little-endian integers in one run of bytes. Whatever cannot be read is a
-:class:`ProtocolError` that names the field; what a reader does not know is skipped, so that fields can be
-added.
+Token ids are sent as unsigned 32-bit little-endian integers in one run of bytes. Undecodable input raises
+:class:`ProtocolError` that names the field; unknown fields are skipped, so that fields can be added.
 """
 
 import asyncio
@@ -38,13 +37,13 @@ from kvrouter.transports.requests.port import (
 )
 
 VERSION = 1
-"""What both ends of a request plane must agree on; see ``docs/wire.md``."""
+"""The protocol version that both ends must share; see ``docs/wire.md``."""
 
 REQUEST_MAX_BYTES = 64 * 1024 * 1024
 """The largest request that a worker reads: 16 million tokens."""
 
 CHUNKS_MAX_BYTES = 16 * 1024 * 1024
-"""The largest run of chunks that a router reads in one frame."""
+"""The largest frame of chunks that a router reads."""
 
 _KINDS: dict[str, type[KvrouterError]] = {
     kind.code: kind
@@ -66,9 +65,9 @@ _KINDS: dict[str, type[KvrouterError]] = {
 }
 
 
-class WireError(msgspec.Struct, frozen=True, array_like=True):
-    """An error as it travels: the stable code of its class, its words, the field it is about, and what the
-    engine answered where the error is an engine's. A router of before reads the first three.
+class ErrorMessage(msgspec.Struct, frozen=True, array_like=True):
+    """An encoded error: the stable code of its class, its message, the field it is about, and the engine's
+    answer for an engine error. Older routers read the first three.
     """
 
     code: str
@@ -77,22 +76,22 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     answer: EngineAnswer | None = None
 
 
-def refusal_of(error: Exception) -> WireError:
-    """Return how ``error`` travels. One that is not of the core tree is a mistake at the worker."""
+def refusal_of(error: Exception) -> ErrorMessage:
+    """Return ``error`` as a message. An error outside the core tree is a fault of the worker."""
     if isinstance(error, KvrouterError) and error.code in _KINDS:
-        return WireError(error.code, error.message, error.param, error.answer)
-    return WireError(StreamBroken.code, f"the worker failed: {type(error).__name__}: {error}")
+        return ErrorMessage(error.code, error.message, error.param, error.answer)
+    return ErrorMessage(StreamBroken.code, f"the worker failed: {type(error).__name__}: {error}")
 
 
-def error_of(refusal: WireError) -> KvrouterError:
-    """Return the error; a code that is not known here is a worker that did not take the request."""
+def error_of(refusal: ErrorMessage) -> KvrouterError:
+    """Return the error of a message; an unknown code becomes WorkerUnreachable."""
     return _KINDS.get(refusal.code, WorkerUnreachable)(
         refusal.message, param=refusal.param, answer=refusal.answer
     )
 
 
 def encode_request(request: EngineRequest) -> bytes:
-    """Return ``request`` as msgpack; raise InvalidRequest for an integer that no wire carries."""
+    """Return ``request`` as msgpack; raise InvalidRequest for an integer that msgpack cannot encode."""
     try:
         return _encoder.encode(request)
     except OverflowError as error:
@@ -105,7 +104,7 @@ def decode_request(frame: bytes | memoryview) -> EngineRequest:
 
 
 def is_bare(chunk: EngineChunk) -> bool:
-    """Whether ``chunk`` has tokens and nothing else, as most have: those travel in a shorter form."""
+    """Whether ``chunk`` has tokens and nothing else, as most have: those have a shorter encoding."""
     return (
         chunk.finish is None
         and chunk.cached_tokens is None
@@ -118,14 +117,14 @@ def is_bare(chunk: EngineChunk) -> bool:
 
 
 def weight_of(chunk: EngineChunk) -> int:
-    """Return how many tokens of credit ``chunk`` is worth, at least one. An engine's own bytes are worth one
-    and are never cut: its adapter sees to it that they are few.
+    """Return the tokens of credit that ``chunk`` is worth, at least one. An engine's raw bytes are worth one
+    and are never split: the engine's adapter keeps them short.
     """
     return 1 if chunk.raw else len(chunk.token_ids) or 1
 
 
 def credit_of(chunk: EngineChunk) -> int:
-    """Return the tokens of credit that ``chunk`` takes: a last one that brings nothing takes none."""
+    """Return the tokens of credit that ``chunk`` takes: 0 for a last chunk without content."""
     if chunk.finish is not None and not chunk.token_ids and not chunk.raw:
         return 0
     return weight_of(chunk)
@@ -141,12 +140,12 @@ def decode_chunk(frame: bytes | memoryview) -> EngineChunk:
     return unpacked(_chunk, frame, "chunk")
 
 
-def encode_refusal(refusal: WireError) -> bytes:
+def encode_refusal(refusal: ErrorMessage) -> bytes:
     """Return ``refusal`` as msgpack."""
     return _encoder.encode(refusal)
 
 
-def decode_refusal(frame: bytes | memoryview) -> WireError:
+def decode_refusal(frame: bytes | memoryview) -> ErrorMessage:
     """Return the refusal in ``frame``; raise ProtocolError."""
     return unpacked(_refusal, frame, "refusal")
 
@@ -162,7 +161,7 @@ def pack_tokens(tokens: object) -> bytes:
 
 
 def unpack_tokens(kind: type, value: object) -> object:
-    """msgspec's ``dec_hook``: the token ids in ``value``; what is opaque stays. Raises ValueError."""
+    """msgspec's ``dec_hook``: the token ids in ``value``; opaque values are kept. Raises ValueError."""
     if kind is object:
         return value
     if kind is not array or not isinstance(value, bytes) or len(value) % 4:
@@ -176,15 +175,15 @@ def unpack_tokens(kind: type, value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=pack_tokens)
 _request = msgspec.msgpack.Decoder(EngineRequest, dec_hook=unpack_tokens)
 _chunk = msgspec.msgpack.Decoder(EngineChunk)
-_refusal = msgspec.msgpack.Decoder(WireError)
+_refusal = msgspec.msgpack.Decoder(ErrorMessage)
 
 
 class LegStream:
-    """One open leg, as its wire fills it and its reader empties it.
+    """One open leg, filled by its transport and emptied by its reader.
 
-    Its wire calls :meth:`push`, :meth:`push_tokens` and :meth:`fail`, and gives two functions: ``on_read``
-    hears how many tokens the reader took, ``on_cancel`` asks the worker to stop. A chunk without tokens
-    counts as one token.
+    The transport calls :meth:`push`, :meth:`push_tokens` and :meth:`fail`, and gives two functions:
+    ``on_read`` is called with the number of tokens that the reader took, ``on_cancel`` asks the worker to
+    stop. A chunk without tokens counts as one token.
     """
 
     __slots__ = (
@@ -205,7 +204,7 @@ class LegStream:
 
     def __init__(self, *, on_read: Callable[[int], None], on_cancel: Callable[[str], None]) -> None:
         self.is_over = False
-        """True once nothing more is expected of the wire: the last chunk came, it failed or was cancelled."""
+        """True once no more input is expected: the last chunk came, or the leg failed or was cancelled."""
         self.waiting_tokens = 0
         self._loop = asyncio.get_running_loop()
         self._on_read = on_read
@@ -219,9 +218,7 @@ class LegStream:
         self._complete = False
 
     def unread_for_s(self, now_s: float) -> float:
-        """How long chunks have waited without any being read, as far as the caller has seen: it asks now
-        and then, by a clock of its own. 0 when none waits.
-        """
+        """Seconds since the caller first saw unread chunks, by the caller's clock; 0 when all are read."""
         if not self._chunks:
             return 0.0
         if self._unread_since_s is None:
@@ -229,7 +226,7 @@ class LegStream:
         return now_s - self._unread_since_s
 
     def push_tokens(self, token_ids: tuple[int, ...]) -> None:
-        """The worker sent bare tokens. Nothing counts after the end."""
+        """Add bare tokens from the worker; ignored after the end."""
         if self._sink is None:
             self.push(EngineChunk(token_ids))
         else:
@@ -237,7 +234,7 @@ class LegStream:
             self._hand(self._sink, token_ids)
 
     def push(self, chunk: EngineChunk) -> None:
-        """The worker sent more. Nothing counts after the end."""
+        """Add a chunk from the worker; ignored after the end."""
         if self.is_over:
             return
         if self._sink is not None:
@@ -248,7 +245,7 @@ class LegStream:
         self._add(chunk, weight_of(chunk))
 
     def fail(self, error: KvrouterError) -> None:
-        """The leg is lost: the reader gets what came before, then ``error``. Nothing counts after the end."""
+        """End the stream with ``error``, after the chunks before it; ignored after the end."""
         if not self.is_over:
             self.is_over = True
             self._failure = error
@@ -256,7 +253,7 @@ class LegStream:
             self._wake()
 
     def break_off(self, why: str) -> None:
-        """The worker is lost: the reader gets what came before, then StreamBroken."""
+        """End the stream with StreamBroken: the worker is lost."""
         self.fail(StreamBroken(why))
 
     def __aiter__(self) -> "LegStream":
@@ -279,7 +276,7 @@ class LegStream:
         return chunk
 
     async def hand_over(self, sink: TokenSink) -> None:
-        """Give ``sink`` bare tokens as they arrive, until it returns False or something else comes."""
+        """Pass ``sink`` bare tokens as they arrive, until it returns False or something else arrives."""
         if self._chunks or self.is_over:
             return
         self._sink = sink
@@ -289,7 +286,7 @@ class LegStream:
             self._sink = None
 
     def cancel(self, reason: str) -> None:
-        """Ask the worker to stop and free what it holds; idempotent, allowed at any time."""
+        """Ask the worker to stop and to free the leg's resources; idempotent, allowed at any time."""
         if self._cancelled or self._failure is not None:
             return
         self._cancelled = self.is_over = True
@@ -309,7 +306,7 @@ class LegStream:
             reader.set_result(None)
 
     def _hand(self, sink: TokenSink, token_ids: Sequence[int]) -> None:
-        """Call the reader. Its mistake is its own, not its wire's."""
+        """Call the reader; its exception is raised in the reader, not in the transport."""
         try:
             if sink(token_ids):
                 return
@@ -340,17 +337,17 @@ class LegStream:
 
 
 class CreditSink(Protocol):
-    """The session, as a stream sees it."""
+    """The part of a session that a stream uses."""
 
     def give_credit(self, stream_id: int, tokens: int) -> None:
-        """The reader made room for ``tokens`` more."""
+        """Give the worker credit for ``tokens`` more."""
 
     def cancel_stream(self, stream_id: int, reason: str) -> None:
-        """The reader wants no more, or no longer needs what an ended leg left behind."""
+        """Cancel a stream, or free the KV that its ended leg left at the worker."""
 
 
 class SessionStream(LegStream):
-    """One open leg. What waits for the reader is never longer than the credit that was given."""
+    """One open leg over a session. Unread tokens never exceed the credit that was given."""
 
     __slots__ = (
         "_credit_tokens",
@@ -374,16 +371,16 @@ class SessionStream(LegStream):
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the worker took the leg."""
+        """Whether the worker accepted the leg."""
         return self.accepted.done()
 
     def accept(self) -> None:
-        """The worker took the leg."""
+        """Record that the worker accepted the leg."""
         if not self.accepted.done():
             self.accepted.set_result(None)
 
     def push_tokens(self, token_ids: tuple[int, ...]) -> None:
-        """The worker sent bare tokens; raise as :meth:`push` does."""
+        """Add bare tokens from the worker; raises as :meth:`push` does."""
         n_tokens = len(token_ids) or 1
         if n_tokens > self._credit_tokens:
             raise _overdrawn()
@@ -392,19 +389,19 @@ class SessionStream(LegStream):
         if sink is None:
             self._add(EngineChunk(token_ids), n_tokens)
             return
-        # As _owe and _hand do: this is done for every token of every answer.
+        # Inlined from _owe and _hand: this runs for every token of every answer.
         self._owed_tokens += n_tokens
         if self._owed_tokens >= self._refill_tokens:
             self._give_credit()
         try:
             if sink(token_ids):
                 return
-        except Exception as error:  # noqa: BLE001 - a reader's mistake is its own, not the connection's
+        except Exception as error:  # noqa: BLE001 - a reader's exception must not end the connection
             self._hand_failed(error)
         self._end_handing()
 
     def push(self, chunk: EngineChunk) -> None:
-        """The worker sent more; raise ProtocolError when it sent more than it had credit for."""
+        """Add a chunk from the worker; raise ProtocolError above the credit."""
         n_tokens = credit_of(chunk)
         if n_tokens > self._credit_tokens:
             raise _overdrawn()
@@ -412,13 +409,13 @@ class SessionStream(LegStream):
         super().push(chunk)
 
     def fail(self, error: KvrouterError) -> None:
-        """The leg was refused, or failed; what came before is still read."""
+        """End the stream with ``error``; earlier chunks are still read."""
         if not self.accepted.done():
             self.accepted.set_exception(error)
         super().fail(error)
 
     def give_up(self, limit_s: float) -> None:
-        """The reader is too slow: the leg ends, and the reader hears why when it reads again."""
+        """End the leg because its reader is too slow; the next read raises ReaderTooSlow."""
         reason = f"cancelled: its reader took nothing for {limit_s:g} s"
         self.fail(ReaderTooSlow(reason))
         self._session.cancel_stream(self._id, reason)
@@ -428,7 +425,7 @@ class SessionStream(LegStream):
             self._session.cancel_stream(self._id, reason)
 
     def _owe(self, n_tokens: int) -> None:
-        """The reader took tokens: give credit for more, half of the whole at a time."""
+        """Count read tokens; give credit for more, half of the credit at a time."""
         self._owed_tokens += n_tokens
         if self._owed_tokens >= self._refill_tokens and not self.is_over:
             self._give_credit()

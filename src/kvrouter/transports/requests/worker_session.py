@@ -24,13 +24,13 @@ from kvrouter.transports.requests.messages import (
     cancel_decoder,
     credits_decoder,
     decode,
+    encode_checked_chunk,
     encode_items,
     encode_number,
     encode_refused,
     greeting,
     open_decoder,
     read_hello,
-    whole_chunk,
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull
 from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES, Session
@@ -38,7 +38,7 @@ from kvrouter.transports.requests.stream import credit_of, decode_request, is_ba
 
 
 class Answer:
-    """What one leg answers: chunks that are cut to the credit its router gave."""
+    """The answer of one leg: chunks within the credit that its router gave."""
 
     __slots__ = ("_credit_tokens", "_session", "stream_id")
 
@@ -48,53 +48,52 @@ class Answer:
         self._credit_tokens = credit_tokens
 
     def add_credit(self, tokens: int) -> None:
-        """The router takes ``tokens`` more."""
+        """Add credit for ``tokens`` more."""
         self._credit_tokens += tokens
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
-        """There is credit, or room to write."""
+    def resume(self) -> None:
+        """Continue: there is credit, or room to write."""
 
     def take(self, chunk: EngineChunk) -> bool:
-        """Send bare tokens, if there is credit for all of them and room to write: what most chunks are."""
+        """Send bare tokens, if there is credit and room to write; return whether they were sent."""
         if not is_bare(chunk):
             return False
         n_tokens = len(chunk.token_ids) or 1
-        if n_tokens > self._credit_tokens or self._session.is_choked:
+        if n_tokens > self._credit_tokens or self._session.is_paused:
             return False
         self._credit_tokens -= n_tokens
-        self._session.bring_tokens(self.stream_id, chunk.token_ids)
+        self._session.send_tokens(self.stream_id, chunk.token_ids)
         return True
 
     def has_room(self, n_tokens: int) -> bool:
         """Whether some of ``n_tokens`` may be sent."""
-        return not self._session.is_choked and (self._credit_tokens > 0 or n_tokens == 0)
+        return not self._session.is_paused and (self._credit_tokens > 0 or n_tokens == 0)
 
     def rest_of(self, chunk: EngineChunk) -> EngineChunk | None:
-        """Send what ``chunk`` has above the credit for the rest; return that rest, None if all of it fits.
+        """Send the first part of ``chunk``, as long as the credit; return the rest, None if all of it fits.
 
-        The first part carries what is reported of the prompt, the last an end. An engine's own bytes are no
-        parts.
+        The first part carries the counts of the prompt, the last the finish. Raw bytes are never split.
         """
         if credit_of(chunk) <= self._credit_tokens:
             return None
         at = self._credit_tokens
         first = EngineChunk(chunk.token_ids[:at], cached_tokens=chunk.cached_tokens, kv_bytes=chunk.kv_bytes)
-        self.bring(first)
+        self.send_chunk(first)
         return replace(chunk, token_ids=chunk.token_ids[at:], cached_tokens=None, kv_bytes=None)
 
-    def bring(self, chunk: EngineChunk) -> None:
-        """Send a chunk for which there is credit; raise ProtocolError for what cannot travel."""
+    def send_chunk(self, chunk: EngineChunk) -> None:
+        """Send a chunk within credit; raise ProtocolError for one that cannot be encoded."""
         self._credit_tokens -= credit_of(chunk)
-        self._session.bring(self.stream_id, chunk)
+        self._session.send_chunk(self.stream_id, chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits(ListenerLimits):
-    """What a worker's end keeps to.
+    """The limits of a worker's end.
 
-    A router that was not heard for ``dead_after_s`` is lost; one to which nothing else is said is asked every
-    ``heartbeat_s``. It has ``streams_max`` legs, and ``write_max_bytes`` that it has not read.
+    A router that is silent for ``dead_after_s`` is lost; it is pinged every ``heartbeat_s``. It has at most
+    ``streams_max`` legs, and at most ``write_max_bytes`` unread.
     """
 
     heartbeat_s: float = 2.0
@@ -104,27 +103,27 @@ class WorkerLimits(ListenerLimits):
 
 
 WORKER_LIMITS = WorkerLimits()
-"""What a worker's end keeps to where nothing else is said."""
+"""The default limits of a worker's end."""
 
 
 class WorkerSide(Protocol):
-    """Who runs what a router asks a worker's session for."""
+    """Runs the legs that a router opens at a worker's session."""
 
     def begin(self, stream_id: int, credit_tokens: int, request: EngineRequest) -> Answer:
-        """Serve a leg."""
+        """Start to serve a leg."""
 
     def cancel(self, stream_id: int, reason: str) -> None:
-        """The router wants no more of a leg, or will not decode what it prefilled."""
+        """Cancel a leg, or free the KV of an ended prefill leg."""
 
     def ended(self, reason: str) -> None:
-        """Nobody reads what the legs of this session bring."""
+        """Cancel all legs of this session: it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """What a worker's end says of itself over a pipe of bytes; ``nonce`` is a number used once.
+    """The worker's part of the handshake over a byte stream; ``nonce`` is a number used once.
 
-    ``admit`` is given a router that knows the token; it returns who runs its legs, or why nobody does.
+    ``admit`` is called for a router with the token; it returns the runner of its legs, or why it is refused.
     """
 
     secret: Secret
@@ -133,11 +132,10 @@ class WorkerHello:
 
 
 class WorkerSession(Session):
-    """The worker's end: has legs run, and sends their chunks within credit.
+    """The worker's end: starts legs, and sends their chunks within credit.
 
-    Without a ``worker_hello`` the session is open at once, and ``side`` has to be set. ``on_refused`` hears
-    what the router did that the protocol does not allow; ``on_mistake`` of an engine that brought no plain
-    integers.
+    Without a ``worker_hello`` the session is open at once, and ``side`` has to be set. ``on_refused`` gets a
+    protocol error of the router; ``on_mistake`` an engine's tokens other than plain integers.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class WorkerSession(Session):
             budget=budget,
         )
         self.side: WorkerSide | None = None
-        self.is_choked = False
+        self.is_paused = False
         self._limits = limits
         self._hello = worker_hello
         self._report_refused = on_refused
@@ -178,30 +176,30 @@ class WorkerSession(Session):
     # Hello
 
     def read_opening(self, data: bytearray) -> int | None:
-        """Welcome a router that knows the token, and wants a worker that is here."""
-        said = read_hello(data)
-        if said is None or self._hello is None:
+        """Accept a router that has the token and wants a worker that is served here."""
+        hello = read_hello(data)
+        if hello is None or self._hello is None:
             return None
         secret, nonce = self._hello.secret, self._hello.nonce
-        proof = secret.router_proof(nonce, said.nonce, said.worker_id, said.incarnation)
-        if not hmac.compare_digest(proof, said.proof):
+        proof = secret.router_proof(nonce, hello.nonce, hello.worker_id, hello.incarnation)
+        if not hmac.compare_digest(proof, hello.proof):
             raise ProtocolError("the router does not know the token", param="token")
-        admitted = self._hello.admit(said)
+        admitted = self._hello.admit(hello)
         if isinstance(admitted, str):
             self.close(admitted)
         else:
             self.side = admitted
-            proof = secret.worker_proof(nonce, said.nonce, said.worker_id, said.incarnation)
+            proof = secret.worker_proof(nonce, hello.nonce, hello.worker_id, hello.incarnation)
             self.send(FrameKind.WELCOME, proof)
         return HELLO_BYTES
 
     def refuse(self, reason: str) -> None:
-        """The router may not come in, or did what the protocol does not allow."""
+        """End the session because of a protocol error or a wrong token of the router."""
         if not self.is_closed:
             self._report_refused(reason)
         super().refuse(reason)
 
-    # What the router says
+    # Frames of the router
 
     def _on_open(self, body: bytes) -> None:
         opened = decode(open_decoder, body, "open")
@@ -231,36 +229,36 @@ class WorkerSession(Session):
         if self.side is not None:
             self.side.cancel(cancelled.stream_id, cancelled.reason)
 
-    # What legs bring
+    # Output of legs
 
     def accept(self, stream_id: int) -> None:
-        """The worker took a leg."""
+        """Send that the worker accepted a leg."""
         self.send(FrameKind.ACCEPTED, encode_number(stream_id))
 
     def fail(self, stream_id: int, error: Exception, *, is_accepted: bool) -> None:
-        """The worker did not take a leg, or lost it."""
+        """Send that the worker refused a leg, or lost it."""
         kind = FrameKind.FAILED if is_accepted else FrameKind.REFUSED
         self.send(kind, encode_refused(stream_id, error))
 
     def forget(self, stream_id: int) -> None:
-        """A leg has ended, however."""
+        """Forget an ended leg."""
         self._answers.pop(stream_id, None)
 
-    def bring_tokens(self, stream_id: int, token_ids: tuple[int, ...]) -> None:
-        """Send bare tokens with the others of this turn."""
+    def send_tokens(self, stream_id: int, token_ids: tuple[int, ...]) -> None:
+        """Queue bare tokens for the frame of this turn."""
         self._items.append((stream_id, token_ids, None))
         self._items_tokens += ITEM_TOKENS + len(token_ids)
         if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
             self.gather()
-        if not self.is_flush_due:  # as flush_soon does: this is done for every token of every answer
+        if not self.is_flush_due:  # inlined from flush_soon: this runs for every token of every answer
             self.flush_soon()
 
-    def bring(self, stream_id: int, chunk: EngineChunk) -> None:
-        """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
+    def send_chunk(self, stream_id: int, chunk: EngineChunk) -> None:
+        """Queue a chunk for the frame of this turn; raise ProtocolError for one that cannot be encoded."""
         if is_bare(chunk):
-            self.bring_tokens(stream_id, chunk.token_ids)
+            self.send_tokens(stream_id, chunk.token_ids)
             return
-        body = whole_chunk(chunk)
+        body = encode_checked_chunk(chunk)
         self._items.append((stream_id, (), msgspec.Raw(body)))
         self._items_tokens += ITEM_TOKENS + len(body) // 4
         if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
@@ -268,20 +266,20 @@ class WorkerSession(Session):
         self.flush_soon()
 
     def gather(self) -> None:
-        """Put what all legs brought into one frame."""
+        """Put the queued items of all legs into one frame."""
         if self._items:
             items, self._items = self._items, []
             self._items_tokens = 0
             try:
                 body = encode_items(items)
-            except (TypeError, OverflowError) as error:  # an engine's adapter brought no plain integers
+            except (TypeError, OverflowError) as error:  # an engine returned tokens that are no integers
                 self._report_mistake("tokens cannot travel", error)
                 self._gather_each(items)
                 return
             self.send(FrameKind.CHUNKS, body)
 
     def _gather_each(self, items: list[Item]) -> None:
-        """Send the items that can travel; the legs of the others fail, and bring nothing more."""
+        """Send the items that can be encoded; fail the legs of the others."""
         good: list[Item] = []
         failed: dict[int, None] = {}
         for item in items:
@@ -301,19 +299,19 @@ class WorkerSession(Session):
             if self.side is not None:
                 self.side.cancel(stream_id, error.message)
 
-    def choke(self) -> None:
-        """More bytes wait for the router than should: legs wait."""
-        self.is_choked = True
+    def pause(self) -> None:
+        """Pause the legs: too many bytes wait for the router."""
+        self.is_paused = True
 
-    def go_on(self) -> None:
-        """The router has read on: so do the legs."""
-        self.is_choked = False
+    def resume(self) -> None:
+        """Resume the legs: the router has read."""
+        self.is_paused = False
         for answer in self._answers.values():
-            answer.go_on()
+            answer.resume()
 
     # Life
 
     def ended(self, reason: str) -> None:
-        """Whatever ran for the router is cancelled: nobody else can read it."""
+        """Cancel all legs of the router: it was their only reader."""
         if self.side is not None:
             self.side.ended(reason)

@@ -1,1 +1,1 @@
-"""Replica sync: a port and its adapter."""
+"""Replica sync: the port and its adapter."""

@@ -1,9 +1,9 @@
 """Replica sync over NATS: each message is published once, best effort.
 
 Subjects: ``kvrouter.<namespace>.sync.v<version>.all.<from>`` for every router, and
-``kvrouter.<namespace>.sync.v<version>.to.<router>.<from>`` for one. The broker's own credentials keep
-strangers from listening. Every message is sealed and numbered (:mod:`kvrouter.transports.message_auth`): a
-stranger's is dropped unread, and so is one that came before.
+``kvrouter.<namespace>.sync.v<version>.to.<router>.<from>`` for one. The broker's credentials limit who can
+subscribe. Every message is sealed and numbered (:mod:`kvrouter.transports.message_auth`): one with a wrong
+MAC is dropped undecoded, and so is a replayed one.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.json import unpacked
 from kvrouter.core.sync import SyncMessage
-from kvrouter.transports.background import go_on
-from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, Newest
+from kvrouter.transports.background import spawn
+from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
 from kvrouter.transports.nats_client import flush, flush_subscriptions, subject_name
 from kvrouter.transports.sync.port import MessageSink
 
 VERSION = 1
-"""What all routers of a fleet must agree on; part of every subject."""
+"""The protocol version that all routers of a fleet must share; part of every subject."""
 
 MESSAGE_MAX_BYTES = 1024 * 1024
 """The largest message that a router reads or sends."""
@@ -51,20 +51,20 @@ _decoder: msgspec.msgpack.Decoder[SyncMessage] = msgspec.msgpack.Decoder(SyncMes
 
 
 OUTBOX_MAX_BYTES: Final = 16 * 1024 * 1024
-"""What may wait to be sent. When it is full messages are dropped; the others notice, and ask."""
+"""Bytes that may wait to be sent. Beyond it messages are dropped; other routers notice, and ask."""
 
 INBOX_MAX_MESSAGES: Final = 8_192
 INBOX_MAX_BYTES: Final = 64 * 1024 * 1024
-"""What may wait to be read; beyond that the client drops, and this router asks."""
+"""Limits of unread messages; beyond them the client drops messages, and this router asks."""
 
-LAST_WORDS_S: Final = 1.0
-"""How long the end waits for what is still to be sent."""
+FLUSH_LIMIT_S: Final = 1.0
+"""How long closing waits for unsent messages."""
 
 
-class NatsSyncPlane:
-    """One router's access to the others; the client is its owner's, who connects and closes it.
+class NatsSyncTransport:
+    """One router's connection to the others; the owner of the client connects and closes it.
 
-    ``on_refused`` hears of each message that was dropped unread or unreadable.
+    ``on_refused`` is called for each message that was dropped.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class NatsSyncPlane:
     ) -> None:
         self._client = client
         self._subject = f"kvrouter.{subject_name(namespace)}.sync.v{VERSION}"
-        self._seal = MessageAuth(token, f"sync {VERSION} {namespace}")
+        self._auth = MessageAuth(token, f"sync {VERSION} {namespace}")
         self._numbers = itertools.count(1)
-        self._newest = Newest()
+        self._replay_guard = ReplayGuard()
         self._on_refused = on_refused
         self._outbox_max_bytes = outbox_max_bytes
         self._outbox: deque[tuple[str, bytes]] = deque()
@@ -88,7 +88,7 @@ class NatsSyncPlane:
         self._sender: asyncio.Task[None] | None = None
 
     def publish(self, message: SyncMessage, *, to: RouterId | None = None) -> bool:
-        """Send when the loop next turns; False when there is no connection, or too much waits already."""
+        """Send at the loop's next turn; return False without a connection, or when the outbox is full."""
         if not self._client.is_connected:
             return False
         body = encode_message(message)
@@ -98,18 +98,18 @@ class NatsSyncPlane:
             return False
         whom = "all" if to is None else f"to.{to}"
         subject = f"{self._subject}.{whom}.{message.router_id}"
-        self._outbox.append((subject, self._seal.seal(subject, body, number=next(self._numbers))))
+        self._outbox.append((subject, self._auth.seal(subject, body, number=next(self._numbers))))
         self._outbox_bytes += size_bytes
         if self._sender is None or self._sender.done():
-            self._sender = go_on(self._send(), name="sync: send")
+            self._sender = spawn(self._send(), name="sync: send")
         return True
 
     async def subscribe(self, router_id: RouterId, on_message: MessageSink) -> Callable[[], Awaitable[None]]:
-        """Listen on both subjects; raises what the client raises when it is not connected."""
+        """Subscribe to both subjects; raise what the client raises when it is not connected."""
         own = f".{router_id}"
 
         async def on_frame(frame: Msg) -> None:
-            if frame.subject.endswith(own):  # our own words come back, and are not worth a reading
+            if frame.subject.endswith(own):  # our own messages come back
                 return
             message = self._read(frame)
             if message is not None and frame.subject.endswith(f".{message.router_id}"):
@@ -119,14 +119,14 @@ class NatsSyncPlane:
 
         async def end() -> None:
             try:
-                async with asyncio.timeout(LAST_WORDS_S):
+                async with asyncio.timeout(FLUSH_LIMIT_S):
                     if self._sender is not None:
                         await self._sender
                     for subscription in subscriptions:
                         await subscription.unsubscribe()
                     await flush(self._client)
             except (TimeoutError, nats.errors.Error, OSError):
-                pass  # the connection is gone, and with it the subscriptions and those we could notify
+                pass  # the connection is gone, and the subscriptions with it
 
         try:
             for whom in ("all", f"to.{router_id}"):
@@ -145,8 +145,8 @@ class NatsSyncPlane:
 
     def _read(self, frame: Msg) -> SyncMessage | None:
         try:
-            number, body = self._seal.numbered(frame.subject, frame.data)
-            if not self._newest.takes(frame.subject, number):
+            number, body = self._auth.numbered(frame.subject, frame.data)
+            if not self._replay_guard.takes(frame.subject, number):
                 raise ProtocolError("a router's message came again", param="number")
             return decode_message(body)
         except ProtocolError as error:
@@ -160,5 +160,5 @@ class NatsSyncPlane:
             try:
                 await self._client.publish(subject, frame)
             except (nats.errors.Error, OSError):
-                self._outbox.clear()  # the connection was lost meanwhile: the others will see the gap
+                self._outbox.clear()  # the connection was lost meanwhile: the others notice the gap
                 self._outbox_bytes = 0

@@ -1,7 +1,7 @@
 """KV events over JetStream: a persistent stream for each component, and snapshots of the index."""
 
 from kvrouter.transports.events.jetstream.publisher import JetStreamPublisher
-from kvrouter.transports.events.jetstream.stream import LaneObserver, StreamLimits
+from kvrouter.transports.events.jetstream.stream import EventTransportObserver, StreamLimits
 from kvrouter.transports.events.jetstream.subscriber import JetStreamSubscriber
 
-__all__ = ["JetStreamPublisher", "JetStreamSubscriber", "LaneObserver", "StreamLimits"]
+__all__ = ["EventTransportObserver", "JetStreamPublisher", "JetStreamSubscriber", "StreamLimits"]

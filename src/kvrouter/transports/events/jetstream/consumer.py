@@ -15,45 +15,46 @@ from kvrouter.core.clock import AwakeClock
 from kvrouter.transports.events.jetstream.stream import CLIENT_ERRORS
 
 HEARTBEAT_S = 2.0
-"""How often the server says that it is there while it has nothing to deliver."""
+"""How often an idle server sends a heartbeat."""
 
 SILENT_HEARTBEATS = 3
-"""A consumer that misses so many heartbeats is dead."""
+"""Missed heartbeats after which a consumer is dead."""
 
 INACTIVE_S = 300.0
-"""A consumer that nobody listens to is removed by the server after this time."""
+"""The server removes a consumer without a subscriber after this time."""
 
 ACK_EVERY = 256
-"""Messages that one acknowledgement covers while they come fast."""
+"""Messages that one acknowledgement covers under load."""
 
 UNACKED_MAX = 1024
-"""The server sends no more than this without an acknowledgement: its own flow control counts bytes alone, up
-to 32 MB of them, and a small message takes ten times its bytes here."""
+"""Unacknowledged messages after which the server pauses: its own flow control counts bytes alone, up to 32 MB
+of them, and a small message takes ten times its bytes here.
+"""
 
 YIELD_EVERY = 64
-"""After so many messages in a row the event loop has its turn."""
+"""Messages in a row after which the event loop runs other tasks."""
 
 OnMessage = Callable[[str, bytes, int, int], None]
-"""(subject in the stream, payload, stream sequence, how many more there are)"""
+"""(subject, payload, stream sequence, number of messages pending after this one)"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a message is: in the stream, among this consumer's deliveries, and how many follow."""
+class _DeliveryInfo:
+    """The position of a message: its stream sequence, its delivery number, and how many follow."""
 
     stream_sequence: int
-    delivery: int
+    number: int
     pending: int
 
 
 class PushConsumer:
-    """One push consumer. ``position`` is the stream sequence of the last message that was handed over.
+    """One push consumer. ``position`` is the stream sequence of the last delivered message.
 
-    It acknowledges many messages at once, and no more than ``UNACKED_MAX`` wait in this process, however many
-    the stream has. With ``durable`` it lives on the server under that name; without, it is gone soon after it
-    is closed. A message that was handed over already is left out. When the server falls silent, or a message
-    is missing, ``broken`` says why: open another one after ``position``. ``on_idle`` is called for each
-    heartbeat of a server that has nothing to deliver.
+    It acknowledges many messages at once, and at most ``UNACKED_MAX`` wait in this process, whatever the
+    length of the stream. With ``durable`` it persists on the server under that name; otherwise the server
+    removes it soon after :meth:`close`. Redelivered messages are skipped. When the server is silent, or a
+    message is missing, ``broken`` gets the reason: open another consumer after ``position``. ``on_idle`` is
+    called for each heartbeat of a server without pending messages.
     """
 
     def __init__(
@@ -83,35 +84,35 @@ class PushConsumer:
         self._delivered = 0
         self._acked = 0
         self._ack_subject = ""
-        self._heard_s = self._looked_s = 0.0
+        self._received_s = self._checked_s = 0.0
         self._awake = AwakeClock(heartbeat_s)
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, *, after: int) -> int:
-        """Deliver what follows the stream sequence ``after``; return how many messages there are now.
+        """Deliver the messages after the stream sequence ``after``; return how many there are now.
 
-        Raises what the client does.
+        Raises what the client raises.
         """
         self.position = after
         inbox = self._client.new_inbox()
         if self._durable is not None:
-            with suppress(NotFoundError):  # one of this name delivers to an inbox of the past
+            with suppress(NotFoundError):  # an earlier one of this name delivers to a closed inbox
                 await self._jetstream.delete_consumer(self._stream, self._durable)
         self._subscription = await self._client.subscribe(inbox, cb=self._on_delivery)
         info = await self._jetstream.add_consumer(self._stream, self._config(inbox, after))
         self._consumer = info.name
-        self._heard()
-        self._look()
+        self._note_received()
+        self._check_silence()
         return info.num_pending or 0
 
     def stop(self, why: str) -> None:
-        """Hand over nothing any more, from this moment on: ``broken`` for the reason given."""
+        """Stop delivering at once; ``broken`` gets the reason."""
         if self._watch is not None:
             self._watch.cancel()
         self._break(why)
 
     async def close(self) -> None:
-        """Deliver nothing any more; a durable one stays on the server for a while."""
+        """Stop and unsubscribe; the server keeps a durable consumer for a while."""
         self.stop("closed")
         subscription, self._subscription = self._subscription, None
         if subscription is None or self._client.is_closed:
@@ -121,7 +122,7 @@ class PushConsumer:
             if self._durable is None and self._consumer and self._client.is_connected:
                 await self._jetstream.delete_consumer(self._stream, self._consumer)
         except CLIENT_ERRORS:
-            return  # the server removes it when it has been idle for long enough
+            return  # the server removes it after ``INACTIVE_S``
 
     def _config(self, inbox: str, after: int) -> api.ConsumerConfig:
         is_durable = self._durable is not None
@@ -142,30 +143,30 @@ class PushConsumer:
     # What the server sends
 
     async def _on_delivery(self, message: Msg) -> None:
-        self._heard()
+        self._note_received()
         if self.broken.done():
             return
         if message.headers is not None and message.headers.get(api.Header.STATUS) == "100":
             await self._on_control(message, message.headers)
             return
-        place = _place(message.reply)
-        if place is None:
+        delivery = _delivery_info(message.reply)
+        if delivery is None:
             return  # not from the stream
-        if place.delivery != self._delivered + 1:
-            self._break(f"delivery {place.delivery} came after {self._delivered}")
+        if delivery.number != self._delivered + 1:
+            self._break(f"delivery {delivery.number} came after {self._delivered}")
             return
-        self._delivered = place.delivery
+        self._delivered = delivery.number
         self._ack_subject = message.reply
-        if place.stream_sequence > self.position:
-            self.position = place.stream_sequence
-            self._on_message(message.subject, message.data, place.stream_sequence, place.pending)
-        if place.pending == 0 or self._delivered - self._acked >= ACK_EVERY:
+        if delivery.stream_sequence > self.position:
+            self.position = delivery.stream_sequence
+            self._on_message(message.subject, message.data, delivery.stream_sequence, delivery.pending)
+        if delivery.pending == 0 or self._delivered - self._acked >= ACK_EVERY:
             await self._ack()
         if self._delivered % YIELD_EVERY == 0:
             await asyncio.sleep(0)
 
     async def _on_control(self, message: Msg, headers: dict[str, str]) -> None:
-        """Flow control asks whether what came before has been taken; a heartbeat says how much was sent."""
+        """Answer the server's flow control, and check a heartbeat's delivery count."""
         if message.reply:
             await self._client.publish(message.reply)
             return
@@ -186,34 +187,35 @@ class PushConsumer:
         self._acked = self._delivered
         await self._client.publish(self._ack_subject, b"+ACK")
 
-    # Whether the server is there
+    # Liveness of the server
 
-    def _heard(self) -> None:
-        self._heard_s = asyncio.get_running_loop().time()
+    def _note_received(self) -> None:
+        self._received_s = asyncio.get_running_loop().time()
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        elapsed_s, self._looked_s = now_s - self._looked_s, now_s
-        stood_still = self._awake.advance(elapsed_s)  # then what the server said is read only after this
-        silent_s = now_s - self._heard_s
+        elapsed_s, self._checked_s = now_s - self._checked_s, now_s
+        stood_still = self._awake.advance(elapsed_s)  # then the server's messages are read only after this
+        silent_s = now_s - self._received_s
         if silent_s > SILENT_HEARTBEATS * self._heartbeat_s and not stood_still:
             self._break(f"silent for {silent_s:.1f} s")
         else:
-            self._watch = loop.call_later(self._heartbeat_s, self._look)
+            self._watch = loop.call_later(self._heartbeat_s, self._check_silence)
 
     def _break(self, why: str) -> None:
         if not self.broken.done():
             self.broken.set_result(why)
 
 
-def _place(reply: str) -> _Place | None:
-    """Read a delivery's reply subject: ``$JS.ACK.`` and, since NATS 2.10, a domain and an account in front of
-    stream, consumer, tries, stream sequence, delivery, time and pending. None for a message without."""
+def _delivery_info(reply: str) -> _DeliveryInfo | None:
+    """Parse a delivery's reply subject: ``$JS.ACK.`` and, since NATS 2.10, a domain and an account in front
+    of stream, consumer, tries, stream sequence, delivery, time and pending. None for a message without.
+    """
     tokens = reply.split(".")
     if len(tokens) > 9:
         tokens = tokens[2:]
     try:
-        return _Place(int(tokens[5]), int(tokens[6]), int(tokens[8]))
+        return _DeliveryInfo(int(tokens[5]), int(tokens[6]), int(tokens[8]))
     except (IndexError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""Publishes a worker's batches to the stream, acknowledged, many at a time, in order."""
+"""Publishes workers' batches to a stream: acknowledged, pipelined, in order."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -15,45 +15,45 @@ from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.json import decoded
 from kvrouter.core.workers import EventSource, EventTransport, LoadReport
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
+from kvrouter.transports.events.encoding import encode_parts
 from kvrouter.transports.events.jetstream.stream import (
     CLIENT_ERRORS,
+    ComponentNames,
     EventStream,
-    LaneNames,
-    LaneObserver,
+    EventTransportObserver,
     StreamLimits,
 )
-from kvrouter.transports.events.loads import Drops, LatestLoads, SealedLoads
+from kvrouter.transports.events.loads import Drops, LatestLoads, LoadEncoder
 from kvrouter.transports.events.subjects import message_auth_of
-from kvrouter.transports.events.wire import encode_parts
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
 from kvrouter.transports.nats_client import reason
 
 QUEUE_BATCHES_MAX = 8192
-"""Batches that wait to be sent, over all ranks of the process."""
+"""Unsent batches, over all ranks of the process."""
 
 IN_FLIGHT_MAX = 256
-"""Messages sent and not acknowledged yet."""
+"""Messages in flight: sent and not acknowledged."""
 
 MERGED_EVENTS_MAX = 1024
-"""Waiting batches of one rank become one message up to so many events."""
+"""Waiting batches of one rank are merged up to this many events."""
 
 ACK_TIMEOUT_S = 2.0
-"""A message without an acknowledgement for so long is sent again, and so are all after it."""
+"""Time without an acknowledgement after which a message and all later ones are sent again."""
 
 TRIES_MAX = 5
-"""A message that was sent so often without an acknowledgement is given up."""
+"""Sends without an acknowledgement after which a message is dropped."""
 
 RETRY_S = 0.25
-"""Between two tries to make the stream, and between two checks of a connection that is down."""
+"""Pause between two attempts to create the stream, and between two checks of a lost connection."""
 
 ENVELOPE_BYTES = 512
-"""What NATS needs of a message's largest size besides the payload."""
+"""Bytes of NATS's largest message that are not available to the payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherLimits:
-    """What a publisher keeps to; the constants that are the defaults say what each means."""
+    """The limits of a publisher; the constants that are the defaults explain them."""
 
     queue_batches_max: int = QUEUE_BATCHES_MAX
     in_flight_max: int = IN_FLIGHT_MAX
@@ -62,12 +62,12 @@ class PublisherLimits:
 
 
 PUBLISHER_LIMITS = PublisherLimits()
-"""What a publisher keeps to where nothing else is said."""
+"""The default limits of a publisher."""
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A message whose acknowledgement is awaited."""
+    """A sent message without an acknowledgement."""
 
     subject: str
     payload: bytes
@@ -76,14 +76,16 @@ class _Sent:
 
 
 class UnackedMessages:
-    """Messages whose acknowledgement is awaited, in the order in which they were sent.
+    """Sent messages without an acknowledgement, in order.
 
-    ``wake`` is set when one was acknowledged, and when none will be: the stream is gone.
+    ``wake`` is set when one was acknowledged, and when the stream is gone.
     """
 
-    def __init__(self, client: Client, wake: asyncio.Event, drops: Drops, observer: LaneObserver) -> None:
+    def __init__(
+        self, client: Client, wake: asyncio.Event, drops: Drops, observer: EventTransportObserver
+    ) -> None:
         self.has_stream = False
-        """Whether a stream takes them, as far as is known."""
+        """Whether the stream exists, as far as known."""
         self._client = client
         self._wake = wake
         self._drops = drops
@@ -99,20 +101,18 @@ class UnackedMessages:
         return len(self._messages)
 
     async def listen(self) -> None:
-        """Have an inbox for the acknowledgements."""
+        """Subscribe to the inbox of the acknowledgements, once."""
         if self._acks is None:
             self._acks = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
 
     async def close(self) -> None:
-        """Hear of no acknowledgement any more."""
+        """Unsubscribe from the acknowledgements."""
         if self._acks is not None and not self._client.is_closed:
             acks, self._acks = self._acks, None
             await acks.unsubscribe()
 
     async def send(self, messages: Sequence[_Sent]) -> None:
-        """Send in order. All of them await their acknowledgement from now on, so that none is lost when
-        sending fails.
-        """
+        """Send in order. All messages are registered first, so that none is lost when sending fails."""
         numbered = {self._n_sent + at: sent for at, sent in enumerate(messages, start=1)}
         self._n_sent += len(numbered)
         self._messages |= numbered
@@ -120,7 +120,7 @@ class UnackedMessages:
             await self._send(number, sent)
 
     def is_overdue(self, now_s: float, timeout_s: float) -> bool:
-        """Whether the oldest message waits for too long, or was sent over a connection that is gone."""
+        """Whether the oldest message timed out, or was sent over an earlier connection."""
         oldest = next(iter(self._messages.values()), None)
         if oldest is None:
             return False
@@ -128,7 +128,7 @@ class UnackedMessages:
         return is_elsewhere or now_s - oldest.sent_s > timeout_s
 
     async def send_again(self, now_s: float) -> None:
-        """Send everything once more, in order; give up what was sent too often."""
+        """Send all messages again, in order; drop those that were sent too often."""
         self._reconnects = self._client.stats["reconnects"]
         for number, sent in list(self._messages.items()):
             if sent.tries >= TRIES_MAX:
@@ -145,7 +145,7 @@ class UnackedMessages:
     async def _on_ack(self, message: Msg) -> None:
         number = message.subject.rpartition(".")[2]
         if message.headers is not None and message.headers.get(api.Header.STATUS) is not None:
-            self.has_stream = False  # nobody took it
+            self.has_stream = False  # no stream has the subject
             self._wake.set()
             return
         try:
@@ -161,11 +161,11 @@ class UnackedMessages:
 
 
 class JetStreamPublisher:
-    """Publishes for every worker of one component in this process; use it from one event loop.
+    """Publishes for every worker of one component in this process, on one event loop.
 
-    Waiting batches of a rank are merged. What stays without an acknowledgement is sent again, in order, so a
-    broker that comes back soon misses nothing, and routers drop what they had already. A full queue drops the
-    batch and counts it: routers see the gap. Loads do not go through the stream: only the newest matters.
+    Waiting batches of a rank are merged. Unacknowledged messages are sent again, in order, so that a short
+    outage of the broker loses nothing, and routers drop duplicates. A full queue drops the batch and counts
+    it: routers notice the gap. Loads bypass the stream: only the newest matters.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class JetStreamPublisher:
         component: str,
         token: str,
         stream_limits: StreamLimits | None = None,
-        observer: LaneObserver,
+        observer: EventTransportObserver,
         limits: PublisherLimits = PUBLISHER_LIMITS,
     ) -> None:
         self._client = client
-        self._names = LaneNames(namespace, component)
-        self._seal = message_auth_of(token, namespace)
-        self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
+        self._names = ComponentNames(namespace, component)
+        self._auth = message_auth_of(token, namespace)
+        self._load_encoder = LoadEncoder(self._auth, namespace=namespace, component=component)
         self._stream = EventStream(client.jetstream(), self._names, stream_limits or StreamLimits())
         self._observer = observer
         self._drops = Drops(observer.dropped)
@@ -201,12 +201,12 @@ class JetStreamPublisher:
 
     @property
     def source(self) -> EventSource:
-        """What a card says: routers know the stream by namespace and component."""
+        """Return the event source for a card: routers find the stream by namespace and component."""
         return EventSource(EventTransport.JETSTREAM)
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything was sent and acknowledged, or given up."""
+        """Whether everything was sent and acknowledged, or dropped."""
         return self._idle.is_set()
 
     def publish(self, batch: KvBatch) -> None:
@@ -218,7 +218,7 @@ class JetStreamPublisher:
             return
         self._waiting.setdefault(batch.rank, []).append(batch)
         self._n_waiting += 1
-        self._stir()
+        self._wake_task()
 
     def publish_load(self, report: LoadReport) -> None:
         """Send the newest load of a rank, soon."""
@@ -226,7 +226,7 @@ class JetStreamPublisher:
             self._latest_loads.publish(report)
 
     async def close(self, *, limit_s: float = 2.0) -> None:
-        """Send what waits, for ``limit_s`` at most, and end; idempotent."""
+        """Send the queue, for ``limit_s`` at most, and stop; idempotent."""
         self._is_closed = True
         self._latest_loads.close()
         try:
@@ -244,20 +244,20 @@ class JetStreamPublisher:
             self._task = None
         await self._unacked.close()
 
-    # What waits
+    # The queue
 
     def _queue_load(self, report: LoadReport) -> None:
         self._loads[report.rank] = report
-        self._stir()
+        self._wake_task()
 
-    def _stir(self) -> None:
+    def _wake_task(self) -> None:
         self._wake.set()
         self._idle.clear()
         if self._task is None:
-            self._task = go_on(self._run(), name="events: publish to the stream")
+            self._task = spawn(self._run(), name="events: publish to the stream")
 
     def _take(self, now_s: float) -> list[_Sent]:
-        """Take out the batches of the rank that waits for longest; return the messages that they make."""
+        """Dequeue the batches of the rank that waits longest; return them as messages."""
         rank = next(iter(self._waiting))
         batches = self._waiting.pop(rank)
         self._n_waiting -= len(batches)
@@ -269,10 +269,10 @@ class JetStreamPublisher:
                 if len(body) > max_bytes:
                     self._drops.add(1, f"an event of {len(body)} bytes is too large for NATS")
                     continue
-                taken.append(_Sent(subject, self._seal.seal(subject, body), now_s))
+                taken.append(_Sent(subject, self._auth.seal(subject, body), now_s))
         return taken
 
-    # What is sent
+    # Sending
 
     async def _run(self) -> None:
         while not self._is_over:
@@ -286,7 +286,7 @@ class JetStreamPublisher:
             await asyncio.sleep(RETRY_S)
 
     async def _prepare(self) -> None:
-        """Have a stream, and an inbox for its acknowledgements."""
+        """Create the stream and the inbox where they are missing."""
         await self._unacked.listen()
         if not self._unacked.has_stream:
             await self._stream.ensure()
@@ -311,10 +311,10 @@ class JetStreamPublisher:
     async def _send_loads(self) -> None:
         while self._loads:
             _, report = self._loads.popitem()
-            await self._client.publish(*self._sealed_loads.seal(report))
+            await self._client.publish(*self._load_encoder.seal(report))
 
     async def _wait(self) -> None:
-        """Wait for a batch, a load or an acknowledgement; while some are awaited, not for long."""
+        """Wait for a batch, a load or an acknowledgement; at most ``RETRY_S`` with messages in flight."""
         if self._wake.is_set():
             await asyncio.sleep(0)
             return
@@ -337,7 +337,7 @@ _ack = msgspec.json.Decoder(_Ack)
 
 
 def merged(batches: Sequence[KvBatch], *, events_max: int) -> Iterator[KvBatch]:
-    """Yield ``batches`` of one rank, those that follow each other as one of up to ``events_max`` events."""
+    """Yield ``batches`` of one rank, consecutive ones merged up to ``events_max`` events."""
     first: KvBatch | None = None
     events: list[KvEvent] = []
     for batch in batches:

@@ -1,11 +1,11 @@
-"""The snapshots of one component: a key that names the valid one, and its objects.
+"""The snapshots of one component: a key that names the valid snapshot, and objects.
 
-The key is the one place where anything changes hands: it is only ever written by compare-and-set, and it
-names both the valid snapshot and the replica that takes the next one. A replica that lost the key to another
-one, by being too slow, finds out at its next write, and its snapshot never becomes valid.
+Only the key changes hands: it is written by compare-and-set, and names the valid snapshot and the replica
+that takes the next one. A slow replica that lost the key notices at its next write; its snapshot never
+counts.
 
-The key and every object are sealed, each for its own name; an object's name is never used again. A key that
-does not open, a stranger's or one sealed with another token, is as good as none, and is written over.
+The key and every object are sealed for their names; the name of an object is never reused. A key with a wrong
+MAC is treated as missing, and overwritten.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.core.json import decoded, unpacked
-from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamReading
-from kvrouter.transports.events.wire import EVENT_TIMES, decode_snapshot
+from kvrouter.transports.events.encoding import EVENT_TIMES, decode_snapshot
+from kvrouter.transports.events.jetstream.stream import ComponentNames, EventStream, StreamReading
 from kvrouter.transports.message_auth import MessageAuth
 
 if TYPE_CHECKING:
@@ -43,17 +43,16 @@ if TYPE_CHECKING:
 KEY = "latest"
 
 OBJECT_MAX_BYTES = 1 << 30
-"""The longest object that is read: a part holds a few ranks, and ten million blocks are a quarter of it."""
+"""The longest object that is read: a part holds a few ranks, and ten million blocks take a quarter of it."""
 
 OBJECT_TIMEOUT_S = 10.0
-"""The longest that one object may take to be read or written."""
+"""The longest time to read or write one object."""
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The value of the key: the valid snapshot, what it covers, and who takes the next one.
+    """The value of the key: the valid snapshot, what it covers, and the replica that takes the next one.
 
-    ``snapshot`` "" is none; ``stream`` and ``sequence`` are the stream and the sequence in it up to which the
-    snapshot knows everything. ``holder`` "" is nobody.
+    ``snapshot`` is "" without one; it covers ``stream`` up to ``sequence``. ``holder`` "": no replica.
     """
 
     snapshot: str = ""
@@ -62,8 +61,8 @@ class Claim(msgspec.Struct, frozen=True):
     holder: str = ""
 
 
-class HeldRank(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of a snapshot: its epoch and next id, and where its blocks are: ``size`` bytes of a part."""
+class StoredRank(msgspec.Struct, frozen=True, array_like=True):
+    """One rank of a snapshot: its epoch, its next event id, and its blocks: ``size`` bytes of a part."""
 
     rank: WorkerRank
     epoch: Epoch
@@ -73,35 +72,35 @@ class HeldRank(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class Revised(NamedTuple):
-    """A claim and the revision of the key that it has; 0 when the key is not there."""
+class RevisedClaim(NamedTuple):
+    """A claim and the key's revision; 0 without a key."""
 
     claim: Claim
     revision: int
 
 
-class Overtaken(Exception):
-    """Another replica wrote the key first."""
+class ClaimLost(Exception):
+    """The claim was lost: another replica wrote the key first."""
 
 
 class ComponentSnapshots:
-    """The key and the objects of one component. Methods raise what the client does, in bounded time.
+    """The key and the objects of one component. Methods raise what the client raises, in bounded time.
 
-    ``on_refused`` hears of a key that is not ours.
+    ``on_refused`` is called for a key with a wrong MAC.
     """
 
     def __init__(
         self,
         jetstream: JetStreamContext,
-        names: LaneNames,
+        names: ComponentNames,
         *,
-        seal: MessageAuth,
+        auth: MessageAuth,
         on_refused: Callable[[str], None],
         replicas: int,
     ) -> None:
         self._jetstream = jetstream
         self._names = names
-        self._seal = seal
+        self._auth = auth
         self._on_refused = on_refused
         self._replicas = replicas
         self._keys: KeyValue | None = None
@@ -109,30 +108,30 @@ class ComponentSnapshots:
 
     # The key
 
-    async def claim(self) -> Revised:
-        """The key as it is now; one that is not ours names no snapshot and nobody."""
+    async def claim(self) -> RevisedClaim:
+        """Return the current claim; an empty one for a key with a wrong MAC."""
         keys = await self._open_keys()
         try:
             entry = await keys.get(KEY)
         except KeyNotFoundError as error:
             deleted = error.entry
-            return Revised(Claim(), 0 if deleted is None else deleted.revision or 0)
+            return RevisedClaim(Claim(), 0 if deleted is None else deleted.revision or 0)
         revision = entry.revision or 0
         try:
-            body = self._seal.opened(self._place(KEY), entry.value or b"")
-            return Revised(decoded(_claim, body, "claim"), revision)
+            body = self._auth.opened(self._auth_subject(KEY), entry.value or b"")
+            return RevisedClaim(decoded(_claim, body, "claim"), revision)
         except ProtocolError as error:
             self._on_refused(f"snapshot key of {self._names.component}: {error.message}")
-            return Revised(Claim(), revision)
+            return RevisedClaim(Claim(), revision)
 
     async def write(self, claim: Claim, *, over: int) -> int:
-        """Write the key over its revision ``over``; return the new one. Raises :class:`Overtaken`."""
+        """Replace the key's revision ``over``; return the new one. Raises :class:`ClaimLost`."""
         keys = await self._open_keys()
-        value = self._seal.seal(self._place(KEY), msgspec.json.encode(claim))
+        value = self._auth.seal(self._auth_subject(KEY), msgspec.json.encode(claim))
         try:
             return await keys.update(KEY, value, last=over)
         except KeyWrongLastSequenceError as error:
-            raise Overtaken(f"the key is no more at revision {over}") from error
+            raise ClaimLost(f"the key is no more at revision {over}") from error
 
     # The objects
 
@@ -140,35 +139,35 @@ class ComponentSnapshots:
         """Store an object."""
         objects = await self._open_objects()
         async with asyncio.timeout(OBJECT_TIMEOUT_S):
-            # In a thread: objects are large, and so is what the MAC of one takes.
-            await objects.put(name, await asyncio.to_thread(self._seal.seal, self._place(name), body))
+            # In a thread: the MAC of a large object takes long.
+            await objects.put(name, await asyncio.to_thread(self._auth.seal, self._auth_subject(name), body))
 
     async def get(self, name: str) -> memoryview:
-        """Read an object; raise NotFoundError when it is gone, ProtocolError when it is not ours."""
+        """Read an object; raise NotFoundError when it is gone, ProtocolError for a wrong MAC."""
         objects = await self._open_objects()
-        body = _Bounded()
+        body = _BoundedBuffer()
         async with asyncio.timeout(OBJECT_TIMEOUT_S):
             try:
                 await objects.get(name, writeinto=body)
             except (AttributeError, TypeError, ValueError) as error:
-                # The client believes whatever is written about an object, and anybody may have written it.
+                # The client does not check an object's metadata, which any peer may have written.
                 raise ProtocolError(
                     f"object {name}: what is written about it: {error}", param="object"
                 ) from error
-            return await asyncio.to_thread(self._seal.opened, self._place(name), body.getbuffer())
+            return await asyncio.to_thread(self._auth.opened, self._auth_subject(name), body.getbuffer())
 
     async def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are gone are no mistake."""
+        """Remove objects; missing ones are ignored."""
         objects = await self._open_objects()
         for name in names:
             with suppress(ObjectNotFoundError):
                 await objects.delete(name)
-            # The record that there was an object goes too: names are never used again.
+            # Remove the metadata too, because names are never reused.
             token = base64.urlsafe_b64encode(name.encode()).decode()
             await self._jetstream.purge_stream(f"OBJ_{self._names.bucket}", subject=self._meta_subject(token))
 
     async def objects(self) -> list[str]:
-        """The names of all objects; what no name of ours could be is left out."""
+        """Return the names of all objects; undecodable names are left out."""
         await self._open_objects()
         prefix = self._meta_subject("")
         info = await self._jetstream.stream_info(f"OBJ_{self._names.bucket}", subjects_filter=f"{prefix}>")
@@ -178,12 +177,12 @@ class ComponentSnapshots:
                 names.append(base64.urlsafe_b64decode(subject.removeprefix(prefix)).decode())
         return names
 
-    def _place(self, name: str) -> str:
-        """What the key or an object of this name is sealed for."""
+    def _auth_subject(self, name: str) -> str:
+        """Return the subject for which the key or an object is sealed."""
         return f"{self._names.bucket} {name}"
 
     def _meta_subject(self, token: str) -> str:
-        """Where the object store keeps what it knows of an object."""
+        """Return the subject of an object's metadata."""
         return f"$O.{self._names.bucket}.M.{token}"
 
     async def _open_keys(self) -> KeyValue:
@@ -208,12 +207,12 @@ class ComponentSnapshots:
 
 
 def part_name(snapshot: str, number: int) -> str:
-    """What the object of a snapshot's part is called."""
+    """Return the name of the object of a snapshot's part."""
     return f"{snapshot}/part-{number}"
 
 
 def ranks_name(snapshot: str) -> str:
-    """What the object that lists a snapshot's ranks is called."""
+    """Return the name of the object that lists a snapshot's ranks."""
     return f"{snapshot}/ranks"
 
 
@@ -222,118 +221,118 @@ def is_of(snapshot: str, name: str) -> bool:
     return name.startswith(f"{snapshot}/")
 
 
-def encode_ranks(ranks: Sequence[HeldRank]) -> bytes:
+def encode_ranks(ranks: Sequence[StoredRank]) -> bytes:
     """Return the list of a snapshot's ranks as msgpack."""
     return msgspec.msgpack.encode(ranks)
 
 
-def decode_ranks(body: memoryview) -> dict[WorkerRank, HeldRank]:
+def decode_ranks(body: memoryview) -> dict[WorkerRank, StoredRank]:
     """Return a snapshot's ranks; raise ProtocolError."""
-    return {held.rank: held for held in unpacked(_ranks, body, "snapshot ranks", times=EVENT_TIMES)}
+    return {stored.rank: stored for stored in unpacked(_ranks, body, "snapshot ranks", times=EVENT_TIMES)}
 
 
 _claim = msgspec.json.Decoder(Claim)
-_ranks = msgspec.msgpack.Decoder(list[HeldRank])
+_ranks = msgspec.msgpack.Decoder(list[StoredRank])
 
 
-class _Bounded(io.BytesIO):
-    """An object as it comes: what it says of its own size is no promise."""
+class _BoundedBuffer(io.BytesIO):
+    """A buffer with a limit: the size in an object's metadata cannot be trusted."""
 
     def write(self, data: "Buffer", /) -> int:
-        """Take more; raise ValueError beyond :data:`OBJECT_MAX_BYTES`."""
+        """Append; raise ValueError beyond :data:`OBJECT_MAX_BYTES`."""
         if self.tell() + memoryview(data).nbytes > OBJECT_MAX_BYTES:
             raise ValueError(f"it is over the {OBJECT_MAX_BYTES} bytes allowed")
         return super().write(data)
 
 
 PART_KEPT_S = 10.0
-"""How long a part stays in memory for the other ranks in it."""
+"""How long a part is cached for its other ranks."""
 
 PARTS_READ_MAX = 4
-"""Parts that are read at the same time."""
+"""Parts that are read concurrently."""
 
 LOADS_MAX = 5
-"""A snapshot that is replaced again and again while it is read is given up."""
+"""Attempts to load a snapshot that is replaced while it is read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What a replica may begin with: a snapshot's ranks, and the stream that goes on from it.
+class Baseline:
+    """The starting point of a replica: a snapshot's ranks, and the stream that continues from it.
 
-    ``sequence`` is where the stream goes on: the snapshot knows everything up to there; 0 without a snapshot.
+    The snapshot covers the stream up to ``sequence``; 0 without a snapshot.
     """
 
     snapshot: str
     sequence: int
-    ranks: dict[WorkerRank, HeldRank]
+    ranks: dict[WorkerRank, StoredRank]
     stream: StreamReading
 
     @property
     def is_reached(self) -> bool:
-        """Whether the stream still has everything that follows the snapshot."""
+        """Whether the stream still has every message after the snapshot."""
         return self.stream.first <= self.sequence + 1
 
 
 class StoredIndex:
-    """Reads the valid snapshot; what was read is kept until :meth:`forget`."""
+    """Reads the valid snapshot, and caches it until :meth:`forget`."""
 
     def __init__(self, store: ComponentSnapshots, stream: EventStream) -> None:
         self._store = store
         self._stream = stream
-        self._stage: Stage | None = None
+        self._baseline: Baseline | None = None
         self._loading = asyncio.Lock()
         self._reading = asyncio.Semaphore(PARTS_READ_MAX)
         self._parts: dict[str, asyncio.Task[memoryview]] = {}
 
-    def forget(self, stage: Stage) -> None:
-        """Read again next time, if ``stage`` is what was read last: it was replaced."""
-        if self._stage is stage:
-            self._stage = None
+    def forget(self, baseline: Baseline) -> None:
+        """Read again next time, if ``baseline`` is the cached one: it was replaced."""
+        if self._baseline is baseline:
+            self._baseline = None
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Cancel all reads."""
         for task in list(self._parts.values()):
             task.cancel()
 
-    async def stage(self) -> Stage:
-        """What there is to begin with. A stream that is past the snapshot has a newer one: load again.
+    async def baseline(self) -> Baseline:
+        """Return the starting point. If the stream was purged past the snapshot, a newer one is loaded.
 
-        Raises what the client does.
+        Raises what the client raises.
         """
         async with self._loading:
             for _ in range(LOADS_MAX):
-                if self._stage is not None:
-                    return self._stage
+                if self._baseline is not None:
+                    return self._baseline
                 try:
-                    stage = await self._load()
+                    baseline = await self._load()
                 except NotFoundError:
-                    continue  # its objects went while they were read
-                if not stage.snapshot or stage.is_reached:
-                    self._stage = stage
+                    continue  # its objects were removed meanwhile
+                if not baseline.snapshot or baseline.is_reached:
+                    self._baseline = baseline
             raise NotFoundError(description=f"no snapshot could be read in {LOADS_MAX} tries")
 
-    async def _load(self) -> Stage:
+    async def _load(self) -> Baseline:
         claim = (await self._store.claim()).claim
         reading = await self._stream.read()
-        if not claim.snapshot or claim.stream != reading.made:
-            return Stage("", 0, {}, reading)  # none, or one of a stream that is no more
+        if not claim.snapshot or claim.stream != reading.created:
+            return Baseline("", 0, {}, reading)  # no snapshot, or one of an earlier stream
         ranks = decode_ranks(await self._store.get(ranks_name(claim.snapshot)))
-        # Read the stream after the snapshot: one that is past it by then shows.
-        return Stage(claim.snapshot, claim.sequence, ranks, await self._stream.read())
+        # Read the stream after the snapshot, to notice that it was purged past the snapshot meanwhile.
+        return Baseline(claim.snapshot, claim.sequence, ranks, await self._stream.read())
 
-    async def snapshot(self, stage: Stage, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
-        """The rank in the snapshot; None when it is not in it, or from another start of its worker.
+    async def snapshot(self, baseline: Baseline, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
+        """Return a rank's snapshot; None when the rank is missing, or of another epoch.
 
-        Raises NotFoundError when the snapshot was replaced, and what the client does.
+        Raises NotFoundError when the snapshot was replaced, and what the client raises.
         """
-        held = stage.ranks.get(rank)
-        if held is None or held.epoch != epoch:
+        stored = baseline.ranks.get(rank)
+        if stored is None or stored.epoch != epoch:
             return None
-        part = await self._part(part_name(stage.snapshot, held.part))
-        snapshot = decode_snapshot(part[held.start : held.start + held.size])
+        part = await self._part(part_name(baseline.snapshot, stored.part))
+        snapshot = decode_snapshot(part[stored.start : stored.start + stored.size])
         if snapshot is None or (snapshot.rank, snapshot.epoch) != (rank, epoch):
             raise ProtocolError(
-                f"snapshot {stage.snapshot}: not rank {rank} where it should be", param="part"
+                f"snapshot {baseline.snapshot}: not rank {rank} where it should be", param="part"
             )
         return snapshot
 
@@ -345,7 +344,7 @@ class StoredIndex:
         return await asyncio.shield(task)
 
     def _read_part(self, name: str, task: "asyncio.Task[memoryview]") -> None:
-        """Keep a part for a while; one that could not be read is read again by the next caller."""
+        """Cache a part for a while; a failed read is repeated by the next caller."""
         if task.cancelled() or task.exception() is not None:
             self._parts.pop(name, None)
         else:

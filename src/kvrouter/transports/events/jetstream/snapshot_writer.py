@@ -5,8 +5,8 @@
     claim ──▶ parts ──▶ list of ranks ──▶ commit ──▶ purge the stream ──▶ remove the old objects
       └────────── the old snapshot is valid ──┘└──────────── the new one is ──────────────┘
 
-A replica may die between any two of these. What it stored without committing is removed by the next one that
-claims the key; a stream that was not purged is purged then.
+A replica may die between any two steps. The next replica that claims the key removes uncommitted objects, and
+purges a stream that was not purged.
 """
 
 import asyncio
@@ -19,98 +19,104 @@ from kvrouter.core.clock import LastChange
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import WorkerRank
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
+from kvrouter.transports.events.encoding import encode_snapshot
 from kvrouter.transports.events.jetstream.snapshot_store import (
     Claim,
-    HeldRank,
-    Overtaken,
-    Revised,
+    ClaimLost,
+    RevisedClaim,
+    StoredRank,
     encode_ranks,
     is_of,
     part_name,
     ranks_name,
 )
 from kvrouter.transports.events.jetstream.stream import CLIENT_ERRORS
-from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane
+from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber
 from kvrouter.transports.events.port import SnapshotFailed
-from kvrouter.transports.events.wire import encode_snapshot
 from kvrouter.transports.nats_client import reason
 
 LEASE_S = 30.0
-"""A claim that its holder did not renew for so long may be taken over."""
+"""Time without a renewal after which another replica may take over a claim."""
 
 PART_MAX_BYTES = 4 * 1024 * 1024
-"""Ranks are stored together up to this size; a larger one is a part of its own."""
+"""Ranks are stored together up to this size; a larger rank is a part by itself."""
 
 
 class SnapshotWriter:
-    """Begins the snapshots of one replica of one component."""
+    """Takes the snapshots of one component at one replica."""
 
     def __init__(
-        self, lane: ComponentLane, *, replica_name: str, name: Callable[[], str], lease_s: float
+        self, subscriber: ComponentSubscriber, *, replica_name: str, name: Callable[[], str], lease_s: float
     ) -> None:
-        self._lane = lane
+        self._subscriber = subscriber
         self._replica_name = replica_name
         self._name = name
         self._revision = LastChange()
         self._lease_s = lease_s
 
     async def take(self) -> "SnapshotWrite | None":
-        """Claim the key and begin; None when another replica holds it, or nothing new would be covered."""
-        lane = self._lane
+        """Claim the key and begin; None when another replica holds it, or there is nothing new to cover."""
+        subscriber = self._subscriber
         try:
-            revised = await lane.snapshots.claim()
+            revised = await subscriber.snapshots.claim()
             if self._is_held(revised):
                 return None
-            claim, sequence, made = revised.claim, lane.position, lane.made
-            if not made or (claim.snapshot and claim.stream == made and sequence <= claim.sequence):
+            claim, sequence, created = revised.claim, subscriber.position, subscriber.created
+            if not created or (claim.snapshot and claim.stream == created and sequence <= claim.sequence):
                 return None
             mine = msgspec.structs.replace(claim, holder=self._replica_name)
             try:
-                revision = await lane.snapshots.write(mine, over=revised.revision)
-            except Overtaken:
+                revision = await subscriber.snapshots.write(mine, over=revised.revision)
+            except ClaimLost:
                 return None
-            left_over = [name for name in await lane.snapshots.objects() if not is_of(claim.snapshot, name)]
-            await lane.snapshots.remove(left_over)
+            left_over = [
+                name for name in await subscriber.snapshots.objects() if not is_of(claim.snapshot, name)
+            ]
+            await subscriber.snapshots.remove(left_over)
         except CLIENT_ERRORS as error:
-            raise SnapshotFailed(f"{lane.names.component}: {reason(error)}") from error
-        done = Claim(f"{sequence}-{self._name()}", made, sequence)
-        return SnapshotWrite(lane, done, held=Revised(mine, revision), renew_s=self._lease_s / 3)
+            raise SnapshotFailed(f"{subscriber.names.component}: {reason(error)}") from error
+        done = Claim(f"{sequence}-{self._name()}", created, sequence)
+        return SnapshotWrite(
+            subscriber, done, claimed=RevisedClaim(mine, revision), renew_s=self._lease_s / 3
+        )
 
-    def _is_held(self, revised: Revised) -> bool:
-        """Whether a replica holds the key and renewed its claim in time, by this replica's own clock."""
+    def _is_held(self, revised: RevisedClaim) -> bool:
+        """Whether a replica holds the key and renewed its claim in time, by this replica's clock."""
         now_s = asyncio.get_running_loop().time()
         self._revision.see(revised.revision, now_s)
         return bool(revised.claim.holder) and self._revision.is_within(self._lease_s, now_s)
 
 
 class SnapshotWrite:
-    """One snapshot being written; ``done`` is what the key will say."""
+    """One snapshot being written; ``done`` is the key's value after the commit."""
 
-    def __init__(self, lane: ComponentLane, done: Claim, *, held: Revised, renew_s: float) -> None:
-        self._lane = lane
-        self._store = lane.snapshots
+    def __init__(
+        self, subscriber: ComponentSubscriber, done: Claim, *, claimed: RevisedClaim, renew_s: float
+    ) -> None:
+        self._subscriber = subscriber
+        self._store = subscriber.snapshots
         self._done = done
-        self._claim = held.claim
-        self._revision = held.revision
+        self._claim = claimed.claim
+        self._revision = claimed.revision
         self._writing = asyncio.Lock()
-        self._ranks: list[HeldRank] = []
+        self._ranks: list[StoredRank] = []
         self._part: list[bytes] = []
         self._part_bytes = 0
         self._n_parts = 0
         self._trouble = ""
         self._is_over = False
-        self._renewal = go_on(self._renew(renew_s), name="index: hold the claim")
+        self._renewal = spawn(self._renew(renew_s), name="index: hold the claim")
 
     def covers(self, rank: WorkerRank) -> bool:
-        """Whether all that the rank published before the beginning was handed over here."""
-        return self._lane.made == self._done.stream and self._lane.covers(rank)
+        """Whether this replica has received all that the rank published before the snapshot began."""
+        return self._subscriber.created == self._done.stream and self._subscriber.covers(rank)
 
     async def add(self, snapshot: KvSnapshot) -> None:
         """Store one rank; raise SnapshotFailed."""
         body = encode_snapshot(snapshot)
         self._ranks.append(
-            HeldRank(
+            StoredRank(
                 rank=snapshot.rank,
                 epoch=snapshot.epoch,
                 next_event_id=snapshot.next_event_id,
@@ -125,37 +131,37 @@ class SnapshotWrite:
             await self._put_part()
 
     async def commit(self) -> None:
-        """Make it valid; then purge the stream and remove the snapshot before it. Raises SnapshotFailed."""
+        """Make the snapshot valid; purge the stream; remove the previous snapshot. Raises SnapshotFailed."""
         await self._put_part()
         await self._put(ranks_name(self._done.snapshot), encode_ranks(self._ranks))
         self._end_renewal()
         try:
             async with self._writing:
                 await self._store.write(self._done, over=self._revision)
-        except (*CLIENT_ERRORS, Overtaken) as error:
+        except (*CLIENT_ERRORS, ClaimLost) as error:
             raise self._failed(error) from error
         try:
-            await self._let_go()
+            await self._clean_up()
         except (*CLIENT_ERRORS, KvrouterError) as error:
             raise self._failed(error) from error
 
     async def abandon(self) -> None:
-        """Free the key and remove what was stored."""
+        """Release the claim and remove the stored objects."""
         self._end_renewal()
         free = msgspec.structs.replace(self._claim, holder="")
         with suppress(*CLIENT_ERRORS, KvrouterError):
             async with self._writing:
-                with suppress(Overtaken):
+                with suppress(ClaimLost):
                     await self._store.write(free, over=self._revision)
             if (await self._store.claim()).claim.snapshot == self._done.snapshot:
-                return  # the commit did succeed: only its answer was lost
+                return  # the commit succeeded, and only its answer was lost
             mine = [name for name in await self._store.objects() if is_of(self._done.snapshot, name)]
             await self._store.remove(mine)
 
-    async def _let_go(self) -> None:
-        reading = await self._lane.stream.read()
-        if reading.made == self._done.stream:
-            await self._lane.stream.purge(through=self._done.sequence)
+    async def _clean_up(self) -> None:
+        reading = await self._subscriber.stream.read()
+        if reading.created == self._done.stream:
+            await self._subscriber.stream.purge(through=self._done.sequence)
         if self._claim.snapshot:
             old = [name for name in await self._store.objects() if is_of(self._claim.snapshot, name)]
             await self._store.remove(old)
@@ -170,7 +176,7 @@ class SnapshotWrite:
 
     async def _put(self, name: str, body: bytes) -> None:
         if self._trouble:
-            raise SnapshotFailed(f"{self._lane.names.component}: {self._trouble}")
+            raise SnapshotFailed(f"{self._subscriber.names.component}: {self._trouble}")
         try:
             await self._store.put(name, body)
         except CLIENT_ERRORS as error:
@@ -186,11 +192,11 @@ class SnapshotWrite:
             try:
                 async with self._writing:
                     self._revision = await self._store.write(self._claim, over=self._revision)
-            except Overtaken as error:
+            except ClaimLost as error:
                 self._trouble = str(error)
                 return
             except CLIENT_ERRORS:
-                continue  # the next try, or the commit, shows whether it is still ours
+                continue  # the next attempt, or the commit, shows whether the claim is still held
 
     def _failed(self, error: BaseException) -> SnapshotFailed:
-        return SnapshotFailed(f"{self._lane.names.component}: {reason(error)}")
+        return SnapshotFailed(f"{self._subscriber.names.component}: {reason(error)}")

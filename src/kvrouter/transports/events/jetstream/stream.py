@@ -1,4 +1,4 @@
-"""The stream of one component: created, read, purged; names and limits."""
+"""The stream of one component: created, read, purged; its names and limits."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -12,18 +12,18 @@ from kvrouter.transports.events.port import ForeignRank
 from kvrouter.transports.nats_client import subject_name
 
 CLIENT_ERRORS = (nats.errors.Error, OSError)
-"""What a call to NATS may end with: its own errors, and those of the socket; a timeout is among both."""
+"""Errors of NATS calls: the client's and the socket's; a timeout is among both."""
 
 STREAM_MAX_BYTES = 1 << 30
-"""How much one component's stream keeps; beyond it the oldest messages go, and routers ask workers."""
+"""The size of one component's stream; beyond it the oldest messages are removed, and routers ask workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What one component's stream keeps; the oldest messages go first.
+    """The limits of one component's stream; the oldest messages are removed first.
 
-    ``max_age_s`` None: as long as there is room. ``replicas``: copies in a NATS cluster. The limits are those
-    of the process that makes the stream; later ones leave it as it is.
+    ``max_age_s`` None: no age limit. ``replicas``: copies in a NATS cluster. The process that creates the
+    stream sets its limits; later ones do not change them.
     """
 
     max_bytes: int = STREAM_MAX_BYTES
@@ -32,8 +32,8 @@ class StreamLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneNames:
-    """What one component's stream, subjects and snapshots are called on NATS."""
+class ComponentNames:
+    """The names of one component's stream, subjects and snapshots on NATS."""
 
     namespace: str
     component: str
@@ -59,7 +59,7 @@ class LaneNames:
         return f"{self._prefix}.loads.*.*"
 
     def events(self, rank: WorkerRank) -> str:
-        """Where one worker rank publishes its KV events."""
+        """Return the subject of one worker rank's KV events."""
         return f"{self._prefix}.kv.{rank.worker_id}.{rank.dp_rank}"
 
     @property
@@ -67,20 +67,20 @@ class LaneNames:
         return f"kvrouter.{subject_name(self.namespace)}.{subject_name(self.component)}"
 
 
-class LaneObserver(Protocol):
-    """Receives what happens on the event transport. Called on the event loop; must not block or raise."""
+class EventTransportObserver(Protocol):
+    """Called for events of the JetStream transport, on the event loop; must not block or raise."""
 
     def dropped(self, n_batches: int, why: str) -> None:
-        """A worker's batches were not published; routers will see the gap and ask."""
+        """A worker's batches were not published; routers will notice the gap and ask."""
 
     def refused(self, why: str) -> None:
         """A message that is no batch or load was dropped."""
 
     def spoke_for_another(self, error: ForeignRank) -> None:
-        """A message that names a rank of another worker than its subject was dropped."""
+        """A message about a rank of another worker than its subject's was dropped."""
 
     def disturbed(self, component: str, why: str) -> None:
-        """The event transport could not do what it wanted, and tries again."""
+        """An operation failed, and is retried."""
 
     def was_reset(self, component: str) -> None:
         """The stream and the snapshots of the component were cleared, as asked."""
@@ -92,16 +92,16 @@ STREAM_NAME_IN_USE = 10058
 
 @dataclass(frozen=True, slots=True)
 class StreamReading:
-    """The position of a stream: the sequences it holds, and how many messages.
+    """The state of a stream: its first and last sequence, and how many messages it holds.
 
-    ``made`` distinguishes one stream of a name from the next: sequences begin again with it. An empty stream
-    has ``first`` = ``last`` + 1.
+    ``created`` identifies the stream: a new stream of the same name counts from 1 again. An empty stream has
+    ``first`` = ``last`` + 1.
     """
 
     first: int
     last: int
     messages: int
-    made: str
+    created: str
 
 
 class FirstMessage(NamedTuple):
@@ -112,15 +112,15 @@ class FirstMessage(NamedTuple):
 
 
 class EventStream:
-    """One component's stream. Every method raises what the client does, in bounded time."""
+    """One component's stream. Every method raises what the client raises, in bounded time."""
 
-    def __init__(self, jetstream: JetStreamContext, names: LaneNames, limits: StreamLimits) -> None:
+    def __init__(self, jetstream: JetStreamContext, names: ComponentNames, limits: StreamLimits) -> None:
         self.names = names
         self._jetstream = jetstream
         self._limits = limits
 
     async def ensure(self) -> StreamReading:
-        """Make the stream unless it is there; return its position."""
+        """Create the stream unless it exists; return its state."""
         limits = self._limits
         try:
             return await self.read()
@@ -141,15 +141,15 @@ class EventStream:
         except BadRequestError as error:
             if error.err_code != STREAM_NAME_IN_USE:
                 raise
-            return await self.read()  # another process made it a moment ago, with other limits
+            return await self.read()  # another process has just created it, with other limits
         return _reading(info)
 
     async def read(self) -> StreamReading:
-        """Return the position of the stream; raises NotFoundError when there is none."""
+        """Return the state of the stream; raise NotFoundError when it does not exist."""
         return _reading(await self._jetstream.stream_info(self.names.stream))
 
     async def first_of(self, rank: WorkerRank) -> FirstMessage | None:
-        """The oldest message of the rank that the stream has."""
+        """Return the rank's oldest message in the stream; None without one."""
         try:
             message = await self._jetstream.get_msg(
                 self.names.stream, seq=1, subject=self.names.events(rank), next=True
@@ -165,5 +165,5 @@ class EventStream:
 
 def _reading(info: api.StreamInfo) -> StreamReading:
     state = info.state
-    # The server says 0 for the first sequence of a stream that never had a message.
+    # The server reports 0 as the first sequence of a stream that never had a message.
     return StreamReading(max(1, state.first_seq), state.last_seq, state.messages, str(info.created))

@@ -7,8 +7,8 @@
                          replay of one rank ──────┴─▶ until it has met
                                                   live: every rank but those that replay
 
-``P`` is where the live delivery began. A rank that is asked for the first time begins with the snapshot and a
-replay of its own messages from there on; a rank that asks again can't be trusted, so its worker is asked.
+The live delivery begins after ``P``. The first recovery of a rank returns the snapshot and replays the rank's
+messages after it; a later recovery means that its state is wrong, so the worker is asked.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from nats.js.errors import NotFoundError
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.transports.background import go_on
+from kvrouter.transports.background import spawn
 from kvrouter.transports.events.jetstream.consumer import PushConsumer
 from kvrouter.transports.events.jetstream.snapshot_store import (
+    Baseline,
     Claim,
+    ClaimLost,
     ComponentSnapshots,
-    Overtaken,
-    Stage,
     StoredIndex,
 )
 from kvrouter.transports.events.jetstream.stream import (
     CLIENT_ERRORS,
+    ComponentNames,
     EventStream,
-    LaneNames,
-    LaneObserver,
+    EventTransportObserver,
     StreamLimits,
 )
 from kvrouter.transports.events.port import BLOCKS_MAX, BatchSink, LoadSink, RecoveryClient
@@ -48,54 +48,54 @@ from kvrouter.transports.nats_client import reason, subject_name
 RETRY_S = 0.5
 
 IDLES_TO_END = 2
-"""So many heartbeats without a message: what was skipped is not in the stream any more."""
+"""Heartbeats without a message after which a replay ends: the skipped messages were purged."""
 
 
 REPLAYS_MAX = 8
-"""Ranks that are replayed at the same time."""
+"""Ranks that are replayed concurrently."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Replays:
-    """The replays of one component's events, at most one of each rank, and what all of them work with."""
+    """The replays of one component, at most one for each rank, and what they share."""
 
     client: Client
     jetstream: JetStreamContext
-    names: LaneNames
-    observer: LaneObserver
+    names: ComponentNames
+    observer: EventTransportObserver
     heartbeat_s: float
-    hand: Callable[[str, bytes, Epoch], None]
-    """Hands a message's batch to the router, if it is of the epoch: (subject, payload, epoch)."""
+    deliver: Callable[[str, bytes, Epoch], None]
+    """Passes a message's batch to the router, if it is of the epoch: (subject, payload, epoch)."""
 
     check: Callable[["Replay"], Coroutine[None, None, None]]
-    """Runs once a replay has met the live delivery: that one goes on."""
+    """Runs once a replay has caught up with the live delivery."""
 
     checks: set[asyncio.Task[None]] = field(default_factory=set)
     running: "dict[WorkerRank, Replay]" = field(default_factory=dict)
     limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REPLAYS_MAX))
-    """How many read at the same time."""
+    """Limits concurrent reads."""
 
     def begin(self, rank: WorkerRank, epoch: Epoch, *, after: int) -> None:
-        """Replay the rank's messages after the sequence ``after``, and nothing that was replayed before."""
+        """Replay the rank's messages after the sequence ``after``, in place of an earlier replay."""
         self.cancel(rank)
         self.running[rank] = Replay(rank, epoch, after=after, replays=self)
 
     def cancel(self, rank: WorkerRank) -> None:
-        """Replay nothing of the rank any more."""
+        """Cancel the rank's replay."""
         replay = self.running.pop(rank, None)
         if replay is not None:
             replay.cancel()
 
     def end(self, replay: "Replay") -> None:
-        """A replay has met the live delivery."""
+        """End a replay that has caught up with the live delivery."""
         if self.running.get(replay.rank) is replay:
             del self.running[replay.rank]
-            check = go_on(self.check(replay), name="events: check a replay")
+            check = spawn(self.check(replay), name="events: check a replay")
             self.checks.add(check)
             check.add_done_callback(self.checks.discard)
 
     async def until_over(self, rank: WorkerRank) -> bool:
-        """Return once the rank is not replayed, and whether it was."""
+        """Wait until the rank is not replayed; return whether it was."""
         replay = self.running.get(rank)
         if replay is not None:
             await replay.over.wait()
@@ -103,10 +103,10 @@ class Replays:
 
 
 class Replay:
-    """Hands over what the stream has of one rank, from the sequence ``after`` on.
+    """Delivers one rank's messages in the stream, after the sequence ``after``.
 
-    The live delivery skips the rank meanwhile, and says so: the replay reads the same stream, so it has what
-    was skipped too, and ends when it has handed over the last message that was.
+    Meanwhile the live delivery skips the rank, and reports the skipped sequences: the replay reads the same
+    stream, and ends when it has delivered the last skipped message.
     """
 
     def __init__(self, rank: WorkerRank, epoch: Epoch, *, after: int, replays: Replays) -> None:
@@ -118,17 +118,17 @@ class Replay:
         self._skipped_to = 0
         self._idles = 0
         self.over = asyncio.Event()
-        """Set once nothing more is handed over."""
+        """Set once the replay has ended."""
         self._delivery: PushConsumer | None = None
-        self._task = go_on(self._run(), name="events: replay a rank")
+        self._task = spawn(self._run(), name="events: replay a rank")
 
     def skipped(self, sequence: int) -> None:
-        """The live delivery met a message of the rank and let it go."""
+        """Note that the live delivery skipped a message of the rank."""
         self._skipped_to = sequence
         self._idles = 0
 
     def cancel(self) -> None:
-        """Hand over nothing any more."""
+        """Stop the replay."""
         self.over.set()
         if self._delivery is not None:
             self._delivery.stop("cancelled")  # a task's cancellation can get lost in the client's own waiting
@@ -169,7 +169,7 @@ class Replay:
             return
         self._position = sequence
         self._idles = 0
-        self._replays.hand(subject, payload, self.epoch)
+        self._replays.deliver(subject, payload, self.epoch)
         if pending == 0 and sequence >= self._skipped_to:
             self._end()
 
@@ -187,47 +187,49 @@ class Replay:
 
 
 STORED_ANSWER_MAX_S = 3.0
-"""A snapshot that takes longer to read is no answer: the worker is asked."""
+"""The longest time to read a snapshot; after that the worker is asked."""
 
 
 READS_MAX = 3
-"""Snapshots that are tried for one rank, each one replaced while it was read."""
+"""Snapshots that are tried for one rank, when each is replaced while it is read."""
 
 NO_SNAPSHOT = ""
-"""What a rank began with whose whole history is in the stream."""
+"""The start of a rank with its whole history in the stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneParts:
-    """What the event transports of all components work with."""
+class SubscriberContext:
+    """The dependencies shared by the subscribers of all components."""
 
     client: Client
     recovery: RecoveryClient
     namespace: str
-    seal: MessageAuth
+    auth: MessageAuth
     replica_name: str
     limits: StreamLimits
-    observer: LaneObserver
+    observer: EventTransportObserver
     heartbeat_s: float
     resets: bool
-    """Clear the stream and its snapshots before anything is heard."""
+    """Clear the stream and its snapshots before the first subscription."""
 
 
-class ComponentLane:
-    """Follows the workers of one component. Make it on the event loop: it begins at once."""
+class ComponentSubscriber:
+    """Subscribes to the events of one component's followed workers. It starts at once, on the event loop."""
 
-    def __init__(self, parts: LaneParts, component: str, *, on_batch: BatchSink, on_load: LoadSink) -> None:
-        self.names = LaneNames(parts.namespace, component)
+    def __init__(
+        self, parts: SubscriberContext, component: str, *, on_batch: BatchSink, on_load: LoadSink
+    ) -> None:
+        self.names = ComponentNames(parts.namespace, component)
         self.position = 0
-        """The stream sequence up to which everything was handed over, but for ranks that replay."""
-        self.made = ""
-        """Which stream the position is in; "" before the first was heard."""
+        """The stream sequence up to which all messages were delivered, except for ranks that replay."""
+        self.created = ""
+        """Identifies the stream of ``position``; "" before the first subscription."""
         jetstream = parts.client.jetstream()
         self.stream = EventStream(jetstream, self.names, parts.limits)
         self.snapshots = ComponentSnapshots(
             jetstream,
             self.names,
-            seal=parts.seal,
+            auth=parts.auth,
             on_refused=parts.observer.refused,
             replicas=parts.limits.replicas,
         )
@@ -236,7 +238,7 @@ class ComponentLane:
         self._on_load = on_load
         observer = parts.observer
         self._opened = OpenedMessages(
-            parts.seal, on_malformed=observer.refused, on_foreign=observer.spoke_for_another
+            parts.auth, on_malformed=observer.refused, on_foreign=observer.spoke_for_another
         )
         self._stored = StoredIndex(self.snapshots, self.stream)
         self._followed: dict[WorkerId, Epoch] = {}
@@ -248,45 +250,45 @@ class ComponentLane:
             names=self.names,
             observer=observer,
             heartbeat_s=parts.heartbeat_s,
-            hand=self._hand_replayed,
+            deliver=self._deliver_replayed,
             check=self._check_replayed,
         )
-        self._is_heard = asyncio.Event()
+        self._is_subscribed = asyncio.Event()
         self._must_reset = parts.resets
         self._live: PushConsumer | None = None
         self._is_closed = False
         self._loads: Subscription | None = None
-        self._task = go_on(self._run(), name="events: hear the stream")
+        self._task = spawn(self._run(), name="events: hear the stream")
 
-    # Who is followed
+    # Followed workers
 
     def follow(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """From now on this start of the worker is meant."""
+        """Follow this incarnation of the worker from now on."""
         if self._followed.get(worker_id) != epoch:
             self.forget(worker_id)
             self._followed[worker_id] = epoch
 
     def unfollow(self, worker_id: WorkerId, epoch: Epoch) -> bool:
-        """Forget this start of the worker; return whether it was the one that is followed."""
+        """Forget this incarnation of the worker; return whether it was followed."""
         if self._followed.get(worker_id) != epoch:
             return False
         self.forget(worker_id)
         return True
 
     def forget(self, worker_id: WorkerId) -> None:
-        """Forget the worker: it is gone, started again, or is in another component now."""
+        """Forget the worker: it is gone, restarted, or is in another component now."""
         self._followed.pop(worker_id, None)
         for rank in [rank for rank in self._began if rank.worker_id == worker_id]:
             del self._began[rank]
             self._replays.cancel(rank)
 
     def covers(self, rank: WorkerRank) -> bool:
-        """Whether all of the rank up to ``position`` was handed over."""
-        is_heard = rank not in self._replays.running and rank not in self._undecided
-        return is_heard and rank.worker_id in self._followed
+        """Whether all of the rank's messages up to ``position`` were delivered."""
+        is_live = rank not in self._replays.running and rank not in self._undecided
+        return is_live and rank.worker_id in self._followed
 
     async def close(self) -> None:
-        """Hear nothing any more."""
+        """Stop all deliveries."""
         self._is_closed = True
         if self._live is not None:
             self._live.stop("closed")  # a task's cancellation can get lost in the client's own waiting
@@ -298,10 +300,10 @@ class ComponentLane:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # What a rank begins with
+    # Recovery
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """The rank's state: stored, at its first ask; of its worker, at any other."""
+        """Return the rank's state: from the snapshot at the first call, from its worker at later ones."""
         epoch = self._followed[rank.worker_id]
         if rank not in self._began:
             self._began[rank] = None
@@ -326,37 +328,38 @@ class ComponentLane:
         return snapshot
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last``, of its worker; None once a replay has brought it."""
+        """Return the events ``first`` to ``last`` from the worker; None once a replay has delivered them."""
         if await self._replays.until_over(rank):
             return None
         return await self._parts.recovery.recover_range(rank, first, last)
 
     async def _stored_answer(self, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
-        """What the snapshot, or the stream alone, says of the rank; None when they don't say all."""
+        """Return the rank's state from the snapshot, or the stream alone; None when they are incomplete."""
         try:
             async with asyncio.timeout(STORED_ANSWER_MAX_S):
-                await self._is_heard.wait()
+                await self._is_subscribed.wait()
                 for _ in range(READS_MAX):
-                    stage = await self._stored.stage()
+                    baseline = await self._stored.baseline()
                     try:
-                        snapshot = await self._stored.snapshot(stage, rank, epoch)
+                        snapshot = await self._stored.snapshot(baseline, rank, epoch)
                         if snapshot is None:
                             return await self._begin_from_nothing(rank, epoch)
-                        if self._began.get(rank) == stage.snapshot:
+                        if self._began.get(rank) == baseline.snapshot:
                             return None
-                        if await self._is_still_reached(stage):
-                            self._begin(rank, epoch, stage.snapshot, after=stage.sequence)
+                        if await self._is_still_reached(baseline):
+                            self._begin(rank, epoch, baseline.snapshot, after=baseline.sequence)
                             return snapshot
                     except NotFoundError:
-                        self._stored.forget(stage)  # its objects are gone
+                        self._stored.forget(baseline)  # its objects were removed
         except (*CLIENT_ERRORS, ProtocolError) as error:
             self._parts.observer.disturbed(self.names.component, f"snapshot: {reason(error)}")
         return None
 
     async def _begin_from_nothing(self, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
-        """The empty state before the rank's first event, if the stream has that event.
+        """Return the empty state before the rank's first event, if the stream has that event.
 
-        The oldest messages go first, so a message of an earlier start shows that this one's are all there.
+        The oldest messages are purged first, so an older message of an earlier incarnation proves that all
+        messages of this one are there.
         """
         first = await self.stream.first_of(rank)
         if first is None or self._began.get(rank) is not None:
@@ -367,44 +370,44 @@ class ComponentLane:
         self._begin(rank, epoch, NO_SNAPSHOT, after=first.sequence - 1)
         return KvSnapshot(rank, epoch, EventId(0), ())
 
-    async def _is_still_reached(self, stage: Stage) -> bool:
-        """Whether the stream has not been purged past ``stage`` since that was read."""
+    async def _is_still_reached(self, baseline: Baseline) -> bool:
+        """Whether the stream has not been purged past ``baseline`` since it was read."""
         reading = await self.stream.read()
-        if reading.made == stage.stream.made and reading.first <= stage.sequence + 1:
+        if reading.created == baseline.stream.created and reading.first <= baseline.sequence + 1:
             return True
-        self._stored.forget(stage)
+        self._stored.forget(baseline)
         return False
 
     def _begin(self, rank: WorkerRank, epoch: Epoch, began: str, *, after: int) -> None:
-        """Replay the rank's messages after the sequence ``after``; its state before that is the answer."""
+        """Replay the rank's messages after the sequence ``after``; the caller returns the earlier state."""
         self._began[rank] = began
         self._replays.begin(rank, epoch, after=after)
 
     # Replays
 
-    def _hand_replayed(self, subject: str, payload: bytes, epoch: Epoch) -> None:
+    def _deliver_replayed(self, subject: str, payload: bytes, epoch: Epoch) -> None:
         batch = self._opened.batch(subject, payload)
-        # Messages of an earlier start of the worker say nothing of this one.
+        # Ignore messages of other incarnations of the worker.
         if batch is not None and batch.epoch == epoch:
             self._on_batch(batch)
 
     async def _check_replayed(self, replay: Replay) -> None:
-        """If the stream was purged while it was replayed, report to the rank how far its ids have come.
+        """Report the rank's next event id when the stream was purged during its replay.
 
-        Its feed then knows whether it missed something, and asks again.
+        The rank's feed then notices missed events, and asks again.
         """
         try:
             reading = await self.stream.read()
             if reading.first <= replay.after + 1:
                 return
-            stage = await self._stored.stage()
-            if not stage.is_reached or stage.sequence < reading.first - 1:
-                self._stored.forget(stage)
-                stage = await self._stored.stage()
+            baseline = await self._stored.baseline()
+            if not baseline.is_reached or baseline.sequence < reading.first - 1:
+                self._stored.forget(baseline)
+                baseline = await self._stored.baseline()
         except (*CLIENT_ERRORS, ProtocolError) as error:
             self._parts.observer.disturbed(self.names.component, f"replay: {reason(error)}")
             return
-        held = stage.ranks.get(replay.rank)
+        held = baseline.ranks.get(replay.rank)
         if held is not None and held.epoch == replay.epoch == self._followed.get(replay.rank.worker_id):
             self._on_batch(KvBatch(replay.rank, held.epoch, held.next_event_id, ()))
 
@@ -414,8 +417,8 @@ class ComponentLane:
         try:
             while not self._has_ended():
                 try:
-                    why = await self._hear()
-                except (*CLIENT_ERRORS, ProtocolError, Overtaken) as error:
+                    why = await self._subscribe_live()
+                except (*CLIENT_ERRORS, ProtocolError, ClaimLost) as error:
                     why = reason(error)
                 if self._has_ended():
                     return
@@ -428,18 +431,18 @@ class ComponentLane:
     def _has_ended(self) -> bool:
         return self._is_closed or self._parts.client.is_closed
 
-    async def _hear(self) -> str:
-        """Hear the stream until that breaks; return why."""
+    async def _subscribe_live(self) -> str:
+        """Subscribe to the stream until the consumer breaks; return why."""
         if self._loads is None:
             self._loads = await self._parts.client.subscribe(self.names.all_loads, cb=self._load_came)
         reading = await self.stream.ensure()
         if self._must_reset:
             await self._reset()
             reading = await self.stream.read()
-        if self.made != reading.made or reading.last < self.position:
-            # Another stream has the name: all of it is new. Of the first one, replays bring what came before.
-            self.position = 0 if self.made else reading.last
-            self.made = reading.made
+        if self.created != reading.created or reading.last < self.position:
+            # A recreated stream is read from its beginning; of the first one, replays deliver the history.
+            self.position = 0 if self.created else reading.last
+            self.created = reading.created
         if self._has_ended():
             return "closed"
         live = self._live = PushConsumer(
@@ -453,7 +456,7 @@ class ComponentLane:
         )
         try:
             await live.open(after=self.position)
-            self._is_heard.set()
+            self._is_subscribed.set()
             return await live.broken
         finally:
             await live.close()
@@ -474,7 +477,7 @@ class ComponentLane:
         replay = self._replays.running.get(batch.rank)
         if replay is not None:
             replay.skipped(sequence)
-        elif batch.rank not in self._undecided:  # else a replay brings it, or the worker's answer has it
+        elif batch.rank not in self._undecided:  # else a replay delivers it, or the worker's answer covers it
             self._on_batch(batch)
 
     async def _load_came(self, message: Msg) -> None:

@@ -1,4 +1,4 @@
-"""Subscribes to all components: one stream subscriber for each."""
+"""Subscribes to the streams of all components, one subscriber for each."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,10 +12,10 @@ from kvrouter.transports.events.jetstream.consumer import HEARTBEAT_S
 from kvrouter.transports.events.jetstream.snapshot_writer import LEASE_S, SnapshotWriter
 from kvrouter.transports.events.jetstream.stream import (
     CLIENT_ERRORS,
-    LaneObserver,
+    EventTransportObserver,
     StreamLimits,
 )
-from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane, LaneParts
+from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber, SubscriberContext
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
     DropReason,
@@ -29,16 +29,16 @@ from kvrouter.transports.events.subjects import message_auth_of
 from kvrouter.transports.nats_client import reason
 
 COMPONENTS_MAX = 64
-"""How many components' streams one router hears."""
+"""Components that one router subscribes to."""
 
 
 class JetStreamSubscriber(EventSinks):
-    """Hears the streams of the components whose workers are followed; use it from one event loop.
+    """Subscribes to the streams of the components of followed workers, on one event loop.
 
-    ``replica_name`` must be this router's alone: its consumers on the server carry it. ``recovery`` asks a
-    worker, for what the stream does not hold. ``resets_states``: each component's stream and snapshots are
-    cleared once, before it is heard; other replicas lose what they relied on. A server that is silent for
-    three times ``heartbeat_s`` is taken for dead; a replica that takes a snapshot for dead after ``lease_s``.
+    ``replica_name`` must be unique to this router: it names its consumers on the server. ``recovery`` asks a
+    worker for events that the stream does not hold. With ``resets_states`` each component's stream and
+    snapshots are cleared once, before the first subscription; other replicas lose them too. A server that is
+    silent for three times ``heartbeat_s`` is dead; a replica that takes a snapshot is dead after ``lease_s``.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class JetStreamSubscriber(EventSinks):
         token: str,
         replica_name: str,
         limits: StreamLimits | None = None,
-        observer: LaneObserver,
+        observer: EventTransportObserver,
         resets_states: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
     ) -> None:
         super().__init__()
-        self._parts = LaneParts(
+        self._parts = SubscriberContext(
             client=client,
             recovery=recovery,
             namespace=namespace,
-            seal=message_auth_of(token, namespace),
+            auth=message_auth_of(token, namespace),
             replica_name=replica_name,
             limits=limits or StreamLimits(),
             observer=observer,
@@ -68,93 +68,93 @@ class JetStreamSubscriber(EventSinks):
             resets=resets_states,
         )
         self._lease_s = lease_s
-        self._lanes: dict[str, ComponentLane] = {}
-        self._takers: dict[str, SnapshotWriter] = {}
-        self._lane_of: dict[WorkerId, ComponentLane] = {}
+        self._subscribers: dict[str, ComponentSubscriber] = {}
+        self._writers: dict[str, SnapshotWriter] = {}
+        self._subscriber_of: dict[WorkerId, ComponentSubscriber] = {}
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
-        """Listen to the worker's component. Follow a card before its ranks' state is asked for."""
-        lane = self._lanes.get(card.component)
-        if lane is None:
-            if len(self._lanes) >= COMPONENTS_MAX:
+        """Follow the worker in its component's stream. Follow a card before its ranks are recovered."""
+        subscriber = self._subscribers.get(card.component)
+        if subscriber is None:
+            if len(self._subscribers) >= COMPONENTS_MAX:
                 self._parts.observer.disturbed(card.component, f"not heard: {COMPONENTS_MAX} components are")
                 return lambda: None
-            lane = self._lanes[card.component] = ComponentLane(
+            subscriber = self._subscribers[card.component] = ComponentSubscriber(
                 self._parts,
                 card.component,
                 on_batch=partial(self._batch_came, card.component),
                 on_load=partial(self._load_came, card.component),
             )
         worker_id, epoch = card.worker_id, card.incarnation
-        old = self._lane_of.get(worker_id)
-        if old is not None and old is not lane:
+        old = self._subscriber_of.get(worker_id)
+        if old is not None and old is not subscriber:
             old.forget(worker_id)
-        self._lane_of[worker_id] = lane
-        lane.follow(worker_id, epoch)
+        self._subscriber_of[worker_id] = subscriber
+        subscriber.follow(worker_id, epoch)
 
         def end() -> None:
-            if lane.unfollow(worker_id, epoch) and self._lane_of.get(worker_id) is lane:
-                del self._lane_of[worker_id]
+            if subscriber.unfollow(worker_id, epoch) and self._subscriber_of.get(worker_id) is subscriber:
+                del self._subscriber_of[worker_id]
 
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last``, of the worker; None once the stream has brought it."""
-        lane = self._lane_of.get(rank.worker_id)
-        if lane is None:
+        """Return the events ``first`` to ``last`` from the worker; None once the stream delivered them."""
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        if subscriber is None:
             return await self._parts.recovery.recover_range(rank, first, last)
-        return await lane.recover_range(rank, first, last)
+        return await subscriber.recover_range(rank, first, last)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """The rank's state: at its first ask what was stored, at any other what its worker says."""
-        lane = self._lane_of.get(rank.worker_id)
-        if lane is None:
+        """Return the rank's state: from the snapshot at the first call, from its worker at later ones."""
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        if subscriber is None:
             return await self._parts.recovery.recover_snapshot(rank, blocks_max=blocks_max)
-        return await lane.recover_snapshot(rank, blocks_max=blocks_max)
+        return await subscriber.recover_snapshot(rank, blocks_max=blocks_max)
 
     async def close(self) -> None:
-        """Hear nothing any more; idempotent."""
-        lanes = list(self._lanes.values())
-        self._lanes.clear()
-        self._takers.clear()
-        self._lane_of.clear()
-        for lane in lanes:
-            await lane.close()
+        """Close all subscribers; idempotent."""
+        subscribers = list(self._subscribers.values())
+        self._subscribers.clear()
+        self._writers.clear()
+        self._subscriber_of.clear()
+        for subscriber in subscribers:
+            await subscriber.close()
 
     # Snapshots
 
     async def overdue(self, *, messages_max: int) -> Sequence[str]:
-        """The components whose streams hold more than ``messages_max`` messages; raise SnapshotFailed."""
+        """Return the components whose streams exceed ``messages_max`` messages; raise SnapshotFailed."""
         try:
             return [
                 component
-                for component, lane in list(self._lanes.items())
-                if lane.made and (await lane.stream.read()).messages > messages_max
+                for component, subscriber in list(self._subscribers.items())
+                if subscriber.created and (await subscriber.stream.read()).messages > messages_max
             ]
         except CLIENT_ERRORS as error:
             raise SnapshotFailed(reason(error)) from error
 
     async def take(self, component: str) -> PendingSnapshot | None:
-        """Begin a snapshot of the component; None while another replica does. Raises SnapshotFailed."""
-        taker = self._takers.get(component)
-        if taker is None:
-            lane = self._lanes.get(component)
-            if lane is None:
+        """Begin a snapshot of the component; None while another replica takes one. Raises SnapshotFailed."""
+        writer = self._writers.get(component)
+        if writer is None:
+            subscriber = self._subscribers.get(component)
+            if subscriber is None:
                 return None
-            taker = self._takers[component] = SnapshotWriter(
-                lane,
+            writer = self._writers[component] = SnapshotWriter(
+                subscriber,
                 replica_name=self._parts.replica_name,
                 name=lambda: self._parts.client.new_inbox().rpartition(".")[2],
                 lease_s=self._lease_s,
             )
-        return await taker.take()
+        return await writer.take()
 
     # The sinks
 
     def _drops(self, component: str, rank: WorkerRank) -> bool:
-        """Whether a message is dropped and reported because its rank's worker is of another component."""
-        lane = self._lane_of.get(rank.worker_id)
-        if lane is None or lane.names.component == component:
+        """Drop and report a message about a rank of another component's worker; return whether it was one."""
+        subscriber = self._subscriber_of.get(rank.worker_id)
+        if subscriber is None or subscriber.names.component == component:
             return False
         self._parts.observer.spoke_for_another(
             foreign(rank, f"component {component}", DropReason.OTHER_COMPONENT)
@@ -163,8 +163,8 @@ class JetStreamSubscriber(EventSinks):
 
     def _batch_came(self, component: str, batch: KvBatch) -> None:
         if not self._drops(component, batch.rank):
-            self._hand(batch)
+            self._deliver(batch)
 
     def _load_came(self, component: str, report: LoadReport) -> None:
         if not self._drops(component, report.rank):
-            self._hand_load(report)
+            self._deliver_load(report)

@@ -1,4 +1,4 @@
-"""The worker's end of ZeroMQ: a socket that publishes, and one that answers recovery."""
+"""The worker's end over ZeroMQ: a socket that publishes, and one that answers recovery."""
 
 import asyncio
 
@@ -8,17 +8,17 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hosts import advertised_host, bracketed
 from kvrouter.core.workers import EventSource, EventTransport, LoadReport
+from kvrouter.transports.events.encoding import BATCH_MAX_BYTES, encode_load, encode_parts
 from kvrouter.transports.events.loads import Drops, LatestLoads
 from kvrouter.transports.events.port import DropSink, MalformedSink
 from kvrouter.transports.events.recovery import QUESTION_MAX_BYTES, RecoveryAnswers
-from kvrouter.transports.events.wire import BATCH_MAX_BYTES, encode_load, encode_parts
 from kvrouter.transports.events.zmq.sockets import (
     BATCH,
     LOAD,
     TOPIC_BYTES,
-    Inlet,
+    ReadScheduler,
+    SocketReader,
     TokenKeys,
-    Turns,
     new_socket,
     worker_topic,
 )
@@ -28,13 +28,12 @@ ANSWER_FRAME_MAX_BYTES = 1024 * 1024
 
 
 class ZmqEventPublisher:
-    """Publishes for every worker of one process, and answers for their past. Make it on the event loop.
+    """Publishes for every worker of one process, and answers their recovery. Create it on the event loop.
 
-    It listens at once, on ports of its own choice where ``port`` and ``recovery_port`` are 0. Publishing
-    never waits: of a router that does not read, messages are dropped once 4,096 wait, and its feeds see the
-    gap. With ``token`` only routers that have it connect, and all is encrypted; without one anybody may
-    listen and ask. ``on_dropped`` is called for batches that no router could have read. Raises ConfigError
-    when it cannot listen there.
+    It listens at once, on free ports where ``port`` and ``recovery_port`` are 0. Publishing never waits:
+    messages to a slow router are dropped once 4,096 wait, and its feeds notice the gap. With ``token`` only
+    routers that have it connect, encrypted; without one any peer may subscribe and ask. ``on_dropped`` is
+    called for batches that no router could have received. Raises ConfigError when it cannot listen.
     """
 
     def __init__(
@@ -68,15 +67,15 @@ class ZmqEventPublisher:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._questions = Inlet(self._answers, self._asked, Turns())
+        self._questions = SocketReader(self._answers, self._asked, ReadScheduler())
 
     @property
     def source(self) -> EventSource:
-        """Where routers connect to."""
+        """Return the endpoints that routers connect to."""
         return self._source
 
     def publish(self, batch: KvBatch) -> None:
-        """Send a batch; one that is too large for a router to read goes in parts."""
+        """Send a batch, in parts when it exceeds the largest message that routers read."""
         topic = worker_topic(batch.rank.worker_id) + BATCH
         max_bytes = BATCH_MAX_BYTES - TOPIC_BYTES
         for frame, _ in encode_parts(batch, max_bytes=max_bytes):
@@ -86,7 +85,7 @@ class ZmqEventPublisher:
                 self._drops.add(1, "ZeroMQ did not take it")
 
     async def close(self) -> None:
-        """Publish and answer nothing any more."""
+        """Stop publishing and answering."""
         self._loads.close()
         self._drops.close()
         self._questions.close()
@@ -118,9 +117,9 @@ class ZmqEventPublisher:
         try:
             self._answers.send_multipart([router, number, answer], zmq.NOBLOCK)
         except zmq.Again:
-            return  # the router does not read; it gives up by its own clock
+            return  # the router does not read; its own timeout ends the question
         finally:
-            self._questions.look()
+            self._questions.schedule()
 
 
 def _listen(

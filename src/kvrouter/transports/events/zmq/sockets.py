@@ -1,4 +1,4 @@
-"""What both ends of ZeroMQ share: topics, keys from the token, sockets on the event loop."""
+"""Shared parts of both ends over ZeroMQ: topics, keys from the token, sockets on the event loop."""
 
 import asyncio
 import hashlib
@@ -8,17 +8,17 @@ import zmq
 from zmq.utils import z85
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.transports.events.wire import VERSION
+from kvrouter.transports.events.encoding import VERSION
 
 BATCH, LOAD = b"b", b"l"
 WORKER_BYTES = 8
 TOPIC_BYTES = 1 + WORKER_BYTES + 1
 
 MESSAGES_MAX = 4_096
-"""How many messages wait for one peer that does not take them; then they are dropped."""
+"""Messages that wait for a slow peer before further ones are dropped."""
 
 MESSAGES_PER_TURN = 64
-"""How many messages are read before the event loop turns to others: about a millisecond of work."""
+"""Messages read before the event loop runs other tasks: about a millisecond of work."""
 
 HANDSHAKE_MAX_MS = 5_000
 HEARTBEAT_MS = 5_000
@@ -28,26 +28,26 @@ RECONNECT_MAX_MS = 5_000
 
 
 MESSAGES_PER_SOCKET = 16
-"""How many of those come from one socket before the others have their turn."""
+"""Messages read from one socket before the other sockets."""
 
 
 def worker_topic(worker_id: WorkerId) -> bytes:
-    """Return what every message of the worker begins with; one byte for its kind follows."""
+    """Return the prefix of every message of the worker; a byte for its kind follows."""
     return bytes([VERSION]) + worker_id.to_bytes(WORKER_BYTES, "big")
 
 
 def topic_of(message: bytes) -> tuple[int, bytes]:
-    """Return whose topic a message of a followed worker came by, and its kind."""
+    """Return the worker id and the kind of a message."""
     worker_id = int.from_bytes(message[1 : 1 + WORKER_BYTES], "big")
     return worker_id, message[TOPIC_BYTES - 1 : TOPIC_BYTES]
 
 
 class TokenKeys:
-    """CURVE keys of both ends, all from the shared token.
+    """CURVE keys of both ends, derived from the shared token.
 
-    A client can only begin a handshake when it knows the server's public key, which never travels: a client
-    that does not have the token is refused before any of its frames is read, and reads none. Deriving takes
-    long on purpose, because a handshake that was overheard allows to try tokens.
+    A client can begin a handshake only with the server's public key, which is never sent: a client without
+    the token is refused before any of its frames is read. The derivation is slow on purpose, because a
+    recorded handshake allows to try tokens offline.
     """
 
     def __init__(self, token: str) -> None:
@@ -55,12 +55,12 @@ class TokenKeys:
         self._client = _secret_key(token, b"kvrouter events client")
 
     def serve(self, socket: "zmq.Socket[bytes]") -> None:
-        """Let only clients with the token in."""
+        """Configure a server socket: only clients with the token connect."""
         socket.curve_server = True
         socket.curve_secretkey = self._server
 
     def join(self, socket: "zmq.Socket[bytes]") -> None:
-        """Connect only to servers with the token."""
+        """Configure a client socket: it connects only to servers with the token."""
         socket.curve_serverkey = zmq.curve_public(self._server)
         socket.curve_secretkey = self._client
         socket.curve_publickey = zmq.curve_public(self._client)
@@ -73,7 +73,7 @@ def _secret_key(token: str, purpose: bytes) -> bytes:
 def new_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, message_max_bytes: int
 ) -> "zmq.Socket[bytes]":
-    """Return a socket whose queues and messages have a limit, and that notices a peer that is gone."""
+    """Return a socket with limits on queues and messages, and with heartbeats."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = MESSAGES_MAX
@@ -86,22 +86,22 @@ def new_socket(
     return socket
 
 
-class Turns:
-    """Reads the sockets of one end, on the event loop: so many messages in a turn of it, over all sockets."""
+class ReadScheduler:
+    """Reads the sockets of one end on the event loop, fairly, a limited number of messages per turn."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ready: dict[Inlet, None] = {}
+        self._ready: dict[SocketReader, None] = {}
         self._turn: asyncio.Handle | None = None
 
-    def add(self, inlet: "Inlet") -> None:
-        """Read what the socket has, soon."""
-        self._ready[inlet] = None
+    def add(self, reader: "SocketReader") -> None:
+        """Schedule a socket for reading."""
+        self._ready[reader] = None
         self._schedule()
 
-    def remove(self, inlet: "Inlet") -> None:
-        """Read nothing more of the socket."""
-        self._ready.pop(inlet, None)
+    def remove(self, reader: "SocketReader") -> None:
+        """Remove a socket."""
+        self._ready.pop(reader, None)
 
     def _schedule(self) -> None:
         if self._turn is None and self._ready:
@@ -112,42 +112,42 @@ class Turns:
         left = MESSAGES_PER_TURN
         try:
             while left > 0 and self._ready:
-                inlet = next(iter(self._ready))
-                del self._ready[inlet]
+                reader = next(iter(self._ready))
+                del self._ready[reader]
                 left -= 1
                 for _ in range(MESSAGES_PER_SOCKET):
-                    if not inlet.read_one():
+                    if not reader.read_one():
                         break
                     left -= 1
                 else:
-                    self._ready[inlet] = None
+                    self._ready[reader] = None
         finally:
             self._schedule()
 
 
-class Inlet:
-    """Hands every message that arrives on a socket to ``on_message``, when ``turns`` has its turn.
+class SocketReader:
+    """Passes every message of a socket to ``on_message``, when ``scheduler`` schedules it.
 
-    ZeroMQ notifies of arrivals once, and any other call on the socket may consume the notification: call
-    :meth:`look` after each.
+    ZeroMQ signals arrivals once, and any other call on the socket may consume the signal: call
+    :meth:`schedule` after each.
     """
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None], turns: Turns
+        self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None], scheduler: ReadScheduler
     ) -> None:
         self._socket = socket
         self._on_message = on_message
-        self._turns = turns
+        self._scheduler = scheduler
         self._fd = socket.fileno()
-        asyncio.get_running_loop().add_reader(self._fd, self.look)
-        self.look()
+        asyncio.get_running_loop().add_reader(self._fd, self.schedule)
+        self.schedule()
 
-    def look(self) -> None:
-        """Read what is there, soon."""
-        self._turns.add(self)
+    def schedule(self) -> None:
+        """Schedule the socket for reading."""
+        self._scheduler.add(self)
 
     def read_one(self) -> bool:
-        """Hand over one message; False when there is none, or the socket is closed."""
+        """Pass on one message; return False when there is none, or the socket is closed."""
         if self._socket.closed:
             return False
         try:
@@ -157,12 +157,12 @@ class Inlet:
         try:
             self._on_message(message)
         except BaseException:
-            self.look()  # the notification of what follows may be consumed
+            self.schedule()  # the signal of the next message may be consumed
             raise
         return not self._socket.closed
 
     def close(self) -> None:
-        """Read nothing any more, and close the socket."""
-        self._turns.remove(self)
+        """Stop reading, and close the socket."""
+        self._scheduler.remove(self)
         asyncio.get_running_loop().remove_reader(self._fd)
         self._socket.close(linger=0)

@@ -1,6 +1,6 @@
-"""The router's end of ZeroMQ: for each worker process a socket for events and one for recovery.
+"""The router's end over ZeroMQ: for each worker process a socket for events and one for recovery.
 
-A process is heard on a socket of its own, so that it speaks for nobody but the workers whose cards name it.
+Each process has its own socket: its messages count only for workers with its endpoint on their card.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventTransport, WorkerCard
+from kvrouter.transports.events.encoding import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
     ForeignRank,
@@ -23,56 +24,57 @@ from kvrouter.transports.events.port import (
 )
 from kvrouter.transports.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
 from kvrouter.transports.events.sinks import EventSinks
-from kvrouter.transports.events.wire import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.transports.events.zmq.sockets import (
     BATCH,
     LOAD,
     TOPIC_BYTES,
-    Inlet,
+    ReadScheduler,
+    SocketReader,
     TokenKeys,
-    Turns,
     new_socket,
     topic_of,
     worker_topic,
 )
 
 ANSWER_MAX_BYTES = 2 * 1024 * 1024
-"""The largest frame of an answer that is read."""
+"""The largest answer frame that is read."""
 
 NUMBER_BYTES = 8
 
 SOCKETS_MAX = 32_768
-"""Two for each worker process that one router hears, with a few to spare; libzmq's own limit is 1,023."""
+"""Two sockets for each worker process, with a few to spare; libzmq's default is 1,023."""
 
 
 class _Questions:
-    """The questions to one worker process: each has a number, and its answer carries that number back."""
+    """Questions to one worker process: each has a number, which its answer repeats."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_malformed: MalformedSink, turns: Turns) -> None:
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", on_malformed: MalformedSink, scheduler: ReadScheduler
+    ) -> None:
         self.followers = 0
         self._socket = socket
         self._on_malformed = on_malformed
         self._numbers = count()
         self._open: dict[bytes, asyncio.Future[bytes | None]] = {}
-        self._inlet = Inlet(socket, self._answered, turns)
+        self._reader = SocketReader(socket, self._answered, scheduler)
 
     async def ask(self, question: bytes) -> bytes | None:
-        """Return the answer; None when it is certain that none will come."""
+        """Return the answer; None when it is certain that there will be none."""
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
         future = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._socket.send_multipart([number, question], zmq.NOBLOCK)
-            self._inlet.look()
+            self._reader.schedule()
             answer: bytes | None = await future
             return answer
-        except zmq.ZMQError:  # no room for more questions to a process that does not answer, or closed
+        except zmq.ZMQError:  # the queue to a silent process is full, or the socket is closed
             return None
         finally:
             del self._open[number]
 
     def close(self) -> None:
-        """Ask nothing any more; open questions have no answer."""
-        self._inlet.close()
+        """Close the socket; open questions return None."""
+        self._reader.close()
         for future in self._open.values():
             if not future.done():
                 future.set_result(None)
@@ -86,22 +88,22 @@ class _Questions:
             future.set_result(frames[1])
 
 
-class _Heard:
-    """What one worker process publishes, for the workers that are followed there."""
+class _EventSocket:
+    """The event socket to one worker process, with the topics of its followed workers."""
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", on_message: Callable[[bytes], None], turns: Turns
+        self, socket: "zmq.Socket[bytes]", on_message: Callable[[bytes], None], scheduler: ReadScheduler
     ) -> None:
         self.topics: Counter[bytes] = Counter()
         self._socket = socket
-        self._inlet = Inlet(socket, lambda frames: on_message(frames[0]), turns)
+        self._reader = SocketReader(socket, lambda frames: on_message(frames[0]), scheduler)
 
     def follow(self, topic: bytes) -> None:
-        """Hear the worker from now on."""
+        """Subscribe to the worker's topic."""
         self.topics[topic] += 1
         if self.topics[topic] == 1:
             self._socket.subscribe(topic)
-            self._inlet.look()
+            self._reader.schedule()
 
     def unfollow(self, topic: bytes) -> None:
         """Take back one :meth:`follow`."""
@@ -109,18 +111,18 @@ class _Heard:
         if not self.topics[topic]:
             del self.topics[topic]
             self._socket.unsubscribe(topic)
-            self._inlet.look()
+            self._reader.schedule()
 
     def close(self) -> None:
-        """Hear nothing any more."""
-        self._inlet.close()
+        """Close the socket."""
+        self._reader.close()
 
 
 class ZmqEventSubscriber(EventSinks):
-    """Hears the workers that it follows, and asks them. Make it on the event loop.
+    """Subscribes to followed workers, and asks them. Create it on the event loop.
 
-    ``token`` must be that of the workers. A connection that breaks is made again by itself; what was missed
-    meanwhile shows as a gap at the latest with a worker's next heartbeat.
+    ``token`` must be that of the workers. ZeroMQ reconnects by itself; missed events leave a gap, which shows
+    at the latest with a worker's next heartbeat.
     """
 
     def __init__(
@@ -139,29 +141,29 @@ class ZmqEventSubscriber(EventSinks):
         self._keys = None if token is None else TokenKeys(token)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, sockets_max)
-        self._turns = Turns()
-        self._heard: dict[str, _Heard] = {}
+        self._scheduler = ReadScheduler()
+        self._event_sockets: dict[str, _EventSocket] = {}
         self._is_closed = False
         self._questions: dict[str, _Questions] = {}
-        self._asked_at: dict[WorkerId, str] = {}
+        self._recovery_endpoints: dict[WorkerId, str] = {}
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Connect to the worker; return the function that ends it.
 
-        Raises ConfigError when its card does not say where to.
+        Raises ConfigError when its card has no endpoints.
         """
         source, worker_id = card.event_source, card.worker_id
         if source.transport is not EventTransport.ZMQ or not source.events or not source.recovery:
             raise ConfigError(
                 f"event_source: worker {worker_id} names no endpoints to connect to", param="event_source"
             )
-        self._begin_hearing(source.events, worker_topic(worker_id))
+        self._subscribe_events(source.events, worker_topic(worker_id))
         try:
             self._begin_questions(source.recovery)
         except ConfigError:
-            self._end_hearing(source.events, worker_topic(worker_id))
+            self._unsubscribe_events(source.events, worker_topic(worker_id))
             raise
-        self._asked_at[worker_id] = source.recovery
+        self._recovery_endpoints[worker_id] = source.recovery
         is_over = False
 
         def end() -> None:
@@ -174,14 +176,14 @@ class ZmqEventSubscriber(EventSinks):
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        """Return the events ``first`` to ``last``; None when they are gone, or the worker does not answer."""
         questions = self._questions_to(rank)
         if questions is None:
             return None
         return await recover_range(questions.ask, rank, first, last, timeout_s=self._answer_timeout_s)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """The rank's whole state, or None when its worker does not answer."""
+        """Return the rank's state, or None when its worker does not answer."""
         questions = self._questions_to(rank)
         if questions is None:
             return None
@@ -190,11 +192,11 @@ class ZmqEventSubscriber(EventSinks):
         )
 
     async def close(self) -> None:
-        """Hear and ask nothing any more."""
+        """Close all sockets."""
         self._is_closed = True
-        for heard in self._heard.values():
-            heard.close()
-        self._heard.clear()
+        for event_socket in self._event_sockets.values():
+            event_socket.close()
+        self._event_sockets.clear()
         for questions in self._questions.values():
             questions.close()
         self._questions.clear()
@@ -209,7 +211,7 @@ class ZmqEventSubscriber(EventSinks):
         return socket
 
     def _connected(self, kind: int, endpoint: str, message_max_bytes: int) -> "zmq.Socket[bytes]":
-        """Return a socket that is connected to the worker process; raise ConfigError."""
+        """Return a socket connected to the worker process; raise ConfigError."""
         try:
             socket = self._new_socket(kind, message_max_bytes)
         except zmq.ZMQError as error:  # no more sockets, or no more open files
@@ -223,41 +225,43 @@ class ZmqEventSubscriber(EventSinks):
             raise ConfigError(f"event_source: {endpoint!r}: {error}", param="event_source") from None
         return socket
 
-    def _begin_hearing(self, endpoint: str, topic: bytes) -> None:
-        heard = self._heard.get(endpoint)
-        if heard is None:
+    def _subscribe_events(self, endpoint: str, topic: bytes) -> None:
+        event_socket = self._event_sockets.get(endpoint)
+        if event_socket is None:
             socket = self._connected(zmq.SUB, endpoint, BATCH_MAX_BYTES)
-            heard = self._heard[endpoint] = _Heard(socket, self._arrived, self._turns)
-        heard.follow(topic)
+            event_socket = self._event_sockets[endpoint] = _EventSocket(
+                socket, self._arrived, self._scheduler
+            )
+        event_socket.follow(topic)
 
-    def _end_hearing(self, endpoint: str, topic: bytes) -> None:
-        heard = self._heard[endpoint]
-        heard.unfollow(topic)
-        if not heard.topics:
-            del self._heard[endpoint]
-            heard.close()
+    def _unsubscribe_events(self, endpoint: str, topic: bytes) -> None:
+        event_socket = self._event_sockets[endpoint]
+        event_socket.unfollow(topic)
+        if not event_socket.topics:
+            del self._event_sockets[endpoint]
+            event_socket.close()
 
     def _begin_questions(self, endpoint: str) -> None:
         questions = self._questions.get(endpoint)
         if questions is None:
             socket = self._connected(zmq.DEALER, endpoint, ANSWER_MAX_BYTES)
-            questions = self._questions[endpoint] = _Questions(socket, self._on_malformed, self._turns)
+            questions = self._questions[endpoint] = _Questions(socket, self._on_malformed, self._scheduler)
         questions.followers += 1
 
     def _unfollow(self, card: WorkerCard) -> None:
         source, topic = card.event_source, worker_topic(card.worker_id)
-        self._end_hearing(source.events, topic)
+        self._unsubscribe_events(source.events, topic)
         questions = self._questions[source.recovery]
         questions.followers -= 1
         if not questions.followers:
             del self._questions[source.recovery]
             questions.close()
-        is_followed = any(topic in heard.topics for heard in self._heard.values())
-        if not is_followed and self._asked_at.get(card.worker_id) == source.recovery:
-            del self._asked_at[card.worker_id]
+        is_followed = any(topic in event_socket.topics for event_socket in self._event_sockets.values())
+        if not is_followed and self._recovery_endpoints.get(card.worker_id) == source.recovery:
+            del self._recovery_endpoints[card.worker_id]
 
     def _questions_to(self, rank: WorkerRank) -> _Questions | None:
-        endpoint = self._asked_at.get(rank.worker_id)
+        endpoint = self._recovery_endpoints.get(rank.worker_id)
         return None if endpoint is None else self._questions.get(endpoint)
 
     def _arrived(self, message: bytes) -> None:
@@ -267,11 +271,11 @@ class ZmqEventSubscriber(EventSinks):
             if kind == BATCH:
                 batch = decode_batch(body)
                 _check_speaker(batch.rank, worker_id)
-                self._hand(batch)
+                self._deliver(batch)
             elif kind == LOAD:
                 report = decode_load(body)
                 _check_speaker(report.rank, worker_id)
-                self._hand_load(report)
+                self._deliver_load(report)
             else:
                 raise ProtocolError(f"topic: unknown kind {kind!r}", param="topic")
         except ForeignRank as error:

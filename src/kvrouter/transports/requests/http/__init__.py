@@ -1,4 +1,4 @@
-"""Requests over HTTP/1.1: a leg is one POST whose answer streams.
+"""Requests over HTTP/1.1: a leg is one POST with a streamed answer.
 
 ======  ==========================================  =========================================================
 method  path                                        what
@@ -11,15 +11,15 @@ GET     ``/health``                                 204: the listener answers; f
 ======  ==========================================  =========================================================
 
 Every request but the last has ``authorization: Bearer <token>`` and ``x-kvrouter-router: <router>``, and a
-POST has ``x-kvrouter-leg: <n>``. A router asks for the health of every worker that runs legs for it: a worker
-that does not hear a router any more cancels its legs.
+POST has ``x-kvrouter-leg: <n>``. A router polls the health of every worker that runs legs for it; a worker
+cancels the legs of a router whose polls stop.
 
-Back-pressure is TCP's own: both ends keep their buffers small, so that a reader that stops reading stops its
-producer, and nobody else's, for every leg has a connection while it runs.
+Back-pressure is TCP's own: both ends keep their buffers small, and every leg has its own connection while it
+runs, so that a reader that stops reading stops its own producer only.
 """
 
 from kvrouter.transports.requests.http.acceptor import HttpRequestAcceptor
 from kvrouter.transports.requests.http.connections import CONNECTIONS_MAX
-from kvrouter.transports.requests.http.plane import HttpRequestPlane
+from kvrouter.transports.requests.http.transport import HttpRequestTransport
 
-__all__ = ["CONNECTIONS_MAX", "HttpRequestAcceptor", "HttpRequestPlane"]
+__all__ = ["CONNECTIONS_MAX", "HttpRequestAcceptor", "HttpRequestTransport"]

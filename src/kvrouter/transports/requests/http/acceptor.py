@@ -13,7 +13,7 @@ from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, Pro
 from kvrouter.core.hosts import advertised_host, bracketed
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
-from kvrouter.transports.background import go_on, tick
+from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.listener import NO_DESCRIPTOR, TcpServer
 from kvrouter.transports.requests.http.connections import (
     HttpConnections,
@@ -41,23 +41,23 @@ from kvrouter.transports.requests.stream import (
 from kvrouter.transports.requests.worker_session import WORKER_LIMITS, WorkerLimits
 
 BODIES_MAX_BYTES = 512 * 1024 * 1024
-"""Requests that are being read, over all connections; one more is refused as WorkerFull."""
+"""Bytes of requests being read, over all connections; a further request is refused as WorkerFull."""
 
 BODY_WITHIN_S = 30.0
 """How long the body of a request may take to arrive."""
 
 CUT_OFF_S = 0.05
-"""How long idle connections are waited for when the listener closes."""
+"""How long closing the listener waits for idle connections."""
 
 GOODBYE_S = 1.0
-"""How long the readers of a listener that closes have to hear of it."""
+"""How long closing the listener waits for routers to read the end of their answers."""
 
 SEND_BUFFER_BYTES = 16 * 1024
-"""What waits for one reader, in the kernel and above it: small, so that a slow reader is felt soon."""
+"""Bytes buffered for one reader, in the kernel and in the process: few, so that back-pressure is quick."""
 
 
 class _Answer:
-    """One leg's answer: nothing, or a refusal, or a stream of frames."""
+    """The HTTP response of one leg: a refusal or a stream of frames."""
 
     def __init__(self, request: web.BaseRequest) -> None:
         self._request = request
@@ -84,11 +84,11 @@ class _Answer:
             raise RouterGone from error
 
     def take(self, _chunk: EngineChunk) -> bool:
-        """A write is always awaited."""
+        """Return False: a write is always awaited."""
         return False
 
     async def send(self, chunk: EngineChunk) -> None:
-        """Send; return once there is room for another."""
+        """Send a chunk; return once there is room for another."""
         response = self._response()
         self._sent_s = self._loop.time()
         try:
@@ -98,7 +98,7 @@ class _Answer:
             raise RouterGone from error
 
     async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
-        """Send, and end the answer."""
+        """Send the last chunk and end the response."""
         response = self._response()
         self._is_over = True
         over()
@@ -108,7 +108,7 @@ class _Answer:
             raise RouterGone from error
 
     async def end(self, error: Exception) -> None:
-        """Refuse, or end the stream with what went wrong."""
+        """Send a refusal, or end the stream with an error frame."""
         refusal = refusal_of(error)
         if self.response is None:
             status = error.status_hint if isinstance(error, KvrouterError) else 502
@@ -126,7 +126,7 @@ class _Answer:
         return self.response
 
     async def beat(self, silent_for_s: float) -> None:
-        """Give a sign of life when nothing else was sent for a while and nothing waits to be read."""
+        """Send a heartbeat when nothing was sent for ``silent_for_s`` and no bytes wait to be read."""
         transport = self._request.transport
         response = self.response
         now_s = self._loop.time()
@@ -142,7 +142,7 @@ class _Answer:
 
 
 class _Refused(Exception):
-    """A request that is answered with an error, and the status of that answer."""
+    """A request that gets an error response with ``status``."""
 
     def __init__(self, status: int, error: KvrouterError) -> None:
         super().__init__(error.message)
@@ -153,9 +153,9 @@ class _Refused(Exception):
 class HttpRequestAcceptor:
     """A listener that serves any number of workers of this process.
 
-    ``advertise_host`` is what routers connect to: by default ``host``. Port 0 takes a free one.
-    ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. Of
-    ``limits`` those of one router say nothing here: a leg has a connection of its own.
+    ``advertise_host`` is the host that routers connect to, by default ``host``. Port 0 takes a free one.
+    ``on_refused`` is called with the reason when a peer without the token or with a protocol error is
+    refused. The limits per router in ``limits`` do not apply: each leg has its own connection.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class HttpRequestAcceptor:
         self._advertise_host = advertised_host(host, advertise_host)
         self._limits = limits
         self._on_refused = on_refused
-        self._places: dict[str, LegServer] = {}
+        self._leg_servers: dict[str, LegServer] = {}
         self._answers: set[_Answer] = set()
         self._reading_bytes = 0
         self._clock = AwakeClock(limits.heartbeat_s / 2)
@@ -200,47 +200,47 @@ class HttpRequestAcceptor:
             self._port = await self._server.start(self._host, self._port)
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
-        self._beating = go_on(self._beat(), name="requests: look after routers")
+        self._beating = spawn(self._beat(), name="requests: look after routers")
 
     async def close(self) -> None:
-        """Listen no longer; every worker leaves, and every connection is closed."""
-        places = tuple(self._places.values())
-        for place in places:
-            place.leave("the listener was closed")
+        """Stop listening; every worker leaves, and every connection is closed."""
+        leg_servers = tuple(self._leg_servers.values())
+        for leg_server in leg_servers:
+            leg_server.leave("the listener was closed")
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
-        self._connections.take_no_more()
+        self._connections.stop_accepting()
         self._server.close()
         await self._server.wait_closed()
-        await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))
+        await asyncio.gather(*(leg_server.wait_idle(GOODBYE_S) for leg_server in leg_servers))
         await self._connections.shutdown(CUT_OFF_S)
 
     def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
-        """Return what the card of a worker served here says. The listener must have started."""
+        """Return the address for the card of a worker served here. The listener must have started."""
         scheme = "http" if self._ssl is None else "https"
         return f"{scheme}://{bracketed(self._advertise_host)}:{self._port}/{worker_id}/{incarnation}"
 
     def serve(self, address: str, server: RequestServer) -> LegServer:
-        """Make ``server`` reachable under an address that :meth:`address_of` gave, until it leaves."""
+        """Make ``server`` reachable under an address from :meth:`address_of`, until it leaves."""
         path = "/" + "/".join(address.split("/")[3:])
-        if path in self._places:
+        if path in self._leg_servers:
             raise ConfigError(f"{address} is served already", param="address")
 
         def forget(_why: str) -> None:
-            self._places.pop(path, None)
+            self._leg_servers.pop(path, None)
 
-        place = self._places[path] = LegServer(address, server, self._clock, forget)
-        return place
+        leg_server = self._leg_servers[path] = LegServer(address, server, self._clock, forget)
+        return leg_server
 
     async def _beat(self) -> None:
-        """Show that this worker lives, and find out which routers and strangers do not."""
+        """Send heartbeats, and find dead routers and unauthenticated connections."""
         while True:
             await tick(self._clock)
             for answer in tuple(self._answers):
                 await answer.beat(self._limits.heartbeat_s)
-            for place in tuple(self._places.values()):
-                place.cancel_silent(self._limits.dead_after_s)
+            for leg_server in tuple(self._leg_servers.values()):
+                leg_server.cancel_silent(self._limits.dead_after_s)
             self._connections.close_unauthenticated()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -249,7 +249,7 @@ class HttpRequestAcceptor:
         try:
             return await self._answer_to(request)
         except _Refused as refused:
-            # The connection ends with the answer: what follows is never read.
+            # The connection ends with the response: later requests on it are never read.
             self._on_refused(f"{request.remote}: {refused.error.message}")
             body = encode_refusal(refusal_of(refused.error))
             return last_answer(web.Response(status=refused.status, body=body, content_type=MSGPACK))
@@ -266,32 +266,34 @@ class HttpRequestAcceptor:
             return self._health("/" + "/".join(rest), router)
         if root != "v1" or rest[:1] != ["legs"] or not router:
             raise _Refused(404, ProtocolError(f"{request.path}: no such path", param="path"))
-        place = self._places.get("/" + "/".join(rest[1:3]))
-        if place is None:
+        leg_server = self._leg_servers.get("/" + "/".join(rest[1:3]))
+        if leg_server is None:
             raise _Refused(404, WorkerUnreachable(f"nobody serves {request.path} here"))
         number = rest[3] if len(rest) > 3 else request.headers.get(LEG_HEADER, "")
         if not number.isdecimal():
             raise _Refused(400, ProtocolError(f"{number!r} is no leg", param="leg"))
         name = LegName(router, int(number))
         if (request.method, len(rest)) == ("DELETE", 4):
-            return await self._cancel(place, name, request)
+            return await self._cancel(leg_server, name, request)
         if (request.method, len(rest)) == ("POST", 3):
-            return await self._leg(place, name, request)
+            return await self._leg(leg_server, name, request)
         raise _Refused(405, ProtocolError(f"{request.method}: not here", param="method"))
 
     def _health(self, path: str, router: str) -> web.Response:
-        place = self._places.get(path)
-        if place is None:
+        leg_server = self._leg_servers.get(path)
+        if leg_server is None:
             return web.Response(status=404)
-        place.hear(router)
+        leg_server.mark_alive(router)
         return web.Response(status=204)
 
-    async def _cancel(self, place: LegServer, name: LegName, request: web.BaseRequest) -> web.Response:
+    async def _cancel(self, leg_server: LegServer, name: LegName, request: web.BaseRequest) -> web.Response:
         body = await self._body(request, REASON_MAX_BYTES, "reason")
-        place.cancel(name, body.decode("utf-8", "replace"))
+        leg_server.cancel(name, body.decode("utf-8", "replace"))
         return web.Response(status=204)
 
-    async def _leg(self, place: LegServer, name: LegName, request: web.BaseRequest) -> web.StreamResponse:
+    async def _leg(
+        self, leg_server: LegServer, name: LegName, request: web.BaseRequest
+    ) -> web.StreamResponse:
         try:
             decoded = decode_request(await self._body(request, REQUEST_MAX_BYTES, "token_ids"))
         except ProtocolError as error:
@@ -299,13 +301,13 @@ class HttpRequestAcceptor:
         answer = _Answer(request)
         self._answers.add(answer)
         try:
-            await place.run(name, decoded, answer)
+            await leg_server.run(name, decoded, answer)
         finally:
             self._answers.discard(answer)
         return answer.response or web.Response(status=502)
 
     async def _body(self, request: web.BaseRequest, max_bytes: int, param: str) -> bytes:
-        """Check the size, then read, in bounded time and memory."""
+        """Check the size, then read the body, in bounded time and memory."""
         n_bytes = request.content_length
         if n_bytes is None:
             raise _Refused(411, ProtocolError("no content-length", param="content-length"))

@@ -1,4 +1,4 @@
-"""Connections of an HTTP listener between processes, and those not yet authenticated."""
+"""The connections of an HTTP listener between processes, unauthenticated ones included."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,14 +9,14 @@ from kvrouter.core.clock import AwakeClock
 from kvrouter.transports.listener import Connections, ListenerLimits
 
 CONNECTIONS_MAX = 20_000
-"""Connections of one listener that showed the token."""
+"""Authenticated connections of one listener."""
 
 IDLE_S = 75.0
-"""How long a connection is kept from one request to the next; routers close theirs sooner."""
+"""How long a connection is kept between two requests; routers close theirs sooner."""
 
 
 class HttpConnections(web.Server):
-    """Every connection of a listener. One is unauthenticated until a request on it showed the token."""
+    """The connections of a listener. One is unauthenticated until a request on it carries the token."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class HttpConnections(web.Server):
         self._is_closed = False
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Keep it for a while, unless the listener was closed meanwhile."""
+        """Add the connection, unless the listener was closed meanwhile."""
         super().connection_made(handler, transport)
         if self._is_closed:
             transport.abort()
@@ -43,7 +43,7 @@ class HttpConnections(web.Server):
         self.open.add(handler, now_s=self._clock.now_s)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget it."""
+        """Forget the connection."""
         super().connection_lost(handler, exc)
         self.open.discard(handler)
 
@@ -52,19 +52,19 @@ class HttpConnections(web.Server):
         for connection in self.open.older_than(self._clock.now_s - self._hello_within_s):
             connection.force_close()
 
-    def take_no_more(self) -> None:
-        """Abort whatever is connected from now on."""
+    def stop_accepting(self) -> None:
+        """Abort every further connection."""
         self._is_closed = True
 
 
 def last_answer(response: web.Response) -> web.Response:
-    """Return ``response``, which ends its connection: what follows there is never read."""
+    """Return ``response``, marked to close its connection: later requests on it are never read."""
     response.force_close()
     return response
 
 
 def service_unavailable(content_type: str, body: bytes) -> bytes:
-    """Return a whole answer with the status 503, for a connection that no server can take."""
+    """Return a complete response with the status 503, for a connection that cannot be served."""
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
         f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"

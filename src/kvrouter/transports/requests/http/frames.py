@@ -1,11 +1,11 @@
-"""Frames of an answer over HTTP: length, kind, msgpack.
+"""Frames of a response over HTTP: length, kind, msgpack.
 
 ======  ===========================================
 ``c``   an EngineChunk
 ``e``   an error: the leg is lost; the last frame
 ======  ===========================================
 
-A frame of length 0 is a sign of life.
+A frame of length 0 is a heartbeat.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk
 from kvrouter.transports.requests.stream import (
     CHUNKS_MAX_BYTES,
-    WireError,
+    ErrorMessage,
     decode_chunk,
     decode_refusal,
     encode_chunk,
@@ -43,8 +43,8 @@ def chunk_frame(chunk: EngineChunk) -> bytes:
     return _frame(b"c", encode_chunk(chunk))
 
 
-def failure_frame(refusal: WireError) -> bytes:
-    """Return the frame that ends a lost leg."""
+def failure_frame(refusal: ErrorMessage) -> bytes:
+    """Return the frame that ends a leg with an error."""
     return _frame(b"e", encode_refusal(refusal))
 
 
@@ -53,13 +53,13 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
 
 
 class HttpFrameReader:
-    """Cuts what arrives into frames; knows nothing of sockets."""
+    """Splits received bytes into frames; does no I/O."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, received: bytes) -> Iterator[EngineChunk | WireError]:
-        """Yield what is complete; signs of life yield nothing. Raises ProtocolError."""
+    def feed(self, received: bytes) -> Iterator[EngineChunk | ErrorMessage]:
+        """Yield the complete frames, decoded; heartbeats yield nothing. Raises ProtocolError."""
         received = self._rest + received if self._rest else received
         self._rest = b""
         at = 0
@@ -76,7 +76,7 @@ class HttpFrameReader:
         self._rest = received[at:]
 
 
-def _item(frame: memoryview) -> EngineChunk | WireError:
+def _item(frame: memoryview) -> EngineChunk | ErrorMessage:
     if frame[0] == _CHUNK:
         return decode_chunk(frame[1:])
     if frame[0] == _FAILURE:

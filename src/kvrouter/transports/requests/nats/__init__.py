@@ -1,20 +1,20 @@
 """Requests over NATS: the session of :mod:`kvrouter.transports.requests.session` over messages.
 
 =============================================================  ===============================================
-subject                                                        who listens
+subject                                                        subscriber
 =============================================================  ===============================================
-``kvrouter.<namespace>.requests.2.<worker id>.<incarnation>``  a worker: what routers say, in order
-``kvrouter.<namespace>.answers.<router>.<link>``               a router: the answers of one worker, a session
+``kvrouter.<namespace>.requests.2.<worker id>.<incarnation>``  a worker: the messages of routers, in order
+``kvrouter.<namespace>.answers.<router>.<link>``               a router: the messages of one session
 =============================================================  ===============================================
 
-Every message begins with a proof that its sender knows the token, and carries what its sender had to say in
-one turn of its loop, of all legs. What is longer than a message comes in several.
+Every message begins with a MAC by the shared token, and carries what its sender's session sent in one turn of
+the event loop, of all legs, split where it exceeds the largest message.
 
-NATS delivers at most once: messages are counted, and one that is missing ends its session. So a session is as
-good as one over tcp: what it says arrives in order, or it is over.
+NATS delivers at most once: messages are counted, and a missing one ends its session. So a session gives the
+same guarantee as over tcp: its messages arrive in order, or it ends.
 """
 
 from kvrouter.transports.requests.nats.acceptor import NatsRequestAcceptor
-from kvrouter.transports.requests.nats.plane import NatsRequestPlane
+from kvrouter.transports.requests.nats.transport import NatsRequestTransport
 
-__all__ = ["NatsRequestAcceptor", "NatsRequestPlane"]
+__all__ = ["NatsRequestAcceptor", "NatsRequestTransport"]

@@ -1,10 +1,10 @@
 """Requests over tcp: one multiplexed connection for each pair of router and worker.
 
-A connection carries a session (:mod:`kvrouter.transports.requests.session`); ``plane`` is the
-router's side and ``acceptor`` the workers'. The bytes are written down in ``docs/wire.md``.
+A connection carries a session (:mod:`kvrouter.transports.requests.session`); ``transport`` is the
+router's end and ``acceptor`` the workers'. ``docs/wire.md`` has the format.
 """
 
 from kvrouter.transports.requests.tcp.acceptor import TcpRequestAcceptor
-from kvrouter.transports.requests.tcp.plane import TcpRequestPlane
+from kvrouter.transports.requests.tcp.transport import TcpRequestTransport
 
-__all__ = ["TcpRequestAcceptor", "TcpRequestPlane"]
+__all__ = ["TcpRequestAcceptor", "TcpRequestTransport"]

@@ -1,4 +1,4 @@
-"""The workers' listener over tcp; several workers of a process share it."""
+"""The workers' listener over tcp, shared by several workers of a process."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import READING_MAX_BYTES
-from kvrouter.transports.requests.tcp.plane import (
+from kvrouter.transports.requests.tcp.transport import (
     CLOSE_WITHIN_S,
     TcpAddress,
     TcpPipe,
@@ -31,9 +31,9 @@ from kvrouter.transports.requests.worker_session import (
 
 
 class Served(NamedTuple):
-    """A worker behind the listener, and the connections that routers have to it."""
+    """A worker behind the listener, and its connections from routers."""
 
-    place: LegServer
+    leg_server: LegServer
     pipes: "set[WorkerPipe]"
 
 
@@ -50,12 +50,12 @@ class WorkerPipe(TcpPipe):
             worker_hello=WorkerHello(secret, new_nonce(), self._admit),
             wake=self.wake,
             on_refused=self._refused,
-            on_mistake=self._mistaken,
+            on_mistake=self._report_mistake,
             budget=acceptor.reading,
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet, and wait for a hello."""
+        """Send the greeting, and wait for a hello."""
         super().connection_made(transport)
         within_s = self._acceptor.limits.hello_within_s
         late = f"no hello within {within_s:g} s"
@@ -63,31 +63,31 @@ class WorkerPipe(TcpPipe):
         self._acceptor.arrived(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, whichever end closed it."""
+        """Handle the end of the connection, whichever end closed it."""
         self._end_hello_timer()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """More bytes wait for the router than should."""
-        self.session.choke()
+        """Pause the legs: too many bytes wait for the router."""
+        self.session.pause()
 
     def resume_writing(self) -> None:
-        """The router has read on."""
-        self.session.go_on()
+        """Resume the legs: the router has read."""
+        self.session.resume()
 
-    def _admit(self, said: Hello) -> SessionLegs | str:
+    def _admit(self, hello: Hello) -> SessionLegs | str:
         self._end_hello_timer()
-        served = self._acceptor.served_by(said.worker_id, said.incarnation)
+        served = self._acceptor.served_by(hello.worker_id, hello.incarnation)
         if not self._acceptor.connections.admit(self):
             refusal = f"{self._acceptor.limits.connections_max} connections are open"
             self._refused(refusal)
             return refusal
         if served is None:
-            return f"worker {said.worker_id}/{said.incarnation} is not served here"
+            return f"worker {hello.worker_id}/{hello.incarnation} is not served here"
         served.pipes.add(self)
         self.lost.add_done_callback(lambda _: served.pipes.discard(self))
-        router = said.nonce.hex()  # what its legs are called by: no other connection has it
-        return SessionLegs(served.place, router, self.session)
+        router = hello.nonce.hex()  # unique among connections: names this one's legs
+        return SessionLegs(served.leg_server, router, self.session)
 
     def _end_hello_timer(self) -> None:
         if self._hello_timer is not None:
@@ -96,15 +96,15 @@ class WorkerPipe(TcpPipe):
     def _refused(self, reason: str) -> None:
         self._acceptor.on_refused(f"{self.peer}: {reason}")
 
-    def _mistaken(self, message: str, error: Exception) -> None:
+    def _report_mistake(self, message: str, error: Exception) -> None:
         self.loop.call_exception_handler({"message": message, "exception": error})
 
 
 class TcpRequestAcceptor:
-    """Listens on ``host:port`` (0: any) for routers that know ``token``; ``ssl`` is a server's context.
+    """Listens on ``host:port`` (0: any) for routers with ``token``; ``ssl`` is a server's context.
 
-    ``advertise_host`` is the host that goes into addresses, where it is not ``host``. ``on_refused`` is given
-    a text for every connection that was turned away or did what the protocol does not allow.
+    ``advertise_host`` is the host in addresses, by default ``host``. ``on_refused`` is called with a text for
+    every connection that was refused or made a protocol error.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TcpRequestAcceptor:
         self._secret = Secret(token)
         self.limits = limits
         self.reading = ByteBudget(READING_MAX_BYTES)
-        """What arrived in part of requests, of all routers."""
+        """Bytes of incomplete requests, over all routers."""
         self.on_refused = on_refused
         self._server = TcpServer(
             lambda: WorkerPipe(self, self._secret),
@@ -149,7 +149,7 @@ class TcpRequestAcceptor:
 
     @property
     def port(self) -> int:
-        """The port that is listened on, once started."""
+        """The listening port, once started."""
         return self._port
 
     def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
@@ -171,16 +171,16 @@ class TcpRequestAcceptor:
             for pipe in tuple(pipes):
                 pipe.close(why)
 
-        place = LegServer(address, server, self._clock, leave)
-        self._served[key] = Served(place, pipes)
-        return place
+        leg_server = LegServer(address, server, self._clock, leave)
+        self._served[key] = Served(leg_server, pipes)
+        return leg_server
 
     async def close(self) -> None:
-        """Take no more connections, and close those that are there. Idempotent."""
+        """Stop listening, and close all connections. Idempotent."""
         self._server.close()
         await self._server.wait_closed()
         for served in tuple(self._served.values()):
-            served.place.leave("the worker was stopped")
+            served.leg_server.leave("the worker was stopped")
         lost = [pipe.lost for pipe in self._pipes]
         for pipe in tuple(self._pipes):
             pipe.close("the worker was stopped")
@@ -188,11 +188,11 @@ class TcpRequestAcceptor:
             await asyncio.wait(lost, timeout=2 * CLOSE_WITHIN_S)
 
     def served_by(self, worker_id: WorkerId, incarnation: Epoch) -> Served | None:
-        """Return the worker that is served here under that name."""
+        """Return the worker that is served here under these ids."""
         return self._served.get((worker_id, incarnation))
 
     def arrived(self, pipe: WorkerPipe) -> None:
-        """A connection was made; nobody knows whose."""
+        """Add a new, unauthenticated connection."""
         self._pipes.add(pipe)
         pipe.lost.add_done_callback(lambda _: self._forget(pipe))
         self.connections.add(pipe, now_s=self._clock.now_s)

@@ -1,1 +1,0 @@
-"""Discovery: a port and its adapters."""
