@@ -8,7 +8,7 @@ from kvrouter.core.workers import Role
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.api.status import ComponentStatus, Condition, ConditionStatus, DeploymentStatus
 from kvrouter.operator.cluster_info import ClusterInfo
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.status.available import Registered, Workers
 from kvrouter.operator.status.resolved import RefusedObjects

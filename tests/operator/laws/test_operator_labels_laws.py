@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.operator.labels.binding import backfill_labels, binding_patch
-from kvrouter.operator.labels.level_labels import LevelLabels, Node, Pod, pod_labels
+from kvrouter.operator.labels.level_labels import LevelLabels, pod_labels
+from kvrouter.operator.labels.pods import Node, Pod
 
 KEYS = ("topology.kubernetes.io/zone", "nvidia.com/rack", "a~b/c", "other")
 values = st.sampled_from(("", "a", "b"))

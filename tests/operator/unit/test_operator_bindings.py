@@ -9,7 +9,8 @@ from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, metadata_of
 from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterInfo, Grove
-from kvrouter.operator.labels.level_labels import LevelLabels, Node
+from kvrouter.operator.labels.level_labels import LevelLabels
+from kvrouter.operator.labels.pods import Node
 from kvrouter.operator.reconcile.bindings import (
     KINDS,
     OPERATOR_LABEL,

@@ -13,8 +13,6 @@ from kvrouter.operator.labels.binding import backfill_labels, binding_patch, bin
 from kvrouter.operator.labels.level_labels import (
     NODES_MAX,
     LevelLabels,
-    Node,
-    Pod,
     Source,
     gather_s,
     is_pod_of,
@@ -22,10 +20,9 @@ from kvrouter.operator.labels.level_labels import (
     node_places,
     pod_labels,
     pod_name_stem,
-    read_node,
-    read_pod,
     resolve,
 )
+from kvrouter.operator.labels.pods import Node, Pod, read_node, read_pod
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 
 ZONE = LevelLabels("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")

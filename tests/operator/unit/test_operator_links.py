@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.operator.api.status import LINKS_MAX, DeploymentStatus, LinkStatus
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.status.link_status import MetricsEndpoint, metrics_endpoint, read_links, steadied
 from kvrouter.operator.status.status import deployment_status
 from kvrouter.telemetry import Telemetry

@@ -7,7 +7,7 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.api.status import ConditionStatus
-from kvrouter.operator.labels.level_labels import Pod, read_pod
+from kvrouter.operator.labels.pods import Pod, read_pod
 from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding
 from kvrouter.operator.status.resolved import NOTHING_REFUSED, RefusedObjects
 from kvrouter.operator.status.stalled import PULL_WITHIN_S, Rollout, progress, pull_ends_s, rollout_of

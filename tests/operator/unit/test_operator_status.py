@@ -8,7 +8,7 @@ import pytest
 
 from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus
 from kvrouter.operator.cluster_info import ClusterInfo, Grove
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
 from kvrouter.operator.status.resolved import RefusedObjects, component_status, refused_pods

@@ -4,7 +4,7 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus, DomainStatus
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.status.domains import balance_of
 from kvrouter.operator.status.finding import events_of
 from tests.support.deployments import deployment

@@ -6,7 +6,8 @@ from typing import Any
 from kubernetes.aio.client import ApiClient
 
 from kvrouter.operator.labels.binding import binding_policy
-from kvrouter.operator.labels.level_labels import LevelLabels, Node, node_places
+from kvrouter.operator.labels.level_labels import LevelLabels, node_places
+from kvrouter.operator.labels.pods import Node
 from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONES

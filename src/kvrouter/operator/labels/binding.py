@@ -13,10 +13,9 @@ from kvrouter.operator.labels.level_labels import (
     POD_NAME_END,
     POD_NAME_END_CUT,
     LevelLabels,
-    Node,
-    Pod,
     pod_labels,
 )
+from kvrouter.operator.labels.pods import Node, Pod
 
 API_VERSION = "admissionregistration.k8s.io/v1"
 _END = "object.metadata.name.substring(size(start))"

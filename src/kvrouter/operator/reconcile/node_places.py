@@ -11,7 +11,8 @@ from kvrouter.kube.objects import Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, ClusterInfo
 from kvrouter.operator.labels.binding import BindingTarget
-from kvrouter.operator.labels.level_labels import LevelLabels, is_pod_of, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.labels.level_labels import LevelLabels, is_pod_of, pod_labels, pod_name_stem
+from kvrouter.operator.labels.pods import read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S, InfoReader, Lost
 
@@ -114,26 +115,26 @@ class NodePlaces:
             async with asyncio.timeout(self._info_each_s):
                 await self._stale.wait()
 
-    def _changed(self, found: Manifest) -> None:
-        key = key_of(found)
+    def _changed(self, manifest: Manifest) -> None:
+        key = key_of(manifest)
         if self._deployments.get(key) is None:
             self._generations.pop(key, None)
             self._forget(key)
             return
-        generation = (uid_of(found), metadata_of(found).get("generation"))
+        generation = (uid_of(manifest), metadata_of(manifest).get("generation"))
         if self._generations.get(key) == generation:
             return  # its status alone
         self._generations[key] = generation
-        self._learn(found)
-        if self._cluster_info is None or not is_known(found, self._cluster_info):
+        self._learn(manifest)
+        if self._cluster_info is None or not is_known(manifest, self._cluster_info):
             self._stale.set()
 
-    def _learn(self, found: Manifest) -> None:
-        key = key_of(found)
+    def _learn(self, manifest: Manifest) -> None:
+        key = key_of(manifest)
         self._forget(key)
-        if self._cluster_info is None or not is_known(found, self._cluster_info):
+        if self._cluster_info is None or not is_known(manifest, self._cluster_info):
             return
-        wanted = wanted_by(found, self._cluster_info, ())
+        wanted = wanted_by(manifest, self._cluster_info, ())
         if wanted is not None:
             stems = tuple(map(pod_name_stem, wanted.workloads))
             self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, wanted.level_labels)

@@ -7,7 +7,7 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.kernel.topology.policy import Required, TransferPolicy
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ConditionStatus
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named

@@ -12,7 +12,8 @@ from kvrouter.operator.api.status import (
     DeploymentStatus,
     DomainStatus,
 )
-from kvrouter.operator.labels.level_labels import LevelLabels, Pod
+from kvrouter.operator.labels.level_labels import LevelLabels
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named

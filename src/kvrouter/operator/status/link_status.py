@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvrouter.operator.api.status import LINKS_MAX, LinkStatus
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest
 from kvrouter.operator.plan.plan import Plan
 

@@ -7,7 +7,8 @@ from kvrouter.kube.objects import fields_of, objects_in
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ComponentStatus, ConditionStatus
 from kvrouter.operator.cluster_info import ClusterInfo
-from kvrouter.operator.labels.level_labels import LevelLabels, Pod, Resolution, Source
+from kvrouter.operator.labels.level_labels import LevelLabels, Resolution, Source
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named

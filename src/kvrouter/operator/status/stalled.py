@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvrouter.operator.api.deployment import ComponentSpec
 from kvrouter.operator.api.status import ConditionStatus
-from kvrouter.operator.labels.level_labels import Pod, Unstartable
+from kvrouter.operator.labels.pods import Pod, Unstartable
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL
 from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding, named
 from kvrouter.operator.status.resolved import RefusedObjects, condition_of

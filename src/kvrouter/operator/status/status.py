@@ -12,7 +12,7 @@ from kvrouter.operator.api.status import (
     PolicyStatus,
 )
 from kvrouter.operator.cluster_info import ClusterInfo
-from kvrouter.operator.labels.level_labels import Pod
+from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.available import Workers, available, role_mistakes
