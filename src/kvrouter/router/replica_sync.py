@@ -127,8 +127,8 @@ class ReplicaSync:
             for message in self._journal.take_heartbeat():
                 self._send(message)
             now_s = self._now_s()
-            for news in self._replicas.links.take(now_s=now_s):
-                self._send(news)
+            for update in self._replicas.links.take(now_s=now_s):
+                self._send(update)
             self._act(self._replicas.tick(now_s=now_s))
             await asyncio.sleep(self._heartbeat_s)
 
@@ -159,8 +159,8 @@ class ReplicaSync:
             for part in self._journal.state():
                 self._send(part, to=router_id)
                 await asyncio.sleep(0)
-            for news in self._replicas.links.state(now_s=self._now_s()):
-                self._send(news, to=router_id)
+            for update in self._replicas.links.state(now_s=self._now_s()):
+                self._send(update, to=router_id)
                 await asyncio.sleep(0)
 
     @staticmethod
