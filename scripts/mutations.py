@@ -130,8 +130,8 @@ MUTATIONS = (
     Mutation(
         "ledger-restarted-workers-old-leases-count",
         KERNEL + "ledger/replicas.py",
-        "if where is None or where[1] != request.incarnation:",
-        "if where is None:",
+        "if location is None or location[1] != request.incarnation:",
+        "if location is None:",
         ("tests/kernel/unit/test_replica_leases.py", "tests/kernel/laws/test_replica_sync_law.py"),
     ),
     Mutation(

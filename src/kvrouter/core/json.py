@@ -51,8 +51,8 @@ Data = bytes | memoryview | msgspec.Raw
 
 @lru_cache(maxsize=256)
 def bounds_of(kind: object, times: int = 1) -> JsonBounds:
-    """Return the bounds of a text that is decoded as type ``kind``, multiplied by ``times``. Only values that
-    become objects count.
+    """Return the bounds of a text decoded as type ``kind``, times ``times``; only values that become objects
+    count.
     """
     fields: dict[str, bool] = {}
     depth, is_free = _read(msgspec.inspect.type_info(kind), fields, ())

@@ -1,5 +1,4 @@
-"""Messages of replica sync: each router publishes its open leases, so that every router counts the total
-load.
+"""Messages of replica sync: each router publishes its open leases, so that all routers count the total load.
 
 A router numbers its :class:`Deltas` from 1. Applied in order, they give the leases that it holds; a router
 that missed one asks for the state and receives all leases as of a number. Every message carries its sender's

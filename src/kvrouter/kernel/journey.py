@@ -159,9 +159,7 @@ class SendPrefill:
 
 @dataclass(frozen=True, slots=True)
 class SendDecode:
-    """Send the last leg; ``params`` describe the KV of a synchronous prefill: decode may then be picked
-    again.
-    """
+    """Send the last leg; with the ``params`` of a synchronous prefill, decode may be picked again."""
 
     params: KvTransferParams | None
 
@@ -332,9 +330,7 @@ class Journey:
         return self._again(event)
 
     def _kv_lost(self, event: KvLost) -> list[Command]:
-        """Prefill again. No worker is excluded: the decode worker is healthy, and the prefill worker may be
-        the only one.
-        """
+        """Prefill again, without excluding a worker: the prefill worker may be the only one."""
         self._kv_losses.append(event.prefill_worker_id)
         why = f"worker {event.decode_worker_id} did not get its KV: {event.why}"
         return self._again(LegLost(Leg.PREFILL, event.prefill_worker_id, why, answer=event.answer))
@@ -410,9 +406,7 @@ class Journey:
         return self._fail(event.error)
 
     def _prefill_refused(self, event: LegRefused) -> list[Command]:
-        """Retry aggregated: a prefill leg differs from the client's call, which one worker now gets
-        unchanged.
-        """
+        """Retry aggregated: one worker now gets the client's call itself, which a prefill leg is not."""
         if self._prefill_alone or self._refusal is not None or not self.can_be_sent:
             return self._fail(self._refusal or event.error)
         self._refusal = event.error

@@ -304,9 +304,7 @@ class RequestDriver(Generic[AttemptT]):
         return self.journey.handle(event)
 
     def silent(self, why: str, since_s: float) -> None:
-        """Record that no output arrived since ``since_s``: the reason of the loss of the legs, which are
-        cancelled now.
-        """
+        """Record why its legs, which are cancelled now, are lost: no output arrived since ``since_s``."""
         self._silence, self._silent_since_s = why, since_s
 
     def late(self, limit_s: float, now_s: float) -> None:
@@ -336,9 +334,7 @@ class RequestDriver(Generic[AttemptT]):
     # Faults of workers
 
     def blame(self, attempt: AttemptT, lost: LegLost, now_s: float) -> None:
-        """Count the loss of a leg against its worker, unless the worker is full, had the leg already, or is
-        leaving.
-        """
+        """Count a lost leg against its worker, unless it is full, had the leg already, or is leaving."""
         if lost.full or lost.repeated or lost.blameless:
             return
         circuits, placement, leg = self._placer.circuits, attempt.placement, lost.leg

@@ -39,8 +39,7 @@ class _EpochBatches:
 
 
 class Inbox:
-    """Holds batches with a total weight of ``events_max``. When full, it keeps each epoch's highest batch
-    only.
+    """Holds batches up to a total weight of ``events_max``. When full, it keeps each epoch's highest batch.
 
     The highest ids are kept because they show how far a recovery has to reach.
     """

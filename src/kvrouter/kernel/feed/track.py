@@ -251,9 +251,7 @@ class Track:
         self.carry_on()
 
     def _drop_unreachable(self) -> None:
-        """Drop batches that did not connect to two snapshots in a row: the worker never published the events
-        before them.
-        """
+        """Drop batches that did not connect to two snapshots in a row: earlier events never existed."""
         if self.epoch is None:
             return
         reach = self.inbox.reach(self.epoch, self.next_event_id)

@@ -272,7 +272,7 @@ class SharedLedger:
 
     def drop_slot(self, slot: Slot) -> int:
         """Close all leases at the slot, of all routers, and publish the end of this router's."""
-        for lease in [lease for lease, (_, where) in self._published.items() if where == slot]:
+        for lease in [lease for lease, (_, leased) in self._published.items() if leased == slot]:
             self._forget(lease)
         return self._ledger.drop_slot(slot)
 

@@ -25,10 +25,10 @@ class LeaseExists(Exception):
 
 
 class LedgerColumns(NamedTuple):
-    """The ledger's load by slot, as live arrays: they show later changes, until ``ensure_slots`` replaces
+    """The ledger's load by slot, as live arrays, which show later changes until ``ensure_slots`` replaces
     them.
 
-    ``requests`` counts open leases, ``waiting`` those whose first token has not come.
+    ``requests`` counts open leases, ``waiting`` those without a first token.
     """
 
     prefill_tokens: CountColumn

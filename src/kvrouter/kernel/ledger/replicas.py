@@ -66,7 +66,7 @@ class RemoteLeases:
         self._on_load_decrease = on_load_decrease
         self._before_load_increase = before_load_increase
         self._at: dict[WorkerRank, dict[RemoteLease, None]] = {}
-        self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
+        self._locations: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
         self._is_less = False
         self._n_bookings = 0
         self.requests_per_s = 0.0
@@ -88,9 +88,9 @@ class RemoteLeases:
         leases = self._at.get(rank)
         if leases is None:
             leases = self._at[rank] = {}
-            self._where[rank] = self._find(rank)
+            self._locations[rank] = self._find(rank)
         leases[lease] = None
-        self._book(lease, self._where[rank], now_s)
+        self._book(lease, self._locations[rank], now_s)
 
     def remove(self, lease: RemoteLease) -> None:
         """Remove a lease."""
@@ -98,7 +98,7 @@ class RemoteLeases:
         leases = self._at[rank]
         leases.pop(lease, None)
         if not leases:
-            del self._at[rank], self._where[rank]
+            del self._at[rank], self._locations[rank]
         if lease.booked is not None:
             self._ledger.close(lease.booked)
             lease.booked = None
@@ -119,15 +119,15 @@ class RemoteLeases:
     def fleet_changed(self, *, now_s: float) -> None:
         """Book or unbook leases whose ranks joined, changed or left."""
         for rank, leases in self._at.items():
-            where = self._find(rank)
-            if where == self._where[rank]:
+            location = self._find(rank)
+            if location == self._locations[rank]:
                 continue
-            self._where[rank] = where
+            self._locations[rank] = location
             for lease in leases:
                 if lease.booked is not None:
                     self._ledger.close(lease.booked)
                     lease.booked = None
-                self._book(lease, where, now_s)
+                self._book(lease, location, now_s)
 
     def notify(self) -> None:
         """Call ``on_load_decrease`` if load has decreased since the last call."""
@@ -139,9 +139,9 @@ class RemoteLeases:
         slot, card = self._fleet.slot_of(rank), self._fleet.card(rank.worker_id)
         return None if slot is None or card is None else (slot, card.incarnation)
 
-    def _book(self, lease: RemoteLease, where: tuple[Slot, Epoch] | None, now_s: float) -> None:
+    def _book(self, lease: RemoteLease, location: tuple[Slot, Epoch] | None, now_s: float) -> None:
         request = lease.request
-        if where is None or where[1] != request.incarnation:
+        if location is None or location[1] != request.incarnation:
             return
         try:
             prompt = Prompt.from_blocks(
@@ -154,7 +154,7 @@ class RemoteLeases:
         self._before_load_increase(now_s)
         lease.booked = self._ledger.book(
             key=LeaseKey(lease.router_id, request.request_id, request.leg_number),
-            slot=where[0],
+            slot=location[0],
             prompt=prompt,
             prefill_tokens=request.prefill_tokens,
             track_blocks=request.track_blocks,
@@ -411,7 +411,7 @@ class Replicas:
         self._leases: dict[RouterId, ReplicaLeases] = {}
         self._models: dict[ModelName, RemoteLeases] = {}
         self._fleets: dict[ModelName, Fleet] = {}
-        self._past_counts = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._past = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._ticked_s = 0.0
         self.links = LinkExchange(router_id)
 
@@ -462,9 +462,7 @@ class Replicas:
         """Add the counts of a model's leases to the past counts, before they are replaced."""
         model = self._models.get(name)
         if model is not None:
-            self._past_counts = self._past_counts._replace(
-                unusable=self._past_counts.unusable + model.unusable
-            )
+            self._past = self._past._replace(unusable=self._past.unusable + model.unusable)
 
     # Routers
 
@@ -513,7 +511,7 @@ class Replicas:
         for router_id, replica in tuple(self._replicas.items()):
             if now_s - replica.last_message_s > self._silent_after_s:
                 self._drop(router_id)
-                self._past_counts = self._past_counts._replace(lost=self._past_counts.lost + 1)
+                self._past = self._past._replace(lost=self._past.lost + 1)
         self._notify()
         return Asks(
             ask=tuple(
@@ -536,18 +534,17 @@ class Replicas:
             replicas=len(replicas),
             behind=sum(replica.is_behind for replica in replicas),
             leases=sum(map(len, self._leases.values())),
-            gaps=self._past_counts.gaps + sum(replica.gaps for replica in replicas),
-            duplicates=self._past_counts.duplicates + sum(replica.duplicates for replica in replicas),
-            lost=self._past_counts.lost,
-            over_limit=self._past_counts.over_limit
-            + sum(leases.over_limit for leases in self._leases.values()),
-            unheard=self._past_counts.unheard,
-            unusable=self._past_counts.unusable + sum(model.unusable for model in self._models.values()),
+            gaps=self._past.gaps + sum(replica.gaps for replica in replicas),
+            duplicates=self._past.duplicates + sum(replica.duplicates for replica in replicas),
+            lost=self._past.lost,
+            over_limit=self._past.over_limit + sum(leases.over_limit for leases in self._leases.values()),
+            unheard=self._past.unheard,
+            unusable=self._past.unusable + sum(model.unusable for model in self._models.values()),
         )
 
     def _add_replica(self, router_id: RouterId, now_s: float) -> Replica | None:
         if len(self._replicas) >= self._replicas_max:
-            self._past_counts = self._past_counts._replace(unheard=self._past_counts.unheard + 1)
+            self._past = self._past._replace(unheard=self._past.unheard + 1)
             return None
         leases = self._leases[router_id] = ReplicaLeases(router_id, self._models, self._leases_max)
         replica = self._replicas[router_id] = Replica(leases, now_s=now_s, leases_max=self._leases_max)
@@ -560,8 +557,8 @@ class Replicas:
         leases = self._leases.pop(router_id)
         leases.clear()
         self.links.router_gone(router_id)
-        past = self._past_counts
-        self._past_counts = past._replace(
+        past = self._past
+        self._past = past._replace(
             gaps=past.gaps + replica.gaps,
             duplicates=past.duplicates + replica.duplicates,
             over_limit=past.over_limit + leases.over_limit,

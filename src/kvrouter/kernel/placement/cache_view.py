@@ -82,9 +82,7 @@ class NoCacheView:
 
 
 class PredictedCacheView:
-    """Predicted caches, for ``--no-kv-events``: a decision's workers are predicted to hold its prompt for a
-    while.
-    """
+    """Predicted caches, for ``--no-kv-events``: a decision's workers will hold its prompt for a while."""
 
     def __init__(self, index: ApproximateIndex) -> None:
         self.index = index

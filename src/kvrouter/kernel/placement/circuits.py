@@ -31,11 +31,9 @@ class _CircuitEntry:
 
 
 class Circuits:
-    """Updates circuits with the outcome of each leg, and marks workers and pairs with open circuits in the
-    fleet.
+    """Updates circuits with the outcome of each leg, and marks open circuits in the fleet.
 
-    ``on_readmitted`` is called when a worker or pair may get requests again. With 0 ``failures`` circuits
-    never open.
+    ``on_readmitted`` is called when a worker or pair may get requests again. 0 ``failures`` disable circuits.
     """
 
     def __init__(
@@ -200,10 +198,10 @@ class Circuits:
                 self._closed(worker_id)
                 del self._workers[worker_id]
         if len(self._workers) > len(self._fleet):
-            here = {
+            remaining = {
                 worker_id: entry for worker_id, entry in self._workers.items() if self._fleet.card(worker_id)
             }
-            self._workers = here
+            self._workers = remaining
         for pair, pair_entry in tuple(self._pairs.items()):
             if self._incarnations(*pair) != pair_entry.incarnations:
                 self._forget_pair(pair)
@@ -297,9 +295,7 @@ class Circuits:
         self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
 
     def _forgotten_s(self, entry: _CircuitEntry) -> float:
-        """Return when an unused half-open pair is dropped: by then its circuit would have closed at the
-        latest.
-        """
+        """Return when an unused half-open pair is dropped: after the longest possible open time."""
         half_open_s = entry.circuit.half_open_s
         return inf if half_open_s is None else half_open_s + self._settings.open_max_s
 

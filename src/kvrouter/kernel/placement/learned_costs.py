@@ -96,9 +96,7 @@ class LearnedCosts:
             placement.transfer = None
 
     def kv_ready(self, placement: Placement, *, now_s: float) -> None:
-        """Handle that the prompt is prefilled. Engines that report it only after the transfer are not
-        measured.
-        """
+        """Handle the end of prefill; not measured for engines that report it only after the transfer."""
         transfer, step_s = placement.transfer, self._learned_step_s(placement)
         if transfer is None or step_s is None or placement.decision.prefill is None:
             return
@@ -182,9 +180,7 @@ class LearnedCosts:
         return pick.times.decode_s / weight * (1.0 + tokens / CHUNK_TOKENS)
 
     def _step_s(self, placement: Placement) -> float | None:
-        """Return the seconds of a decode step at the answering rank now, on a rank of slowness 1; None when
-        it left.
-        """
+        """Return a decode step's seconds at the answering rank now, at slowness 1; None when it left."""
         decode = placement.decision.decode
         if self._fleet.rank_at(decode.slot) != decode.rank:
             return None
@@ -201,9 +197,7 @@ def missing_tokens(fleet: Fleet, pick: Pick, prompt: Prompt) -> int:
 
 
 class UnseenPrefills:
-    """Requests without a visible first token, because their answers arrive in one piece, until the expected
-    end of their prefill.
-    """
+    """Requests without a visible first token (answers in one piece), until their prefill should end."""
 
     def __init__(self) -> None:
         self._running: dict[int, Placement] = {}

@@ -127,9 +127,7 @@ class LinkReading(NamedTuple):
 
 
 class LearnedLinks:
-    """The learned paces of one model's links, written to ``state``. ``now_s`` is seconds of one monotonic
-    clock.
-    """
+    """The learned paces of one model's links, in ``state``. ``now_s`` is seconds of one monotonic clock."""
 
     def __init__(self, state: LinkState, events: PlacementEvents) -> None:
         self._state = state
@@ -252,9 +250,9 @@ class LearnedLinks:
             pace = pace._replace(slowness=max(pace.slowness, median(map(_ratio, late))))
         kind.pace = pace
         self._state.set_pace(key, None if pace == AS_GIVEN else pace)
-        turned = kind.judge()
-        if turned is not None:
-            self.events.link_speed_changed(kind_name(key), is_slow=kind.is_slow, slowness=turned)
+        slowness = kind.judge()
+        if slowness is not None:
+            self.events.link_speed_changed(kind_name(key), is_slow=kind.is_slow, slowness=slowness)
 
     def _settle_others(self) -> None:
         """Give kinds without measurements the median slowness of the others, at least the table's."""
@@ -520,22 +518,22 @@ def _keep_last(samples: deque[TransferSample], n: int) -> None:
 def _fit(samples: Sequence[TransferSample]) -> tuple[LinkPace, float, float]:
     """Return the line through the transfers, and the interval of its slope."""
     plain = np.array([each.plain_s for each in samples])
-    took = np.array([each.seen_s for each in samples])
+    measured = np.array([each.seen_s for each in samples])
     n = len(plain)
     if n >= LINE_TRANSFERS and plain.max() >= 2.0 * plain.min():
         one, other = np.triu_indices(n, 1)
         apart = np.abs(plain[one] - plain[other])
         far = apart > 0.1 * plain.max()
-        slopes = (took[one] - took[other])[far] / (plain[one] - plain[other])[far]
+        slopes = (measured[one] - measured[other])[far] / (plain[one] - plain[other])[far]
         slowness = _weighted_median(slopes, apart[far])
-        extra_s = float(np.median(took - slowness * plain))
+        extra_s = float(np.median(measured - slowness * plain))
         if slowness > 0.0 and 0.0 <= extra_s <= EXTRA_MAX_S:
             # Kendall's variance of the number of pairs in order, as in Sen 1968
             share = 1.96 * sqrt(n * (n - 1) * (2 * n + 5) / 18.0) / (n * (n - 1) / 2) / 2.0
             low, high = np.quantile(slopes, (max(0.0, 0.5 - share), min(1.0, 0.5 + share))).tolist()
             return LinkPace(_bounded(slowness), extra_s), max(0.0, min(low, slowness)), max(high, slowness)
-    slowness = _bounded(_weighted_median(took / plain, plain))
-    ratios = np.maximum(took / plain / slowness, SLOWNESS_MIN)[plain >= np.median(plain)]
+    slowness = _bounded(_weighted_median(measured / plain, plain))
+    ratios = np.maximum(measured / plain / slowness, SLOWNESS_MIN)[plain >= np.median(plain)]
     spread = 1.4826 * float(np.median(np.abs(np.log(ratios))))
     width = exp(min(1.96 * 1.2533 * spread / sqrt(len(ratios)), 50.0))  # the standard error of a median
     return LinkPace(slowness, 0.0), slowness / width, slowness * width

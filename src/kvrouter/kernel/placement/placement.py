@@ -29,9 +29,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRequest:
-    """The input of an attempt, with an option for each of its retry plans; ``RetryPlan.USUAL`` is one of
-    them.
-    """
+    """The input of an attempt, with an option for each of its retry plans, always ``RetryPlan.USUAL``."""
 
     prompt: Prompt
     token_ids: TokenBuffer
@@ -74,7 +72,7 @@ class Placement:
     shows_first_token: bool = True
     is_sampled: bool = True
     client: int = 0
-    """These three are those of the :class:`AttemptRequest`."""
+    """``shows_first_token``, ``is_sampled`` and ``client`` are those of the :class:`AttemptRequest`."""
     unseen_prefill: int = 0
     """The key in ``learned_costs.UnseenPrefills``; 0 when it has none."""
     expected: Expected | None = None
@@ -104,9 +102,7 @@ class Placement:
 
     @property
     def prefill_pick(self) -> Pick:
-        """The prefill pick: of a pair, or of a decision for prefill alone. RuntimeError for an aggregated
-        attempt.
-        """
+        """The pick for the prefill leg; raises RuntimeError for an aggregated attempt."""
         decision = self.decision
         if decision.decode.leg is Leg.PREFILL:
             return decision.decode

@@ -28,14 +28,10 @@ class PlacementEvents:
         """Called with the predicted and the measured time of a first token."""
 
     def rank_speed_changed(self, rank: WorkerRank, *, is_slow: bool, slowness: float) -> None:
-        """Called when a rank becomes slow, or no longer is; it takes ``slowness`` times as long as the
-        others.
-        """
+        """Called when a rank becomes slow or recovers; ``slowness`` is relative to the other ranks."""
 
     def link_speed_changed(self, name: str, *, is_slow: bool, slowness: float) -> None:
-        """Called when a link, or a kind of link, becomes slow, or no longer is; it takes ``slowness`` times
-        as long as expected.
-        """
+        """Called when a link, or a kind of link, becomes slow or recovers, relative to its expected speed."""
 
     def rank_gone(self, rank: WorkerRank) -> None:
         """Called when a rank with measured first tokens left."""

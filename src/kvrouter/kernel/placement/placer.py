@@ -97,18 +97,14 @@ class Placer:
         self.settings = settings
         self._needs = (rule or cost_rule(settings.cost)).needs
         self.waiting = WaitingLines(waiting, call_soon)
-        on_load_decrease = self.waiting.admission.pulse
-        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_readmitted=on_load_decrease)
+        wake = self.waiting.admission.pulse
+        self.circuits = Circuits(fleet, circuits, events, seed=circuit_seed, on_readmitted=wake)
         self._tracks_active_blocks = tracks_active_blocks
         self._at_report = load_at_report(self.settings, self.ledger.columns(), now_s=now_s)
         self._replication = replication
         if replication is not None:
             self.ledger = replication.share(
-                fleet,
-                ledger,
-                on_load_decrease=on_load_decrease,
-                before_load_increase=self._read_load,
-                now_s=now_s,
+                fleet, ledger, on_load_decrease=wake, before_load_increase=self._read_load, now_s=now_s
             )
         self.learned = LearnedCosts(fleet, self.ledger, events, settings, router_id)
         self.speeds, self.transfers = self.learned.speeds, self.learned.transfers
@@ -149,9 +145,7 @@ class Placer:
         self.waiting.admission.pulse()
 
     def set_prefill_alone(self, is_alone: bool) -> None:
-        """Set whether only the prefill leg is decided from now on, for workers that hold no blocks of
-        answers.
-        """
+        """Set whether only prefill is decided from now on, for workers that hold no blocks of answers."""
         self.settings = self.learned.settings = structs.replace(
             self.settings,
             prefill_alone=is_alone,
@@ -264,8 +258,7 @@ class Placer:
     # Placing
 
     def place(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Placement:
-        """Decide, and book the first option that is not refused; an option of last resort only if all others
-        are.
+        """Decide, and book the first option that is not refused; one of last resort only if all others are.
 
         Raises the :class:`RoutingRefused` of the usual option when all are refused, without a booking.
         """
@@ -464,9 +457,7 @@ class Placer:
         self.waiting.admission.pulse()
 
     def _end_unseen_prefills(self, now_s: float) -> None:
-        """End the prefill load of requests without a visible first token whose prefill is expected to have
-        ended.
-        """
+        """End the prefill load of requests without a visible first token when it should have ended."""
         for placement in self._unseen_prefills.ended(now_s):
             self.learned.end_transfer(placement)
             self._prefilled(placement)
@@ -488,9 +479,7 @@ class Placer:
 
 
 def _is_kept_from_new_alone(fleet: Fleet, slot: Slot) -> bool:
-    """Whether the rank at ``slot`` refuses new requests only because it is cordoned: booked requests
-    continue.
-    """
+    """Whether the rank at ``slot`` only refuses new requests, for a cordon: booked requests continue."""
     columns = fleet.columns
     leaves = columns.draining[slot] or columns.engine_silent[slot] or not columns.alive[slot]
     return bool(columns.cordoned[slot] and not leaves)

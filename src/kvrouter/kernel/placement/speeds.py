@@ -102,11 +102,11 @@ class SpeedReading(NamedTuple):
     """The measured speed of one rank."""
 
     slowness: float
-    """Of its prompts, relative to the settings' timing."""
+    """The slowness of its prompts, relative to the settings' timing."""
     decode_slowness: float
-    """Of its decode steps."""
+    """The slowness of its decode steps."""
     relative: float
-    """Of its prompts, relative to the median rank."""
+    """The slowness of its prompts, relative to the median rank."""
     requests: int
     """The number of its measured requests."""
     predicted_s: float
@@ -207,8 +207,8 @@ class LearnedSpeeds:
         self._clients.append(client)
         share = max(CLIENT_SHARE, self._clients.count(client) / len(self._clients))
         most = ceil(RECENT_REQUESTS * share)
-        is_news = now_s - rank.last_s >= CLIENT_WAITS_S
-        if most < RECENT_REQUESTS and not is_news and rank.clients.count(client) >= most:
+        is_overdue = now_s - rank.last_s >= CLIENT_WAITS_S
+        if most < RECENT_REQUESTS and not is_overdue and rank.clients.count(client) >= most:
             return False
         rank.clients.append(client)
         return True
@@ -216,9 +216,7 @@ class LearnedSpeeds:
     def answered(
         self, slot: Slot, tokens: int, seconds: float, *, step_s: float, client: int = 0, now_s: float
     ) -> None:
-        """Record an answer: its last token came ``seconds`` after its first; decode steps at slowness 1 take
-        ``step_s``.
-        """
+        """Record an answer: ``seconds`` from first to last token; a step at slowness 1 takes ``step_s``."""
         self._ensure_slots(slot + 1)
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)

@@ -65,7 +65,7 @@ class _Moving:
     bytes: float = 0.0
 
 
-class _RouterUses(NamedTuple):
+class _LinkReport(NamedTuple):
     """Another router's last report of its link loads, and when it arrived."""
 
     at_s: float
@@ -96,7 +96,7 @@ class Transfers:
         self._journal: LinkJournal | None = None
         self.has_begun = False
         """Whether a transfer was ever begun or reported; until then there is nothing to refresh."""
-        self._others: dict[RouterId, _RouterUses] = {}
+        self._others: dict[RouterId, _LinkReport] = {}
         self._others_moving: dict[SharedLink, LinkLoad] = {}
 
     def use(self, table: LinkTable | None) -> None:
@@ -118,17 +118,15 @@ class Transfers:
         links = links_of(self._fleet, table)
         link = links.shared(prefill, decode)
         kv_bytes = float(tokens * kv_bytes_per_token(self._fleet, prefill))
-        given = links.link(prefill, decode)
+        table_link = links.link(prefill, decode)
         self.has_begun = True
-        transfer = Transfer(link, given, kv_bytes, decode, tables=self._tables)
+        transfer = Transfer(link, table_link, kv_bytes, decode, tables=self._tables)
         if link is not None:
             self.state.add(link, kv_bytes)
         return transfer
 
     def kv_ready(self, transfer: Transfer, *, is_clear: bool, steps_s: float, now_s: float) -> None:
-        """Start a transfer: its prompt is prefilled. ``steps_s`` are the seconds of a decode step at its
-        destination.
-        """
+        """Start a transfer after prefill; ``steps_s`` are the seconds of a decode step at its destination."""
         if transfer.began_s is None:
             transfer.began_s, transfer.steps_s = now_s, steps_s
             transfer.is_clear = is_clear and transfer.tables == self._tables
@@ -142,17 +140,17 @@ class Transfers:
         began_s = transfer.began_s
         is_timed = began_s is not None and transfer.paused_s <= PAUSED_SHARE * (now_s - began_s)
         if began_s is not None and is_timed and transfer.is_clear and is_clear:
-            seen = self._sample(transfer, began_s, now_s, steps_s)
-            if seen.seen_s > 0.0:
+            sample = self._sample(transfer, began_s, now_s, steps_s)
+            if sample.seen_s > 0.0:
                 self._n_samples += 1
                 # an engine does not count the learned constant time of each transfer
-                extra_s = self.state.pace_of_kind(seen.kind).extra_s
-                took_s = max(0.0, seen.seen_s - extra_s) + transfer.table.latency_s
+                extra_s = self.state.pace_of_kind(sample.kind).extra_s
+                took_s = max(0.0, sample.seen_s - extra_s) + transfer.table.latency_s
                 self.engine_sums.observed(transfer.to, kv_bytes=transfer.bytes, seconds=took_s, now_s=now_s)
-                seen = seen._replace(seen_by=self._router_id, number=self._n_samples)
-                self.learned.note(seen)
+                sample = sample._replace(seen_by=self._router_id, number=self._n_samples)
+                self.learned.note(sample)
                 if self._journal is not None:
-                    self._journal.record(seen)
+                    self._journal.record(sample)
         self.end(transfer)
 
     def end(self, transfer: Transfer) -> None:
@@ -173,8 +171,8 @@ class Transfers:
                 transfer.paused_s += seconds
 
     def refresh(self, is_clear: Callable[[Slot], bool], *, now_s: float) -> None:
-        """Update the paces of links, a few times a second. Running transfers to ranks that are not clear are
-        no longer measured.
+        """Update the paces of links, at most every ``REFRESH_S``. Transfers to ranks that are not clear any
+        longer are not measured.
         """
         if now_s - self._refreshed_s >= REFRESH_S or now_s < self._refreshed_s:
             self._refreshed_s = now_s
@@ -188,8 +186,8 @@ class Transfers:
                 transfer.is_clear = transfer.is_clear and is_clear(transfer.to)
                 if transfer.is_clear and transfer.began_s is not None:
                     # the running decode step ends first, and the request's first step follows
-                    besides_s = 2 * transfer.steps_s + transfer.paused_s
-                    yield self._sample(transfer, transfer.began_s, now_s, besides_s)
+                    excluded_s = 2 * transfer.steps_s + transfer.paused_s
+                    yield self._sample(transfer, transfer.began_s, now_s, excluded_s)
 
     def _sample(self, transfer: Transfer, began_s: float, now_s: float, steps_s: float) -> TransferSample:
         """Return a measurement of a transfer so far, with the time by the table given the mean of other bytes
@@ -230,26 +228,26 @@ class Transfers:
         The reported loads of silent routers are dropped.
         """
         for other in [
-            other for other, router_uses in self._others.items() if now_s - router_uses.at_s > UPDATE_LASTS_S
+            other for other, report in self._others.items() if now_s - report.at_s > UPDATE_LASTS_S
         ]:
             self.router_gone(other)
         if self._journal is None:
             return None
         if not self._journal.n_samples:  # transfers continue even if no decision was made since
             self._journal.sample_loads(self._on_links())
-        seen = tuple(as_message(each, now_s=now_s) for each in self._journal.take_samples())
+        samples = tuple(as_message(each, now_s=now_s) for each in self._journal.take_samples())
         uses = self._journal.take_uses()
-        if self.table is None or (not seen and uses is None):
+        if self.table is None or (not samples and uses is None):
             return None
-        return LinkUpdate(router_id, self._fleet.model, self.table.digest(), seen, uses)
+        return LinkUpdate(router_id, self._fleet.model, self.table.digest(), samples, uses)
 
     def all_updates(self, router_id: RouterId, *, now_s: float) -> Iterator[LinkUpdate]:
         """Yield the current measurements, the oldest first."""
         if self.table is None:
             return
-        digest, seen = self.table.digest(), self.learned.samples()[-SHARED_TRANSFERS_MAX:]
-        for begin in range(0, len(seen), LINK_UPDATE_MAX):
-            piece = tuple(as_message(each, now_s=now_s) for each in seen[begin : begin + LINK_UPDATE_MAX])
+        digest, samples = self.table.digest(), self.learned.samples()[-SHARED_TRANSFERS_MAX:]
+        for begin in range(0, len(samples), LINK_UPDATE_MAX):
+            piece = tuple(as_message(each, now_s=now_s) for each in samples[begin : begin + LINK_UPDATE_MAX])
             yield LinkUpdate(router_id, self._fleet.model, digest, piece)
 
     def on_link_update(self, update: LinkUpdate, *, now_s: float, aged_s: float = 0.0) -> None:
@@ -262,19 +260,19 @@ class Transfers:
         found = [as_sample(each, now_s=now_s - aged_s) for each in update.seen if self._is_new(each)]
         for begin in range(0, len(found), FIT_TRANSFERS):
             piece = found[begin : begin + FIT_TRANSFERS]
-            for seen in piece:
-                self.learned.note(seen)
+            for sample in piece:
+                self.learned.note(sample)
             self.learned.refresh((), now_s=piece[-1].at_s)  # else what follows looks like a change
         if update.uses is not None:
             before = self._others.get(update.router_id)
-            router_uses = self._others[update.router_id] = _RouterUses(
+            report = self._others[update.router_id] = _LinkReport(
                 now_s, {SharedLink(*use.link): use for use in update.uses}
             )
-            self._count_others(router_uses.uses.keys() | (set() if before is None else before.uses.keys()))
+            self._count_others(report.uses.keys() | (set() if before is None else before.uses.keys()))
 
-    def _is_new(self, seen: LinkSample) -> bool:
-        name = (seen.seen_by, seen.number)
-        if seen.seen_by == self._router_id or name in self._received:
+    def _is_new(self, sample: LinkSample) -> bool:
+        name = (sample.seen_by, sample.number)
+        if sample.seen_by == self._router_id or name in self._received:
             return False
         self._received[name] = None
         if len(self._received) > RECEIVED_MAX:
@@ -283,17 +281,13 @@ class Transfers:
 
     def router_gone(self, router_id: RouterId) -> None:
         """Drop the link loads of a router that ended."""
-        router_uses = self._others.pop(router_id, None)
-        if router_uses is not None:
-            self._count_others(router_uses.uses.keys())
+        report = self._others.pop(router_id, None)
+        if report is not None:
+            self._count_others(report.uses.keys())
 
     def _count_others(self, links: Iterable[SharedLink]) -> None:
         for link in links:
-            uses = [
-                use
-                for router_uses in self._others.values()
-                if (use := router_uses.uses.get(link)) is not None
-            ]
+            uses = [use for report in self._others.values() if (use := report.uses.get(link)) is not None]
             self._others_moving.pop(link, None)
             if not uses:
                 self.state.set_others(link, None)

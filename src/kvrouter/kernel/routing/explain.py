@@ -35,13 +35,13 @@ def rows_of(
 
     ``picked`` is None for a refusal.
     """
-    asked = screen.role.copy()
+    candidate_slots = screen.role.copy()
     refused_for: dict[int, Reason] = {}
     for reason, slots in stopped:
-        asked |= slots
+        candidate_slots |= slots
         refused_for.update(dict.fromkeys(np.flatnonzero(slots).tolist(), reason))
     rows = []
-    for slot in map(Slot, fleet.rank_order[asked[fleet.rank_order]].tolist()):
+    for slot in map(Slot, fleet.rank_order[candidate_slots[fleet.rank_order]].tolist()):
         pick = pick_at(slot, screen.leg, fleet, costs, 0)
         rows.append(
             Candidate(
@@ -92,9 +92,7 @@ def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[S
 
 
 def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tuple[Step, ...]:
-    """Return the steps of a prefill rank that must have a decode rank in its domain; ``passed`` ranks have
-    one.
-    """
+    """Return the steps of a prefill rank that needs a decode rank in its domain; ``passed`` have one."""
     known = passed | groups.unbound
     for group in groups.bound:
         known = known | (group.members & (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE))
@@ -157,9 +155,7 @@ def refuse_leg(
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
 ) -> RoutingRefused:
-    """Return the refusal of a request without an eligible rank for its one leg; explained, with a row for
-    each rank.
-    """
+    """Return the refusal of a request without an eligible rank for its one leg."""
     fleet, domain = view.fleet, None
     domain_steps: tuple[Step, ...] = ()
     if constraint is not None and isinstance(constraint.policy, Required):
@@ -253,8 +249,8 @@ def _refusal(
         counts = ", ".join(f"{count} {reason}" for reason, count in refusals.items())
         why = f"of {int(np.count_nonzero(screen.role))} {role} ranks: {counts}"
     if domain is not None:
-        where = ", ".join(values) if values else "whose value the prefill worker does not publish"
-        why += f"; KV keeps to {domain} {where}"
+        value = ", ".join(values) if values else "whose value the prefill worker does not publish"
+        why += f"; KV keeps to {domain} {value}"
     why += _about_pin(request, fleet, screen)
     busy = Reason.BUSY in refusals
     kind = AllWorkersBusy if busy else NoEligibleWorker

@@ -1,5 +1,4 @@
-"""The links between a fleet's slots: the duration and price of a KV transfer, with the other transfers on its
-link.
+"""The links between a fleet's slots: the duration and price of a KV transfer, among others on its link.
 
 With n other transfers of B bytes in total on the link, which share its bandwidth evenly::
 
@@ -56,9 +55,9 @@ class FleetLinks:
         of_level = {level: number for number, level in enumerate(table.by_level, start=1)}
         pairs = []
         for number, (domain, one, other) in enumerate(table.pairs, start=1 + len(of_level)):
-            here, there = fleet.places.value_id(domain, one), fleet.places.value_id(domain, other)
-            if here is not None and there is not None:
-                pairs.append((at[domain], here, there, number))
+            value_a, value_b = fleet.places.value_id(domain, one), fleet.places.value_id(domain, other)
+            if value_a is not None and value_b is not None:
+                pairs.append((at[domain], value_a, value_b, number))
         columns = fleet.columns
         self.map = LinkMap(
             [np.ascontiguousarray(fleet.places.ids(domain)) for domain in self.domains],
@@ -165,9 +164,7 @@ def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
 def transfer_seconds(
     request: RouteRequest, view: View, table: LinkTable, overlap: IntColumn | None, prefill_slot: Slot
 ) -> FloatColumn:
-    """Return the seconds to transfer the KV from ``prefill_slot`` to each decode slot over the links of
-    ``table``.
-    """
+    """Return the seconds to transfer the KV from ``prefill_slot`` to each decode slot over ``table``."""
     fleet = view.fleet
     links = links_of(fleet, table)
     links.use(None if view.cost_input is None else view.cost_input.transfers)

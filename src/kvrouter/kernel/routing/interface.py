@@ -296,9 +296,7 @@ class PickInput(NamedTuple):
 
 
 class PickingRule(CostRule):
-    """A cost rule with its own pick, without preferred taints. Masks, pins and domains are the same for every
-    rule.
-    """
+    """A cost rule with its own pick, without preferred taints; masks, pins and domains still apply."""
 
     @abstractmethod
     def pick(self, cost: FloatColumn, pick_input: PickInput) -> Slot:

@@ -1,5 +1,4 @@
-"""Joint selection: the pair with the lowest total cost, or a decode worker that prefills for itself, in
-seconds.
+"""Joint selection: the pair of lowest cost, in seconds, or a decode worker that prefills for itself.
 
 With the parts of :mod:`kvrouter.kernel.routing.costs.time`, p at the prefill and d at the decode rank::
 
@@ -11,8 +10,7 @@ With the parts of :mod:`kvrouter.kernel.routing.costs.time`, p at the prefill an
 The decode rank frees memory while the prompt is computed, so only the longer part of that wait counts; the
 transfer follows the later of the two. If decode ranks prefill too, ``d.queue_s`` is one step of prompts, a
 full one at most. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.kernel.routing.fleet_links`. A
-decode rank that prefills for itself costs as much as an aggregated one, and delays the requests that it
-answers.
+decode rank that prefills for itself costs as much as an aggregated one, and delays its own requests.
 
 Eligibility is the same as for a sequential pick. A request that was refused a pair because no domain has one
 is not prefilled on a decode rank either.
@@ -74,10 +72,7 @@ class _Senders:
             for slot in slots
         ]
         self.constraints = tuple(numbers)
-        self.prefers = any(
-            constraint is not None and isinstance(constraint.policy, Preferred)
-            for constraint in self.constraints
-        )
+        self.prefers = any(each is not None and isinstance(each.policy, Preferred) for each in numbers)
         self.native = Senders(
             links.map,
             [_native_constraint(constraint, fleet, links.domains) for constraint in self.constraints],
@@ -92,12 +87,11 @@ def _native_constraint(
     if constraint is None:
         return "anywhere", None
     rule = {Required: "required", Fallback: "fallback", Preferred: "preferred"}[type(constraint.policy)]
-    value_id = (
-        None if constraint.value is None else fleet.places.value_id(constraint.domain, constraint.value)
-    )
-    if value_id is None or constraint.domain not in domains:
+    domain, value = constraint.domain, constraint.value
+    value_id = None if value is None else fleet.places.value_id(domain, value)
+    if value_id is None or domain not in domains:
         return rule, None
-    return rule, (domains.index(constraint.domain), value_id)
+    return rule, (domains.index(domain), value_id)
 
 
 class PairCosts:
@@ -133,7 +127,7 @@ class PairCosts:
             out,
             prefill.predictor,
             prefill.columns,
-            (prefill.asked, decode.asked),
+            (prefill.inputs, decode.inputs),
             self._senders.native,
             (sides.senders.allowed.view(np.uint8), sides.receivers.allowed.view(np.uint8)),
             (self.prefill.multiplier, self._multiplier(None), near),
@@ -157,7 +151,7 @@ class PairCosts:
             cost,
             prefill.predictor,
             prefill.columns,
-            (prefill.asked, decode.asked),
+            (prefill.inputs, decode.inputs),
             self._senders.native,
             sender,
             multiplier,
@@ -227,11 +221,9 @@ def pick_jointly(
     """Pick the cheapest pair, or a decode worker that prefills for itself. Raises RoutingRefused."""
     fleet, screens = view.fleet, sides.screens
     local_screen = _local(request, fleet, screens)
-    local_mask = (
-        mask_of(np.zeros(fleet.n_slots, np.bool_))
-        if local_screen is None
-        else eligible(local_screen, screens.not_busy)
-    )
+    local_mask = mask_of(np.zeros(fleet.n_slots, np.bool_))
+    if local_screen is not None:
+        local_mask = eligible(local_screen, screens.not_busy)
     allowed = mask_of(sides.senders.allowed | local_mask.allowed)
     if not allowed.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)

@@ -197,13 +197,13 @@ def first_refusals(screen: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> 
     if not left.any():
         return [Stopped(Reason.WRONG_ROLE, columns.present)]
     stopped = []
-    there = (
+    liveness = (
         Step(Reason.NOT_ALIVE, columns.alive),
         Step(Reason.DRAINING, ~columns.draining),
         Step(Reason.CORDONED, ~columns.cordoned),
         Step(Reason.ENGINE_SILENT, ~columns.engine_silent),
     )
-    for step in (*there, *screen.steps, *later):
+    for step in (*liveness, *screen.steps, *later):
         stopped.append(Stopped(step.reason, left & ~step.passed))
         left = left & step.passed
     return stopped
@@ -225,11 +225,11 @@ def _role_columns(fleet: Fleet, key: tuple[Leg, bool]) -> _RoleColumns:
     has_ranges = bool(
         (columns.prompt_tokens_min > 0).any() or (columns.prompt_tokens_max < INTEGER_MAX).any()
     )
-    there = role & columns.alive & ~(columns.draining | columns.cordoned | columns.engine_silent)
+    available = role & columns.alive & ~(columns.draining | columns.cordoned | columns.engine_silent)
     if last_resort or not fleet.has_open_circuits:
-        return _RoleColumns(role, (), mask_of(there), has_ranges)
+        return _RoleColumns(role, (), mask_of(available), has_ranges)
     circuits = Step(Reason.CIRCUIT_OPEN, ~columns.circuit_open)
-    return _RoleColumns(role, (circuits,), mask_of(there & circuits.passed), has_ranges)
+    return _RoleColumns(role, (circuits,), mask_of(available & circuits.passed), has_ranges)
 
 
 def _not_workers(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:
@@ -347,8 +347,7 @@ def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
 def prefill_mask(
     screens: Screens, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
 ) -> Mask:
-    """Return the prefill ranks to choose among: those of the first tier if one is eligible, else of the
-    second.
+    """Return the prefill ranks to choose among: of the first tier if one is eligible, else of the second.
 
     ``decode`` are the decode ranks that may take the request now.
     """

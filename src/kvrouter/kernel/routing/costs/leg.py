@@ -79,9 +79,7 @@ def overlap_of(view: View) -> IntColumn | None:
 def preferred_taints(
     request: RouteRequest, leg: Leg, constraint: TransferConstraint | None
 ) -> Mapping[Taint, float]:
-    """Return the weights of the taints that make a rank cheaper or dearer for this leg; empty for a pinned
-    leg.
-    """
+    """Return the weights of the taints that make a rank cheaper or dearer for this leg; empty if pinned."""
     pin = request.prefill_pin if leg is _PREFILL else request.pin
     if pin is not None:
         return {}
@@ -116,8 +114,8 @@ def multiplier_of(
 
 
 def prefill_tokens(leg_input: LegInput) -> FloatColumn | None:
-    """Return the prompt tokens that each slot would have to compute, with those queued there; None when the
-    leg prefills nothing, or prefill tokens are not tracked.
+    """Return the prompt tokens that each slot would compute, queued ones included; None for decode legs, and
+    without tracking.
     """
     view = leg_input.view
     if leg_input.leg is _DECODE or not view.settings.track_prefill_tokens:
@@ -134,9 +132,7 @@ def prefill_tokens(leg_input: LegInput) -> FloatColumn | None:
 
 
 def decode_blocks(leg_input: LegInput) -> FloatColumn | None:
-    """Return the blocks that each slot would hold for answers; None when the leg decodes nothing, or active
-    blocks are not tracked.
-    """
+    """Return the blocks that each slot would hold for answers; None for prefill, or if not tracked."""
     view = leg_input.view
     if leg_input.leg is _PREFILL or not view.settings.track_active_blocks:
         return None

@@ -78,7 +78,7 @@ class LegTimes:
     are answered at its rank, and for a decode leg the prompts that are prefilled at its rank.
     """
 
-    __slots__ = ("asked", "columns", "predictor")
+    __slots__ = ("columns", "inputs", "predictor")
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class LegTimes:
                 speeds.turnover,
             ),
         )
-        self.asked = (
+        self.inputs = (
             (
                 request.isl_tokens,
                 request.total_blocks,
@@ -133,12 +133,14 @@ class LegTimes:
     def costs(self, n_slots: int, among: BoolColumn | None) -> FloatColumn:
         """Return the sum of the parts at each slot; infinity at slots that are not ``among``."""
         cost: FloatColumn = np.empty(n_slots)
-        self.predictor.totals(cost, self.columns, self.asked, None if among is None else among.view(np.uint8))
+        self.predictor.totals(
+            cost, self.columns, self.inputs, None if among is None else among.view(np.uint8)
+        )
         return cost
 
     def at(self, slot: Slot, *, transfer_s: float = 0.0, price_s: float = 0.0) -> Times:
         """Return the parts at one slot."""
-        return Times(*self.predictor.parts(slot, self.columns, self.asked), transfer_s, price_s)
+        return Times(*self.predictor.parts(slot, self.columns, self.inputs), transfer_s, price_s)
 
 
 def own_s(request: RouteRequest, view: View, leg: Leg) -> float:
