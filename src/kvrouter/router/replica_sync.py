@@ -51,14 +51,14 @@ class ReplicaSync:
 
     def __init__(
         self,
-        plane: SyncTransport,
+        transport: SyncTransport,
         router_id: RouterId | None = None,
         *,
         heartbeat_s: float = HEARTBEAT_S,
         silent_after_s: float = SILENT_AFTER_S,
         ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
-        self._plane = plane
+        self._transport = transport
         self.router_id = router_id = router_id or new_router_id()
         self._heartbeat_s = heartbeat_s
         self._journal = Journal(router_id, on_pending=self._on_pending)
@@ -87,7 +87,7 @@ class ReplicaSync:
         """Start to publish and to receive; request the state of all other routers."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._end = await self._plane.subscribe(self.router_id, self._on_message)
+            self._end = await self._transport.subscribe(self.router_id, self._on_message)
         except BaseException:
             self._loop = None
             raise
@@ -133,7 +133,7 @@ class ReplicaSync:
             await asyncio.sleep(self._heartbeat_s)
 
     def _send(self, message: SyncMessage, to: RouterId | None = None) -> None:
-        if not self._plane.publish(message, to=to):
+        if not self._transport.publish(message, to=to):
             self._unsent += 1
 
     # Listening

@@ -39,7 +39,7 @@ class ServiceParts:
     """The parts of a router; the composition root chooses the adapters."""
 
     config: KvRouterConfig
-    plane: RequestTransport
+    request_transport: RequestTransport
     discovery: Discovery
     cordons: CordonStore
     subscriber: EventSubscriber
@@ -68,7 +68,7 @@ class RouterService:
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
-        self.requests = Requests(parts.config, parts.plane, parts.instrumentation, self.model)
+        self.requests = Requests(parts.config, parts.request_transport, parts.instrumentation, self.model)
         self.decisions = parts.decisions
         self.sync = parts.sync
         """Replica sync with the other routers; None where it is off."""
@@ -92,9 +92,9 @@ class RouterService:
             apply=self._apply_cordons,
             instrumentation=parts.instrumentation,
         )
-        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.instrumentation)
+        self.engine_tokenizer = EngineTokenizer(parts.request_transport, parts.instrumentation)
         self.liveness = Liveness(
-            parts.plane,
+            parts.request_transport,
             parts.subscriber,
             follows_events=config.kv_events and config.router_mode is RouterMode.KV,
             on_alive=self._on_alive,
@@ -158,12 +158,12 @@ class RouterService:
         they are kept until its first worker joins.
         """
         self._recalled_s = time.monotonic() - aged_s
-        for each in updates:
-            model = self._models.get(each.model)
+        for update in updates:
+            model = self._models.get(update.model)
             if model is None:
-                self._recalled.setdefault(each.model, []).append(each)
+                self._recalled.setdefault(update.model, []).append(update)
             else:
-                model.placer.transfers.on_link_update(each, now_s=model.clock(), aged_s=aged_s)
+                model.placer.transfers.on_link_update(update, now_s=model.clock(), aged_s=aged_s)
 
     def known_links(self, router_id: RouterId) -> Iterator[LinkUpdate]:
         """Yield the current link speeds of every model; recalled ones of models without workers are included

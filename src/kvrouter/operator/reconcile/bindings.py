@@ -62,10 +62,10 @@ class WantedLabels(NamedTuple):
 
 
 def wanted_by(
-    found: Manifest, cluster_info: ClusterInfo, last_levels: Sequence[Level]
+    manifest: Manifest, cluster_info: ClusterInfo, last_levels: Sequence[Level]
 ) -> WantedLabels | None:
     """Return the labels that a deployment wants; None without a policy, or if it cannot be read."""
-    deployment = read_deployment(found).deployment
+    deployment = read_deployment(manifest).deployment
     if deployment is None:
         return None
     reading = read_policy(deployment.spec)
@@ -84,9 +84,9 @@ def wanted_by(
     )
 
 
-def is_known(found: Manifest, cluster_info: ClusterInfo) -> bool:
+def is_known(manifest: Manifest, cluster_info: ClusterInfo) -> bool:
     """Return whether the levels that a deployment names are known; True if it names no level."""
-    deployment = read_deployment(found).deployment
+    deployment = read_deployment(manifest).deployment
     policy = None if deployment is None else read_policy(deployment.spec).policy
     return policy is None or resolve(policy, cluster_info).source.is_found
 

@@ -38,32 +38,32 @@ class Claims:
         self._held: dict[Key, str] = {}
         self._read: dict[str, _ReadLease] = {}
 
-    async def other(self, found: Manifest) -> str | None:
+    async def other(self, manifest: Manifest) -> str | None:
         """Return the operator that manages a deployment instead of this one; None if this one does, from now
         on or already. Raises ClusterError, and is then to be called again.
         """
-        key, holder = key_of(found), _holder(found)
-        if holder == self.name or (not holder and self._held.get(key) == uid_of(found)):
-            self._held[key] = uid_of(found)
+        key, holder = key_of(manifest), _holder(manifest)
+        if holder == self.name or (not holder and self._held.get(key) == uid_of(manifest)):
+            self._held[key] = uid_of(manifest)
             return None
         self._held.pop(key, None)
         is_of_another_class = _class_in(holder) != _class_in(self.name)  # and that one gave it up
         if holder and not is_of_another_class and not await self._is_gone(holder):
             return holder
-        await self._claim(found)
-        self._held[key] = uid_of(found)
+        await self._claim(manifest)
+        self._held[key] = uid_of(manifest)
         return None
 
     def forget(self, key: Key) -> None:
         """The deployment at ``key`` is gone."""
         self._held.pop(key, None)
 
-    async def _claim(self, found: Manifest) -> None:
+    async def _claim(self, manifest: Manifest) -> None:
         """Write this operator's name. Refused with 409 if the deployment has changed since it was read:
         another operator may have been quicker.
         """
-        claimed: Manifest = {**fields_of(found.get("status")), "operator": self.name}
-        await write_status(self._client, found, claimed, version=version_of(found))
+        claimed: Manifest = {**fields_of(manifest.get("status")), "operator": self.name}
+        await write_status(self._client, manifest, claimed, version=version_of(manifest))
 
     async def _is_gone(self, holder: str) -> bool:
         """Whether another operator's lease was not renewed for long, by this process's own clock.
@@ -99,6 +99,6 @@ def _class_in(name: str) -> str:
     return name.rpartition(":")[0] or DEFAULT_CLASS
 
 
-def _holder(found: Manifest) -> str:
-    holder = fields_of(found.get("status")).get("operator")
+def _holder(manifest: Manifest) -> str:
+    holder = fields_of(manifest.get("status")).get("operator")
     return holder if isinstance(holder, str) else ""

@@ -115,26 +115,26 @@ class NodePlaces:
             async with asyncio.timeout(self._info_each_s):
                 await self._stale.wait()
 
-    def _changed(self, found: Manifest) -> None:
-        key = key_of(found)
+    def _changed(self, manifest: Manifest) -> None:
+        key = key_of(manifest)
         if self._deployments.get(key) is None:
             self._generations.pop(key, None)
             self._forget(key)
             return
-        generation = (uid_of(found), metadata_of(found).get("generation"))
+        generation = (uid_of(manifest), metadata_of(manifest).get("generation"))
         if self._generations.get(key) == generation:
             return  # its status alone
         self._generations[key] = generation
-        self._learn(found)
-        if self._cluster_info is None or not is_known(found, self._cluster_info):
+        self._learn(manifest)
+        if self._cluster_info is None or not is_known(manifest, self._cluster_info):
             self._stale.set()
 
-    def _learn(self, found: Manifest) -> None:
-        key = key_of(found)
+    def _learn(self, manifest: Manifest) -> None:
+        key = key_of(manifest)
         self._forget(key)
-        if self._cluster_info is None or not is_known(found, self._cluster_info):
+        if self._cluster_info is None or not is_known(manifest, self._cluster_info):
             return
-        wanted = wanted_by(found, self._cluster_info, ())
+        wanted = wanted_by(manifest, self._cluster_info, ())
         if wanted is not None:
             stems = tuple(map(pod_name_stem, wanted.workloads))
             self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, wanted.level_labels)

@@ -102,11 +102,11 @@ class Reconciler:
             return await self._reconcile_own(key)
         except Exception as error:
             self._applied.forget(key)
-            found = self._sources.deployments.get(key)
-            if found is not None and isinstance(error, StatusRefused):  # only an event can report it
+            manifest = self._sources.deployments.get(key)
+            if manifest is not None and isinstance(error, StatusRefused):  # only an event can report it
                 message = f"the API server refuses the status of this deployment: {error.message}"
                 with suppress(ClusterError):  # the log has the refused status, which explains more
-                    await self._recorder.record_once(found, "StatusRefused", message, warns=True)
+                    await self._recorder.record_once(manifest, "StatusRefused", message, warns=True)
             raise
 
     def write_again(self) -> None:
@@ -116,18 +116,18 @@ class Reconciler:
 
     async def _is_anothers(self, key: Key) -> bool:
         """Whether another operator manages a deployment, which this one then leaves alone."""
-        found = self._sources.deployments.get(key)
-        holder = None if found is None or _is_leaving(found) else await self._claims.other(found)
+        manifest = self._sources.deployments.get(key)
+        holder = None if manifest is None or _is_leaving(manifest) else await self._claims.other(manifest)
         if holder != self.others.get(key):
             self._sources.bindings_are_due = True
             self._instrumentation.stood_back(key, holder)
-        if found is None or holder is None:
+        if manifest is None or holder is None:
             self.others.pop(key, None)
             return False
         self.others[key] = holder
         self._forget(key)
         message = takeover_instructions(self._claims.name, holder, *key)
-        await self._recorder.record_once(found, "OtherOperator", message, warns=True)
+        await self._recorder.record_once(manifest, "OtherOperator", message, warns=True)
         return True
 
     def _forget(self, key: Key) -> None:
@@ -137,43 +137,43 @@ class Reconciler:
 
     async def _know_topology(self, key: Key) -> None:
         """Read topologies again for a deployment that names an unknown one: it may be new."""
-        found = self._sources.deployments.get(key)
-        spec = None if found is None else spec_of(found)
-        if found and self._asked.get(key) != spec and not is_known(found, self._sources.cluster_info):
+        manifest = self._sources.deployments.get(key)
+        spec = None if manifest is None else spec_of(manifest)
+        if manifest and self._asked.get(key) != spec and not is_known(manifest, self._sources.cluster_info):
             self._asked[key] = spec
             await self._sources.info_reader.read()
 
-    def _wanted_labels(self, found: Manifest) -> WantedLabels | None:
-        if key_of(found) in self.others:
+    def _wanted_labels(self, manifest: Manifest) -> WantedLabels | None:
+        if key_of(manifest) in self.others:
             return None
-        return wanted_by(found, self._sources.cluster_info, self._last_levels(found))
+        return wanted_by(manifest, self._sources.cluster_info, self._last_levels(manifest))
 
     async def _reconcile_own(self, key: Key) -> float | None:
-        found = self._sources.deployments.get(key)
-        if found is None or _is_leaving(found):
+        manifest = self._sources.deployments.get(key)
+        if manifest is None or _is_leaving(manifest):
             self._forget(key)  # Kubernetes deletes its objects with it
             self._recorder.forget(key)
-            if found is None:
+            if manifest is None:
                 self._claims.forget(key)
                 self._asked.pop(key, None)
             return None
         reading, before, cluster_info = (
-            read_deployment(found),
-            self._statuses.before(found),
+            read_deployment(manifest),
+            self._statuses.before(manifest),
             self._sources.cluster_info,
         )
         deployment = reading.deployment
         if deployment is None:
-            generation, now = _generation_of(found), datetime.now(UTC)
+            generation, now = _generation_of(manifest), datetime.now(UTC)
             status = unreadable_status(generation, reading.problems, previous=before, now=now)
-            await self._statuses.write(found, status)
+            await self._statuses.write(manifest, status)
             return None
-        planned = self._plan(found, deployment, cluster_info)
+        planned = self._plan(manifest, deployment, cluster_info)
         pods = [pod for pod in map(read_pod, self._sources.pods.of_group(key)) if pod is not None]
-        changes, again_s = await self._apply(found, deployment, planned, pods)
+        changes, again_s = await self._apply(manifest, deployment, planned, pods)
         unlabelled: list[str] = []
         pods = [await self._labelled(pod, planned, unlabelled) for pod in pods]
-        workloads = {key_of(each).name: each for each in self._applied.objects_of(found, WORKLOADS)}
+        workloads = {key_of(each).name: each for each in self._applied.objects_of(manifest, WORKLOADS)}
         pairs = [
             (component, workloads[name])
             for component in deployment.spec.components
@@ -201,48 +201,50 @@ class Reconciler:
             links=self._sources.links.follow(key, metrics_endpoint(planned, pods), before),
             rollouts=[rollout_of(component, key_of(each).name, each) for component, each in pairs],
         )
-        await self._statuses.write(found, status)
-        await self._recorder.record_changes(found, changes)
-        await self._recorder.record_warnings(found, warnings(reading, planned, cluster_info))
+        await self._statuses.write(manifest, status)
+        await self._recorder.record_changes(manifest, changes)
+        await self._recorder.record_warnings(manifest, warnings(reading, planned, cluster_info))
         for mistake in role_mistakes(pods, workers):
-            await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
-        await self._report_refused(found, changes, refusals)
+            await self._recorder.record_once(manifest, "RoleMismatch", mistake, warns=True)
+        await self._report_refused(manifest, changes, refusals)
         return again_s
 
-    def _plan(self, found: Manifest, deployment: DynamoGraphDeployment, cluster_info: ClusterInfo) -> Plan:
+    def _plan(self, manifest: Manifest, deployment: DynamoGraphDeployment, cluster_info: ClusterInfo) -> Plan:
         """Plan a deployment, with the levels and links of its last plan."""
         return plan(
             deployment,
             cluster_info,
             self._defaults,
-            last_levels=self._last_levels(found),
-            last_qos=read_qos(next(self._annotations(found, QOS_ANNOTATION), None)),
+            last_levels=self._last_levels(manifest),
+            last_qos=read_qos(next(self._annotations(manifest, QOS_ANNOTATION), None)),
             last_pack_levels=[
-                level for text in self._annotations(found, PACKING_ANNOTATION) for level in read_levels(text)
+                level
+                for text in self._annotations(manifest, PACKING_ANNOTATION)
+                for level in read_levels(text)
             ],
         )
 
     async def _apply(
-        self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
+        self, manifest: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
     ) -> tuple[Changes, float | None]:
         """Write the plan; return the changes, and in how many seconds the next hold ends or the next pod
         counts as unable to start.
         """
-        key, now = key_of(found), datetime.now(UTC)
+        key, now = key_of(manifest), datetime.now(UTC)
         cordons = self._node_cordons(deployment)
         if planned.problems:  # its pods serve on unchanged, and cordons still apply
             if cordons is None:
                 return Changes(), None
             others = [kind for kind in OWNED if kind != CORDONS]
-            return await self._applied.apply(key, uid_of(found), cordons, kept=others), None
-        budgets = self._zone_budgets(found, deployment, planned, pods, now)
-        workloads_there = self._applied.objects_of(found, WORKLOADS)
+            return await self._applied.apply(key, uid_of(manifest), cordons, kept=others), None
+        budgets = self._zone_budgets(manifest, deployment, planned, pods, now)
+        workloads_there = self._applied.objects_of(manifest, WORKLOADS)
         held = held_components(deployment, workloads_there, now, self._defaults.disruption_hold_s)
         hold_s = hold_ends_s(budgets, now, self._defaults.disruption_hold_s)
         ends_s = (held.ends_s, hold_s, pull_ends_s(pods, now))
         changes = await self._applied.apply(
             key,
-            uid_of(found),
+            uid_of(manifest),
             (*planned.manifests, *budgets, *(cordons or ())),
             kept=(CORDONS,) if cordons is None else (),
             held=held.components,
@@ -251,15 +253,15 @@ class Reconciler:
             self._instrumentation.changed(key, changes)
         return changes, min((each for each in ends_s if each is not None), default=None)
 
-    async def _report_refused(self, found: Manifest, changes: Changes, refusals: RefusedObjects) -> None:
+    async def _report_refused(self, manifest: Manifest, changes: Changes, refusals: RefusedObjects) -> None:
         """Record the refusals; raise NotApplied if an object was not written, and is to be tried again."""
-        policy_refused = self._bindings.refused.get(key_of(found))
+        policy_refused = self._bindings.refused.get(key_of(manifest))
         if policy_refused:
             message = f"{POLICY_REFUSED}: {policy_refused}"
-            await self._recorder.record_once(found, "BindingPolicyRefused", message, warns=True)
+            await self._recorder.record_once(manifest, "BindingPolicyRefused", message, warns=True)
         if changes.taken:
             message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_FIX}"
-            await self._recorder.record(found, "NameTaken", message, warns=True)
+            await self._recorder.record(manifest, "NameTaken", message, warns=True)
             raise NotApplied(message)
         if refusals.writes or refusals.labels:
             raise NotApplied("; ".join((*refusals.writes, *refusals.labels)))
@@ -269,7 +271,7 @@ class Reconciler:
 
     def _zone_budgets(
         self,
-        found: Manifest,
+        manifest: Manifest,
         deployment: DynamoGraphDeployment,
         planned: Plan,
         pods: Sequence[Pod],
@@ -279,7 +281,7 @@ class Reconciler:
         if planned.policy is None or planned.resolution is None or not has_budgets(deployment):
             return []
         label = policy_level(planned.policy, planned.resolution).pod_label
-        there = self._applied.objects_of(found, BUDGETS)
+        there = self._applied.objects_of(manifest, BUDGETS)
         budgets: list[Manifest] = []
         for component in deployment.spec.components:
             if component.type.is_worker:
@@ -338,22 +340,22 @@ class Reconciler:
         self._instrumentation.labelled(place)
         return read_pod(patched) or pod
 
-    def _last_levels(self, found: Manifest) -> tuple[Level, ...]:
+    def _last_levels(self, manifest: Manifest) -> tuple[Level, ...]:
         """Return the levels that a deployment's workers were planned with last; empty without any."""
-        return read_levels(next(self._annotations(found, LEVELS_ANNOTATION), None))
+        return read_levels(next(self._annotations(manifest, LEVELS_ANNOTATION), None))
 
-    def _annotations(self, found: Manifest, name: str) -> Iterator[str]:
+    def _annotations(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Yield the values of an annotation on a deployment's Deployments."""
-        for workload in self._applied.objects_of(found, WORKLOADS):
+        for workload in self._applied.objects_of(manifest, WORKLOADS):
             text = annotations_of(workload).get(name)
             if isinstance(text, str):
                 yield text
 
 
-def _is_leaving(found: Manifest) -> bool:
-    return bool(metadata_of(found).get("deletionTimestamp"))
+def _is_leaving(manifest: Manifest) -> bool:
+    return bool(metadata_of(manifest).get("deletionTimestamp"))
 
 
-def _generation_of(found: Manifest) -> int:
-    generation = metadata_of(found).get("generation")
+def _generation_of(manifest: Manifest) -> int:
+    generation = metadata_of(manifest).get("generation")
     return generation if isinstance(generation, int) else 0

@@ -19,19 +19,21 @@ class StatusRefused(ClusterError):
     code = "status_refused"
 
 
-async def write_status(client: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
+async def write_status(
+    client: KubeClient, manifest: Manifest, status: Manifest, *, version: str = ""
+) -> None:
     """Apply the status of a deployment; with ``version`` only while it has that resourceVersion.
 
     Raises StatusRefused if the API server refuses the status itself, and ClusterError if the deployment is
     gone or has changed, or the same write may be accepted a moment later.
     """
-    key = key_of(found)
-    metadata: Manifest = {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)}
+    key = key_of(manifest)
+    metadata: Manifest = {"namespace": key.namespace, "name": key.name, "uid": uid_of(manifest)}
     if version:
         metadata["resourceVersion"] = version
-    manifest: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
+    applied: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
     try:
-        await client.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+        await client.apply(DEPLOYMENTS_OF_GRAPHS, applied, subresource="status")
     except RequestRefused as refused:
         if refused.is_passing or refused.status == NOT_FOUND:
             raise
@@ -54,31 +56,31 @@ class StatusWriter:
         self._conditions_are = conditions_are
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
-    def is_own(self, found: Manifest) -> bool:
-        """Whether the status in ``found`` is the one that this writer wrote last."""
-        return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
+    def is_own(self, manifest: Manifest) -> bool:
+        """Whether the status in ``manifest`` is the one that this writer wrote last."""
+        return self._written.get(key_of(manifest)) == (uid_of(manifest), _status_of(manifest))
 
-    def before(self, found: Manifest) -> DeploymentStatus | None:
+    def before(self, manifest: Manifest) -> DeploymentStatus | None:
         """Return the last written status, which a watch may not show yet."""
-        uid, status = self._written.get(key_of(found), ("", None))
-        return status if uid == uid_of(found) else _status_of(found)
+        uid, status = self._written.get(key_of(manifest), ("", None))
+        return status if uid == uid_of(manifest) else _status_of(manifest)
 
-    async def write(self, found: Manifest, status: DeploymentStatus) -> None:
+    async def write(self, manifest: Manifest, status: DeploymentStatus) -> None:
         """Write a status unless it is there already, and the events of its changes.
 
         Raises StatusRefused, and ClusterError.
         """
-        self._conditions_are(key_of(found), status.conditions)
+        self._conditions_are(key_of(manifest), status.conditions)
         status = status.model_copy(update={"operator": self._name})
-        before = self.before(found)
-        if status == before == _status_of(found):
+        before = self.before(manifest)
+        if status == before == _status_of(manifest):
             return
-        key = key_of(found)
+        key = key_of(manifest)
         known = self._written.get(key)
-        self._written[key] = (uid_of(found), status)  # a watch may show it before this call ends
+        self._written[key] = (uid_of(manifest), status)  # a watch may show it before this call ends
         try:
-            manifest = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-            await write_status(self._client, found, manifest)
+            encoded = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+            await write_status(self._client, manifest, encoded)
         except BaseException as error:
             del self._written[key]
             if known is not None:
@@ -87,7 +89,7 @@ class StatusWriter:
                 return  # it was deleted meanwhile
             raise
         for event in events_of(before, status):
-            await self.recorder.record(found, event.reason, event.note, warns=event.type.value != "Normal")
+            await self.recorder.record(manifest, event.reason, event.note, warns=event.type.value != "Normal")
 
     def forget(self, key: Key) -> None:
         """The deployment at ``key`` is gone, or another operator's."""
@@ -95,11 +97,11 @@ class StatusWriter:
         self._conditions_are(key, ())
 
 
-def _status_of(found: Manifest) -> DeploymentStatus | None:
-    """Return the status in ``found``; None without one, or if it cannot be read."""
-    if not found.get("status"):
+def _status_of(manifest: Manifest) -> DeploymentStatus | None:
+    """Return the status in ``manifest``; None without one, or if it cannot be read."""
+    if not manifest.get("status"):
         return None
     try:
-        return DeploymentStatus.model_validate(found["status"], by_alias=True, by_name=False)
+        return DeploymentStatus.model_validate(manifest["status"], by_alias=True, by_name=False)
     except ValidationError:
         return None
