@@ -24,7 +24,7 @@ class Requests:
     def __init__(
         self,
         config: KvRouterConfig,
-        plane: RequestTransport,
+        transport: RequestTransport,
         instrumentation: ServiceInstrumentation,
         model_of: Callable[[ModelName], ModelRouter],
     ) -> None:
@@ -33,7 +33,7 @@ class Requests:
         self.is_draining = False
         """Whether new requests are refused."""
         self._config = config
-        self._plane = plane
+        self._transport = transport
         self._instrumentation = instrumentation
         self._model_of = model_of
         self._running: set[Generation] = set()
@@ -67,7 +67,7 @@ class Requests:
         generation = Generation(
             with_intake_id(request),
             model,
-            self._plane,
+            self._transport,
             timeouts=self._timeouts_with(request),
             redispatches_max=self._config.retries_max,
             instrumentation=self._instrumentation,
