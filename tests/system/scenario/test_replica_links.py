@@ -9,8 +9,8 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
 from tests.support.fleets import card
 from tests.support.replicas import ReplicaRouter
+from tests.support.sync_transports import MakeTransport, make_transport
 from tests.support.waits import until
-from tests.system.scenario.test_replica_sync import MakeTransport, make_transport
 
 __all__ = ["make_transport"]  # the fixture
 
