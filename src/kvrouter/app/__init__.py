@@ -1,4 +1,4 @@
-"""The composition root: builds each process from its settings, as the only room that names concrete
+"""The composition root: builds each process from its settings, as the only package that names concrete
 transports and engines.
 
 ``router_build``, ``frontend`` and ``router_transports`` build a router and its HTTP frontend;
