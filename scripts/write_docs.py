@@ -1,4 +1,4 @@
-"""Write the pages made from the code: settings, fleet file, metrics, log events, differences.
+"""Write the pages made from the code: settings, fleet file, metrics, log events, differences, modules.
 
 ``python -m scripts.write_docs`` writes them; with ``--check`` it writes nothing, names each page that is
 not what the code says, each that the index of pages does not have once, and each relative link of any page to
@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from functools import partial
 from logging import getLevelName
 from pathlib import Path
 from textwrap import fill
@@ -25,6 +26,7 @@ from kvrouter.settings.tree import SETTINGS, Settings
 from kvrouter.telemetry import Event, GenAiMetrics, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.gen_ai import GEN_AI_OPT_IN, GEN_AI_SWITCH
 from kvrouter.telemetry.log_events import FIELD_NAMES
+from scripts.module_map import module_map
 from tests.system.differential.differences import DIFFERENCES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -368,6 +370,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "fleet-file.md": fleet_page,
     "metrics.md": metrics_page,
     "differences.md": differences_page,
+    "module-map.md": partial(module_map, MADE),
 }
 
 

@@ -58,7 +58,7 @@ class Deciding:
         self._plane = MemoryRequestTransport()
         self._service: RouterService = build_service(
             config or KvRouterConfig(),
-            plane=self._plane,
+            request_transport=self._plane,
             discovery=self._discovery,
             subscriber=self._workers,
         )

@@ -52,17 +52,12 @@ def test_no_module_is_a_grab_bag() -> None:
     assert [name for name in sources() if grab_bags & set(Path(name).with_suffix("").parts)] == []
 
 
-def test_the_module_map_names_files_that_are_there_and_every_package() -> None:
-    page = (HOME.parents[1] / "docs" / "module-map.md").read_text("utf-8")
+def test_contributing_names_files_that_are_there() -> None:
     contributing = (HOME.parents[1] / "CONTRIBUTING.md").read_text("utf-8")
-    named = set(re.findall(r"`([a-z_0-9/]+\.py)`", page))
-    assert named - set(sources()) == set()
     in_packages = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", contributing))
     assert {name for name in in_packages if not name.startswith("tests/")} - set(sources()) == set()
     in_tests = set(re.findall(r"\btests/[a-z_0-9/]+", contributing))
     assert {name for name in in_tests if not [*HOME.parents[1].glob(f"{name}*")]} == set()
-    packages = {name.split("/")[0] for name in sources() if "/" in name}
-    assert packages - {name.split("/")[0] for name in named} == set()
 
 
 def test_architecture_names_modules_that_are_there() -> None:

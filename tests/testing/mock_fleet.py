@@ -230,10 +230,10 @@ async def revive(fleet: MockFleet, old: Worker) -> Worker:
     worker = fleet.workers[worker_id] = Worker(
         old.engine,
         card,
-        discovery=fleet.planes.discovery,
-        events=fleet.planes.events,
-        requests=fleet.planes.requests,
-        recovery=fleet.planes.events,
+        discovery=fleet.transports.discovery,
+        events=fleet.transports.events,
+        requests=fleet.transports.requests,
+        recovery=fleet.transports.events,
     )
     await worker.start()
     return worker
@@ -248,7 +248,7 @@ class MockFleetHarness:
         self.plane = WatchedPlane(fleet.requests)
         self.service: RouterService = build_service(
             config or fleet.fleet.router,
-            plane=self.plane,
+            request_transport=self.plane,
             discovery=fleet.discovery,
             subscriber=fleet.events,
             telemetry=self.telemetry,

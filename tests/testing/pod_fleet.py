@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from kvrouter.app.attach.attachment import EngineWorkers
 from kvrouter.app.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
 from kvrouter.app.attach.transport_provider import MemoryTransports
-from kvrouter.app.mock_fleet import MemoryPlanes
+from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.cli.worker.engine_pods import PodsDiscovery
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EnginePod, WorkerCard
@@ -61,8 +61,8 @@ class PodFleetHarness:
 class ContestedTransports(MemoryTransports):
     """Another process may have a worker's place: :attr:`losses` has what tells so, one for each stand."""
 
-    def __init__(self, planes: MemoryPlanes) -> None:
-        super().__init__(planes)
+    def __init__(self, transports: ProcessTransports) -> None:
+        super().__init__(transports)
         self.losses: list[asyncio.Event] = []
         self.is_free = asyncio.Event()
         self.is_free.set()
@@ -82,8 +82,8 @@ class ContestedTransports(MemoryTransports):
 async def running_pod_fleet(
     policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0
 ) -> AsyncIterator[PodFleetHarness]:
-    planes = MemoryPlanes(PodsDiscovery(), MemoryEventTransport(), MemoryRequestTransport())
-    ground = ContestedTransports(planes)
+    transports = ProcessTransports(PodsDiscovery(), MemoryEventTransport(), MemoryRequestTransport())
+    ground = ContestedTransports(transports)
     events: list[tuple[str, str, str]] = []
 
     def write_event(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
@@ -93,9 +93,9 @@ async def running_pod_fleet(
     workers = EngineWorkers(Settings(), ground)
     async with PodFleet(workers, policy or PodPolicy(), write_event, drain_limit_s=drain_limit_s) as fleet:
         made = PodFleetHarness(fleet, ground, events=events)
-        await planes.discovery.watch(made.on_card, made.on_gone)
+        await transports.discovery.watch(made.on_card, made.on_gone)
         yield made
-    await planes.requests.close()
+    await transports.requests.close()
 
 
 def pod_of_engine(engine: ScriptedEngine, name: str = "vllm-0", **said: Any) -> EnginePod:

@@ -173,7 +173,7 @@ class RouterHarness:
         self.telemetry = Telemetry()
         self.service: RouterService = build_service(
             config or KvRouterConfig(),
-            plane=plane,
+            request_transport=plane,
             discovery=self.discovery,
             subscriber=subscriber or self.events,
             telemetry=self.telemetry,

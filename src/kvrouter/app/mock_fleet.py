@@ -53,7 +53,7 @@ def mock_summary(cluster: MockCluster) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlanes:
+class ProcessTransports:
     """The in-memory transports of the workers of one process."""
 
     discovery: MemoryDiscovery
@@ -80,9 +80,9 @@ class MockFleet:
         self._engines: dict[WorkerId, MockEngineHandle] = {}
 
     @property
-    def planes(self) -> MemoryPlanes:
+    def transports(self) -> ProcessTransports:
         """The fleet's transports, for other workers that join it."""
-        return MemoryPlanes(self.discovery, self.events, self.requests)
+        return ProcessTransports(self.discovery, self.events, self.requests)
 
     async def __aenter__(self) -> Self:
         try:
@@ -146,9 +146,9 @@ class MockFleet:
                 address=memory_address(worker_id, incarnation),
                 bootstrap=bootstrap,
             ),
-            discovery=self.planes.discovery,
-            events=self.planes.events,
-            requests=self.planes.requests,
-            recovery=self.planes.events,
+            discovery=self.transports.discovery,
+            events=self.transports.events,
+            requests=self.transports.requests,
+            recovery=self.transports.events,
             topology=topology,
         )

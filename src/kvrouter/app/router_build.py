@@ -31,7 +31,7 @@ from kvrouter.transports.requests.port import RequestTransport
 def build_service(
     config: KvRouterConfig,
     *,
-    plane: RequestTransport,
+    request_transport: RequestTransport,
     discovery: Discovery,
     subscriber: EventSubscriber,
     cordons: CordonStore | None = None,
@@ -75,7 +75,7 @@ def build_service(
     return RouterService(
         ServiceParts(
             config=config,
-            plane=plane,
+            request_transport=request_transport,
             discovery=discovery,
             cordons=MemoryCordons() if cordons is None else cordons,
             subscriber=subscriber,

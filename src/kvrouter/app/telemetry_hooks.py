@@ -14,7 +14,7 @@ _PORT = re.compile(r":\d+(?=: )")
 _log = logging.getLogger("kvrouter.planes")  # as log lines name it
 
 
-def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
+def refusals_on(transport: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
     """Return the callback for one transport's refusals; without ``telemetry`` they are only logged.
 
     All are counted. A refused peer reconnects for ever, so equal reasons, source ports aside, are throttled
@@ -24,38 +24,38 @@ def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str
 
     def on_refused(why: str) -> None:
         if telemetry is not None:
-            telemetry.planes_refused.inc(plane)
+            telemetry.planes_refused.inc(transport)
         if throttle.allows(_PORT.sub("", why)):
-            log_event(_log, Event.PLANE_REFUSED, plane=plane, reason=why)
+            log_event(_log, Event.PLANE_REFUSED, plane=transport, reason=why)
 
     return on_refused
 
 
-def malformed_on(plane: str, telemetry: Telemetry) -> MalformedSink:
+def malformed_on(transport: str, telemetry: Telemetry) -> MalformedSink:
     """Return the callback for a router's unreadable messages: logged as refused, and counted as dropped."""
-    on_refused = refusals_on(plane, telemetry)
+    on_refused = refusals_on(transport, telemetry)
 
     def on_malformed(why: str) -> None:
-        telemetry.events_dropped.inc(plane, DropReason.MALFORMED)
+        telemetry.events_dropped.inc(transport, DropReason.MALFORMED)
         on_refused(why)
 
     return on_malformed
 
 
-def foreign_on(plane: str, telemetry: Telemetry | None = None) -> ForeignSink:
+def foreign_on(transport: str, telemetry: Telemetry | None = None) -> ForeignSink:
     """Return the callback for messages that name another worker's rank: counted, and throttled in the log."""
     throttle = LogThrottle()
 
     def on_foreign(error: ForeignRank) -> None:
         if telemetry is not None:
-            telemetry.events_dropped.inc(plane, error.reason)
+            telemetry.events_dropped.inc(transport, error.reason)
         if throttle.allows(error.message):
-            log_event(_log, Event.EVENTS_FOREIGN, plane=plane, reason=error.message)
+            log_event(_log, Event.EVENTS_FOREIGN, plane=transport, reason=error.message)
 
     return on_foreign
 
 
-def troubles_on(plane: str) -> Callable[[str, str], None]:
+def troubles_on(transport: str) -> Callable[[str, str], None]:
     """Return the callback for failed operations, which are retried for ever: arguments are the operation and
     the reason, and equal ones are throttled in the log.
     """
@@ -64,16 +64,16 @@ def troubles_on(plane: str) -> Callable[[str, str], None]:
     def on_trouble(what: str, why: str) -> None:
         reason = f"{what}: {why}"
         if throttle.allows(reason):
-            log_event(_log, Event.PLANE_DISTURBED, plane=plane, reason=reason)
+            log_event(_log, Event.PLANE_DISTURBED, plane=transport, reason=reason)
 
     return on_trouble
 
 
-def drops_on(plane: str) -> Callable[[int, str], None]:
+def drops_on(transport: str) -> Callable[[int, str], None]:
     """Return the callback for batches that a worker could not publish; routers notice the gap and recover."""
 
     def on_dropped(n_batches: int, why: str) -> None:
-        log_event(_log, Event.EVENTS_DROPPED, plane=plane, batches=n_batches, reason=why)
+        log_event(_log, Event.EVENTS_DROPPED, plane=transport, batches=n_batches, reason=why)
 
     return on_dropped
 

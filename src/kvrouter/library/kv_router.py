@@ -202,7 +202,7 @@ class KvRouter:
         self._sync = _sync_of(runtime) if config.replica_sync else None
         self._service: RouterService = build_service(
             config,
-            plane=runtime.requests,
+            request_transport=runtime.requests,
             discovery=PairDiscovery(endpoint, block_size, self._on_alone),
             subscriber=runtime.events,
             cordons=runtime.cordons,
@@ -511,7 +511,7 @@ class KvIndexer:
         runtime = endpoint.runtime
         self._service = build_service(
             KvRouterConfig(),
-            plane=runtime.requests,
+            request_transport=runtime.requests,
             discovery=EndpointDiscovery(endpoint, block_size),
             subscriber=runtime.events,
             cordons=runtime.cordons,

@@ -94,8 +94,8 @@ class EngineTokenizer:
     after failures, and longer where it has no such route; each reason is logged once.
     """
 
-    def __init__(self, plane: RequestTransport, instrumentation: ServiceInstrumentation) -> None:
-        self._plane = plane
+    def __init__(self, transport: RequestTransport, instrumentation: ServiceInstrumentation) -> None:
+        self._transport = transport
         self._instrumentation = instrumentation
         self._engines: dict[WorkerId, _Engine] = {}
         self._asking: dict[ModelName, int] = {}
@@ -148,7 +148,7 @@ class EngineTokenizer:
             time_left_s=limit_s,
             call=ClientCall(CallRoute.TOKENIZE, body, stream=False, resumable=False),
         )
-        stream = await self._plane.open(card.address, request)
+        stream = await self._transport.open(card.address, request)
         pieces: list[bytes] = []
         size_bytes = 0
         try:

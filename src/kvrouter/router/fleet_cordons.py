@@ -102,7 +102,7 @@ class Cordons:
         self._instrumentation = instrumentation
         self._task: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
-        self._looks = 0
+        self._polls = 0
         self.rules = CordonRules()
         self.lost: str | None = None
         """Why the store cannot be read; None while it can."""
@@ -111,7 +111,7 @@ class Cordons:
 
     async def start(self) -> None:
         """Read the store once, before the first decision, then keep reading it in a background task."""
-        await self._look()
+        await self._poll()
         self._task = spawn(self._follow(), name="cordons: follow their store")
 
     def stop(self) -> None:
@@ -129,11 +129,11 @@ class Cordons:
         while True:
             await asyncio.sleep(self._store.poll_s)
             if not self._changing.locked():  # put() and remove() read the store themselves
-                await self._look()
+                await self._poll()
 
-    async def _look(self) -> None:
-        self._looks += 1
-        look = self._looks
+    async def _poll(self) -> None:
+        self._polls += 1
+        poll = self._polls
         try:
             found = await self._store.read()
         except CordonsUnavailable as error:
@@ -144,7 +144,7 @@ class Cordons:
         if self.lost is not None:
             self._instrumentation.cordons_back()
         self.lost = None
-        if look == self._looks:  # else another reading is newer
+        if poll == self._polls:  # else another reading is newer
             self._take(CordonRules(found))
 
     def _take(self, rules: CordonRules) -> None:
@@ -225,7 +225,7 @@ class Cordons:
         """
         wanted = checked_cordon(structs.replace(wanted, source=CordonSource.CALL, cluster=""))
         async with self._changing:
-            await self._look_now()
+            await self._poll_now()
             self._check_level(wanted)
             before = self._find(wanted)
             known = bool(self._names_of(wanted))
@@ -240,7 +240,7 @@ class Cordons:
             if wanted.at_s == 0.0:
                 wanted = structs.replace(wanted, at_s=time.time())
             await self._store.put(wanted)
-            self._looks += 1  # a reading that began before the write is old
+            self._polls += 1  # a reading that began before the write is old
             kept = [each for each in self.rules.all if each != before]
             self._take(CordonRules((*kept, wanted)))
         return CordonChange(self.reading(wanted), changed=True, warnings=tuple(warnings))
@@ -252,7 +252,7 @@ class Cordons:
         """
         wanted = checked_cordon(Cordon(level, name))
         async with self._changing:
-            await self._look_now()
+            await self._poll_now()
             before = self._find(wanted)
             if before is None:
                 self._check_level(wanted)
@@ -261,13 +261,13 @@ class Cordons:
                     raise CordonedElsewhere(_cordoned_elsewhere(other), param="name")
                 return CordonChange(self.reading(wanted), changed=False, warnings=())
             await self._store.remove(before)
-            self._looks += 1
+            self._polls += 1
             self._take(CordonRules(each for each in self.rules.all if each != before))
         reading = self.reading(before)
         return CordonChange(reading, changed=True, warnings=tuple(self._still(reading)))
 
-    async def _look_now(self) -> None:
-        await self._look()
+    async def _poll_now(self) -> None:
+        await self._poll()
         if self.lost is not None:
             raise CordonsUnavailable(self.lost)
 

@@ -84,7 +84,7 @@ class Generation:
         self,
         request: GenerateRequest,
         model: ModelRouter,
-        plane: RequestTransport,
+        transport: RequestTransport,
         *,
         timeouts: Timeouts,
         redispatches_max: int,
@@ -100,7 +100,7 @@ class Generation:
         self._run = RequestRun(
             request,
             model,
-            plane,
+            transport,
             timeouts=timeouts,
             redispatches_max=redispatches_max,
             instrumentation=instrumentation,

@@ -53,15 +53,15 @@ async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferP
     raise StreamBroken("the stream ended without a last chunk")
 
 
-async def open_decode(plane: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
+async def open_decode(transport: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
     """Open a decode leg. If the caller is cancelled meanwhile and KV waits at a prefill worker, the leg is
     still opened and then cancelled: often only the decode worker can tell the prefill worker to free it.
 
     Raises what the transport's ``open`` raises.
     """
     if not request.kv_transfer_params:
-        return await plane.open(address, request)
-    opening = asyncio.get_running_loop().create_task(_opened(plane, address, request))
+        return await transport.open(address, request)
+    opening = asyncio.get_running_loop().create_task(_opened(transport, address, request))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -69,8 +69,8 @@ async def open_decode(plane: RequestTransport, address: str, request: EngineRequ
         raise
 
 
-async def _opened(plane: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
-    return await plane.open(address, request)
+async def _opened(transport: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
+    return await transport.open(address, request)
 
 
 def _take_back(opening: "asyncio.Task[EngineStream]") -> None:

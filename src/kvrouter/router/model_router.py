@@ -241,7 +241,7 @@ class ModelRouter:
         Raises :class:`RoutingRefused` when no wait is allowed or the wait timed out.
         """
         prompt = prompt_of(request, token_ids, block_size=self.fleet.block_size)
-        asked = attempt_request(
+        request_of_attempt = attempt_request(
             request,
             prompt,
             token_ids,
@@ -254,7 +254,7 @@ class ModelRouter:
         try:
             while True:
                 try:
-                    return self._place(asked, wait, request.trace.trace_id)
+                    return self._place(request_of_attempt, wait, request.trace.trace_id)
                 except RoutingRefused as refused:
                     wait = wait or Wait(
                         self.placer.waiting, request, self.instrumentation, limit_s=self._request_timeout_s
@@ -264,10 +264,10 @@ class ModelRouter:
             if wait is not None:
                 wait.leave()
 
-    def _place(self, asked: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
-        explained = self._explain_attempt(asked) if self._decisions.wants_table else None
+    def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
+        explained = self._explain_attempt(request) if self._decisions.wants_table else None
         started_s = time.perf_counter()
-        placement = self.placer.place(asked, self._draws.next, now_s=self.clock())
+        placement = self.placer.place(request, self._draws.next, now_s=self.clock())
         self._draws.take()
         placement.trace_id = trace_id
         decision_s = placement.decision_s = time.perf_counter() - started_s
@@ -276,11 +276,11 @@ class ModelRouter:
         self._record(placement, explained)
         return placement
 
-    def _explain_attempt(self, asked: AttemptRequest) -> Decision | None:
+    def _explain_attempt(self, request: AttemptRequest) -> Decision | None:
         """The decision table of the next placement, by its own draw; None where the usual plan is refused."""
         started_s = time.perf_counter()
         try:
-            return self.placer.explain_attempt(asked, self._draws.next, now_s=self.clock())
+            return self.placer.explain_attempt(request, self._draws.next, now_s=self.clock())
         except RoutingRefused:
             return None
         finally:

@@ -62,7 +62,7 @@ class PrefillDispatch:
 
     def __init__(
         self,
-        plane: RequestTransport,
+        transport: RequestTransport,
         bookings: Bookings,
         instrumentation: ServiceInstrumentation,
         *,
@@ -70,7 +70,7 @@ class PrefillDispatch:
         limit_s: float,
         prefills_max: int = PREFILLS_MAX,
     ) -> None:
-        self._plane = plane
+        self._transport = transport
         self._bookings = bookings
         self._instrumentation = instrumentation
         self._redispatches_max = redispatches_max
@@ -104,7 +104,7 @@ class PrefillDispatch:
         run = self._running[request_id] = _Run(
             model,
             request,
-            self._plane,
+            self._transport,
             self._instrumentation,
             redispatches_max=self._redispatches_max,
             until_s=until_s,
@@ -209,7 +209,7 @@ class _Run:
         self,
         model: ModelRouter,
         request: GenerateRequest,
-        plane: RequestTransport,
+        transport: RequestTransport,
         instrumentation: ServiceInstrumentation,
         *,
         redispatches_max: int,
@@ -223,7 +223,7 @@ class _Run:
         self.is_discarded = False
         """Whether :meth:`PrefillDispatch.discard` was called."""
         self._model = model
-        self._plane = plane
+        self._transport = transport
         self._instrumentation = instrumentation
         self._until_s = until_s
         self._cached_tokens: int | None = None
@@ -306,7 +306,7 @@ class _Run:
         time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
         leg = prefill_leg(self.request, placement, time_left_s=time_left_s)
         attempt.prefill_sent_s = time.monotonic()
-        self.stream = await self._plane.open(placement.decode_address, leg)
+        self.stream = await self._transport.open(placement.decode_address, leg)
         if placement.bootstrap is None:
             return await self.read()
         attempt.prefill_runs_in_parallel = True

@@ -51,14 +51,14 @@ class ReplicaSync:
 
     def __init__(
         self,
-        plane: SyncTransport,
+        transport: SyncTransport,
         router_id: RouterId | None = None,
         *,
         heartbeat_s: float = HEARTBEAT_S,
         silent_after_s: float = SILENT_AFTER_S,
         ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
-        self._plane = plane
+        self._transport = transport
         self.router_id = router_id = router_id or new_router_id()
         self._heartbeat_s = heartbeat_s
         self._journal = Journal(router_id, on_pending=self._on_pending)
@@ -87,7 +87,7 @@ class ReplicaSync:
         """Start to publish and to receive; request the state of all other routers."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._end = await self._plane.subscribe(self.router_id, self._on_message)
+            self._end = await self._transport.subscribe(self.router_id, self._on_message)
         except BaseException:
             self._loop = None
             raise
@@ -127,13 +127,13 @@ class ReplicaSync:
             for message in self._journal.take_heartbeat():
                 self._send(message)
             now_s = self._now_s()
-            for news in self._replicas.links.take(now_s=now_s):
-                self._send(news)
+            for update in self._replicas.links.take(now_s=now_s):
+                self._send(update)
             self._act(self._replicas.tick(now_s=now_s))
             await asyncio.sleep(self._heartbeat_s)
 
     def _send(self, message: SyncMessage, to: RouterId | None = None) -> None:
-        if not self._plane.publish(message, to=to):
+        if not self._transport.publish(message, to=to):
             self._unsent += 1
 
     # Listening
@@ -159,8 +159,8 @@ class ReplicaSync:
             for part in self._journal.state():
                 self._send(part, to=router_id)
                 await asyncio.sleep(0)
-            for news in self._replicas.links.state(now_s=self._now_s()):
-                self._send(news, to=router_id)
+            for update in self._replicas.links.state(now_s=self._now_s()):
+                self._send(update, to=router_id)
                 await asyncio.sleep(0)
 
     @staticmethod

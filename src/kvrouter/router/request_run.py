@@ -78,7 +78,7 @@ class RequestRun:
         self,
         request: GenerateRequest,
         model: ModelRouter,
-        plane: RequestTransport,
+        transport: RequestTransport,
         *,
         timeouts: Timeouts,
         redispatches_max: int,
@@ -106,7 +106,7 @@ class RequestRun:
         """The attempt that brought the first token; None before it."""
         self._request = request
         self._model = model
-        self._plane = plane
+        self._transport = transport
         self._timeouts = timeouts
         self._instrumentation = instrumentation
         self._times = times
@@ -281,7 +281,7 @@ class RequestRun:
         request = prefill_leg(self._request, placement, time_left_s=self.watch.time_left_s)
         request = self._traced(attempt, request)
         attempt.prefill_sent_s = time.monotonic()
-        stream = await self._plane.open(placement.prefill_address, request)
+        stream = await self._transport.open(placement.prefill_address, request)
         attempt.prefill = stream
         if self.driver.error is not None:  # it ended while the leg was sent, without a stream to cancel
             stream.cancel(self.driver.error.code)
@@ -330,7 +330,7 @@ class RequestRun:
                 self.watch.enter(Phase.FIRST_TOKEN)
             request = self._traced(attempt, request)
             attempt.last_sent_s = time.monotonic()
-            stream = await open_decode(self._plane, attempt.placement.decode_address, request)
+            stream = await open_decode(self._transport, attempt.placement.decode_address, request)
             attempt.decode = stream
         except InvalidRequest as error:
             return driver.journey.handle(LegRefused(error))

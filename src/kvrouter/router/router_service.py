@@ -39,7 +39,7 @@ class ServiceParts:
     """The parts of a router; the composition root chooses the adapters."""
 
     config: KvRouterConfig
-    plane: RequestTransport
+    request_transport: RequestTransport
     discovery: Discovery
     cordons: CordonStore
     subscriber: EventSubscriber
@@ -68,7 +68,7 @@ class RouterService:
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
-        self.requests = Requests(parts.config, parts.plane, parts.instrumentation, self.model)
+        self.requests = Requests(parts.config, parts.request_transport, parts.instrumentation, self.model)
         self.decisions = parts.decisions
         self.sync = parts.sync
         """Replica sync with the other routers; None where it is off."""
@@ -92,9 +92,9 @@ class RouterService:
             apply=self._apply_cordons,
             instrumentation=parts.instrumentation,
         )
-        self.engine_tokenizer = EngineTokenizer(parts.plane, parts.instrumentation)
+        self.engine_tokenizer = EngineTokenizer(parts.request_transport, parts.instrumentation)
         self.liveness = Liveness(
-            parts.plane,
+            parts.request_transport,
             parts.subscriber,
             follows_events=config.kv_events and config.router_mode is RouterMode.KV,
             on_alive=self._on_alive,
@@ -153,17 +153,17 @@ class RouterService:
             if turned:
                 model.placer.fleet_changed(now_s=model.clock())
 
-    def recall(self, news: Iterable[LinkUpdate], *, aged_s: float) -> None:
+    def recall(self, updates: Iterable[LinkUpdate], *, aged_s: float) -> None:
         """Give models the link speeds that were saved ``aged_s`` seconds ago; for a model without workers
         they are kept until its first worker joins.
         """
         self._recalled_s = time.monotonic() - aged_s
-        for each in news:
-            model = self._models.get(each.model)
+        for update in updates:
+            model = self._models.get(update.model)
             if model is None:
-                self._recalled.setdefault(each.model, []).append(each)
+                self._recalled.setdefault(update.model, []).append(update)
             else:
-                model.placer.transfers.on_link_update(each, now_s=model.clock(), aged_s=aged_s)
+                model.placer.transfers.on_link_update(update, now_s=model.clock(), aged_s=aged_s)
 
     def known_links(self, router_id: RouterId) -> Iterator[LinkUpdate]:
         """Yield the current link speeds of every model; recalled ones of models without workers are included
@@ -173,11 +173,11 @@ class RouterService:
             yield from model.placer.transfers.all_updates(router_id, now_s=model.clock())
         aged_s = time.monotonic() - self._recalled_s
         for recalled in self._recalled.values():
-            for news in recalled:
-                aged = [structs.replace(each, age_s=each.age_s + aged_s) for each in news.seen]
+            for update in recalled:
+                aged = [structs.replace(each, age_s=each.age_s + aged_s) for each in update.seen]
                 kept = tuple(each for each in aged if each.age_s <= RECALLED_S)
                 if kept:
-                    yield structs.replace(news, seen=kept)
+                    yield structs.replace(update, seen=kept)
 
     # The models
 
@@ -252,9 +252,9 @@ class RouterService:
         self._models[card.model] = model
         if card.role is Role.PREFILL:  # transfers may be timed from now on
             self._pauses.start()
-        for news in self._recalled.pop(card.model, ()):
+        for update in self._recalled.pop(card.model, ()):
             aged_s = time.monotonic() - self._recalled_s
-            model.placer.transfers.on_link_update(news, now_s=model.clock(), aged_s=aged_s)
+            model.placer.transfers.on_link_update(update, now_s=model.clock(), aged_s=aged_s)
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:

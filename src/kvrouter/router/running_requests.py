@@ -24,7 +24,7 @@ class Requests:
     def __init__(
         self,
         config: KvRouterConfig,
-        plane: RequestTransport,
+        transport: RequestTransport,
         instrumentation: ServiceInstrumentation,
         model_of: Callable[[ModelName], ModelRouter],
     ) -> None:
@@ -33,7 +33,7 @@ class Requests:
         self.is_draining = False
         """Whether new requests are refused."""
         self._config = config
-        self._plane = plane
+        self._transport = transport
         self._instrumentation = instrumentation
         self._model_of = model_of
         self._running: set[Generation] = set()
@@ -67,7 +67,7 @@ class Requests:
         generation = Generation(
             with_intake_id(request),
             model,
-            self._plane,
+            self._transport,
             timeouts=self._timeouts_with(request),
             redispatches_max=self._config.retries_max,
             instrumentation=self._instrumentation,
@@ -107,9 +107,7 @@ class Requests:
         return self._retry_bodies.bytes
 
     def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
-        """The timeouts for a request. Without streaming only the request's own limit applies to its first
-        token, which comes with the last.
-        """
+        """The request's timeouts; without streaming its first token comes with the last: one limit holds."""
         if request.call is None or request.call.stream:
             return self._timeouts
         return replace(self._timeouts, first_token_s=self._timeouts.request_s)

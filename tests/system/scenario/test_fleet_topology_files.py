@@ -75,7 +75,7 @@ async def test_a_label_that_changes_later_changes_where_requests_may_go(tmp_path
     async with MockFleet(fleet_in(tmp_path)) as fleet:
         service = build_service(
             KvRouterConfig(router_domain_wait_s=30.0),
-            plane=fleet.requests,
+            request_transport=fleet.requests,
             discovery=fleet.discovery,
             subscriber=fleet.events,
         )

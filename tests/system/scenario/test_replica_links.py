@@ -7,9 +7,9 @@ from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.topology.link_table import LinkLoad, SharedLink
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
-from tests.system.scenario.test_replica_sync import MakeTransport, make_transport
 from tests.testing.router_harness import card
 from tests.testing.router_replicas import ReplicaRouter
+from tests.testing.sync_transports import MakeTransport, make_transport
 from tests.testing.waits import until
 
 __all__ = ["make_transport"]  # the fixture

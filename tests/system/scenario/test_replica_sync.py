@@ -1,44 +1,25 @@
 """Routers side by side, over memory and over a real nats-server: what one books, all count."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from uuid import uuid4
 
 import nats
 import pytest
-from nats.aio.client import Client
 
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.sync.nats import NatsSyncTransport
-from kvrouter.transports.sync.port import MessageSink, SyncTransport
+from kvrouter.transports.sync.port import MessageSink
 from tests.oracles.sync import MemorySyncTransport
 from tests.testing.nats_server import NatsServer
 from tests.testing.router_replicas import ReplicaRouter
+from tests.testing.sync_transports import MakeTransport, make_transport
 from tests.testing.waits import until
 
-MakeTransport = Callable[[], Awaitable[SyncTransport]]
-
-
-@pytest.fixture(params=["memory", "nats"])
-async def make_transport(request: pytest.FixtureRequest) -> AsyncIterator[MakeTransport]:
-    clients: list[Client] = []
-    shared = MemorySyncTransport()
-    namespace = f"ns-{uuid4().hex}"
-
-    async def make() -> SyncTransport:
-        if request.param == "memory":
-            return shared
-        server: NatsServer = request.getfixturevalue("shared_nats")
-        clients.append(await nats.connect(server.url))
-        return NatsSyncTransport(clients[-1], namespace=namespace, token="t0p")
-
-    yield make
-    for client in clients:
-        await client.close()
+__all__ = ["make_transport"]  # the fixture
 
 
 async def test_what_one_books_the_others_count(make_transport: MakeTransport) -> None:

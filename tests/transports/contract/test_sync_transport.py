@@ -1,12 +1,9 @@
 """What every sync plane does: to all, to one, in order, never waiting; and what NATS refuses."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from uuid import uuid4
 
 import nats
-import pytest
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
@@ -29,16 +26,15 @@ from kvrouter.core.sync import (
     SyncMessage,
 )
 from kvrouter.transports.sync.nats import NatsSyncTransport
-from kvrouter.transports.sync.port import SyncTransport
-from tests.oracles.sync import MemorySyncTransport
 from tests.testing.cancellation import cancelled_at_each_await
 from tests.testing.nats_server import NatsServer, running_nats
+from tests.testing.sync_transports import MakeTransport, make_transport
+
+__all__ = ["make_transport"]  # the fixture
 
 A, B, C = RouterId("router-a"), RouterId("router-b"), RouterId("router-c")
 WITHIN_S = 60.0
 LINK = LinkName((("zone", "a"), ("rack", None)), "b")
-
-MakeTransport = Callable[[], Awaitable[SyncTransport]]
 
 
 class Ear:
@@ -60,24 +56,6 @@ class Ear:
                 self._more.clear()
                 await self._more.wait()
         return self.heard
-
-
-@pytest.fixture(params=["memory", "nats"])
-async def make_transport(request: pytest.FixtureRequest) -> AsyncIterator[MakeTransport]:
-    clients: list[Client] = []
-    shared = MemorySyncTransport()
-    namespace = f"ns-{uuid4().hex}"
-
-    async def make() -> SyncTransport:
-        if request.param == "memory":
-            return shared
-        server: NatsServer = request.getfixturevalue("shared_nats")
-        clients.append(await nats.connect(server.url))
-        return NatsSyncTransport(clients[-1], namespace=namespace, token="secret")
-
-    yield make
-    for client in clients:
-        await client.close()
 
 
 def add(request: str = "r", *, n_blocks: int = 2) -> AddRequest:

@@ -9,7 +9,7 @@ from kvrouter.app.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.app.attach.spec import FileEngine, file_engines
 from kvrouter.app.attach.transport_provider import MemoryTransports
 from kvrouter.app.fleet_build import topology_env_of
-from kvrouter.app.mock_fleet import MemoryPlanes
+from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.fleetfile.fleet_file import FleetFile
@@ -30,7 +30,12 @@ class AttachedFleet:
     """
 
     def __init__(
-        self, fleet: FleetFile, settings: Settings, planes: MemoryPlanes, *, environ: Mapping[str, str]
+        self,
+        fleet: FleetFile,
+        settings: Settings,
+        transports: ProcessTransports,
+        *,
+        environ: Mapping[str, str],
     ) -> None:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
@@ -38,7 +43,7 @@ class AttachedFleet:
         """Errors of the first probes; None once the start is over."""
 
         self._tasks: list[asyncio.Task[None]] = []
-        workers = EngineWorkers(settings, MemoryTransports(planes))
+        workers = EngineWorkers(settings, MemoryTransports(transports))
         self._engines = [
             (engine.group, self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers))
             for engine in file_engines(fleet)

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from kvrouter.app.mock_fleet import MemoryPlanes
+from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.app.router_transports import settled
 from kvrouter.app.standby import Holders, holders
 from kvrouter.app.worker_transports import open_worker_transports
@@ -34,13 +34,13 @@ class TransportProvider(Protocol):
 class MemoryTransports:
     """In-memory transports: the frontend is in this process."""
 
-    def __init__(self, planes: MemoryPlanes) -> None:
-        self._planes = planes
+    def __init__(self, transports: ProcessTransports) -> None:
+        self._transports = transports
 
     @asynccontextmanager
     async def open(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Return the shared transports; no other process can replace the worker."""
-        yield self._planes.of_worker()
+        yield self._transports.of_worker()
 
 
 class NetworkTransports:

@@ -1,4 +1,4 @@
-"""``kvrouter calibrate``."""
+"""The command line of ``kvrouter calibrate``: its options and its help."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``kvrouter dry-run``."""
+"""The command line of ``kvrouter dry-run``: its options and its help."""
 
 import sys
 from dataclasses import dataclass

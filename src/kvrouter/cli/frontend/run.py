@@ -127,7 +127,7 @@ async def connected(
             sync = transports.replica_sync()
             service = build_service(
                 settings.router,
-                plane=transports.requests,
+                request_transport=transports.requests,
                 discovery=discovery,
                 subscriber=transports.events,
                 cordons=transports.cordons,

@@ -1,4 +1,4 @@
-"""``kvrouter hit-rate``."""
+"""The command line of ``kvrouter hit-rate``: its options and its help."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``kvrouter replay``."""
+"""The command line of ``kvrouter replay``: its options and its help."""
 
 import sys
 from pathlib import Path

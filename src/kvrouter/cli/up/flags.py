@@ -1,4 +1,4 @@
-"""``kvrouter up``."""
+"""The command line of ``kvrouter up``: its options and its help."""
 
 import os
 import sys

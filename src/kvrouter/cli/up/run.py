@@ -21,7 +21,7 @@ from kvrouter.app.frontend import ServingApp, open_frontend
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on_signals, unless_stopping
-from kvrouter.app.mock_fleet import MemoryPlanes, MockFleet
+from kvrouter.app.mock_fleet import MockFleet, ProcessTransports
 from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
 from kvrouter.app.trace_export import tracing
@@ -74,7 +74,7 @@ async def embedded(
     ):
         service = build_service(
             settings.router,
-            plane=mock.requests,
+            request_transport=mock.requests,
             discovery=mock.discovery,
             subscriber=mock.events,
             telemetry=telemetry,
@@ -87,7 +87,7 @@ async def embedded(
         )
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
-            async with _attached(settings, fleet, mock.planes, environ) as attached:
+            async with _attached(settings, fleet, mock.transports, environ) as attached:
                 await loader.loaded(limit_s=LOG_AFTER_S)
                 async with (
                     keeping_learned_links(settings.router, service),
@@ -111,7 +111,7 @@ async def embedded(
 
 @asynccontextmanager
 async def _attached(
-    settings: Settings, fleet: FleetFile, planes: MemoryPlanes, environ: Mapping[str, str]
+    settings: Settings, fleet: FleetFile, transports: ProcessTransports, environ: Mapping[str, str]
 ) -> AsyncIterator["AttachedFleet | None"]:
     """Yield the workers of running engines; their modules are imported only if there are any."""
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
@@ -119,7 +119,7 @@ async def _attached(
         return
     from kvrouter.app.attach.attached_fleet import AttachedFleet  # noqa: PLC0415
 
-    async with AttachedFleet(fleet, settings, planes, environ=environ) as attached:
+    async with AttachedFleet(fleet, settings, transports, environ=environ) as attached:
         yield attached
 
 

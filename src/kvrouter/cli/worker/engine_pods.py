@@ -22,7 +22,7 @@ from kvrouter.app.lifetime import (
     stop_on_signals,
     unless_stopping,
 )
-from kvrouter.app.mock_fleet import MemoryPlanes
+from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import TextModelLoader, encode_pool
 from kvrouter.app.tls import address_warnings
@@ -94,18 +94,18 @@ async def pods_served(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     discovery = PodsDiscovery()
-    planes = MemoryPlanes(discovery, MemoryEventTransport(), MemoryRequestTransport())
+    transports = ProcessTransports(discovery, MemoryEventTransport(), MemoryRequestTransport())
     pool = encode_pool(front)
     async with AsyncExitStack() as stack:
         sockets = await stack.enter_async_context(claimed(front.http_host, front.http_port))
         traffic = await stack.enter_async_context(recording(settings.recording, telemetry))
         stack.callback(pool.close)
-        stack.push_async_callback(planes.requests.close)
+        stack.push_async_callback(transports.requests.close)
         service = build_service(
             settings.router,
-            plane=planes.requests,
+            request_transport=transports.requests,
             discovery=discovery,
-            subscriber=planes.events,
+            subscriber=transports.events,
             telemetry=telemetry,
             traffic=traffic,
             place=place.domains,
@@ -116,7 +116,7 @@ async def pods_served(
         loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))
-        workers = EngineWorkers(settings, MemoryTransports(planes))
+        workers = EngineWorkers(settings, MemoryTransports(transports))
         fleet = await stack.enter_async_context(
             pods_followed(
                 account,

@@ -1,4 +1,4 @@
-"""``kvrouter worth``."""
+"""The command line of ``kvrouter worth``: its options and its help."""
 
 import sys
 from pathlib import Path
