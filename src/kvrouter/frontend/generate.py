@@ -373,7 +373,7 @@ class GenerateRoutes:
         generate_request = await self._preparer.prepare_passthrough(
             passthrough, called, text, writer.request_id
         )
-        return _Prepared(passthrough.call, replace(generate_request, whole=True), text)
+        return _Prepared(passthrough.call, replace(generate_request, aggregated=True), text)
 
     async def _prepared_passed(
         self, writer: ResponseWriter, route: PassedRoute, body: ScannedBody, reader: NvextReader
@@ -387,7 +387,7 @@ class GenerateRoutes:
         generate_request = await self._preparer.prepare_passthrough(
             passthrough, called, text, writer.request_id
         )
-        return _Prepared(passthrough.call, replace(generate_request, whole=True), text)
+        return _Prepared(passthrough.call, replace(generate_request, aggregated=True), text)
 
     async def _prepared_form(
         self, writer: ResponseWriter, route: PassedRoute, request: Request, reader: NvextReader
@@ -402,7 +402,7 @@ class GenerateRoutes:
         generate_request = await self._preparer.prepare_passthrough(
             passthrough, called, text, writer.request_id
         )
-        return _Prepared(passthrough.call, replace(generate_request, whole=True), text)
+        return _Prepared(passthrough.call, replace(generate_request, aggregated=True), text)
 
 
 def _check_takes_calls(route: PassedRoute, called: CalledModel) -> None:
