@@ -76,7 +76,7 @@ MUTATIONS = (
         KERNEL + "topology/link_table.py",
         "own.bytes + others.bytes",
         "own.bytes",
-        ("tests/kernel/unit/test_link_news.py", "tests/system/scenario/test_replica_links.py"),
+        ("tests/kernel/unit/test_link_updates.py", "tests/system/scenario/test_replica_links.py"),
     ),
     Mutation(
         "fleet-values-are-never-free-again",

@@ -76,9 +76,7 @@ class FeedCommands:
             commands = self.taken(ingest, batch)
 
     def taken(self, ingest: RankIngest, batch: KvBatch) -> list[Command]:
-        """Pass a batch to the feed and return its commands; a heartbeat whose block count differs from the
-        index's counts as a contradiction.
-        """
+        """Pass a batch to the feed; a heartbeat whose block count is not the index's is a contradiction."""
         feed, now_s = ingest.feed, loop_time_s()
         commands = feed.on_batch(batch, now_s=now_s)
         is_here = feed.state is FeedState.LIVE and feed.next_event_id == batch.next_event_id

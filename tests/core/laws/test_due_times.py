@@ -22,7 +22,7 @@ MOMENTS = st.integers(0, 50)
         max_size=400,
     )
 )
-def test_what_is_due_comes_once_and_in_order(deeds: list[tuple[str, int, int]]) -> None:
+def test_due_subjects_are_returned_once_in_order(deeds: list[tuple[str, int, int]]) -> None:
     due: DueTimes[int] = DueTimes()
     known: dict[int, float] = {}
     for deed, subject, at_s in deeds:
@@ -47,7 +47,7 @@ def test_what_is_due_comes_once_and_in_order(deeds: list[tuple[str, int, int]]) 
         assert all(due.due_s(each) == known.get(each, inf) for each in range(6))
 
 
-def test_nothing_is_kept_of_what_was_put_off() -> None:
+def test_postponed_entries_do_not_fill_memory() -> None:
     due: DueTimes[str] = DueTimes()
     for at_s in range(1000, 0, -1):
         due.put("always sooner", at_s)

@@ -122,7 +122,7 @@ def _size_of_texts(value: object) -> tuple[int, int]:
 @given(VALUES, LAYOUTS)
 @example({"a": ["\ud83d\ude00 é€\n", {"b": "\ud800"}]}, {})
 @example({"a": ["\U0001f600 é€\n", {"b": "plain"}]}, {"ensure_ascii": False})
-def test_what_is_json_passes(value: object, layout: dict[str, object]) -> None:
+def test_valid_json_passes(value: object, layout: dict[str, object]) -> None:
     data = json.dumps(value, **layout).encode("utf-8", "replace")  # type: ignore[arg-type]
     fields, values = bounds().scan(data)
     assert values + _numbers(value) == _all_values(json.loads(data))
@@ -172,7 +172,7 @@ def test_any_bytes(data: bytes) -> None:
 
 
 @given(VALUES, st.integers(1, 5), st.integers(1, 30), st.integers(1, 6), st.integers(0, 12))
-def test_a_bound_is_passed_exactly_when_it_is(
+def test_a_bound_is_enforced_exactly(
     value: object, depth: int, values: int, items: int, numbers: int
 ) -> None:
     counted = Counted()
@@ -224,7 +224,7 @@ def test_token_ids_are_those_of_pythons_parser(
 
 
 @given(IDS, st.sampled_from([-1, 2**32, 10**30, 1.0, True, None, "1", [1], {}]), IDS)
-def test_what_is_no_token_id_is_named_by_its_place(
+def test_an_invalid_token_id_is_named_by_its_position(
     before: list[int], wrong: object, behind: list[int]
 ) -> None:
     data = json.dumps([*before, wrong, *behind]).encode()

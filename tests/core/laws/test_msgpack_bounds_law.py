@@ -51,7 +51,7 @@ def counted(value: object, depth: int = 0) -> Iterator[tuple[int, bool]]:
 
 
 @given(VALUES)
-def test_what_a_frame_holds_is_what_becomes_of_it(value: object) -> None:
+def test_a_frames_counts_are_those_of_its_decoded_objects(value: object) -> None:
     found = list(counted(value))
     values, containers = len(found), sum(is_container for _, is_container in found)
     depth = max(depth for depth, is_container in found if is_container) if containers else 0
@@ -117,7 +117,7 @@ class Untouched:
         raise Nothing
 
 
-def test_nothing_is_built_of_what_is_refused() -> None:
+def test_a_refused_frame_builds_no_objects() -> None:
     inside = array(FRAME_CONTAINERS_MAX - 1, b"\x90")
     with pytest.raises(Nothing):
         parsed_frame(Untouched(), inside)
@@ -132,7 +132,7 @@ def test_nothing_is_built_of_what_is_refused() -> None:
         parsed_frame(Untouched(), array(FRAME_VALUES_MAX, b"\x00"), times=PAYLOAD_TIMES)
 
 
-def test_a_refusal_says_what_and_where() -> None:
+def test_a_refusal_names_the_bound_and_the_byte() -> None:
     with pytest.raises(ProtocolError, match="chunk: more values than are read") as refused:
         unpacked(msgspec.msgpack.Decoder(), array(MANY, b"\x90"), "chunk")
     assert refused.value.param == "chunk"

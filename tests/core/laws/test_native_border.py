@@ -52,7 +52,7 @@ def tried(call: Callable[[], T], *names: str) -> tuple[T] | None:
 
 @given(st.lists(st.tuples(WHOLE, WHOLE, WHOLE, WHOLE), max_size=8))
 @example([(0, 2**32 - 1, 2**32 - 1, 1)] * 8)
-def test_sums_are_those_of_what_was_taken(calls: list[tuple[int, int, int, int]]) -> None:
+def test_sums_match_the_accepted_numbers(calls: list[tuple[int, int, int, int]]) -> None:
     ledger = Ledger(4)
     prompt = Prompt.from_blocks(b"", isl_tokens=2**32 - 1, block_size=1)
     tokens, blocks = [0] * 4, [0] * 4

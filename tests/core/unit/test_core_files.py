@@ -30,7 +30,7 @@ def device(_folder: Path) -> Path:
 
 @pytest.mark.parametrize("odd", [fifo, device], ids=["fifo", "device"])
 @pytest.mark.parametrize("read", [read_document, open_trace, read_meta])
-def test_no_command_reads_what_is_no_regular_file(
+def test_no_command_reads_a_file_that_is_not_regular(
     tmp_path: Path, read: Callable[[Path], object], odd: Callable[[Path], Path]
 ) -> None:
     begun_s = time.monotonic()
@@ -39,7 +39,7 @@ def test_no_command_reads_what_is_no_regular_file(
     assert time.monotonic() - begun_s < 5.0
 
 
-def test_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_folder_is_reported_as_a_folder(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)
 

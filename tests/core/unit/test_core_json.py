@@ -73,9 +73,7 @@ def read_and_peak_bytes(data: bytes) -> tuple[AnswerEvent, int]:
 
 
 @pytest.mark.parametrize(("over", "why"), OVER.values(), ids=OVER.keys())
-def test_an_answer_that_would_become_too_much_is_unread_before_anything_is_built(
-    over: bytes, why: str
-) -> None:
+def test_an_answer_over_the_bounds_is_refused_before_objects_are_built(over: bytes, why: str) -> None:
     """A field that is read alone is copied to be counted; any object of its values would come on top."""
     event, peak_bytes = read_and_peak_bytes(b'{"usage":{"prompt_tokens":7},' + over + b"}")
     assert isinstance(event, UnreadEvent)
@@ -100,7 +98,7 @@ def test_sglangs_own_answers_and_errors_are_counted_too() -> None:
     assert message.startswith('{"detail":[{},{}')
 
 
-def test_what_a_decoder_skips_is_not_counted() -> None:
+def test_fields_that_a_decoder_skips_are_not_counted() -> None:
     """Log probabilities of a long answer are millions of numbers of which nothing is built."""
     logprobs = b'{"content":[' + b'{"token":"a","bytes":[97]},' * CONTAINERS_MAX + b"{}]}"
     answer = b'{"choices":[{"text":"a","finish_reason":"stop","logprobs":%b}],"prompt_logprobs":%b}'
@@ -119,18 +117,18 @@ def test_what_a_decoder_skips_is_not_counted() -> None:
         (b'{"x":1,"free":{"raw":[X]}}', "free"),
     ],
 )
-def test_what_is_built_is_counted_wherever_it_is(text: bytes, path: str) -> None:
+def test_built_objects_are_counted_at_any_depth(text: bytes, path: str) -> None:
     with pytest.raises(Unreadable, match="more lists and objects") as refused:
         parsed(WHOLE, text.replace(b"X", b"{}," * CONTAINERS_MAX + b"{}"))
     assert str(refused.value).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize("text", [b'{"some_parts":[X]}', b'{"raw":[X]}', b'{"x":{"free":[X]}}'])
-def test_what_is_not_built_is_not_counted(text: bytes) -> None:
+def test_objects_that_are_not_built_are_not_counted(text: bytes) -> None:
     parsed(WHOLE, text.replace(b"X", b"{}," * CONTAINERS_MAX + b"{}"))
 
 
-def test_raw_fields_of_an_object_are_counted_and_not_what_they_hold() -> None:
+def test_raw_fields_are_counted_without_their_content() -> None:
     fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
     assert len(parsed(fields, b'{"a":[' + b"{}," * MANY + b"{}]}")) == 1
     with pytest.raises(Unreadable, match="more values"):
@@ -147,7 +145,7 @@ def test_each_failure_is_the_callers_error_that_names_the_place(data: bytes) -> 
     assert refused.value.param == "page"
 
 
-def test_an_error_says_whether_the_shape_alone_is_wrong() -> None:
+def test_an_error_reports_whether_only_the_shape_is_wrong() -> None:
     shapes = []
     for data in (b'{"few":"x"}', b"{", b"x" * UNSCANNED_BYTES * 2):
         with pytest.raises(Unreadable) as failed:
@@ -156,7 +154,7 @@ def test_an_error_says_whether_the_shape_alone_is_wrong() -> None:
     assert shapes == [True, False, False]
 
 
-def test_what_was_built_before_becomes_another_type_or_the_same_error() -> None:
+def test_built_objects_are_converted_or_raise_the_same_error() -> None:
     assert converted({"few": [1]}, Whole) == Whole(few=(1,))
     with pytest.raises(Unreadable, match="few"):
         converted({"few": "x"}, Whole)

@@ -96,9 +96,7 @@ def test_a_sequence_of_ints_may_be_any_sequence() -> None:
     ],
     ids=range(14),
 )
-def test_tokens_that_are_none_are_refused_by_name(
-    tokens: list[int], error: type[Exception], said: str
-) -> None:
+def test_invalid_tokens_are_refused_by_name(tokens: list[int], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         Prompt(tokens, block_size=2)
 

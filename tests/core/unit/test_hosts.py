@@ -14,7 +14,7 @@ def test_every_interface_is_no_place_to_connect_to(host: str, advertise_host: st
         advertised_host(host, advertise_host)
 
 
-def test_what_is_advertised_is_reported_else_what_is_listened_on() -> None:
+def test_the_advertised_host_is_used_else_the_listening_host() -> None:
     assert advertised_host("0.0.0.0", "node-7") == "node-7"
     assert advertised_host("127.0.0.1", None) == "127.0.0.1"
 

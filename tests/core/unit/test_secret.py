@@ -27,7 +27,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=repr)
-def test_white_space_behind_a_secret_is_none_of_it(ending: str, tmp_path: Path) -> None:
+def test_trailing_white_space_of_a_secret_is_removed(ending: str, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(f"s3cret ü{ending}".encode())
     assert secret_file(path, "api_key_file") == "s3cret ü"
@@ -35,7 +35,7 @@ def test_white_space_behind_a_secret_is_none_of_it(ending: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", WRONG, ids=lambda text: repr(text[:9]))
-def test_what_is_no_secret_is_refused_by_its_name_and_not_shown(text: str, tmp_path: Path) -> None:
+def test_an_invalid_secret_is_refused_by_name_without_its_text(text: str, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -53,7 +53,7 @@ def test_a_variable_that_is_unset_or_blank_has_none(environ: dict[str, str]) -> 
     assert secret_variable(environ, "KEY") is None
 
 
-def test_a_file_that_is_none_is_said_to_be(tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_is_reported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"schl\xfcssel")
     for name, why in {

@@ -64,7 +64,7 @@ def test_a_later_version_may_say_more() -> None:
     assert of(traceparent="01" + PARENT[2:]).traceparent
 
 
-def test_blanks_around_a_value_are_none_of_it() -> None:
+def test_blanks_around_a_value_are_removed() -> None:
     assert of(traceparent=f" {PARENT}\t").traceparent == PARENT
 
 
@@ -96,7 +96,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 @given(
     st.lists(st.tuples(st.sampled_from([b"traceparent", b"tracestate", b"baggage", b"other"]), st.binary()))
 )
-def test_whatever_comes_an_engine_can_be_sent_what_is_made_of_it(headers: Headers) -> None:
+def test_any_header_becomes_a_context_that_engines_accept(headers: Headers) -> None:
     trace = trace_of(headers)
     for value in trace.headers().values():
         assert value.isascii()

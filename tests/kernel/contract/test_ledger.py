@@ -72,7 +72,7 @@ def test_requests_count_until_they_end_and_wait_until_their_first_token(ledger: 
     assert counts(B) == (0, 0)
 
 
-def test_a_closed_lease_changes_nothing_any_more(ledger: Ledger) -> None:
+def test_calls_for_a_closed_lease_have_no_effect(ledger: Ledger) -> None:
     lease = ledger.book(key=key("r"), slot=A, prompt=prompt(1, 1), prefill_tokens=2)
     assert ledger.close(lease)
     assert not ledger.close(lease)
@@ -104,7 +104,7 @@ def test_a_shared_block_counts_once_a_slot_and_a_tail_for_each_request(ledger: L
     assert load(ledger, B) == (0, 2)
 
 
-def test_not_active_counts_what_a_request_would_add(ledger: Ledger) -> None:
+def test_not_active_counts_the_blocks_that_a_request_would_add(ledger: Ledger) -> None:
     lease = ledger.book(key=key("a"), slot=A, prompt=prompt(1, 1, 2, 2, 3, 3), prefill_tokens=0)
     ledger.book(key=key("b"), slot=B, prompt=prompt(1, 1, 5), prefill_tokens=0)
     assert not_active(ledger, prompt(1, 1, 2, 2, 7, 7, 8)) == [2, 4, 4, 3]
@@ -114,7 +114,7 @@ def test_not_active_counts_what_a_request_would_add(ledger: Ledger) -> None:
     assert not_active(ledger, prompt()) == [0, 0, 0, 0]
 
 
-def test_an_excluded_lease_leaves_what_others_share(ledger: Ledger) -> None:
+def test_an_excluded_lease_keeps_blocks_that_others_share(ledger: Ledger) -> None:
     lease = ledger.book(key=key("a"), slot=A, prompt=prompt(1, 1, 2, 2), prefill_tokens=0)
     ledger.book(key=key("b"), slot=A, prompt=prompt(1, 1), prefill_tokens=0)
     assert not_active(ledger, prompt(1, 1, 2, 2), exclude=lease) == [1, 2, 2, 2]

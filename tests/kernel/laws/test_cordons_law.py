@@ -47,7 +47,7 @@ def some_rules(rng: Random, scene: Scene) -> CordonRules:
 
 
 @given(st.integers(0, 2**32))
-def test_a_cordoned_rank_is_never_picked_and_the_others_decide_as_if_it_were_dead(seed: int) -> None:
+def test_a_cordoned_rank_is_treated_like_a_dead_one(seed: int) -> None:
     rng, scene, fleet = drawn(seed)
     dead = fleet_of(scene, scene.cards)
     for card in scene.cards:

@@ -59,7 +59,7 @@ def cards(draw: st.DrawFn) -> WorkerCard:
 @example(wrong=card(7, ModelRuntimeConfig(max_num_seqs=10**400)))
 @example(wrong=card(7, ModelRuntimeConfig(prompt_tokens_max=10**400)))
 @given(wrong=cards())
-def test_a_worker_joins_whole_or_not_at_all(wrong: WorkerCard) -> None:
+def test_a_worker_joins_with_all_ranks_or_none(wrong: WorkerCard) -> None:
     fleet = Fleet(MODEL, 16)
     fleet.join(card(1))
     try:

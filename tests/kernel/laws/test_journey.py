@@ -112,7 +112,7 @@ def test_a_prefill_that_is_refused_is_left_out_once_and_costs_no_try() -> None:
     assert journey.handle(LegRefused(WorkerFailed("other")))[-1] == Fail(REFUSED)
 
 
-def test_whoever_sends_the_last_leg_itself_hears_of_a_refused_prefill() -> None:
+def test_a_separate_prefill_reports_its_refusal_to_the_caller() -> None:
     journey = Journey(SEEDED, prefill_alone=True)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     assert journey.handle(failing(1))[-1] == Place(1, frozenset({WorkerId(1)}))
@@ -120,7 +120,7 @@ def test_whoever_sends_the_last_leg_itself_hears_of_a_refused_prefill() -> None:
     assert journey.handle(LegRefused(REFUSED))[-1] == Fail(REFUSED)
 
 
-def test_a_worker_lost_before_the_first_token_is_replaced_and_never_asked_again() -> None:
+def test_a_worker_lost_before_the_first_token_is_replaced_and_excluded() -> None:
     journey = Journey(SEEDED)
     journey.handle(Placed(Shape.AGGREGATED))
     assert kinds(journey.handle(lost(1))) == ["Abandon", "Place"]
@@ -132,7 +132,7 @@ def kv_lost(sender: int) -> KvLost:
     return KvLost(WorkerId(sender), WorkerId(9), KvLoss.BROKEN, "connection reset")
 
 
-def test_kv_that_got_lost_is_prefilled_again_and_nobody_is_excluded() -> None:
+def test_lost_kv_is_prefilled_again_without_excluding_workers() -> None:
     journey = Journey(SEEDED)
     journey.handle(Placed(Shape.BOOTSTRAP))
     again, whole = frozenset({WorkerId(1)}), frozenset({WorkerId(1), WorkerId(2)})
@@ -158,7 +158,7 @@ def test_a_last_try_after_another_loss_needs_no_kv_either() -> None:
     assert commands[-1] == Place(2, frozenset({WorkerId(8)}), frozenset({WorkerId(1)}), ways)
 
 
-def test_with_tries_left_a_second_loss_of_kv_still_prefers_a_prefill_worker_that_was_not_tried() -> None:
+def test_a_second_kv_loss_with_tries_left_prefers_an_untried_prefill_worker() -> None:
     journey = Journey(SEEDED, redispatches_max=5)
     for sender in (1, 1):
         journey.handle(Placed(Shape.BOOTSTRAP))
@@ -191,7 +191,7 @@ def test_a_worker_lost_after_the_last_wanted_token_costs_nothing() -> None:
     ]
 
 
-def test_what_is_more_than_text_is_not_complete_because_its_tokens_are() -> None:
+def test_an_answer_with_more_than_text_is_incomplete_despite_all_tokens() -> None:
     journey = streaming(GREEDY, tokens=8)
     journey.is_plain = False
     (_, failed) = journey.handle(lost(1))

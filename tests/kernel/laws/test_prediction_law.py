@@ -93,7 +93,7 @@ def cost_of(times: Times) -> float:
     decode_weight=st.sampled_from((0.0, 1.0, 8.0)),
     interference=st.sampled_from((0.0, 0.3, 1.0)),
 )
-def test_each_part_is_what_its_formula_says_and_the_least_sum_is_picked(
+def test_each_part_follows_its_formula_and_the_least_sum_is_picked(
     loads: list[RankLoad],
     timing: Timing,
     isl_tokens: int,

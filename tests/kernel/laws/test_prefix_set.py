@@ -28,9 +28,7 @@ def test_as_many_blocks_are_held_as_the_nearest_prompt_shares(prompts: list[list
 
 
 @given(PROMPTS, st.integers(0, 12))
-def test_with_more_blocks_than_it_may_have_it_is_given_up_for_good(
-    prompts: list[list[int]], blocks_max: int
-) -> None:
+def test_above_its_limit_a_prefix_set_is_cleared_for_good(prompts: list[list[int]], blocks_max: int) -> None:
     held = PrefixSet(max_blocks=blocks_max)
     seen: set[tuple[int, ...]] = set()
     is_over = False

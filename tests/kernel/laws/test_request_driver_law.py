@@ -180,7 +180,7 @@ class Drive:
 
 
 @given(st.data(), st.sampled_from(Shape))
-def test_a_driver_books_what_is_held_and_counts_each_failure_once(data: st.DataObject, shape: Shape) -> None:
+def test_a_driver_books_each_lease_and_counts_each_failure_once(data: st.DataObject, shape: Shape) -> None:
     drive = Drive(shape)
     driver = drive.driver
     drive.perform(driver.journey.begin())

@@ -32,7 +32,7 @@ def some(rng: Random, scene: Scene) -> list[WorkerId]:
 
 
 @given(st.integers(0, 2**32))
-def test_who_is_passed_over_might_as_well_be_dead_unless_nobody_else_is_left(seed: int) -> None:
+def test_ranks_with_open_circuits_are_treated_as_dead_except_as_last_resort(seed: int) -> None:
     rng, scene, fleet = drawn(seed)
     plain = outcome(scene, view_of(scene, fleet))
     dead = fleet_of(scene, scene.cards)
@@ -50,7 +50,7 @@ def test_who_is_passed_over_might_as_well_be_dead_unless_nobody_else_is_left(see
 
 
 @given(st.integers(0, 2**32))
-def test_a_pair_that_lost_kv_meets_again_only_where_every_open_pair_of_its_tier_did(seed: int) -> None:
+def test_a_broken_pair_is_reused_only_if_every_pair_of_its_tier_is_broken(seed: int) -> None:
     for number in range(20):  # few of the fleets have several pairs
         check_broken_pairs(seed + number)
 
@@ -77,7 +77,7 @@ def check_broken_pairs(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_an_explanation_is_the_decision_with_open_circuits_and_broken_pairs_too(seed: int) -> None:
+def test_explain_equals_decide_with_open_circuits_and_broken_pairs(seed: int) -> None:
     rng, scene, fleet = drawn(seed)
     for worker_id in some(rng, scene):
         fleet.set_circuit_open(worker_id, True)

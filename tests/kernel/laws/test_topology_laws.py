@@ -36,7 +36,7 @@ def card(worker_id: int, config: ModelRuntimeConfig, **fields: int) -> WorkerCar
 
 
 @given(places, places, levels)
-def test_distance_is_the_same_from_both_ends_and_nobody_is_nearer_than_oneself(
+def test_distance_is_symmetric_and_smallest_to_oneself(
     a: dict[str, str], b: dict[str, str], order: tuple[str, ...]
 ) -> None:
     assert distance(a, b, order) == distance(b, a, order)

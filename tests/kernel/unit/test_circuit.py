@@ -38,7 +38,7 @@ def test_a_leg_that_brings_something_breaks_the_row() -> None:
             assert not of.begun(2 * second + 1)
 
 
-def test_a_worker_that_begins_every_answer_and_ends_none_is_found_out() -> None:
+def test_a_worker_that_breaks_off_every_answer_opens_its_circuit() -> None:
     of = circuit()
     seen = []
     for second in range(1, 4):
@@ -59,7 +59,7 @@ def test_legs_that_break_together_are_one_failure() -> None:
     assert of.state(5.2) is CircuitState.CLOSED
 
 
-def test_silence_counts_each_time_and_only_where_nobody_was_brought_anything() -> None:
+def test_silence_counts_each_time_unless_another_leg_had_output() -> None:
     of = circuit()
     of.begun(2.0)
     for n in range(10):
@@ -68,7 +68,7 @@ def test_silence_counts_each_time_and_only_where_nobody_was_brought_anything() -
     assert counted == [False, False, True]
 
 
-def test_what_was_sent_before_it_opened_says_nothing_of_the_time_after() -> None:
+def test_failures_of_legs_sent_before_opening_do_not_count_again() -> None:
     of = opened(3.0)
     assert of.state(8.0) is CircuitState.HALF_OPEN
     assert not fail(of, 8.0, since_s=2.0)
@@ -76,7 +76,7 @@ def test_what_was_sent_before_it_opened_says_nothing_of_the_time_after() -> None
     assert of.state(8.0) is CircuitState.HALF_OPEN
 
 
-def test_half_open_it_lets_in_one_request_at_a_time() -> None:
+def test_a_half_open_circuit_allows_one_request_at_a_time() -> None:
     of = opened(3.0)
     assert of.take(8.0)
     assert not of.allows_request(8.0)
@@ -90,7 +90,7 @@ def test_half_open_it_lets_in_one_request_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_time_it_is_open_for_twice_as_long_up_to_a_limit(seed: int) -> None:
+def test_the_open_time_doubles_up_to_a_limit(seed: int) -> None:
     of = circuit(seed=seed)
     now_s = 3.0
     fail(of, 1.0)
@@ -129,14 +129,14 @@ def failed_later(circuit: Circuit, suspicion: Suspicion, *, sent_s: float, now_s
     )
 
 
-def test_one_that_fails_what_others_fail_too_is_at_fault_when_it_long_did_nothing_else() -> None:
+def test_shared_failures_count_after_long_failing_without_output() -> None:
     of = circuit()
     opened_s = [s for s in range(1, 100) if failed_later(of, Suspicion.SHARED, sent_s=s, now_s=s + 0.5)]
     assert opened_s[0] == 1 + HEALTHY_S + THREE.failures - 1
 
 
 @pytest.mark.parametrize("suspicion", [Suspicion.SHARED, Suspicion.ALONE])
-def test_one_that_serves_others_is_not_at_fault_for_what_nobody_answers(suspicion: Suspicion) -> None:
+def test_a_healthy_worker_is_not_blamed_for_requests_that_all_workers_fail(suspicion: Suspicion) -> None:
     of = circuit()
     for s in range(1000):
         if s % 25 == 0:

@@ -91,7 +91,7 @@ def test_a_pair_that_is_being_tried_is_forgotten_once_that_try_is_over() -> None
     assert list(bench.fleet.broken_pairs) == []
 
 
-def test_a_pair_that_nobody_tries_is_forgotten_in_time() -> None:
+def test_an_unused_broken_pair_is_dropped_after_a_time() -> None:
     bench = Bench(1)
     bench.lose(1, 2)
     bench.pass_time(OPEN_S)

@@ -36,7 +36,7 @@ def test_they_agree_unless_the_router_saw_much_more(seen_s: float, agree: bool) 
     assert reading.seen_bytes_per_s == pytest.approx(1e8 / seen_s)
 
 
-def test_few_transfers_and_ranks_whose_engines_report_nothing_say_nothing() -> None:
+def test_few_transfers_or_engines_without_reports_give_no_reading() -> None:
     assert sums_of(0.1, 0.1, n=MIN - 1).reading() is None
     sums = sums_of(0.1, 0.1)
     for _ in range(100):
@@ -50,7 +50,7 @@ def test_few_transfers_and_ranks_whose_engines_report_nothing_say_nothing() -> N
     assert sums.reading() == reading
 
 
-def test_what_is_old_counts_less() -> None:
+def test_older_transfers_have_less_weight() -> None:
     sums = sums_of(0.1, AGREE)
     at_s = 8 * HALF_S
     for _ in range(MIN):

@@ -139,7 +139,7 @@ def test_a_late_batch_fixes_a_gap_without_the_answer() -> None:
     assert late == [Count(FeedCount.ANSWERS_USELESS)]
 
 
-def test_a_range_that_is_gone_makes_it_a_snapshot() -> None:
+def test_a_range_that_the_worker_lost_is_replaced_by_a_snapshot() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
     assert deeds(feed.on_range(2, None, now_s=1.0)) == [AskSnapshot(3)]
@@ -160,7 +160,7 @@ def test_an_empty_batch_reveals_a_lost_tail() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_lost_history_empties_before_it_scores_again() -> None:
+def test_lost_history_drops_all_blocks_before_they_count_again() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 2), now_s=1.0)
     feed.on_range(2, None, now_s=1.0)
@@ -193,7 +193,7 @@ def test_a_partial_feed_asks_again_and_goes_live() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_a_partial_feed_that_gets_no_snapshot_keeps_what_it_has() -> None:
+def test_a_partial_feed_without_a_snapshot_keeps_its_blocks() -> None:
     feed = partial_feed()
     feed.on_timeout(now_s=10.0)
     assert deeds(feed.on_snapshot(2, None, now_s=11.0)) == []
@@ -211,7 +211,7 @@ def test_a_clear_makes_a_partial_feed_live_once_its_epoch_is_known() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_a_gap_while_partial_stops_it_from_scoring() -> None:
+def test_after_a_gap_the_blocks_of_a_partial_feed_do_not_count() -> None:
     feed = partial_feed()
     assert deeds(feed.on_batch(batch(8, Removed(pack_hashes([4]))), now_s=1.0)) == [
         AskRange(2, EventId(6), EventId(7))
@@ -249,7 +249,7 @@ def test_discovery_ends_an_epoch_at_once() -> None:
     assert feed.on_new_epoch(NEW, now_s=1.0) == []
 
 
-def test_an_answer_from_a_process_that_discovery_knows_to_be_over_is_no_answer() -> None:
+def test_an_answer_of_a_process_that_discovery_knows_has_ended_is_ignored() -> None:
     feed = live_feed()
     feed.on_new_epoch(NEW, now_s=1.0)
     commands = feed.on_snapshot(2, snapshot(9), now_s=1.0)
@@ -315,7 +315,7 @@ def test_a_full_inbox_keeps_the_newest_batch_and_asks_for_a_snapshot() -> None:
     ]
 
 
-def test_a_snapshot_older_than_what_was_applied_is_no_answer() -> None:
+def test_a_snapshot_older_than_the_applied_events_is_ignored() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
     feed.on_range(2, None, now_s=1.0)
@@ -341,7 +341,7 @@ def asked_snapshot(commands: list[Command]) -> AskSnapshot:
     return ask
 
 
-def test_a_worker_that_goes_on_naming_ids_below_what_was_applied_never_published_it() -> None:
+def test_heartbeats_below_the_position_for_long_contradict_the_feed() -> None:
     feed = live_at(10)
     assert feed.on_batch(batch(4), now_s=20.0) == []
     asked = feed.on_batch(batch(4), now_s=25.0)
@@ -361,7 +361,7 @@ def test_a_heartbeat_that_an_answer_overtook_contradicts_nothing() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_an_id_that_its_worker_never_comes_to_is_asked_about_twice_and_let_go() -> None:
+def test_batches_that_two_snapshots_do_not_reach_are_dropped() -> None:
     feed = live_at(10)
     first = asked_snapshot(feed.on_batch(batch(2**40), now_s=1.0))
     second = asked_snapshot(feed.on_snapshot(first.ticket, snapshot(10), now_s=1.1)[1:])
@@ -378,7 +378,7 @@ def test_a_late_batch_with_events_contradicts_nothing() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_what_a_contradicted_feed_had_kept_meanwhile_goes_too() -> None:
+def test_a_contradicted_feed_drops_its_buffered_batches() -> None:
     feed = partial_feed()
     asked_snapshot(feed.on_timeout(now_s=10.0))
     feed.on_batch(stores(6, 1), now_s=10.0)
@@ -398,7 +398,7 @@ def test_a_snapshot_begins_the_time_of_lower_heartbeats_again() -> None:
     asked_snapshot(feed.on_batch(batch(4), now_s=28.5))
 
 
-def test_heartbeats_below_the_snapshot_that_answered_a_contradiction_are_late() -> None:
+def test_heartbeats_below_a_contradictions_snapshot_are_late() -> None:
     """The stream lags: asking again for every heartbeat would never end."""
     feed = live_at(10)
     feed.on_batch(batch(4), now_s=20.0)

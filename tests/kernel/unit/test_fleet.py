@@ -150,7 +150,7 @@ def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
             column[0] = 0
 
 
-def test_a_rank_has_the_larger_number_of_blocks_of_its_card_and_its_report_up_to_four_cards(
+def test_kv_blocks_is_the_larger_of_card_and_report_up_to_four_times_the_card(
     fleet: Fleet,
 ) -> None:
     fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
@@ -172,7 +172,7 @@ def bytes_per_token(fleet: Fleet, _: str) -> list[int]:
     return [int(each) for each in fleet.columns.kv_bytes_per_token]
 
 
-def test_what_an_engine_fetched_says_how_many_bytes_a_token_has_where_no_card_does(fleet: Fleet) -> None:
+def test_kv_transfers_measure_the_bytes_of_a_token_without_a_cards_value(fleet: Fleet) -> None:
     fleet.join(card(1, Role.PREFILL))
     fleet.join(card(2, Role.DECODE))
     fleet.join(card(3, Role.PREFILL, config=ModelRuntimeConfig(kv_bytes_per_token=64)))
@@ -230,7 +230,7 @@ def test_domain_values_are_small_ids_that_are_given_back(fleet: Fleet) -> None:
     assert fleet.places.ids("zone")[slot] == fleet.places.value_id("zone", "z3-5")
 
 
-def test_a_domain_that_nobody_has_is_unknown_everywhere(fleet: Fleet) -> None:
+def test_a_domain_without_workers_is_unknown_everywhere(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a")))
     assert fleet.places.ids("rack").tolist() == [-1]
     assert fleet.places.n_ids("rack") == 0
@@ -279,7 +279,7 @@ def test_prefill_counts_while_it_answers_and_does_not_drain(fleet: Fleet) -> Non
     assert not fleet.set_alive(WorkerId(9), alive=True)
 
 
-def test_a_circuit_stays_open_through_a_new_card_and_not_through_a_new_incarnation(fleet: Fleet) -> None:
+def test_a_circuit_stays_open_for_a_new_card_but_not_a_new_incarnation(fleet: Fleet) -> None:
     fleet.join(card(1, dp_size=2))
     fleet.set_circuit_open(WorkerId(1), True)
     assert fleet.columns.circuit_open.tolist() == [True, True]
@@ -310,7 +310,7 @@ def test_broken_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
     assert not fleet.broken_pairs
 
 
-def test_what_failed_instead_of_pairs_is_forgotten_once_none_is_broken(fleet: Fleet) -> None:
+def test_a_failed_aggregated_try_is_forgotten_once_no_pair_is_broken(fleet: Fleet) -> None:
     pairs = [(WorkerId(1), WorkerId(3)), (WorkerId(2), WorkerId(3))]
     for pair in pairs:
         fleet.set_broken_pair(*pair, True)
@@ -334,7 +334,7 @@ def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:
     assert fleet.policies.required_domain == "zone"
 
 
-def test_what_was_derived_is_kept_until_a_change(fleet: Fleet) -> None:
+def test_derived_values_are_cached_until_a_change(fleet: Fleet) -> None:
     built = []
 
     def count(of: Fleet, key: str) -> int:
@@ -350,7 +350,7 @@ def test_what_was_derived_is_kept_until_a_change(fleet: Fleet) -> None:
     assert built == ["a", "b", "a"]
 
 
-def test_ranks_in_order_whoever_joined_first(fleet: Fleet) -> None:
+def test_ranks_are_sorted_independent_of_joining_order(fleet: Fleet) -> None:
     for worker_id in (5, 1, 3):
         fleet.join(card(worker_id, dp_size=2))
     fleet.leave(WorkerId(1), Epoch(1))

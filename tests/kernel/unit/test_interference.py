@@ -32,13 +32,13 @@ def serve(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_it_is_what_prompts_wait_of_the_steps_of_others_whatever_the_ranks_speeds(share: float) -> None:
+def test_interference_is_measured_whatever_the_ranks_speeds(share: float) -> None:
     learned = Interference()
     serve(learned, share, slowness=(0.5, 1.0, 2.0, 4.0) * 4)
     assert learned.share == pytest.approx(share, abs=0.15)
 
 
-def test_it_is_one_until_enough_was_seen_and_where_nobody_decodes() -> None:
+def test_interference_is_one_without_enough_samples_or_decode_steps() -> None:
     learned = Interference()
     learned.refresh()
     assert learned.share == 1.0
@@ -50,7 +50,7 @@ def test_it_is_one_until_enough_was_seen_and_where_nobody_decodes() -> None:
     assert learned.share > 0.7
 
 
-def test_what_a_rank_showed_goes_with_it() -> None:
+def test_a_freed_slots_samples_are_dropped() -> None:
     learned = Interference()
     serve(learned, 0.0, slowness=(1.0, 1.0))
     assert learned.share < 0.3
@@ -72,7 +72,7 @@ def test_what_a_rank_showed_goes_with_it() -> None:
         max_size=50,
     )
 )
-def test_it_stays_between_0_and_1_whatever_is_seen(seen: list[tuple[int, float, float, float]]) -> None:
+def test_interference_stays_between_0_and_1(seen: list[tuple[int, float, float, float]]) -> None:
     learned = Interference()
     for slot, plain_s, steps_s, seen_s in seen:
         learned.note(Slot(slot), plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)

@@ -140,9 +140,7 @@ class Engines:
 
 @pytest.mark.parametrize("cost", ["time", "blocks"])
 @pytest.mark.parametrize("pin", [1, 2, None])
-def test_a_client_that_does_not_stream_moves_others_as_little_as_one_that_does(
-    pin: int | None, cost: str
-) -> None:
+def test_a_client_without_streaming_affects_others_as_little_as_with_it(pin: int | None, cost: str) -> None:
     streamed, unstreamed = Engines(cost=cost), Engines(cost=cost)
     for engines in (streamed, unstreamed):
         engines.shares(PHASE_S, stream=None)
@@ -154,9 +152,7 @@ def test_a_client_that_does_not_stream_moves_others_as_little_as_one_that_does(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("pin", [1, 2, None])
-def test_five_seconds_after_the_attacker_left_others_go_where_they_went_before(
-    pin: int | None, stream: bool
-) -> None:
+def test_five_seconds_after_an_attack_others_are_placed_as_before(pin: int | None, stream: bool) -> None:
     engines = Engines()
     before, _ = engines.shares(PHASE_S, stream=None)
     engines.shares(PHASE_S, stream=stream, pin=pin)
@@ -175,7 +171,7 @@ def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -
     assert slowness[0] == pytest.approx(slowness[1], rel=0.05)
 
 
-def test_an_answer_that_shows_no_first_token_leaves_the_queue_when_its_prompt_should_be_computed() -> None:
+def test_an_answer_in_one_piece_leaves_the_queue_when_its_prefill_should_end() -> None:
     engines = Engines(Role.BOTH)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
     ends_s = engines.placer.learned.prefill_ends_s(placement, now_s=0.0)
@@ -188,7 +184,7 @@ def test_an_answer_that_shows_no_first_token_leaves_the_queue_when_its_prompt_sh
     assert engines.placer.learned.speeds.reading(Slot(0)) is None
 
 
-def test_requests_that_end_before_their_first_token_was_expected_are_forgotten() -> None:
+def test_requests_that_end_before_their_expected_first_token_are_dropped() -> None:
     engines = Engines(Role.BOTH)
     for number in range(1000):
         placement = engines.place(request_of(number, HONEST_TOKENS, stream=False))
@@ -216,7 +212,7 @@ def taught(*roles: Role, stream: bool = True, pin: int | None = None) -> tuple[i
     return len(engines.events.came_s), transfers, placer.speeds.decode_slowness(decode) != 1.0
 
 
-def test_what_streams_teaches_all_pins_nothing_and_an_answer_that_comes_whole_its_prefill_leg() -> None:
+def test_streams_are_measured_pins_are_not_other_answers_by_their_prefill_leg() -> None:
     pair = (Role.PREFILL, Role.DECODE)
     assert taught(Role.BOTH) == (20, 0, True)
     assert taught(*pair) == (20, 20, True)
@@ -225,7 +221,7 @@ def test_what_streams_teaches_all_pins_nothing_and_an_answer_that_comes_whole_it
     assert taught(*pair, stream=False) == (20, 0, False)
 
 
-def test_the_prefill_of_a_pair_ends_when_its_worker_says_so_whether_the_answer_streams_or_not() -> None:
+def test_a_pairs_prefill_ends_with_its_leg_streaming_or_not() -> None:
     engines = Engines(Role.PREFILL, Role.DECODE)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
 
@@ -240,7 +236,7 @@ def test_the_prefill_of_a_pair_ends_when_its_worker_says_so_whether_the_answer_s
 CALLERS, WARM_S, COLD_S, ANSWER_TOKENS, STEP_S = 4, 0.02, 0.5, 100, 0.005
 
 
-def test_a_restarted_engine_gets_calls_at_once_and_goes_on_to_get_them_though_its_first_were_slow() -> None:
+def test_a_restarted_engine_gets_calls_though_its_first_were_slow() -> None:
     """Few callers ask one call after the other, short ones that no cache holds: either engine alone could
     answer them all.
     """

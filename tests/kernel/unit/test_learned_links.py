@@ -92,7 +92,7 @@ def test_latency_and_bandwidth_come_apart_with_an_interval_around_the_truth(slow
     assert reading.transfers == 60
 
 
-def test_what_a_busy_engine_takes_for_each_transfer_is_no_bandwidth() -> None:
+def test_a_constant_time_per_transfer_does_not_count_as_bandwidth() -> None:
     """Real engines on busy CPUs take a tenth of a second from the end of a prefill to the first token."""
     way = Way()
     for _ in range(20):
@@ -130,7 +130,7 @@ def test_a_transfer_that_was_stuck_counts_a_third_until_one_is_in_time() -> None
     assert way.slowness(within("a")) == 1.0
 
 
-def test_a_link_without_transfers_is_as_its_kind_is_and_a_kind_never_faster_than_its_table() -> None:
+def test_an_unmeasured_link_has_its_kinds_pace_at_best_the_tables() -> None:
     way = Way()
     way.send(within("a"), 0.2, n=10)
     assert way.slowness(within("b")) == pytest.approx(0.2, rel=0.1)
@@ -142,14 +142,14 @@ def test_a_link_without_transfers_is_as_its_kind_is_and_a_kind_never_faster_than
     assert slow.slowness(between("a", "b")) == 1.0
 
 
-def test_what_is_too_short_or_not_seen_enough_says_nothing() -> None:
+def test_short_or_few_transfers_change_nothing() -> None:
     way = Way()
     way.send(within("a"), 30.0, n=20, plain_s=0.001)
     way.send(within("a"), 30.0, n=2, plain_s=0.01)
     assert way.slowness(within("a")) == 1.0
 
 
-def test_a_link_that_falls_to_a_tenth_is_noticed_by_three_transfers_and_said_once() -> None:
+def test_a_link_at_a_tenth_is_noticed_by_three_transfers_and_reported_once() -> None:
     way = Way()
     for zone in "abc":
         way.send(within(zone), 1.0, n=20)
@@ -185,7 +185,7 @@ def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
     assert way.slowness(within("a")) == pytest.approx(9.0)
 
 
-def test_a_link_whose_late_transfers_arrive_is_not_well_before_that_is_long_ago() -> None:
+def test_a_link_with_late_arrivals_recovers_only_after_a_long_time() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -198,7 +198,7 @@ def test_a_link_whose_late_transfers_arrive_is_not_well_before_that_is_long_ago(
     assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
 
 
-def test_a_link_that_was_late_is_well_once_a_transfer_is_in_time() -> None:
+def test_a_late_link_recovers_once_a_transfer_is_in_time() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -209,7 +209,7 @@ def test_a_link_that_was_late_is_well_once_a_transfer_is_in_time() -> None:
     assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
 
 
-def test_a_whole_fleet_that_fell_is_noticed_before_its_transfers_end() -> None:
+def test_a_slow_fleet_is_noticed_before_its_transfers_end() -> None:
     way = Way()
     for zone in "abcdef":
         way.send(within(zone), 1.0, n=8)
@@ -218,7 +218,7 @@ def test_a_whole_fleet_that_fell_is_noticed_before_its_transfers_end() -> None:
     assert ("within one zone", True) in [(name, is_slow) for name, is_slow, _ in way.events.links]
 
 
-def test_what_was_not_heard_of_for_long_is_tried_again() -> None:
+def test_a_link_without_transfers_for_long_is_tried_again() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -233,7 +233,7 @@ def test_what_was_not_heard_of_for_long_is_tried_again() -> None:
     assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
 
 
-def test_links_of_places_that_nobody_knows_are_learned_together() -> None:
+def test_links_between_unknown_places_are_learned_together() -> None:
     way = Way(ACROSS_LINK)
     way.send(None, 0.1, n=10)
     assert way.slowness(None) == pytest.approx(0.1, rel=0.1)
@@ -271,7 +271,7 @@ def test_a_rank_that_hangs_makes_no_link_slow() -> None:
     assert way.events.links == []
 
 
-def test_another_table_begins_again_and_ends_what_was_said_to_be_slow() -> None:
+def test_another_table_drops_measurements_and_ends_slow_links() -> None:
     way = Way()
     for zone in "abc":
         way.send(within(zone), 1.0, n=8)

@@ -95,7 +95,7 @@ def test_each_rank_is_as_slow_as_its_requests_are() -> None:
     assert ranks.slowness() == pytest.approx([1.0, 1.0, 2.0, 5.0], rel=0.02)
 
 
-def test_one_client_among_others_has_a_share_in_what_is_learned_and_alone_it_has_all() -> None:
+def test_one_client_has_a_limited_share_of_measurements_unless_alone() -> None:
     """Three of four requests at rank 0 are one client's, and take four times as long."""
     ranks, alone = Ranks(2), Ranks(2)
     for n in range(120):
@@ -109,7 +109,7 @@ def test_one_client_among_others_has_a_share_in_what_is_learned_and_alone_it_has
     assert alone.slowness()[0] == pytest.approx(4.0, rel=0.05)
 
 
-def test_a_rank_that_one_client_alone_uses_is_seen_as_it_is_after_a_while() -> None:
+def test_a_rank_used_by_one_client_is_measured_after_a_while() -> None:
     ranks = Ranks(2)
     for _ in range(20):
         ranks.serve(0, 1.0, client=1)
@@ -122,7 +122,7 @@ def test_a_rank_that_one_client_alone_uses_is_seen_as_it_is_after_a_while() -> N
     assert ranks.slowness()[0] > 2.5
 
 
-def test_long_prompts_say_more_than_short_ones_whose_delay_is_another() -> None:
+def test_long_prompts_have_more_weight_than_short_delayed_ones() -> None:
     ranks, rng = Ranks(2), Random(3)
     for _ in range(60):
         short, long = (0, 1) if rng.random() < 0.5 else (1, 0)
@@ -132,7 +132,7 @@ def test_long_prompts_say_more_than_short_ones_whose_delay_is_another() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.0, 20.0])
-def test_a_rank_that_turns_slow_is_noticed_within_20_requests_and_when_it_is_well_again(
+def test_a_slow_rank_and_its_recovery_are_noticed_within_20_requests(
     factor: float,
 ) -> None:
     ranks = Ranks(8)
@@ -153,7 +153,7 @@ def test_a_rank_that_turns_slow_is_noticed_within_20_requests_and_when_it_is_wel
     assert [turn[:2] for turn in ranks.events.turns] == [(rank(4), True), (rank(4), False)]
 
 
-def test_a_rank_without_evidence_is_as_slow_as_ranks_are_and_one_fast_answer_changes_little() -> None:
+def test_an_unmeasured_rank_has_the_mean_and_one_fast_answer_changes_little() -> None:
     ranks = Ranks(3)
     ranks.serve_all([3.0, 3.0, 3.0])
     ranks.fleet.join(card(9, Role.BOTH))
@@ -163,7 +163,7 @@ def test_a_rank_without_evidence_is_as_slow_as_ranks_are_and_one_fast_answer_cha
     assert ranks.slowness()[3] > 2.4
 
 
-def test_what_sets_a_rank_apart_is_forgotten_when_nothing_is_heard_of_it() -> None:
+def test_a_ranks_difference_decays_without_requests() -> None:
     ranks = Ranks(4)
     ranks.serve_all([1.0, 1.0, 1.0, 9.0])
     apart = ranks.slowness()[3] - 3.0
@@ -220,7 +220,7 @@ def test_waits_for_memory_say_nothing_of_speed() -> None:
     assert reading.predicted_s == pytest.approx(5.2, rel=0.05)
 
 
-def test_a_slot_that_is_freed_forgets_its_rank_and_a_late_first_token_is_nobodys() -> None:
+def test_a_freed_slot_drops_its_rank_and_ignores_a_late_first_token() -> None:
     ranks = Ranks(2)
     ranks.serve_all([1.0, 4.0])
     times = Times(0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -279,7 +279,7 @@ def test_answers_say_how_long_one_keeps_its_blocks() -> None:
     assert list(speeds.slowness) == pytest.approx([1.0, 2.0], rel=0.02)
 
 
-def test_prompts_that_are_cached_whole_say_nothing_of_speed() -> None:
+def test_fully_cached_prompts_do_not_measure_speed() -> None:
     ranks = Ranks(2)
     for _ in range(500):
         ranks.serve(0, 0.0, plain_s=0.0, queue_s=0.5)

@@ -17,7 +17,7 @@ from tests.support.waits import until
 TABLE = LinkTable(otherwise=Link(1e-3, 1e9))
 
 
-async def test_a_loop_that_stands_still_is_noticed_and_says_for_how_long() -> None:
+async def test_a_blocked_loop_is_noticed_with_its_duration() -> None:
     heard: list[float] = []
     pauses = LoopPauses(heard.append, tick_s=0.001)
     pauses.start()
@@ -38,7 +38,7 @@ def moving() -> tuple[Transfers, KeptEvents]:
     return Transfers(fleet, events, TABLE, RouterId("here")), events
 
 
-def test_a_transfer_in_which_the_loop_stood_still_for_long_teaches_nothing() -> None:
+def test_a_transfer_with_a_long_blocked_loop_is_not_measured() -> None:
     for paused_s, learns in ((0.0, True), (0.01, True), (0.5, False)):
         transfers, _ = moving()
         transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)

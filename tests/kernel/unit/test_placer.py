@@ -94,7 +94,7 @@ def test_without_a_decode_worker_decode_is_refused(mode: RouterMode) -> None:
 
 
 @pytest.mark.parametrize(("lookahead_tokens", "overlap_blocks"), [(0, 2), (1, 1), (BLOCK_SIZE, 1), (64, 0)])
-def test_a_block_counts_where_what_must_follow_it_is_known(
+def test_a_block_counts_if_the_tokens_that_must_follow_are_known(
     lookahead_tokens: int, overlap_blocks: int
 ) -> None:
     class TwoBlocks(NoCacheView):
@@ -128,7 +128,7 @@ def test_a_released_placement_leaves_no_load() -> None:
     assert len(placer.ledger) == 0
 
 
-def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_itself() -> None:
+def test_a_transfer_counts_until_the_first_token_and_not_against_itself() -> None:
     links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
     placer = placer_of(settings=RoutingSettings(cost="time", links=links))
     for worker_id, role, zone in ((1, Role.PREFILL, "a"), (2, Role.DECODE, "a"), (3, Role.DECODE, "b")):
@@ -153,7 +153,7 @@ def test_a_transfer_counts_from_the_decision_to_the_first_token_and_not_against_
     assert len(loads) == 0
 
 
-def test_what_ends_after_its_workers_left_leaves_nothing_and_teaches_nothing() -> None:
+def test_a_request_that_outlives_its_workers_leaves_no_load_or_samples() -> None:
     links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
     workers = ((1, Role.DECODE), (2, Role.PREFILL))
     placer = placer_of(*workers, settings=RoutingSettings(cost="time", links=links))

@@ -67,7 +67,7 @@ def test_a_decode_worker_that_prefills_holds_the_request_alone() -> None:
     assert reading.requests == 1
 
 
-def test_decode_is_picked_again_by_what_it_was_picked_by() -> None:
+def test_decode_is_picked_again_by_the_same_costs() -> None:
     """A worker that prefills for itself meanwhile is as dear then as it was before."""
     placer = joint(*PAIR)
     first = place(placer)
@@ -125,7 +125,7 @@ def test_a_router_that_leaves_the_cost_of_time_sees_no_load_on_links() -> None:
     assert again.decision.decode.transfer_blocks == last.decision.decode.transfer_blocks
 
 
-def test_a_short_prompt_that_fails_says_nothing_of_broken_pairs() -> None:
+def test_a_failed_short_prompt_does_not_mark_broken_pairs() -> None:
     placer = joint(*PAIR, decode_only=False)
     placer.fleet.set_broken_pair(WorkerId(1), WorkerId(2), True)
     local = place(placer)
@@ -134,7 +134,7 @@ def test_a_short_prompt_that_fails_says_nothing_of_broken_pairs() -> None:
     assert not placer.fleet.broken_pairs.aggregated_failed
 
 
-def test_links_are_kept_while_nobody_moves() -> None:
+def test_links_are_cached_while_no_worker_moves() -> None:
     placer = joint(*PAIR)
     fleet, links = placer.fleet, links_of(placer.fleet, LINKS)
     first = fleet.card(WorkerId(2))
@@ -148,7 +148,7 @@ def test_links_are_kept_while_nobody_moves() -> None:
     assert links_of(fleet, LINKS) is not links
 
 
-def test_a_transfer_that_another_table_was_given_meanwhile_teaches_nothing_and_leaves_nothing() -> None:
+def test_a_transfer_begun_under_another_table_is_not_measured_and_ends() -> None:
     placer = joint(*PAIR)
     placements = [place(placer, Draw(0, number, 0)) for number in range(2)]
     placer.prefill_done(placements[0], now_s=1.0)

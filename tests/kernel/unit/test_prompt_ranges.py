@@ -50,7 +50,7 @@ def test_a_prompt_that_no_range_has_is_refused_and_counted() -> None:
     assert refused.value.refusals == {Reason.PROMPT_OUT_OF_RANGE: 2}
 
 
-def test_a_range_that_has_nothing_is_refused_where_it_is_written() -> None:
+def test_an_empty_range_of_prompt_lengths_is_refused() -> None:
     with pytest.raises(ConfigError, match="prompt_tokens_max: 9 is less than prompt_tokens_min, 10"):
         fleet_of((10, 9))
     with pytest.raises(ConfigError, match=r"workers\[0\].prompt_tokens.max: must be at least min"):

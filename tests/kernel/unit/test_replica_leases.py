@@ -115,7 +115,7 @@ def test_what_changed_before_its_rank_joined_is_known() -> None:
     assert here.load() == (0, 3)
 
 
-def test_a_worker_that_returns_as_another_has_none_of_the_old_leases() -> None:
+def test_a_new_incarnation_has_none_of_the_old_leases() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease())
@@ -165,7 +165,7 @@ def test_a_gap_is_asked_about_once_a_while_and_closed_by_the_state() -> None:
     assert here.load() == (40, 4)
 
 
-def test_a_late_letter_closes_a_gap_as_well_as_the_state() -> None:
+def test_a_late_message_closes_a_gap_like_the_state() -> None:
     here = Here()
     here.join(7)
     here.hear(2, Free(lease().name))
@@ -187,7 +187,7 @@ def test_an_old_state_does_not_turn_back_time() -> None:
     assert here.replicas.counts().behind == 1
 
 
-def test_a_heartbeat_shows_what_the_last_deltas_were_and_how_many_leases_there_are() -> None:
+def test_a_heartbeat_reveals_missing_deltas_and_a_wrong_count_of_leases() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease())
@@ -203,7 +203,7 @@ def test_a_question_is_answered_and_makes_the_asker_known() -> None:
     assert here.replicas.counts().replicas == 1
 
 
-def test_nobody_hears_itself() -> None:
+def test_a_router_ignores_its_own_messages() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease(), router=HERE)
@@ -225,7 +225,7 @@ def test_a_silent_router_goes_with_its_leases_and_comes_back_with_them() -> None
     assert asked == Asks(ask=(THERE,))
 
 
-def test_after_a_pause_of_our_own_nobody_is_silent() -> None:
+def test_after_a_pause_of_this_process_no_router_is_silent() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease())
@@ -359,7 +359,7 @@ def test_a_slot_or_a_router_that_goes_is_reported() -> None:
     assert there.reported() == [Free(lease("b").name)]
 
 
-def test_the_state_is_what_was_reported() -> None:
+def test_the_state_has_the_reported_leases() -> None:
     there = There()
     prompt = Prompt(range(BLOCK_SIZE * 2 + 1), block_size=BLOCK_SIZE)
     assert list(there.journal.state()) == [StatePart(THERE, 0, 0, 1, ())]

@@ -102,7 +102,7 @@ def worker(decision: Decision) -> int:
 TWO = (Role.BOTH, Role.BOTH)
 
 
-def test_a_cached_prompt_is_worth_a_queue_that_takes_less_long_than_computing_it() -> None:
+def test_a_cached_prompt_is_worth_a_queue_shorter_than_its_prefill() -> None:
     cached = [0, 150]
     assert worker(route(asked(), view(fleet_of(*TWO), overlap=cached, tokens=[0, 2000]))) == 2
     assert worker(route(asked(), view(fleet_of(*TWO), overlap=cached, tokens=[0, 20_000]))) == 1
@@ -115,7 +115,7 @@ def test_a_slow_rank_gets_less_and_its_cache_counts_by_the_time_it_saves() -> No
     assert [choice(0, 0), choice(100, 0), choice(190, 0)] == [2, 2, 1]
 
 
-def test_a_rank_without_memory_or_seat_is_passed_over_for_one_that_must_compute() -> None:
+def test_a_rank_without_memory_or_seat_loses_to_one_that_must_prefill() -> None:
     small = ModelRuntimeConfig(total_kv_blocks=1000, max_num_seqs=8)
     fleet = fleet_of(*TWO, config=small)
     assert worker(route(asked(), view(fleet, overlap=[200, 0], active=[700, 700]))) == 1
@@ -127,7 +127,7 @@ def test_a_rank_without_memory_or_seat_is_passed_over_for_one_that_must_compute(
     assert [row.times.memory_s for row in seated.rows if row.times] == [pytest.approx(5 * 5 / 8), 0.0]
 
 
-def test_where_many_wait_a_request_goes_to_where_it_costs_the_least() -> None:
+def test_with_many_waiting_a_request_goes_to_its_cheapest_rank() -> None:
     """Alone it would go to the shorter queue; it makes all that wait there wait longer."""
     fleet, cached = fleet_of(*TWO), [0, 200]
     assert worker(route(asked(), view(fleet, overlap=cached, tokens=[0, 12_000]))) == 1
@@ -155,7 +155,7 @@ def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> N
     assert worker(route(asked(), view(fleet, active=[0, 0, 500], settings=blocks))) == 2
 
 
-def test_a_link_that_is_crowded_is_passed_over_for_a_slower_one_that_is_free() -> None:
+def test_a_loaded_link_loses_to_a_slower_idle_one() -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 2e9), {})
     settings = RoutingSettings(cost="time", links=links)
@@ -239,7 +239,7 @@ def test_lmetric_is_the_product_of_prompt_tokens_and_requests() -> None:
     assert worker(decision) == 3
 
 
-def test_lmetric_takes_the_fewest_requests_where_nothing_of_a_prompt_is_to_compute() -> None:
+def test_lmetric_picks_the_fewest_requests_without_tokens_to_prefill() -> None:
     taken = view(fleet_of(*TWO), "lmetric", requests=[4, 3])
     assert worker(route(asked(isl_tokens=0), taken)) == 2
 
@@ -251,13 +251,13 @@ def test_the_decode_leg_of_lmetric_goes_to_the_fewest_requests() -> None:
 
 
 @pytest.mark.parametrize("cost", ["time", "lmetric"])
-def test_requests_that_other_routers_have_under_way_are_spread_before_this_one(cost: str) -> None:
+def test_unseen_requests_of_other_routers_are_spread_before_this_one(cost: str) -> None:
     fleet = fleet_of(*[Role.BOTH] * 4)
     chosen = {worker(route(asked(), view(fleet, cost, unseen=3.0, seed=seed))) for seed in range(64)}
     assert len(chosen) > 1
 
 
-def test_a_prompt_takes_whole_steps_and_a_last_one() -> None:
+def test_a_prompt_takes_full_steps_and_a_last_one() -> None:
     timing = Timing()
     assert prompt_s(timing, 20_000) == pytest.approx(
         (2 * timing.prefill_ms(8192) + timing.prefill_ms(20_000 - 2 * 8192)) / 1e3

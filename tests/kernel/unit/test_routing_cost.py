@@ -110,7 +110,7 @@ def test_more_overlap_than_prompt_is_no_credit() -> None:
     assert pick.prefill_blocks == 1.0
 
 
-def test_what_is_not_tracked_costs_nothing() -> None:
+def test_untracked_load_costs_nothing() -> None:
     reading = view(
         alike(1),
         prefill_tokens=[6],
@@ -231,7 +231,7 @@ def test_a_request_may_ask_for_another_mode() -> None:
     assert (decision.mode, decision.decode.rank.worker_id) == (RouterMode.ROUND_ROBIN, 2)
 
 
-def test_the_way_of_the_kv_costs_what_the_link_says() -> None:
+def test_a_kv_transfer_costs_the_links_time() -> None:
     def at(role: Role, zone: str) -> tuple[Role, ModelRuntimeConfig]:
         return role, ModelRuntimeConfig(
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=100

@@ -91,7 +91,7 @@ def test_prefill_workers_are_open_where_the_decode_workers_are_busy() -> None:
     assert reasons_of(refused) == {1: None, 2: BUSY, 3: MISMATCH, 11: BUSY, 12: BUSY}
 
 
-def test_busy_prefill_workers_are_reported_from_those_whose_decode_workers_are_busy() -> None:
+def test_prefill_ranks_with_busy_decode_ranks_count_as_busy() -> None:
     refused = refused_route(view(fleet_of(prefill="ab", decode="ab"), 1, 12))
     assert (refused.role, refused.refusals) == ("prefill", {BUSY: 2})
     rows: dict[int, Candidate] = {row.rank.worker_id: row for row in rows_of(refused)}
@@ -109,7 +109,7 @@ def test_a_domain_is_not_blamed_where_no_decode_worker_is_at_all() -> None:
     ]
 
 
-def test_decode_picked_again_explains_its_refusal_with_what_the_way_would_cost() -> None:
+def test_a_refused_second_decode_pick_explains_the_costs_of_transfers() -> None:
     links = LinkTable(otherwise=Link(2.0, 1e3), by_level={"zone": Link(0.5, 1e6)}, pairs={})
     settings = RoutingSettings(active_decode_blocks_threshold=0.5, kv_transfer_weight=1.0, links=links)
     fleet = fleet_of(prefill="a", decode="ab")
@@ -126,7 +126,7 @@ def test_decode_picked_again_explains_its_refusal_with_what_the_way_would_cost()
     assert [row.transfer_blocks for row in rows_of(refused.value)] == [0.508, 10.0]
 
 
-def test_under_fallback_busy_decode_workers_elsewhere_are_busy_and_not_elsewhere() -> None:
+def test_under_fallback_busy_decode_ranks_outside_are_busy_not_mismatched() -> None:
     with pytest.raises(AllWorkersBusy) as refused:
         route_decode(
             REQUEST,

@@ -131,7 +131,7 @@ def test_the_constraint_travels_with_the_decision() -> None:
     assert decision.constraint.taint == "dynamo.topology/zone=a"
 
 
-def test_required_without_a_decode_worker_there_is_refused_before_anything_is_sent() -> None:
+def test_required_without_a_decode_worker_is_refused_before_any_leg_is_sent() -> None:
     fleet = fleet_of(prefill(1, "a"), decode(3, "b"), decode(4, None))
     with pytest.raises(NoEligibleWorker) as refused:
         route(request(), view(fleet))
@@ -195,7 +195,7 @@ def test_a_prefill_worker_without_its_value_fails_closed_under_required() -> Non
     assert refused.value.domain == "zone"
 
 
-def test_a_prefill_worker_without_its_value_falls_back_or_only_loses_its_preference() -> None:
+def test_a_prefill_worker_without_a_value_falls_back_or_loses_its_preference() -> None:
     fallen = route(request(), view(fleet_of(prefill(1, None, FALLBACK), decode(3, "a"))))
     assert (fallen.constraint, fallen.fallback_used) == (TransferConstraint(Fallback("zone"), None), True)
     assert fallen.cross_domain
@@ -223,7 +223,7 @@ def test_preferred_lets_cost_decide() -> None:
     assert (ids(far), far.cross_domain, far.fallback_used) == ((1, 4), True, False)
 
 
-def test_the_requests_own_taints_hold_as_well() -> None:
+def test_the_requests_taints_apply_too() -> None:
     fleet = fleet_of(
         worker(1, Role.PREFILL, "a", enforcement=REQUIRED, taints=("gpu",)),
         worker(2, Role.PREFILL, "b", enforcement=REQUIRED, taints=("gpu",)),
@@ -273,7 +273,7 @@ def test_busy_prefill_workers_are_named_as_such() -> None:
     )
 
 
-def test_a_pair_that_nobody_can_begin_names_prefill() -> None:
+def test_a_pair_without_an_eligible_prefill_rank_names_prefill() -> None:
     fleet = fleet_of(prefill(1, "a"), decode(3, "a", "gpu"))
     with pytest.raises(NoEligibleWorker) as refused:
         route(request("gpu"), view(fleet))

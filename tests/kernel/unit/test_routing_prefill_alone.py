@@ -73,7 +73,7 @@ async def test_the_router_s_own_default_holds_where_the_worker_has_none() -> Non
     assert bench.model.explain(generate_request()).constraint == TransferConstraint(Fallback("zone"), None)
 
 
-async def test_who_must_stay_in_a_place_that_it_does_not_know_gets_nothing() -> None:
+async def test_a_rank_bound_to_an_unknown_domain_gets_no_requests() -> None:
     bench = await bench_of(prefill(1, None, Enforcement.REQUIRED))
     with pytest.raises(NoEligibleWorker) as refused:
         bench.model.explain(generate_request())
@@ -89,7 +89,7 @@ async def test_pins_are_those_of_prefill() -> None:
         assert bench.model.explain(request).decode.rank.worker_id == worker_id
 
 
-async def test_without_a_prefill_worker_the_refusal_says_so() -> None:
+async def test_without_a_prefill_worker_the_refusal_names_prefill() -> None:
     bench = await bench_of(card(1, Role.BOTH))
     with pytest.raises(
         NoEligibleWorker, match="1 worker ranks are here, none of them for prefill"

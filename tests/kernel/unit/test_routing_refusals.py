@@ -128,7 +128,7 @@ def test_each_rank_is_counted_once_for_the_first_reason_that_stops_it(mode: Rout
         assert part in message
 
 
-def test_nobody_of_the_role_counts_everybody_for_it() -> None:
+def test_without_a_rank_of_the_role_all_ranks_are_refused_for_it() -> None:
     fleet = fleet_of(worker(1, role=Role.PREFILL), worker(2, role=Role.PREFILL))
     with pytest.raises(NoEligibleWorker, match="2 worker ranks are here, none of them for decode") as refused:
         route(request(), view(fleet))
@@ -159,7 +159,7 @@ def test_a_pinned_worker_must_be_eligible_too(mode: RouterMode) -> None:
         route(request("gpu", pin=Pin(WorkerId(1))), view(fleet, mode=mode))
 
 
-def test_a_pin_to_nobody_says_so() -> None:
+def test_a_pin_to_an_unknown_worker_is_reported() -> None:
     with pytest.raises(NoEligibleWorker, match="pinned to 9, which is not here"):
         route(request(pin=Pin(WorkerId(9))), view(fleet_of(worker(1))))
 
@@ -204,7 +204,7 @@ def is_busy(fleet: Fleet, *, booked: int, at_report: int | None) -> bool:
     return found[0]
 
 
-def test_busy_reads_the_report_and_what_was_booked_since_and_no_less_than_all_that_is_booked() -> None:
+def test_busy_is_judged_by_report_plus_later_bookings_at_least_all_bookings() -> None:
     fleet = fleet_of(worker(1))
     assert is_busy(fleet, booked=51, at_report=0)
     rank = WorkerRank(WorkerId(1), DpRank(0))
@@ -230,7 +230,7 @@ def test_busy_is_above_a_number_of_prefill_tokens() -> None:
         route(request(), view(fleet, tokens=100, prefill_tokens=101))
 
 
-def test_busy_by_tokens_is_judged_on_the_ledger_where_an_engine_does_not_tell_them() -> None:
+def test_busy_by_tokens_uses_the_ledger_when_engines_do_not_report_them() -> None:
     fleet = fleet_of(worker(1))
     report = LoadReport(WorkerRank(WorkerId(1), DpRank(0)), active_blocks=0, total_blocks=100)
     fleet.report(report)
@@ -241,7 +241,7 @@ def test_busy_by_tokens_is_judged_on_the_ledger_where_an_engine_does_not_tell_th
         route(request(), view(fleet, tokens=100))
 
 
-def test_nobody_is_busy_without_a_threshold_or_without_known_blocks() -> None:
+def test_no_rank_is_busy_without_a_threshold_or_known_blocks() -> None:
     assert route(request(), view(fleet_of(worker(1)), active=10**9)).decode.candidates == 1
     blank = WorkerCard(WorkerId(1), Epoch(1), ModelName("m"), Role.BOTH, 4, 4096, "here")
     assert route(request(), view(fleet_of(blank), fraction=0.0, active=10**9)).decode.candidates == 1
@@ -291,7 +291,7 @@ def test_a_refusal_names_each_rank_with_its_first_reason_and_its_cost() -> None:
     assert {(row.prefill_blocks, row.decode_blocks, row.cost) for row in rows} == {(3.0, 92.0, 95.0)}
 
 
-def test_nobody_of_the_role_has_a_row_for_everybody() -> None:
+def test_without_a_rank_of_the_role_all_ranks_have_rows() -> None:
     fleet = fleet_of(worker(2), worker(1))
     with pytest.raises(NoEligibleWorker) as refused:
         route(request(prefill_pin=Pin(WorkerId(1))), view(fleet), explain=True)

@@ -58,20 +58,20 @@ def test_a_rank_that_stays_the_cheapest_keeps_all() -> None:
     assert picks(view(0, 500, 500, unseen=3.0), 10) == {0: 400}
 
 
-def test_nobody_who_is_refused_takes_an_unseen_request() -> None:
+def test_a_refused_rank_takes_no_unseen_request() -> None:
     of = view(0, 10, 10, unseen=1.0)
     of.fleet.set_alive(WorkerId(0), alive=False)
     assert set(picks(of, 10)) == {1, 2}
 
 
-def test_a_decision_says_how_many_it_made_room_for() -> None:
+def test_a_decision_reports_its_number_of_unseen_requests() -> None:
     decision = route(request(4), view(0, 0, unseen=5.0, seed=3))
     assert decision.decode.unseen > 0
     assert decision == route(request(4), view(0, 0, unseen=5.0, seed=3))
     assert route(request(4), view(0, 0)).decode.unseen == 0
 
 
-def test_draws_are_even_up_to_twice_what_is_expected() -> None:
+def test_draws_are_uniform_up_to_twice_the_expected_number() -> None:
     drawn = Counter(draw_unseen(2.0, draw * 0x9E3779B97F4A7C15) for draw in range(5_000))
     assert set(drawn) == {0, 1, 2, 3, 4}
     assert min(drawn.values()) > 800

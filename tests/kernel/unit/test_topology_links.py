@@ -38,7 +38,7 @@ def test_distance_is_the_narrowest_shared_level(
     assert distance(b, a, LEVELS) == Distance(*expected)
 
 
-def test_without_levels_nobody_is_near() -> None:
+def test_without_levels_no_worker_is_near() -> None:
     assert distance({"zone": "a"}, {"zone": "a"}, ()) == NO_SHARED_LEVEL
 
 

@@ -87,11 +87,11 @@ def test_no_policy_asks_nothing() -> None:
     assert derive(worker(None, None, zone="a")) is None
 
 
-def test_an_unknown_worker_while_nobody_requires_asks_nothing() -> None:
+def test_an_unknown_worker_without_required_policies_has_no_constraint() -> None:
     assert derive(None) is None
 
 
-def test_an_unknown_worker_while_another_requires_can_be_followed_by_nobody() -> None:
+def test_an_unknown_worker_with_required_policies_elsewhere_fails_closed() -> None:
     constraint = derive(None, required_elsewhere="zone", router_default=FALLBACK)
     assert constraint == TransferConstraint(Required("zone"), None)
     assert constraint.taint is None
@@ -103,11 +103,11 @@ def test_an_unknown_worker_is_held_to_the_routers_default() -> None:
 
 
 @pytest.mark.parametrize("config", [worker(rack="r1"), worker(zone="  "), worker(enforcement=None)])
-def test_a_domain_without_a_value_is_required_of_nobody_in_particular(config: ModelRuntimeConfig) -> None:
+def test_a_required_domain_without_a_value_matches_no_worker(config: ModelRuntimeConfig) -> None:
     assert derive(config) == TransferConstraint(Required("zone"), None)
 
 
-def test_a_domain_without_a_value_leaves_fallback_and_preferred_nothing_to_hold_to() -> None:
+def test_without_a_value_fallback_and_preferred_have_no_effect() -> None:
     assert derive(worker(enforcement=Enforcement.FALLBACK)) == TransferConstraint(Fallback("zone"), None)
     preferred = derive(worker(enforcement=Enforcement.PREFERRED, weight=0.5))
     assert preferred == TransferConstraint(Preferred("zone", 0.5), None)

@@ -47,7 +47,7 @@ def test_a_taint_names_its_domain(taint: str, named: tuple[str, str] | None) -> 
     assert named_domain(Taint(taint)) == named
 
 
-def test_a_taint_keeps_case_and_tells_values_apart() -> None:
+def test_taints_are_case_sensitive_and_distinguish_values() -> None:
     assert topology_taint("zone", "A") != topology_taint("zone", "a")
 
 

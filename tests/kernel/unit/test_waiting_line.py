@@ -96,7 +96,7 @@ def test_a_turn_calls_a_piece_and_a_change_in_between_calls_the_line_again() -> 
     assert waiters.calls == [*range(n), *range(n)]
 
 
-def test_one_that_came_after_the_change_is_not_called_for_it() -> None:
+def test_a_request_that_entered_after_the_change_is_not_called() -> None:
     waiters = Waiters(TRIES_PER_TURN + 1, places=0)
     waiters.line.pulse()
     waiters.turns.one()

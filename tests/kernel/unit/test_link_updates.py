@@ -1,4 +1,4 @@
-"""What routers say to each other of links: what is refused, what is kept of much, and what is counted."""
+"""Link updates between routers: validation, limits, and link loads."""
 
 import math
 from collections import defaultdict
@@ -47,7 +47,7 @@ def test_a_message_of_amounts_is_read() -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e300])
 @pytest.mark.parametrize("at", range(5))
-def test_amounts_that_are_none_are_refused(wrong: float, at: int) -> None:
+def test_invalid_amounts_are_refused(wrong: float, at: int) -> None:
     amounts = [1.0] * 5
     amounts[at] = wrong
     with pytest.raises(ProtocolError):
@@ -64,12 +64,12 @@ def test_amounts_that_are_none_are_refused(wrong: float, at: int) -> None:
         frame(1.0, 1.0, 1.0, 1.0),
     ],
 )
-def test_links_that_are_none_are_refused(message: bytes) -> None:
+def test_invalid_links_are_refused(message: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_message(message)
 
 
-def test_a_journal_says_the_mean_of_its_looks_and_of_too_many_links_those_with_most_bytes() -> None:
+def test_a_journal_reports_mean_loads_of_the_links_with_most_bytes() -> None:
     journal = LinkJournal()
     assert journal.take_uses() is None
     journal.sample_loads(
@@ -95,7 +95,7 @@ def history(n: int, kind: int = 0) -> tuple[LinkSample, ...]:
     )
 
 
-def test_a_history_that_comes_at_once_is_learned_whole() -> None:
+def test_a_history_that_arrives_at_once_is_learned_completely() -> None:
     here = transfers()
     here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(64)), now_s=1000.0)
     assert len(here.learned.samples()) == 64
@@ -103,7 +103,7 @@ def test_a_history_that_comes_at_once_is_learned_whole() -> None:
     assert reading.slowness == pytest.approx(10.0, rel=0.01)
 
 
-def test_names_of_links_that_nobody_has_fill_no_memory() -> None:
+def test_names_of_unknown_links_fill_no_memory() -> None:
     here = transfers()
     for kind in range(3 * KINDS_MAX):
         here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(4, kind)), now_s=1000.0)
@@ -111,7 +111,7 @@ def test_names_of_links_that_nobody_has_fill_no_memory() -> None:
     assert len(here.learned.samples()) == 4 * KINDS_MAX
 
 
-def test_a_router_that_decides_nothing_still_says_what_it_has_on_links() -> None:
+def test_a_router_without_decisions_still_reports_its_link_loads() -> None:
     here = transfers()
     here.state.add(link(1), 5.0)
     for at_s in (1.0, 2.0):
@@ -120,7 +120,7 @@ def test_a_router_that_decides_nothing_still_says_what_it_has_on_links() -> None
         assert news.uses == (LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0),)
 
 
-def test_what_was_seen_by_another_table_is_not_sent_under_the_new_one() -> None:
+def test_samples_of_another_table_are_not_sent_under_the_new_one() -> None:
     here = transfers()
     assert here._journal is not None
     here._journal.record(as_sample(history(1)[0], now_s=1.0))
@@ -138,7 +138,7 @@ def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
     assert other.learned.samples() == []
 
 
-def test_what_a_router_put_on_links_counts_no_longer_when_it_falls_silent() -> None:
+def test_the_link_loads_of_a_silent_router_are_dropped() -> None:
     here = transfers()
     use = LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0)
     here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), (), (use,)), now_s=10.0)
@@ -159,7 +159,9 @@ WORDS = st.lists(
 
 
 @given(WORDS)
-def test_each_link_carries_what_each_router_said_last(words: list[tuple[int, dict[int, int] | None]]) -> None:
+def test_each_link_has_the_last_reported_load_of_each_router(
+    words: list[tuple[int, dict[int, int] | None]],
+) -> None:
     here = transfers()
     here.state.add(link(0), 100.0)
     said: dict[int, dict[int, int]] = {}
