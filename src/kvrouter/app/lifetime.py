@@ -115,10 +115,8 @@ class Descriptors:
 
 def share_descriptors(connections_max: int, *, files_max: int | None = None) -> Descriptors:
     """Share the descriptors between at most ``connections_max`` connections and all else: workers, logs,
-    files.
-
-    A quarter is reserved for all else; half of that stays reserved even while more connections arrive at once
-    than are counted. ``files_max`` is the limit of open files; None raises the process's own and takes that.
+    files. A quarter is reserved for all else; half of that even while more connections arrive at once than
+    are counted.
     """
     files_max = files_max or allow_many_files()
     kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
@@ -127,9 +125,8 @@ def share_descriptors(connections_max: int, *, files_max: int | None = None) -> 
 
 
 def descriptors_for(connections_max: int | None, *, files_max: int | None = None) -> Descriptors:
-    """Share the descriptors for a frontend, and log the result.
-
-    ``connections_max`` is the requested number, None for as many as fit; a warning is logged when fewer fit.
+    """Share the descriptors for a frontend and log the result. ``connections_max`` is the requested number,
+    None for as many as fit; a warning is logged when fewer fit.
     """
     limits = share_descriptors(connections_max or CONNECTIONS_MAX, files_max=files_max)
     fitting, files_max = limits.connections_max, limits.files_max

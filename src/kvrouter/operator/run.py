@@ -125,9 +125,8 @@ async def _run(settings: OperatorSettings) -> None:
     async with AsyncExitStack() as stack:
         signed_in = _signed_in(settings.kubeconfig, instrumentation.warned)
         client = await stack.enter_async_context(signed_in)
-        server = serve_probes(
-            settings.host, settings.http_port, health=health, telemetry=instrumentation.telemetry
-        )
+        telemetry = instrumentation.telemetry
+        server = serve_probes(settings.host, settings.http_port, health=health, telemetry=telemetry)
         http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
         await _until_signalled(_work(settings, client, instrumentation, health))

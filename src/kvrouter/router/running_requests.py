@@ -107,9 +107,7 @@ class Requests:
         return self._retry_bodies.bytes
 
     def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
-        """The timeouts for a request. Without streaming only the request's own limit applies to its first
-        token, which comes with the last.
-        """
+        """The request's timeouts; without streaming its first token comes with the last: one limit holds."""
         if request.call is None or request.call.stream:
             return self._timeouts
         return replace(self._timeouts, first_token_s=self._timeouts.request_s)

@@ -72,9 +72,7 @@ class ListenAddress:
             return False
 
     def listen(self) -> socket.socket:
-        """Return a bound socket. Its file is for this user alone; a stale one is replaced. Raises
-        ConfigError.
-        """
+        """Return a bound socket; its file is this user's, and replaces a stale one. Raises ConfigError."""
         try:
             if self.path is None:
                 family = socket.AF_INET6 if ":" in self.host else socket.AF_INET

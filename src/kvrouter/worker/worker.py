@@ -74,8 +74,8 @@ class TimedStream:
 
 
 HEARTBEAT_S = 5.0
-"""Seconds between heartbeats, which carry the next event ids and the latest loads: a lost last batch is
-noticed, and a lost last report replaced, after at most this time.
+"""Seconds between heartbeats, which repeat the next event ids and the latest loads: routers notice a lost
+last batch, and replace a lost report, within this time.
 """
 
 SKIPPED_AGAIN_S = 3600.0

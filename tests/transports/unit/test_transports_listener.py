@@ -142,7 +142,7 @@ def test_accepting_rests_while_no_descriptor_can_be_had_at_all(
     run: Run, plane: str, watch_calls: WatchCalls
 ) -> None:
     serving, _ = PLANES[plane]
-    tries = watch_calls(Listener, "_turn_one_away")
+    tries = watch_calls(Listener, "_refuse_one")
 
     async def scenario() -> None:
         async with serving([], 1_000_000) as port:

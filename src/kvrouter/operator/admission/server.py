@@ -89,13 +89,8 @@ class AdmissionServer:
         reviews_max: int = REVIEWS_MAX,
         bindings_max: int = BINDINGS_MAX,
     ) -> None:
-        self._read_cluster_info, self._labels, self._tried, self._defaults = (
-            read_cluster_info,
-            labels,
-            tried,
-            defaults,
-        )
-        self._instrumentation, self._not_ready = instrumentation, not_ready
+        self._read_cluster_info, self._labels, self._tried = read_cluster_info, labels, tried
+        self._defaults, self._instrumentation, self._not_ready = defaults, instrumentation, not_ready
         self._certificate, self._is_ours, self._class_name = certificate, is_ours, class_name
         self._info_timeout_s, self._body_s, self._reread_s = info_timeout_s, body_s, reread_s
         self._labels_s = labels_s
@@ -206,9 +201,8 @@ class AdmissionServer:
             async with asyncio.timeout(self._info_timeout_s):
                 return await self._read_cluster_info()
         except TimeoutError:
-            return ClusterInfo(
-                grove=Grove.UNREAD, unread_because=f"no answer within {self._info_timeout_s:g} s"
-            )
+            why = f"no answer within {self._info_timeout_s:g} s"
+            return ClusterInfo(grove=Grove.UNREAD, unread_because=why)
         except OSError as error:
             return ClusterInfo(grove=Grove.UNREAD, unread_because=str(error))
 

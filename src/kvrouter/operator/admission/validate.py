@@ -241,9 +241,8 @@ def validate(new: object, old: object | None, cluster_info: ClusterInfo, default
     fresh = [problem for problem in problems if _named(problem, deployment) not in known]
     stays = () if before is None else changed_immutable_fields(deployment.spec, before.spec)
     renamed = () if before is None else _renamed(deployment.spec, before.spec, defaults)
-    return Verdict(
-        (*fresh, *stays), (*kept, *renamed, *warnings(reading, planned, cluster_info, known=problems))
-    )
+    further = warnings(reading, planned, cluster_info, known=problems)
+    return Verdict((*fresh, *stays), (*kept, *renamed, *further))
 
 
 def _renamed(spec: DeploymentSpec, before: DeploymentSpec, defaults: PlanDefaults) -> Iterator[Problem]:

@@ -189,9 +189,8 @@ def _completed(
     is_frontend = kind == ComponentType.FRONTEND
     if is_frontend:
         as_our_frontend(component.main, component.places, part.notes)
-    if memory is not None or not (
-        is_frontend or program_of(component.main).protocol is ProgramProtocol.KVROUTER
-    ):
+    runs_kvrouter = is_frontend or program_of(component.main).protocol is ProgramProtocol.KVROUTER
+    if memory is not None or not runs_kvrouter:
         _shared_memory(part, component, memory)
     _without_effect(part)
     part.close(LOST)
@@ -254,8 +253,8 @@ def _kind_of_program(program: Program, name: str) -> str | None:
 
 def _role_of(arguments: list[str]) -> str | None:
     """Return the role that an engine's own flags set; None if they set no role."""
-    for at, argument in enumerate(arguments):
-        flag, joint, value = argument.partition("=")
+    for at, arg in enumerate(arguments):
+        flag, joint, value = arg.partition("=")
         if flag in ROLE_SWITCHES:
             return ROLE_SWITCHES[flag]
         if flag == ROLE_FLAG:

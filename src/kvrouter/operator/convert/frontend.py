@@ -106,13 +106,9 @@ def _frontend_arguments(main: Json, at: Path, notes: Notes) -> list[str]:
     if MODULE not in arguments:
         return [] if main.get("command") else arguments
     start = arguments.index(MODULE) + 1
-    end = next(
-        (at for at, argument in enumerate(arguments) if at >= start and _SHELL.match(argument)),
-        len(arguments),
-    )
-    around = [
-        argument for argument in arguments[: start - 1] if _PYTHON.fullmatch(argument) is None
-    ] + arguments[end:]
+    ends = (at for at, arg in enumerate(arguments) if at >= start and _SHELL.match(arg))
+    end = next(ends, len(arguments))
+    around = [arg for arg in arguments[: start - 1] if _PYTHON.fullmatch(arg) is None] + arguments[end:]
     if around:
         notes.lost((*at, "args"), f"{' '.join(around)}: only Dynamo's frontend is replaced, by kvrouter's")
     return arguments[start:end]
@@ -154,11 +150,11 @@ def _spellings(spec: SettingSpec) -> list[str]:
 def _grouped(arguments: list[str]) -> list[list[str]]:
     """Return each flag with its values."""
     groups: list[list[str]] = []
-    for argument in arguments:
-        if argument.startswith("--") or not groups:
-            groups.append([argument])
+    for arg in arguments:
+        if arg.startswith("--") or not groups:
+            groups.append([arg])
         else:
-            groups[-1].append(argument)
+            groups[-1].append(arg)
     return groups
 
 

@@ -95,8 +95,8 @@ def arguments_of(container: Manifest) -> list[str]:
 def _arguments(found: object) -> list[str]:
     """Return the arguments in ``command`` or ``args``; the text of a shell is split."""
     arguments: list[str] = []
-    for argument in found if isinstance(found, list) else ():
-        text = str(argument)
+    for arg in found if isinstance(found, list) else ():
+        text = str(arg)
         if any(blank in text for blank in " \n\t") and not text.lstrip().startswith(("{", "[")):
             arguments += _of_shell(text)
         else:
@@ -116,11 +116,11 @@ def _of_shell(text: str) -> list[str]:
 def _named(arguments: list[str]) -> Program | None:
     """Return the first program among ``arguments``; kvrouter's worker wins, since it announces the pod."""
     found: Program | None = None
-    for at, argument in enumerate(arguments):
-        program = argument.rpartition("/")[2]
+    for at, arg in enumerate(arguments):
+        program = arg.rpartition("/")[2]
         after = arguments[at + 1] if at + 1 < len(arguments) else ""
         is_module = at > 0 and arguments[at - 1] == "-m"
-        if program == "kvrouter" or (is_module and argument in ("kvrouter", "kvrouter.cli")):
+        if program == "kvrouter" or (is_module and arg in ("kvrouter", "kvrouter.cli")):
             if after == "worker" or found is None:
                 found = Program(ProgramProtocol.KVROUTER, after)
             if after == "worker":

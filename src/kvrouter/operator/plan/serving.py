@@ -129,13 +129,8 @@ def registers_elsewhere(spec: DeploymentSpec) -> str | None:
         for container in draft.containers:
             names = {str(entry.get("name")) for entry in objects(container.get("env"))}
             lists = [container.get("command"), container.get("args")]
-            arguments = [
-                str(argument).partition("=")[0]
-                for each in lists
-                if isinstance(each, list)
-                for argument in each
-            ]
-            names_set = sorted(names & WHERE_WORKERS_ARE) or sorted(set(arguments) & WHERE_WORKERS_ARE)
+            flags = [str(arg).partition("=")[0] for each in lists if isinstance(each, list) for arg in each]
+            names_set = sorted(names & WHERE_WORKERS_ARE) or sorted(set(flags) & WHERE_WORKERS_ARE)
             if names_set:
                 return f"{component.name} says {names_set[0]} itself"
     return None
@@ -187,9 +182,9 @@ def _port_warnings(draft: PodDraft) -> list[Problem]:
 def flag_of(container: Manifest, flag: str) -> str | None:
     """Return the value of a flag among a container's arguments; None without the flag."""
     lists = [container.get("command"), container.get("args")]
-    arguments = [str(argument) for each in lists if isinstance(each, list) for argument in each]
-    for index, argument in enumerate(arguments):
-        name, joint, value = argument.partition("=")
+    arguments = [str(arg) for each in lists if isinstance(each, list) for arg in each]
+    for index, arg in enumerate(arguments):
+        name, joint, value = arg.partition("=")
         if name == flag:
             return value if joint else "".join(arguments[index + 1 : index + 2])
     return None
@@ -352,7 +347,7 @@ def _with_health(container: Manifest, port: int) -> Manifest:
     workers away than it may.
     """
     lists = [container.get("command"), container.get("args")]
-    arguments = [argument for each in lists if isinstance(each, list) for argument in each]
+    arguments = [arg for each in lists if isinstance(each, list) for arg in each]
     if arguments[:2] != ["kvrouter", "worker"]:
         return container
     opened = offered(container, [variable(HEALTH_PORT_VARIABLE, str(port))])

@@ -75,13 +75,8 @@ def wanted_by(
     has_all = reading.settings.prefill is not None
     placed = [each for each in deployment.spec.components if has_all or each.type.is_worker]
     names = tuple(object_name(of.name, component.name) for component in placed)
-    return (
-        WantedLabels(
-            Key(of.namespace, of.name), names, resolve(policy, cluster_info, last_levels).level_labels
-        )
-        if names
-        else None
-    )
+    level_labels = resolve(policy, cluster_info, last_levels).level_labels
+    return WantedLabels(Key(of.namespace, of.name), names, level_labels) if names else None
 
 
 def is_known(manifest: Manifest, cluster_info: ClusterInfo) -> bool:

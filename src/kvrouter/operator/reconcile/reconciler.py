@@ -157,11 +157,8 @@ class Reconciler:
                 self._claims.forget(key)
                 self._asked.pop(key, None)
             return None
-        reading, before, cluster_info = (
-            read_deployment(manifest),
-            self._statuses.before(manifest),
-            self._sources.cluster_info,
-        )
+        reading, cluster_info = read_deployment(manifest), self._sources.cluster_info
+        before = self._statuses.before(manifest)
         deployment = reading.deployment
         if deployment is None:
             generation, now = _generation_of(manifest), datetime.now(UTC)

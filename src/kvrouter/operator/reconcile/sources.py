@@ -177,9 +177,8 @@ class Sources:
         elif kind == WORKERS and error is not None:
             self._cards.watch_lost(error.message)
         elif kind == NODES:
-            self.cluster_info = replace(
-                self.cluster_info, nodes_unread_because="" if error is None else error.message
-            )
+            why = "" if error is None else error.message
+            self.cluster_info = replace(self.cluster_info, nodes_unread_because=why)
         if kind in (WORKERS, NODES):
             self.enqueue_all()
 

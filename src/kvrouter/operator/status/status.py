@@ -81,9 +81,8 @@ def deployment_status(
         decode_replicas = sum(
             each.desired_replicas for each in components if _takes_decode(ComponentType(each.type))
         )
-        counts = domain_counts_of(
-            found, policy_level(policy, planned.resolution), decode_replicas=decode_replicas
-        )
+        level = policy_level(policy, planned.resolution)
+        counts = domain_counts_of(found, level, decode_replicas=decode_replicas)
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, cluster_info, refusals)
         started = had_decode(previous, policy)

@@ -1,4 +1,4 @@
-"""Discovery within one process."""
+"""Discovery and cordons within one process, and discovery of a fixed list of workers."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

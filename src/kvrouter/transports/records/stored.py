@@ -1,4 +1,4 @@
-"""Discovery and the cordon store over any :class:`RecordStore`."""
+"""Discovery and the cordon store over any ``RecordStore``."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

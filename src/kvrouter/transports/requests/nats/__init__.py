@@ -1,4 +1,4 @@
-"""Requests over NATS: the session of :mod:`kvrouter.transports.requests.session` over messages.
+"""Requests over NATS: the session of ``transports.requests.session`` over messages.
 
 =============================================================  ===============================================
 subject                                                        subscriber
