@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -242,7 +242,14 @@ class ReportReading(NamedTuple):
 class EngineReports:
     """Keeps each worker rank's reports: cached tokens, fetched KV, and KV events that its worker skipped."""
 
-    def __init__(self, fleet: Fleet, instrumentation: EngineInstrumentation) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        instrumentation: EngineInstrumentation,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._fleet = fleet
         self._instrumentation = instrumentation
         self._index_check = IndexCheck(block_size=fleet.block_size)
@@ -266,7 +273,7 @@ class EngineReports:
         its last answers contradict the index. ``prompt_tokens`` is the engine's own count, None where it has
         none.
         """
-        now_s = time.monotonic()
+        now_s = self._clock()
         noted = None
         if shape:
             noted = self.shapes.note(
@@ -302,7 +309,7 @@ class EngineReports:
         if slot is None:
             return None
         self._ranks[slot] = report.rank
-        noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
+        noted = self._transfers.note(slot, report.kv_transfers, now_s=self._clock())
         if noted is not None:
             self._instrumentation.kv_carried(report.rank, noted)
         before, skipped = self._skipped.get(slot), report.kv_events_skipped
@@ -315,7 +322,7 @@ class EngineReports:
         """The last reports of the slot's rank."""
         return ReportReading(
             answers=self._index_check.last_answers(slot),
-            transfers=self._transfers.reading(slot, now_s=time.monotonic()),
+            transfers=self._transfers.reading(slot, now_s=self._clock()),
             events_skipped=self._skipped.get(slot),
         )
 

@@ -4,7 +4,7 @@ view on that index.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -63,6 +63,7 @@ class EventIngest:
 
     ``scores`` is a mask over slots: a rank whose feed recovers does not score. A rank that reports more
     blocks than its worker states, with some slack, or than ``rank_blocks_max``, is emptied.
+    ``clock`` gives the time of feeds and their timers, in seconds.
     """
 
     def __init__(
@@ -72,14 +73,17 @@ class EventIngest:
         instrumentation: ModelInstrumentation,
         *,
         rank_blocks_max: int = RANK_BLOCKS_MAX,
+        snapshots_asked_max: int = SNAPSHOTS_ASKED_MAX,
+        clock: Callable[[], float] = loop_time_s,
     ) -> None:
+        self._clock = clock
         self._index = index
         self._rank_blocks_max = rank_blocks_max
         self._subscriber = subscriber
         self._instrumentation = instrumentation
-        self._commands = FeedCommands(index, instrumentation, self._ask)
+        self._commands = FeedCommands(index, instrumentation, self._ask, clock)
         self._work = IndexWork(self._caught_up, self._fell_behind)
-        self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
+        self._snapshots = asyncio.Semaphore(snapshots_asked_max)
         self._rank_ingests: dict[WorkerRank, RankIngest] = {}
         self._by_slot: dict[Slot, RankIngest] = {}
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
@@ -109,7 +113,7 @@ class EventIngest:
 
     def feed_readings(self) -> Iterator[tuple[Slot, FeedReading]]:
         """Every feed's slot and reading."""
-        now_s = loop_time_s()
+        now_s = self._clock()
         for ingest in self._rank_ingests.values():
             since_s = now_s if ingest.stale_since_s is None else ingest.stale_since_s
             yield (
@@ -127,7 +131,7 @@ class EventIngest:
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Add the feed of a discovered worker rank, and request its snapshot."""
         self._grow(slot + 1)
-        now_s = loop_time_s()
+        now_s = self._clock()
         ingest = self._rank_ingests[rank] = self._by_slot[slot] = RankIngest(
             RankFeed(rank), slot, now_s, capacity=Capacity.of(None, blocks_max=self._rank_blocks_max)
         )
@@ -162,7 +166,7 @@ class EventIngest:
         ingest = self._rank_ingests.get(batch.rank)
         if ingest is None:
             return
-        ingest.last_message_s = loop_time_s()
+        ingest.last_message_s = self._clock()
         if batch.published_s:
             ahead_s = batch.published_s - time.time()
             ingest.lag_s = max(0.0, -ahead_s)
@@ -181,7 +185,7 @@ class EventIngest:
         """
         ingest = self._by_slot.get(slot)
         if ingest is not None and ingest.idle.is_set():
-            self._after(ingest, ingest.feed.on_doubt(now_s=loop_time_s()))
+            self._after(ingest, ingest.feed.on_doubt(now_s=self._clock()))
 
     async def snapshot(self, slot: Slot) -> KvSnapshot | None:
         """Read the blocks of the slot's rank step by step; batches that arrive meanwhile wait.
@@ -243,7 +247,7 @@ class EventIngest:
         if ingest is not None:
             ingest.is_behind = False
             ingest.idle.set()
-            self._after(ingest, ingest.feed.on_orphan(now_s=loop_time_s()))
+            self._after(ingest, ingest.feed.on_orphan(now_s=self._clock()))
 
     def _settle(self, ingest: RankIngest) -> None:
         if ingest.ask is not None and not ingest.feed.is_asking:
@@ -257,7 +261,7 @@ class EventIngest:
         if state is FeedState.LIVE:
             ingest.stale_since_s = None
         elif ingest.stale_since_s is None:
-            ingest.stale_since_s = loop_time_s()
+            ingest.stale_since_s = self._clock()
         if state is not ingest.reported:
             ingest.reported = state
             self._instrumentation.feed_changed(ingest.feed.rank, state)
@@ -283,7 +287,7 @@ class EventIngest:
     def _timed_out(self, ingest: RankIngest) -> None:
         ingest.timer = None
         if ingest.idle.is_set():  # else _settle() sets it again after the index's work
-            self._after(ingest, ingest.feed.on_timeout(now_s=loop_time_s()))
+            self._after(ingest, ingest.feed.on_timeout(now_s=self._clock()))
 
     def _ask(self, ingest: RankIngest, command: AskRange | AskSnapshot) -> None:
         """Send a recovery request; an open older one is cancelled, since the feed has given it up."""
@@ -298,7 +302,7 @@ class EventIngest:
             asked = subscriber.recover_range(feed.rank, command.first, command.last)
             batch = await self._asked(ingest, ticket, asked)
             await _is_ready(ingest)
-            self._after(ingest, feed.on_range(ticket, batch, now_s=loop_time_s()))
+            self._after(ingest, feed.on_range(ticket, batch, now_s=self._clock()))
             return
         async with self._snapshots:
             question = subscriber.recover_snapshot(feed.rank, blocks_max=ingest.capacity.total)
@@ -307,10 +311,10 @@ class EventIngest:
             except AnswerTooLarge as error:
                 await _is_ready(ingest)
                 self._instrumentation.kv_events_over_limit(feed.rank, error.message)
-                self._after(ingest, feed.on_overfilled(now_s=loop_time_s()))
+                self._after(ingest, feed.on_overfilled(now_s=self._clock()))
                 return
             await _is_ready(ingest)
-            self._after(ingest, feed.on_snapshot(ticket, snapshot, now_s=loop_time_s()))
+            self._after(ingest, feed.on_snapshot(ticket, snapshot, now_s=self._clock()))
             await ingest.idle.wait()  # the next snapshot is requested once the index has this one
 
     async def _asked(
@@ -320,7 +324,7 @@ class EventIngest:
 
         Raises AnswerTooLarge.
         """
-        ingest.feed.on_asked(ticket, now_s=loop_time_s())
+        ingest.feed.on_asked(ticket, now_s=self._clock())
         self._set_timer(ingest)
         try:
             return await question
@@ -339,11 +343,11 @@ class EventIngest:
         if self._silence_timer is None and self._rank_ingests:
             loop = asyncio.get_running_loop()
             self._silence_timer = loop.call_later(self._awake.every_s, self._check_silence)
-            self._silence_checked_s = loop_time_s()
+            self._silence_checked_s = self._clock()
 
     def _check_silence(self) -> None:
         self._silence_timer = None
-        now_s = loop_time_s()
+        now_s = self._clock()
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
         was_paused = self._awake.advance(elapsed_s)  # then their messages are read only after this
         for rank, ingest in self._rank_ingests.items():

@@ -9,7 +9,7 @@ from kvrouter.kernel.feed.states import Apply, AskRange, AskSnapshot, Command, C
 from kvrouter.kernel.index import Applied, BlockIndex
 from kvrouter.router.index_work import STEP_BLOCKS, STEP_EVENTS, Steps, apply, empty, is_short, place
 from kvrouter.router.instrumentation import ModelInstrumentation
-from kvrouter.router.rank_ingest import RankIngest, loop_time_s
+from kvrouter.router.rank_ingest import RankIngest
 
 
 class FeedCommands:
@@ -20,15 +20,17 @@ class FeedCommands:
         index: BlockIndex,
         instrumentation: ModelInstrumentation,
         ask: Callable[[RankIngest, AskRange | AskSnapshot], None],
+        clock: Callable[[], float],
     ) -> None:
         self._index = index
         self._instrumentation = instrumentation
         self._ask = ask
+        self._clock = clock
 
     def begin(self, ingest: RankIngest, epoch: Epoch) -> Steps:
         """Empty the slot, then start its feed."""
         yield from empty(self._index, ingest.slot, uncounted)
-        yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=loop_time_s()))
+        yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=self._clock()))
 
     def carry_out(self, ingest: RankIngest, commands: list[Command]) -> Steps:
         """Carry out the feed's commands, then pass it the batches that wait."""
@@ -61,10 +63,10 @@ class FeedCommands:
             if is_overfilled:
                 self._instrumentation.kv_events_over_limit(ingest.feed.rank, f"{self._held(ingest)} blocks")
                 ingest.unchecked_blocks = 0
-                commands = ingest.feed.on_overfilled(now_s=loop_time_s())
+                commands = ingest.feed.on_overfilled(now_s=self._clock())
                 continue
             if orphaned:
-                commands = ingest.feed.on_orphan(now_s=loop_time_s())
+                commands = ingest.feed.on_orphan(now_s=self._clock())
                 continue
             if not ingest.waiting:
                 return
@@ -77,7 +79,7 @@ class FeedCommands:
 
     def taken(self, ingest: RankIngest, batch: KvBatch) -> list[Command]:
         """Pass a batch to the feed; a heartbeat whose block count is not the index's is a contradiction."""
-        feed, now_s = ingest.feed, loop_time_s()
+        feed, now_s = ingest.feed, self._clock()
         commands = feed.on_batch(batch, now_s=now_s)
         is_here = feed.state is FeedState.LIVE and feed.next_event_id == batch.next_event_id
         if commands or not is_here or batch.held_blocks is None or self._held(ingest) == batch.held_blocks:

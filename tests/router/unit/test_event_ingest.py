@@ -13,8 +13,8 @@ from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.router import event_ingest, feed_commands
-from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, EventCacheView, EventIngest
+from kvrouter.router import event_ingest
+from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, EventCacheView, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, LoadSink
@@ -55,7 +55,11 @@ class AskedSubscriber:
 
 
 class Bench:
-    def __init__(self, *, rank_blocks_max: int = RANK_BLOCKS_MAX) -> None:
+    def __init__(
+        self, *, rank_blocks_max: int = RANK_BLOCKS_MAX, snapshots_asked_max: int = SNAPSHOTS_ASKED_MAX
+    ) -> None:
+        self.later_s = 0.0
+        """How far the clock of the ingest is ahead of the event loop's."""
         self.subscriber = AskedSubscriber()
         self.index = NativeBlockIndex()
         self.telemetry = Telemetry()
@@ -64,6 +68,8 @@ class Bench:
             self.subscriber,
             ModelInstrumentation(self.telemetry, "mock"),
             rank_blocks_max=rank_blocks_max,
+            snapshots_asked_max=snapshots_asked_max,
+            clock=lambda: asyncio.get_running_loop().time() + self.later_s,
         )
         self.view = EventCacheView(self.index, self.ingest, NativeApproximateIndex())
 
@@ -275,17 +281,13 @@ async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_mis
     bench.ingest.close()
 
 
-async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_asked_for_all_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_asked_for_all_of_them() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored(0, 3),)))
     bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=3))
     assert bench.state() is FeedState.LIVE
-    now_s = asyncio.get_running_loop().time() + 60.0  # its last snapshot is a while ago
-    for module in (event_ingest, feed_commands):
-        monkeypatch.setattr(module, "loop_time_s", lambda: now_s)
+    bench.later_s = 60.0  # its last snapshot is a while ago
     bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (), held_blocks=0))
     assert bench.state() is FeedState.LIVE, "a count is compared with that of the same id"
     bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=4))

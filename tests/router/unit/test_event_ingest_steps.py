@@ -9,7 +9,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Re
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeBlockIndex
-from kvrouter.router import event_ingest, feed_commands, index_work, rank_ingest
+from kvrouter.router import event_ingest, index_work, rank_ingest
 from kvrouter.router.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
 from kvrouter.transports.events.port import AnswerTooLarge
 from tests.router.unit.test_event_ingest import (
@@ -273,9 +273,8 @@ async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.Mo
     assert shown == [mistake]
 
 
-async def test_only_so_many_whole_states_are_asked_for_at_once(set_constants: SetConstants) -> None:
-    set_constants(event_ingest, SNAPSHOTS_ASKED_MAX=2)
-    bench = Bench()
+async def test_only_so_many_whole_states_are_asked_for_at_once() -> None:
+    bench = Bench(snapshots_asked_max=2)
     ranks = [WorkerRank(WorkerId(10 + number), DpRank(0)) for number in range(5)]
     for slot, rank in enumerate(ranks):
         bench.ingest.joined(rank, Slot(slot), EPOCH)
@@ -356,9 +355,7 @@ async def test_a_rank_whose_steps_are_many_does_not_hold_up_that_of_another() ->
     bench.ingest.close()
 
 
-async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_again_after_a_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_again_after_a_rest() -> None:
     bench = Bench()
     await bench.join(OTHER, OTHER_SLOT)
     bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
@@ -376,9 +373,7 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(2), (stored_run(1, 5),)))
     assert (bench.index.held(SLOT), bench.state()) == (0, FeedState.OVER_LIMIT)
     asked = len(bench.subscriber.snapshots)
-    now_s = asyncio.get_running_loop().time() + 61.0
-    for module in (event_ingest, feed_commands):
-        monkeypatch.setattr(module, "loop_time_s", lambda: now_s)
+    bench.later_s = 61.0
     (entrance_there,) = (each for each in bench.ingest._rank_ingests.values() if each.slot == SLOT)
     bench.ingest._timed_out(entrance_there)
     await until(lambda: len(bench.subscriber.snapshots) > asked)

@@ -118,11 +118,14 @@ def test_of_a_blind_shape_a_rank_is_asked_once_for_all_that_it_holds() -> None:
 
 
 def test_a_blind_shape_is_logged_once_and_counted(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    telemetry, clock = Telemetry(), iter(range(0, 1000, 2))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
-    reports = EngineReports(Fleet(ModelName("m"), BLOCK), EngineInstrumentation(telemetry, "m"))
+    telemetry, times_s = Telemetry(), iter(range(0, 1000, 2))
+    reports = EngineReports(
+        Fleet(ModelName("m"), BLOCK),
+        EngineInstrumentation(telemetry, "m"),
+        clock=lambda: float(next(times_s)),
+    )
     for _ in range(2 * ANSWERS_MIN):
         reports.answered(
             Slot(0),

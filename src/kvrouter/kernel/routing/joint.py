@@ -221,8 +221,9 @@ def pick_jointly(
     """Pick the cheapest pair, or a decode worker that prefills for itself. Raises RoutingRefused."""
     fleet, screens = view.fleet, sides.screens
     local_screen = _local(request, fleet, screens)
-    local_mask = mask_of(np.zeros(fleet.n_slots, np.bool_))
-    if local_screen is not None:
+    if local_screen is None:
+        local_mask = mask_of(np.zeros(fleet.n_slots, np.bool_))
+    else:
         local_mask = eligible(local_screen, screens.not_busy)
     allowed = mask_of(sides.senders.allowed | local_mask.allowed)
     if not allowed.n_allowed:
