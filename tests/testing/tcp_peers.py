@@ -27,7 +27,7 @@ from kvrouter.transports.requests.messages import (
 )
 from kvrouter.transports.requests.stream import encode_request
 from kvrouter.transports.requests.tcp.transport import new_nonce
-from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S
 
 Frame = tuple[int, bytes]

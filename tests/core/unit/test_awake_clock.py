@@ -8,8 +8,7 @@ import pytest
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.background import tick
-from tests.testing.request_transport import DEAD_AFTER_S
-from tests.testing.request_transports import PROXIED_REQUEST_TRANSPORTS
+from tests.testing.request_transports import DEAD_AFTER_S, PROXIED_REQUEST_TRANSPORTS
 from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 
 

@@ -11,11 +11,11 @@ from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.kernel.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferConstraint
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 
 
 async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> RouterHarness:
-    harness = RouterHarness(ScriptedPlane(), config, prefill_alone=True)
+    harness = RouterHarness(ScriptedTransport(), config, prefill_alone=True)
     await harness.start(*cards)
     return harness
 

@@ -13,7 +13,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.virtual_time import run_in_virtual_time
 
 TTL_S = 10.0
@@ -47,7 +47,7 @@ async def owner_of(
     bookings_max: int = 100,
     lease_ttl_s: float | None = TTL_S,
 ) -> Owner:
-    harness = RouterHarness(ScriptedPlane(), config)
+    harness = RouterHarness(ScriptedTransport(), config)
     await harness.start(*(card(1 + number, role) for number, role in enumerate(roles or (Role.BOTH,))))
     return Owner(harness, bookings_max=bookings_max, lease_ttl_s=lease_ttl_s)
 

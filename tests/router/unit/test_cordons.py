@@ -26,7 +26,7 @@ from kvrouter.transports.records.port import CordonStore
 from tests.testing.frontend_harness import text_answer
 from tests.testing.log_events import events_of
 from tests.testing.router_harness import RouterHarness, card, decode_card, prefill_card, read_all
-from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.scripted_transport import ScriptedTransport, address_of
 from tests.testing.waits import until
 
 ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
@@ -34,9 +34,9 @@ ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
 
 @asynccontextmanager
 async def running(
-    *cards: WorkerCard, plane: ScriptedPlane | None = None, cordons: CordonStore | None = None
+    *cards: WorkerCard, plane: ScriptedTransport | None = None, cordons: CordonStore | None = None
 ) -> AsyncIterator[RouterHarness]:
-    harness = RouterHarness(plane or ScriptedPlane(text_answer("ok")), cordons=cordons)
+    harness = RouterHarness(plane or ScriptedTransport(text_answer("ok")), cordons=cordons)
     await harness.start(*cards)
     try:
         yield harness
@@ -127,7 +127,7 @@ async def test_a_cordon_keeps_new_requests_away_until_it_is_taken_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    plane = ScriptedPlane(text_answer("ok"))
+    plane = ScriptedTransport(text_answer("ok"))
     async with running(*ZONES, plane=plane) as harness:
         change = await put(harness, "zone", "a", reason="rack 4")
         assert (change.changed, change.warnings) == (True, ())
@@ -159,7 +159,7 @@ async def test_a_refusal_says_that_it_was_a_cordon() -> None:
 
 
 async def test_what_runs_goes_on() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     async with running(card(1), card(2), plane=plane) as harness:
         reading = asyncio.create_task(read_all(harness, max_tokens=2))
         stream = await plane.wait_for(Leg.AGGREGATED)
@@ -177,7 +177,7 @@ async def test_what_runs_goes_on() -> None:
 async def test_a_pair_that_prefills_decodes_elsewhere_or_where_nobody_else_may_where_it_was_booked(
     others: bool,
 ) -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     cards = [prefill_card(1), decode_card(2), *([decode_card(3)] if others else [])]
     async with running(*cards, plane=plane) as harness:
         reading = asyncio.create_task(read_all(harness, max_tokens=1))

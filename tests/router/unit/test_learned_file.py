@@ -21,7 +21,7 @@ from kvrouter.telemetry import Event
 from tests.testing.calls import MakeFail
 from tests.testing.log_events import events_of
 from tests.testing.router_harness import MODEL, RouterHarness, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 LINK = LinkName((("zone", "a"),), "b")
@@ -38,7 +38,7 @@ def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> Lin
 async def a_bench(path: Path | None) -> tuple[RouterHarness, KvRouterConfig]:
     kept = None if path is None else str(path)
     config = KvRouterConfig(router_cost="time", router_learned_file=kept)
-    harness = RouterHarness(ScriptedPlane(None), config)
+    harness = RouterHarness(ScriptedTransport(None), config)
     await harness.start()
     return harness, config
 

@@ -27,7 +27,7 @@ from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 R1 = RequestId("r1")
@@ -42,7 +42,7 @@ def ends(stream: ScriptedStream) -> None:
 @dataclass
 class Place:
     harness: RouterHarness
-    plane: ScriptedPlane
+    plane: ScriptedTransport
     bookings: Bookings
     prefills: PrefillDispatch
 
@@ -72,7 +72,7 @@ async def place(
     limit_s: float = 60.0,
     config: KvRouterConfig | None = None,
 ) -> AsyncIterator[Place]:
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = RouterHarness(plane, config, prefill_alone=True)
     await harness.start(*cards)
     bookings = Bookings()

@@ -16,7 +16,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
 from tests.testing.log_events import event_of
 from tests.testing.router_harness import RouterHarness, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 TEXT = '{"within": {"zone": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e9, "price_per_gb": 0.5}}}'
@@ -95,7 +95,7 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
     file = tmp_path / "links.yaml"
     file.write_text(TEXT)
     config = KvRouterConfig(router_links=str(file), router_cost="time")
-    harness = RouterHarness(ScriptedPlane(None), config)
+    harness = RouterHarness(ScriptedTransport(None), config)
     await harness.start(card(1))
 
     def within_zone() -> Link | None:
