@@ -48,7 +48,7 @@ test-repo: setup ## Test the repository: pages, locks, examples, manifests, scri
 test-mutations: setup ## Break the kernel in twenty places, one at a time: tests must notice each
 	$(BIN)/python -m scripts.mutations
 
-test-room: setup ## Run the tests of one package or module: make test-room ROOM=routing
+test-room: setup ## Run the tests of one package or module: make test-room ROOM=kernel/routing
 	@test -n "$(ROOM)" && test -e "src/kvrouter/$(ROOM)" -o -e "src/kvrouter/$(ROOM).py" \
 		|| { echo "make test-room: ROOM names a package or module of src/kvrouter"; exit 1; }
 	@files=$$(grep -lE "kvrouter\.$(subst /,\.,$(ROOM))\b" tests/*/unit/*.py tests/*/laws/*.py tests/*/contract/*.py tests/system/scenario/*.py); \
