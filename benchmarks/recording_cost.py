@@ -34,8 +34,8 @@ from benchmarks.recording_switch import RECORDER, TICK_S
 from benchmarks.results import RESULTS
 from benchmarks.streamed_tokens import Ratio
 from kvrouter.sim.traces.read import open_trace
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import word_ids
+from tests.testing.mock_server import word_ids
+from tests.testing.processes import Frontend, eventually, fleet
 
 BLOCK_TOKENS = 16
 PROMPTS = 160

@@ -24,10 +24,10 @@ import click
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
 from benchmarks.turns import TurnClock
-from tests.support.processes import Frontend, fleet
 from tests.system.hostile.bodies import LONG_BODY_BYTES, RefusedBody, refused_bodies
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import Frontend, fleet
 
 ROUNDS = 5
 MS = 1000.0

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.calls import make_fail, watch_calls
-from tests.support.constants import set_constants
-from tests.support.nats_server import own_nats, shared_nats
-from tests.support.test_times import pytest_runtest_protocol
-from tests.support.trace_files import scratch_trace, write_trace
+from tests.testing.calls import make_fail, watch_calls
+from tests.testing.constants import set_constants
+from tests.testing.nats_server import own_nats, shared_nats
+from tests.testing.timings import pytest_runtest_protocol
+from tests.testing.trace_files import scratch_trace, write_trace
 
 __all__ = [
     "as_logging_was",

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import limits
 from benchmarks.frontend.client import ask_side_by_side, wait_ready
-from tests.support.constants import SetConstants
+from tests.testing.constants import SetConstants
 
 
 async def test_a_frontend_follows_all_workers_of_a_process_and_its_memory_is_seen() -> None:

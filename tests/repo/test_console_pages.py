@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.console import absent, steps_of
+from tests.testing.console_examples import absent, steps_of
 
 PAGE = """
 ## One

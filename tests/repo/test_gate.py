@@ -79,7 +79,7 @@ def test_times_of_tests_tell_who_waits(tmp_path: Path) -> None:
     )
     # Modules by their path alone: what lies in the folders above is imported with none of them.
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", f"--rootdir={tmp_path}"]
-    command += ["-c", str(ROOT / "pyproject.toml"), "-p", "tests.support.test_times", str(tmp_path)]
+    command += ["-c", str(ROOT / "pyproject.toml"), "-p", "tests.testing.timings", str(tmp_path)]
     environ = {**os.environ, FOLDER_VARIABLE: str(tmp_path)}
     subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
     [written] = tmp_path.glob("*.jsonl")

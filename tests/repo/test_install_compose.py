@@ -12,8 +12,15 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from tests.support.command_lines import Start, start_of
-from tests.support.compose import FOLDER, SECRETS, Service, compose_file, environment_of, services_of
+from tests.testing.command_lines import ParsedCommand, parse_command
+from tests.testing.compose_files import (
+    FOLDER,
+    SECRETS,
+    Service,
+    compose_file,
+    compose_services,
+    service_environment,
+)
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "tests" / "data" / "compose-spec" / "compose-spec.json"
@@ -32,13 +39,13 @@ def own(file: str) -> dict[str, Service]:
     """The services that run kvrouter."""
     return {
         name: service
-        for name, service in services_of(file, SECRET).items()
+        for name, service in compose_services(file, SECRET).items()
         if service["image"].startswith("kvrouter:")
     }
 
 
-def start(service: Service) -> Start:
-    return start_of(service["command"], environment_of(service))
+def start(service: Service) -> ParsedCommand:
+    return parse_command(service["command"], service_environment(service))
 
 
 def workers(file: str) -> dict[str, Service]:
@@ -65,7 +72,7 @@ def test_the_schema_of_compose_has_nothing_against_it(file: str) -> None:
 def test_secrets_are_what_a_user_must_give_and_nothing_else(file: str) -> None:
     for missing in SECRETS:
         with pytest.raises(KeyError, match=missing):
-            services_of(file, {name: value for name, value in SECRET.items() if name != missing})
+            compose_services(file, {name: value for name, value in SECRET.items() if name != missing})
     head = (FOLDER / "compose.yaml").read_text("utf-8").partition("name:")[0]
     assert all(f"{name}=%s" in head for name in SECRETS)
 
@@ -111,7 +118,7 @@ def test_a_wrong_flag_is_refused() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_images_of_others_have_an_exact_version(file: str) -> None:
-    for name, service in services_of(file, SECRET).items():
+    for name, service in compose_services(file, SECRET).items():
         if name not in own(file):
             assert EXACT.fullmatch(service["image"]), name
 
@@ -129,7 +136,7 @@ def read(path: Path) -> Any:
 
 
 def test_prometheus_and_grafana_find_what_they_read() -> None:
-    services = services_of("compose.yaml", SECRET)
+    services = compose_services("compose.yaml", SECRET)
     seen = {target: path for name in ("prometheus", "grafana") for path, target in mounts(services[name])}
     assert all(path.exists() for path in seen.values())
     scraped = read(seen["/etc/prometheus/prometheus.yml"])
@@ -154,7 +161,7 @@ def test_each_zone_can_prefill_and_decode() -> None:
 
 
 def test_each_vllm_has_a_worker_and_says_what_that_asks() -> None:
-    services = services_of("vllm.yaml", SECRET)
+    services = compose_services("vllm.yaml", SECRET)
     engines = {name for name, service in services.items() if service["image"].startswith("docker.io/vllm/")}
     urls = {
         service["command"][service["command"].index("--url") + 1] for service in workers("vllm.yaml").values()

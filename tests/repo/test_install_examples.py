@@ -18,7 +18,7 @@ from kvrouter.operator.api.grove import read_topology
 from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.plan import Plan, plan
-from tests.support.chart import Manifest, of_kind
+from tests.testing.helm_chart import Manifest, of_kind
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 GOLDEN = Path(__file__).parents[1] / "data" / "manifests" / "examples.txt"

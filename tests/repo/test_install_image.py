@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from scripts.write_locks import NO_WHEEL, PYTHON
-from tests.support.chart import CHART, pods_of, rendered
+from tests.testing.helm_chart import CHART, pods_of, rendered
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import yaml
 
 from scripts import write_manifests
 from scripts.write_manifests import ALONE, VARIANTS, main
-from tests.support.chart import Manifest, of_kind
-from tests.support.constants import SetConstants
+from tests.testing.constants import SetConstants
+from tests.testing.helm_chart import Manifest, of_kind
 
 KUSTOMIZE = Path(__file__).parents[2] / "deploy" / "kustomize"
 IMAGE = "ghcr.io/kvrouter/kvrouter"

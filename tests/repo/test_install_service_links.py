@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.chart import pods_of
-from tests.support.chart_shapes import SHAPES, shape
+from tests.testing.helm_chart import pods_of
+from tests.testing.helm_values import SHAPES, shape
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_lines import Start, start_of
+from tests.testing.command_lines import ParsedCommand, parse_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "systemd"
 PROGRAM = "/opt/kvrouter/bin/kvrouter"
@@ -69,13 +69,13 @@ def environment_of(unit: str) -> dict[str, str]:
     return environ
 
 
-def start(unit: str) -> Start:
+def start(unit: str) -> ParsedCommand:
     """What its command would start: variables in braces are one word each, as systemd has it."""
     environ = environment_of(unit)
     program, *words = shlex.split(service_of(unit)["ExecStart"])
     assert program == PROGRAM
     filled = [re.sub(r"\$\{(\w+)\}", lambda match: environ[match[1]], word) for word in words]
-    return start_of(filled, environ)
+    return parse_command(filled, environ)
 
 
 def test_every_example_is_one_of_these() -> None:

@@ -9,7 +9,7 @@ from kvrouter.operator.api.deployment import GROUP, KIND
 from kvrouter.operator.api.status import Condition, DeploymentStatus
 from kvrouter.operator.reconcile.definition import INSTALL, InstalledDefinition, reports
 from kvrouter.operator.status.finding import READY, STALLED
-from tests.support.console import steps_of
+from tests.testing.console_examples import steps_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "kubernetes-install.md").read_text("utf-8")

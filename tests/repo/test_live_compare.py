@@ -23,7 +23,7 @@ from kvrouter.kernel.placement.placer import Placer
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.replay.content import block_names
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
+from tests.testing.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 ROWS = [row(at, 0.05 * at, [at % 3, at % 3 + 10, at], output_tokens=30) for at in range(12)]
 BLOCKS = "router: {router_cost: blocks}\n"

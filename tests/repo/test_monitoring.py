@@ -17,8 +17,8 @@ from scripts.monitoring.alerts import GROUPS, Alert
 from scripts.monitoring.dashboards import DASHBOARDS
 from scripts.monitoring.panels import Dashboard, Panel
 from scripts.write_monitoring import COLUMNS, MONITORING, dashboard_json, main, query_of, runbook_url
-from tests.support.chart import Manifest, of_kind, rendered
-from tests.support.deployments import DEFAULTS, FACTS, deployment
+from tests.testing.helm_chart import Manifest, of_kind, rendered
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
 
 ROOT = Path(__file__).parents[2]
 ALERTS = [alert for alerts in GROUPS.values() for alert in alerts]

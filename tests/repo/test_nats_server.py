@@ -4,7 +4,7 @@ import asyncio
 
 import nats
 
-from tests.support.nats_server import NatsServer, running_nats
+from tests.testing.nats_server import NatsServer, running_nats
 
 
 async def test_a_stream_outlives_a_kill_and_a_restart(own_nats: NatsServer) -> None:

@@ -11,8 +11,8 @@ from kvrouter.operator.api.deployment import KIND, read_deployment
 from kvrouter.operator.api.grove import read_topology
 from kvrouter.operator.api.names import LEVEL_CHARS_MAX
 from kvrouter.operator.policy import read_policy
-from tests.support.operator_deployments import GROVE, NO_GROVE, validated
 from tests.system.cluster.admission_rows import BY_THE_DEFINITION, UNREAD, WITH_GROVE, WITHOUT_GROVE
+from tests.testing.operator_deployments import GROVE, NO_GROVE, validated
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes-policy.md").read_text("utf-8")
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.transports import opened
+from tests.testing.asyncio_transports import track_transports
 
 PROGRAM = (sys.executable, "-c", "input()")
 
@@ -18,7 +18,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def test_a_connection_that_nobody_closes_is_reported_with_who_opened_it() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    with opened() as transports:
+    with track_transports() as transports:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         assert isinstance(writer.transport, asyncio.ReadTransport)
         writer.transport.pause_reading()  # the loop watches it no more: only who opened it knows of it
@@ -31,7 +31,7 @@ async def test_a_connection_that_nobody_closes_is_reported_with_who_opened_it() 
 
 
 async def test_a_process_that_ends_is_waited_for() -> None:
-    with opened() as transports:
+    with track_transports() as transports:
         process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=asyncio.subprocess.PIPE)
         assert len(transports.left()) == 1
         assert process.stdin is not None

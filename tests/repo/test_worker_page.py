@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvrouter.cli.commands import kvrouter
 from kvrouter.core.workers import Enforcement
 from kvrouter.worker import Worker
-from tests.support.lone_worker import House
+from tests.testing.worker_harness import WorkerHarness
 
 PAGE = (Path(__file__).parents[2] / "docs" / "topology.md").read_text("utf-8")
 
@@ -49,20 +49,20 @@ def test_the_check_prints_what_the_page_shows() -> None:
 
 @pytest.mark.usefixtures("place")
 async def test_its_python_starts_a_worker_in_its_place() -> None:
-    house = House()
-    await house.discovery.watch(house.cards.put_nowait, lambda *_: house.cards.put_nowait(None))
+    harness = WorkerHarness()
+    await harness.discovery.watch(harness.cards.put_nowait, lambda *_: harness.cards.put_nowait(None))
     names: dict[str, object] = {
-        "engine": house.engine,
-        "card": house.worker.card,
-        "discovery": house.discovery,
-        "events": house.events,
-        "requests": house.requests,
+        "engine": harness.engine,
+        "card": harness.worker.card,
+        "discovery": harness.discovery,
+        "events": harness.events,
+        "requests": harness.requests,
     }
     code = compile(block("python"), "topology.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     running = eval(code, names)
     assert inspect.iscoroutine(running)
     await running
-    worker, card = names["worker"], await house.cards.get()
+    worker, card = names["worker"], await harness.cards.get()
     assert isinstance(worker, Worker)
     assert card is not None
     assert card.runtime_config.topology_domains == {"zone": "us-east-1a"}

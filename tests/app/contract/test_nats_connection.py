@@ -14,10 +14,10 @@ from kvrouter.app import nats_connection as connection
 from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
-from tests.support.constants import SetConstants
-from tests.support.logged import event_of
-from tests.support.nats_server import NatsServer
-from tests.support.processes import eventually
+from tests.testing.constants import SetConstants
+from tests.testing.log_events import event_of
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually
 
 WITHIN_S = 30.0
 HELLO = b'INFO {"server_id":"x","version":"2.14.0","max_payload":1048576,"proto":1,"headers":true}\r\n'

@@ -11,10 +11,10 @@ from kvrouter.app import nats_connection as connection
 from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.transports.events.jetstream.stream import ComponentNames, EventStream, StreamLimits
-from tests.support.constants import SetConstants
-from tests.support.nats_jwt import Operator
-from tests.support.nats_server import NatsServer, running_nats
-from tests.support.processes import eventually
+from tests.testing.constants import SetConstants
+from tests.testing.nats_jwt import Operator
+from tests.testing.nats_server import NatsServer, running_nats
+from tests.testing.processes import eventually
 
 WITHIN_S = 60.0
 

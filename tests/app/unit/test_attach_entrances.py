@@ -11,10 +11,10 @@ import pytest
 from kvrouter.app.attach import attachment
 from kvrouter.engines.openai.engine import ServedEngine
 from kvrouter.engines.vllm.introspect import STARTED_METRIC
-from tests.support.attach_entrances import ENTRANCES, CardNow
-from tests.support.constants import SetConstants
-from tests.support.engine_server import ScriptedEngine, scripted_engine
-from tests.support.waits import until
+from tests.testing.attach_paths import ATTACH_PATHS, CurrentCard
+from tests.testing.constants import SetConstants
+from tests.testing.scripted_engine import ScriptedEngine, scripted_engine
+from tests.testing.waits import until
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ CHANGES: dict[str, tuple[Callable[[ScriptedEngine], None], dict[str, object]]] =
 }
 
 
-def facts_of(card: CardNow) -> dict[str, object]:
+def facts_of(card: CurrentCard) -> dict[str, object]:
     now = card()
     return {} if now is None else {name: getattr(now, name) for name in FACTS}
 
@@ -66,7 +66,7 @@ def facts_of(card: CardNow) -> dict[str, object]:
     ("entrance", "change"),
     [
         (entrance, change)
-        for entrance in ENTRANCES
+        for entrance in ATTACH_PATHS
         for change in CHANGES
         if (entrance, change) != ("file", "model")  # a file says which model its line has: the next test
     ],
@@ -75,7 +75,7 @@ async def test_an_engine_that_comes_back_as_another_is_taken_as_what_it_now_is(
     entrance: str, change: str, tmp_path: Path
 ) -> None:
     happens, becomes = CHANGES[change]
-    async with scripted_engine() as engine, ENTRANCES[entrance]("vllm", engine, tmp_path) as card:
+    async with scripted_engine() as engine, ATTACH_PATHS[entrance]("vllm", engine, tmp_path) as card:
         await until(lambda: facts_of(card) == FACTS)
         before = card()
         assert before is not None
@@ -94,7 +94,7 @@ async def test_an_engine_that_comes_back_as_another_is_taken_as_what_it_now_is(
 async def test_an_engine_that_comes_back_against_its_file_has_no_worker_until_it_is_as_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scripted_engine() as engine, ENTRANCES["file"]("vllm", engine, tmp_path) as card:
+    async with scripted_engine() as engine, ATTACH_PATHS["file"]("vllm", engine, tmp_path) as card:
         await engine.stop()
         await until(lambda: (now := card()) is not None and now.engine_silent)
         serves_another_model(engine)
@@ -139,13 +139,13 @@ TROUBLES: dict[str, tuple[Callable[[ScriptedEngine], None], bool]] = {
 """What happens to its pages, and whether it counts as silent by that: it serves unless none says so."""
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("entrance", ATTACH_PATHS)
 @pytest.mark.parametrize("trouble", TROUBLES)
 async def test_an_engine_whose_pages_cannot_be_read_for_a_moment_keeps_its_worker(
     entrance: str, trouble: str, tmp_path: Path
 ) -> None:
     happens, is_silent = TROUBLES[trouble]
-    async with scripted_engine() as engine, ENTRANCES[entrance]("vllm", engine, tmp_path) as card:
+    async with scripted_engine() as engine, ATTACH_PATHS[entrance]("vllm", engine, tmp_path) as card:
         await until(lambda: facts_of(card) == FACTS)
         before, pages = card(), dict(engine.pages)
         assert before is not None
@@ -167,15 +167,15 @@ async def test_an_engine_whose_pages_cannot_be_read_for_a_moment_keeps_its_worke
 
 def test_a_new_kind_needs_its_folder_and_one_line() -> None:
     """In a process of its own: the kinds are those that are registered when it begins."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.toy_engine.registration"]
-    command += ["-p", "no:cacheprovider", "tests/support/toy_engine/checks.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.testing.toy_engine.registration"]
+    command += ["-p", "no:cacheprovider", "tests/testing/toy_engine/checks.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("....  "), done.stdout
 
 
 async def test_an_adapter_that_was_loaded_makes_no_other_engine(tmp_path: Path) -> None:
-    async with scripted_engine() as engine, ENTRANCES["command"]("vllm", engine, tmp_path) as card:
+    async with scripted_engine() as engine, ATTACH_PATHS["command"]("vllm", engine, tmp_path) as card:
         before = card()
         assert before is not None
         await engine.stop()

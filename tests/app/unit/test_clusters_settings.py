@@ -19,7 +19,7 @@ from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.records.clusters import ClustersDiscovery
 from kvrouter.transports.records.kubernetes import KubernetesDiscovery
-from tests.support.discovery_stores import card
+from tests.testing.discovery_stores import card
 
 VARIABLE = "KVROUTER_OTHER_CLUSTERS"
 

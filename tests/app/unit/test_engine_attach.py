@@ -16,10 +16,10 @@ from kvrouter.core.ids import DpRank, Epoch, WorkerId
 from kvrouter.core.workers import EventSource, EventTransport, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec, events_of
 from kvrouter.engines.kv_events.listener import EventsAt
-from tests.support.constants import SetConstants
-from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
-from tests.support.trtllm_answers import TRTLLM_PAGES
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.scripted_engine import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
+from tests.testing.trtllm_server import TRTLLM_PAGES
+from tests.testing.waits import until
 
 W = WorkerId(7)
 HERE = "host.example"

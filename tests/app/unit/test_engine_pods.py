@@ -23,12 +23,12 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
-from tests.support.calls import WatchCalls
-from tests.support.constants import SetConstants
-from tests.support.engine_pods import ZONE
-from tests.support.engine_pods_served import down, here, pod_at
-from tests.support.engine_server import SGLANG_PAGES, scripted_engine
-from tests.support.waits import until
+from tests.testing.calls import WatchCalls
+from tests.testing.constants import SetConstants
+from tests.testing.engine_pods import ZONE
+from tests.testing.pod_fleet import pod_of_engine, running_pod_fleet, stopped_engine
+from tests.testing.scripted_engine import SGLANG_PAGES, scripted_engine
+from tests.testing.waits import until
 
 IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
@@ -41,8 +41,8 @@ def _asked_at_once(set_constants: SetConstants) -> None:
 
 
 async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine, labels={ZONE: "a"}, annotations={"role": "prefill", "taints": "gpu"})
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine, labels={ZONE: "a"}, annotations={"role": "prefill", "taints": "gpu"})
         made.fleet.on_pod(given)
         card = await made.joined(given)
         assert (card.model, card.role, card.block_size) == ("tiny", Role.PREFILL, 32)
@@ -56,14 +56,14 @@ async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
 
 
 async def test_one_that_is_not_ready_rests_and_one_that_is_again_takes_requests() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine)
-        made.fleet.on_pod(pod_at(engine, ready=False))
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
+        made.fleet.on_pod(pod_of_engine(engine, ready=False))
         assert made.fleet.awaited() == ["the engine of pod vllm-0 is not ready"]
         made.fleet.on_pod(given)
         card = await made.joined(given)
         for change in ({"ready": False}, {"more": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}):
-            made.fleet.on_pod(pod_at(engine, **change))
+            made.fleet.on_pod(pod_of_engine(engine, **change))
             await until(lambda: made.cards[card.worker_id].draining)
             made.fleet.on_pod(given)
             await until(lambda: not made.cards[card.worker_id].draining)
@@ -71,12 +71,12 @@ async def test_one_that_is_not_ready_rests_and_one_that_is_again_takes_requests(
 
 
 async def test_one_that_is_not_ready_any_more_before_it_answers_joins_at_rest() -> None:
-    late = await down()
-    async with here() as made:
-        given = pod_at(late)
+    late = await stopped_engine()
+    async with running_pod_fleet() as made:
+        given = pod_of_engine(late)
         made.fleet.on_pod(given)
         await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 does not answer"])
-        made.fleet.on_pod(pod_at(late, ready=False))
+        made.fleet.on_pod(pod_of_engine(late, ready=False))
         await late.start()
         try:
             assert (await made.joined(given)).draining
@@ -94,12 +94,12 @@ async def test_what_happens_to_a_pod_while_its_worker_joins_is_not_forgotten(
         await goes_on.wait()
 
     monkeypatch.setattr(Worker, "start", slow)
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine, labels={ZONE: "a"})
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine, labels={ZONE: "a"})
         made.fleet.on_pod(given)
         card = await made.joined(given)
-        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}))
-        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}, ready=False))
+        made.fleet.on_pod(pod_of_engine(engine, labels={ZONE: "b"}))
+        made.fleet.on_pod(pod_of_engine(engine, labels={ZONE: "b"}, ready=False))
         await asyncio.sleep(0)
         goes_on.set()
         await until(lambda: made.cards[card.worker_id].draining)
@@ -108,10 +108,10 @@ async def test_what_happens_to_a_pod_while_its_worker_joins_is_not_forgotten(
 
 
 async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
-    silent = await down()
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine, "one")
-        made.fleet.on_pod(pod_at(silent, "silent"))
+    silent = await stopped_engine()
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine, "one")
+        made.fleet.on_pod(pod_of_engine(silent, "silent"))
         made.fleet.on_pod(given)
         await made.joined(given)
         assert made.fleet.awaited() == ["the engine of pod silent does not answer"]
@@ -120,14 +120,14 @@ async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
 
 
 async def test_a_pod_that_is_gone_withdraws_its_worker_once_its_answers_have_ended() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
         made.fleet.on_gone(given.uid)
         await until(lambda: made.gone == [card.incarnation])
         await until(lambda: made.fleet.workers == {})
-        over = pod_at(engine)
+        over = pod_of_engine(engine)
         made.fleet.on_pod(over)
         again = await made.joined(over)
         assert again.incarnation != card.incarnation
@@ -135,14 +135,14 @@ async def test_a_pod_that_is_gone_withdraws_its_worker_once_its_answers_have_end
 
 @pytest.mark.parametrize("change", ["container", "address", "annotation"])
 async def test_another_start_address_or_description_is_another_incarnation(change: str) -> None:
-    async with scripted_engine() as engine, scripted_engine() as other, here() as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, scripted_engine() as other, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
         changed = {
-            "container": pod_at(engine, restarts=1),
-            "address": pod_at(other),
-            "annotation": pod_at(engine, annotations={"role": "decode"}),
+            "container": pod_of_engine(engine, restarts=1),
+            "address": pod_of_engine(other),
+            "annotation": pod_of_engine(engine, annotations={"role": "decode"}),
         }[change]
         made.fleet.on_pod(changed)
         await until(lambda: made.gone == [card.incarnation] and made.card(given) is not None)
@@ -162,21 +162,21 @@ async def test_a_mistake_of_ours_while_a_worker_leaves_costs_no_pod_its_engine(
             raise mistakes.pop()
 
     monkeypatch.setattr(Worker, "stop", stopped)
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
-        made.fleet.on_pod(pod_at(engine, restarts=1))
+        made.fleet.on_pod(pod_of_engine(engine, restarts=1))
         await until(lambda: made.gone == [card.incarnation] and made.card(given) is not None)
     assert caplog.text.count("internal_error") == 1
 
 
 async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine, labels={ZONE: "a"}, annotations={"taints": "gpu"})
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine, labels={ZONE: "a"}, annotations={"taints": "gpu"})
         made.fleet.on_pod(given)
         card = await made.joined(given)
-        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}, annotations={"taints": "gpu"}))
+        made.fleet.on_pod(pod_of_engine(engine, labels={ZONE: "b"}, annotations={"taints": "gpu"}))
         await until(lambda: made.cards[card.worker_id].runtime_config.topology_domains == {"zone": "b"})
         now = made.cards[card.worker_id]
         assert now.incarnation == card.incarnation
@@ -188,8 +188,8 @@ async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with scripted_engine() as engine, here() as made:
-        wrong = pod_at(engine, annotations={"role": "cook"})
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        wrong = pod_of_engine(engine, annotations={"role": "cook"})
         made.fleet.on_pod(wrong)
         made.fleet.on_pod(wrong)
         (message,) = made.reported(MISTAKEN)
@@ -198,7 +198,7 @@ async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
         assert made.fleet.awaited() == [
             "the engine of pod vllm-0 is described wrongly: an event on the pod says how"
         ]
-        fixed = pod_at(engine)
+        fixed = pod_of_engine(engine)
         made.fleet.on_pod(fixed)
         card = await made.joined(fixed)
         made.fleet.on_pod(wrong)
@@ -207,16 +207,16 @@ async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
 
 
 async def test_a_tokenizer_folder_without_one_keeps_no_engine_out(tmp_path: Path) -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine, annotations={"tokenizer": str(tmp_path)})
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine, annotations={"tokenizer": str(tmp_path)})
         made.fleet.on_pod(given)
         assert (await made.joined(given)).tokenizer == str(tmp_path)
         assert made.reported(REFUSED) == []
 
 
 async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_again() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine, annotations={"block-size": "64"})
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine, annotations={"block-size": "64"})
         made.fleet.on_pod(given)
         await until(lambda: engine.asked["/v1/models"] > 3)
         (message,) = made.reported(REFUSED)
@@ -231,8 +231,8 @@ async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_aga
 
 async def test_planes_that_are_away_are_no_engines_mistake(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
         made.ground.mistakes.append(NatsUnreachable("no NATS server lets us in"))
         made.fleet.on_pod(given)
         await until(lambda: engine.asked["/v1/models"] > 2)
@@ -244,37 +244,37 @@ async def test_planes_that_are_away_are_no_engines_mistake(caplog: pytest.LogCap
 
 
 async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:
-    async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other, here() as made:
-        first = pod_at(one, annotations={"role": "prefill"})
+    async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other, running_pod_fleet() as made:
+        first = pod_of_engine(one, annotations={"role": "prefill"})
         made.fleet.on_pod(first)
         await made.joined(first)
         labels = {"kvrouter.dev/engine": "sglang"}
-        made.fleet.on_pod(pod_at(other, "sglang-0", labels=labels))
+        made.fleet.on_pod(pod_of_engine(other, "sglang-0", labels=labels))
         await until(lambda: made.reported(REFUSED) != [])
         assert "label kvrouter.dev/engine: must be 'vllm', as that of pod vllm-0" in made.reported(REFUSED)[0]
 
 
 async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
-    async with scripted_engine() as engine, here(IN_ZONE) as made:
-        made.fleet.on_pod(pod_at(engine))
+    async with scripted_engine() as engine, running_pod_fleet(IN_ZONE) as made:
+        made.fleet.on_pod(pod_of_engine(engine))
         (message,) = made.reported(MISTAKEN)
         assert message.startswith("label topology.kubernetes.io/zone: is required")
-        placed = pod_at(engine, labels={ZONE: "a"})
+        placed = pod_of_engine(engine, labels={ZONE: "a"})
         made.fleet.on_pod(placed)
         config = (await made.joined(placed)).runtime_config
         assert (config.kv_transfer_domain, config.kv_transfer_enforcement) == ("zone", Enforcement.REQUIRED)
 
 
 async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_it_is_free() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
         made.ground.is_free.clear()
         made.ground.losses[0].set()
         await until(lambda: made.gone == [card.incarnation])
         await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 is served by another process"])
-        made.fleet.on_pod(pod_at(engine, ready=False))
+        made.fleet.on_pod(pod_of_engine(engine, ready=False))
         made.ground.is_free.set()
         again = await made.joined(given)
         assert (again.incarnation == card.incarnation, again.draining) == (False, True)
@@ -284,8 +284,8 @@ async def test_one_whose_place_was_taken_lets_running_requests_finish(
     watch_calls: WatchCalls,
 ) -> None:
     drains = watch_calls(Worker, "drain")
-    async with scripted_engine() as engine, here(drain_limit_s=7.0) as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, running_pod_fleet(drain_limit_s=7.0) as made:
+        given = pod_of_engine(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
         made.ground.losses[0].set()
@@ -294,8 +294,8 @@ async def test_one_whose_place_was_taken_lets_running_requests_finish(
 
 
 async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:
-    async with scripted_engine() as engine, here() as made:
-        given = pod_at(engine)
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        given = pod_of_engine(engine)
         made.fleet.on_pod(given)
         card = await made.joined(given)
         await made.fleet.drain()
@@ -342,9 +342,9 @@ def test_the_label_is_asked_for_with_the_owners_selector() -> None:
 
 
 async def test_the_end_of_all_waits_for_nobody() -> None:
-    silent = await down()
-    async with asyncio.timeout(30.0), here() as made:
-        made.fleet.on_pod(pod_at(silent))
+    silent = await stopped_engine()
+    async with asyncio.timeout(30.0), running_pod_fleet() as made:
+        made.fleet.on_pod(pod_of_engine(silent))
         await until(lambda: made.fleet.awaited() != [])
     assert made.fleet.workers == {}
     assert made.events == []

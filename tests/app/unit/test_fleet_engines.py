@@ -20,12 +20,19 @@ from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.worker import Worker
-from tests.support.constants import SetConstants
-from tests.support.engine_publisher import publisher, stored_event, vllm_batch
-from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
-from tests.support.logged import event_of
-from tests.support.processes import Metrics, eventually
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.engine_publisher import publisher, stored_event, vllm_batch
+from tests.testing.log_events import event_of
+from tests.testing.processes import Metrics, eventually
+from tests.testing.scripted_engine import (
+    JSON,
+    SGLANG_PAGES,
+    ScriptedAnswer,
+    ScriptedEngine,
+    page,
+    scripted_engine,
+)
+from tests.testing.waits import until
 
 VLLM = "{{kind: vllm, url: '{url}', kv_events: false}}"
 SGLANG = "{{kind: sglang, url: '{url}', kv_events: false}}"
@@ -91,8 +98,8 @@ async def refused(file: str) -> str:
     return caught.value.message
 
 
-def completion() -> Answer:
-    return Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+def completion() -> ScriptedAnswer:
+    return ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
 
 
 async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +216,7 @@ workers:
             **json.loads(page("vllm-0.32.0-completion.json")),
             "kv_transfer_params": {"remote_host": "h"},
         }
-        prefill.answers.append(Answer((json.dumps(waits).encode(),), content_type=JSON))
+        prefill.answers.append(ScriptedAnswer((json.dumps(waits).encode(),), content_type=JSON))
         near.answers.append(completion())
         async with up(file) as here:
             answer = await here.http.post("/v1/completions", json=CALL)

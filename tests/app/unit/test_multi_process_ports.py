@@ -7,7 +7,7 @@ import pytest
 from kvrouter.app.lifetime import CannotListen
 from kvrouter.cli.up.multi_process import free_ports
 from kvrouter.core.errors import ConfigError
-from tests.support.processes import free_ports as some_free_ports
+from tests.testing.processes import free_ports as some_free_ports
 
 
 async def test_free_ports_are_those_from_the_first_on() -> None:

@@ -20,7 +20,7 @@ from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.requests.memory import MemoryRequestTransport
 from kvrouter.worker import WorkerTransports
-from tests.support.fleets import card
+from tests.testing.router_harness import card
 
 ONE, TWO = WorkerId(1), WorkerId(2)
 

@@ -13,9 +13,9 @@ from kvrouter.app import supervisor as room
 from kvrouter.app.lifetime import LOST_PLACE
 from kvrouter.app.supervisor import Supervisor, pause_after
 from kvrouter.core.backoff import Backoff, Failures
-from tests.support.constants import SetConstants
-from tests.support.logged import event_of, events_of
-from tests.support.processes import eventually
+from tests.testing.constants import SetConstants
+from tests.testing.log_events import event_of, events_of
+from tests.testing.processes import eventually
 
 WITHIN_S = 60.0
 LIVES = "import signal, sys; print('lives', *sys.argv[1:], file=sys.stderr, flush=True); signal.pause()"

@@ -8,7 +8,7 @@ from kvrouter.app.telemetry_hooks import foreign_on, malformed_on, refusals_on, 
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import DropReason, foreign
-from tests.support.logged import event_of
+from tests.testing.log_events import event_of
 
 
 def test_a_peer_that_tries_for_ever_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

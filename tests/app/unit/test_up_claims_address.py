@@ -10,7 +10,7 @@ from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.cli.up.run import embedded
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.settings.tree import FrontendSettings, Settings
-from tests.support.calls import MakeFail
+from tests.testing.calls import MakeFail
 
 FLEET = load_fleet(default_fleet_document()).fleet
 

@@ -17,7 +17,7 @@ from kvrouter.router.traffic import NO_ORIGIN, Origin, TrafficRecorder
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.telemetry import Telemetry
-from tests.support.waits import until
+from tests.testing.waits import until
 
 NO_TEXT = Origin(route="\ud800")
 """A route that no file can hold."""

@@ -20,11 +20,11 @@ from kvrouter.sim.calibrate.engine_load import engine_load
 from kvrouter.sim.calibrate.measured_run import RunHardware, read_json
 from kvrouter.sim.calibrate.model_shape import model_shape
 from kvrouter.sim.calibrate.roofline import roofline
-from tests.support.client_measured import META, client_requests
-from tests.support.engine_server import scripted_engine
-from tests.support.measured_runs import HARDWARE, MODEL
-from tests.support.measured_runs import META as META_FILE
-from tests.support.timed_engine import PREFILL_S, Fault, TimedEngine, timed_engine
+from tests.testing.client_measurements import META, client_requests
+from tests.testing.measured_runs import HARDWARE, MODEL
+from tests.testing.measured_runs import META as META_FILE
+from tests.testing.scripted_engine import scripted_engine
+from tests.testing.timed_engine import PREFILL_S, Fault, TimedEngine, timed_engine
 
 
 def options(path: Path, **others: object) -> CalibrateOptions:

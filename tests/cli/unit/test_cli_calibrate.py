@@ -9,7 +9,7 @@ import yaml
 from kvrouter.cli import main
 from kvrouter.core.timing import Timing
 from kvrouter.fleetfile.timing_file import read_timing
-from tests.support.measured_runs import written_run
+from tests.testing.measured_runs import written_run
 
 
 @pytest.fixture

@@ -9,54 +9,54 @@ from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.cordon_schema import CordonBody, CordonChange
 from kvrouter.cli import main
 from kvrouter.cli.cordon.run import wait_empty
-from tests.support.fleets import card, decode_card, prefill_card
-from tests.support.front import House, open_house, says
-from tests.support.scripted_transport import silent
-from tests.support.waits import until
+from tests.testing.frontend_harness import FrontendHarness, running_frontend, text_answer
+from tests.testing.router_harness import card, decode_card, prefill_card
+from tests.testing.scripted_transport import silent
+from tests.testing.waits import until
 
 
-def url_of(house: House) -> str:
-    host, port = house.address
+def url_of(frontend: FrontendHarness) -> str:
+    host, port = frontend.address
     return f"http://{host}:{port}"
 
 
-async def run(house: House, *arguments: str) -> int:
-    return await asyncio.to_thread(main, [*arguments, "--url", url_of(house)])
+async def run(frontend: FrontendHarness, *arguments: str) -> int:
+    return await asyncio.to_thread(main, [*arguments, "--url", url_of(frontend)])
 
 
 async def test_cordon_list_and_uncordon(capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_house(
-        card(1, zone="a"), card(2, zone="b"), card(3, zone="b"), script=says("ok")
-    ) as house:
-        assert await run(house, "cordon") == 0
+    async with running_frontend(
+        card(1, zone="a"), card(2, zone="b"), card(3, zone="b"), script=text_answer("ok")
+    ) as frontend:
+        assert await run(frontend, "cordon") == 0
         assert capsys.readouterr().out == "nothing is cordoned\n"
-        assert await run(house, "cordon", "zone", "a", "--reason", "rack 4", "--by", "ann") == 0
+        assert await run(frontend, "cordon", "zone", "a", "--reason", "rack 4", "--by", "ann") == 0
         assert capsys.readouterr().out == (
             "zone a is cordoned (1 worker)\nmodel mock: 2 of 3 both workers take new requests\n"
         )
-        assert await run(house, "cordon", "zone", "a") == 0
+        assert await run(frontend, "cordon", "zone", "a") == 0
         assert "zone a was cordoned already (1 worker)" in capsys.readouterr().out
-        assert await run(house, "cordon") == 0
+        assert await run(frontend, "cordon") == 0
         heading, row = capsys.readouterr().out.splitlines()
         assert heading.split() == ["cordoned", "workers", "running", "since", "by", "reason"]
         assert row.split()[:4] == ["zone", "a", "1", "0"]
         assert row.split()[-3:] == ["ann", "rack", "4"]
-        assert await run(house, "cordon", "--output", "json") == 0
+        assert await run(frontend, "cordon", "--output", "json") == 0
         assert json.loads(capsys.readouterr().out)["cordons"][0]["by"] == "ann"
-        assert await run(house, "uncordon", "zone", "a") == 0
+        assert await run(frontend, "uncordon", "zone", "a") == 0
         assert "zone a is uncordoned (1 worker)" in capsys.readouterr().out
-        assert await run(house, "uncordon", "zone", "a", "--output", "json") == 0
+        assert await run(frontend, "uncordon", "zone", "a", "--output", "json") == 0
         assert json.loads(capsys.readouterr().out)["changed"] is False
-        assert await run(house, "cordon", "worker", "3") == 0
-        (cordon,) = house.bench.service.cordons.rules.all
+        assert await run(frontend, "cordon", "worker", "3") == 0
+        (cordon,) = frontend.harness.service.cordons.rules.all
         assert "@" in cordon.by
 
 
 async def test_the_last_worker_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_house(prefill_card(1), decode_card(2)) as house:
-        assert await run(house, "cordon", "worker", "2") == 1
+    async with running_frontend(prefill_card(1), decode_card(2)) as frontend:
+        assert await run(frontend, "cordon", "worker", "2") == 1
         assert "needs --force: with worker 2 cordoned, model mock: none of its 1" in capsys.readouterr().err
-        assert await run(house, "cordon", "worker", "2", "--force") == 0
+        assert await run(frontend, "cordon", "worker", "2", "--force") == 0
         assert "kvrouter: warning: model mock: none of its 1 decode" in capsys.readouterr().err
 
 
@@ -74,24 +74,24 @@ async def test_the_last_worker_needs_force(capsys: pytest.CaptureFixture[str]) -
 async def test_a_mistake_is_said(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, said: str
 ) -> None:
-    async with open_house(card(1, zone="a")) as house:
-        assert await run(house, *arguments) == code
+    async with running_frontend(card(1, zone="a")) as frontend:
+        assert await run(frontend, *arguments) == code
     assert said in capsys.readouterr().err
 
 
 async def test_drain_waits_for_what_runs_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_house(card(1, zone="a"), card(2, zone="b"), script=silent) as house:
+    async with running_frontend(card(1, zone="a"), card(2, zone="b"), script=silent) as frontend:
         pins = [{"nvext": {"backend_instance_id": worker}} for worker in (1, 1, 2)]
-        chats = [asyncio.create_task(house.chat(fields=pin, max_tokens=1)) for pin in pins]
-        await until(lambda: len(house.plane.opened) == 3)
-        draining = asyncio.create_task(run(house, "drain", "zone", "a"))
+        chats = [asyncio.create_task(frontend.chat(fields=pin, max_tokens=1)) for pin in pins]
+        await until(lambda: len(frontend.plane.opened) == 3)
+        draining = asyncio.create_task(run(frontend, "drain", "zone", "a"))
         said = ""
         while "2 requests run (worker 1: 2)" not in said:
             await asyncio.sleep(0.01)
             said += capsys.readouterr().err
         assert not draining.done()
-        for stream in house.plane.opened:
-            says("ok")(stream)
+        for stream in frontend.plane.opened:
+            text_answer("ok")(stream)
         assert {(await chat).status_code for chat in chats} == {200}, "no request is cut"
         assert await draining == 0
     printed = capsys.readouterr()
@@ -100,21 +100,21 @@ async def test_drain_waits_for_what_runs_and_says_where(capsys: pytest.CaptureFi
 
 
 async def test_drain_whose_time_ran_out_leaves_the_cordon(capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_house(card(1), card(2), script=silent) as house:
-        chat = asyncio.create_task(house.chat(max_tokens=1))
-        await until(lambda: bool(house.plane.opened))
-        worker = house.plane.opened[0].address[-1]
-        assert await run(house, "drain", "worker", worker, "--timeout", "0") == 1
+    async with running_frontend(card(1), card(2), script=silent) as frontend:
+        chat = asyncio.create_task(frontend.chat(max_tokens=1))
+        await until(lambda: bool(frontend.plane.opened))
+        worker = frontend.plane.opened[0].address[-1]
+        assert await run(frontend, "drain", "worker", worker, "--timeout", "0") == 1
         said = f"worker {worker}: after 0 s 1 request runs (worker {worker}: 1); the cordon stays"
         assert said in capsys.readouterr().err
-        assert house.bench.service.cordons.rules
-        says("ok")(house.plane.opened[0])
+        assert frontend.harness.service.cordons.rules
+        text_answer("ok")(frontend.plane.opened[0])
         assert (await chat).status_code == 200
 
 
 async def test_drain_asks_again_when_the_router_is_away_and_ends_when_it_is_uncordoned() -> None:
-    async with open_house(card(1), card(2)) as house:
-        client = RouterClient(url_of(house))
+    async with running_frontend(card(1), card(2)) as frontend:
+        client = RouterClient(url_of(frontend))
         body = CordonBody("worker", "1")
         change = decode_answer(await asyncio.to_thread(client.cordon, body), CordonChange)
         now, away = [0.0], iter((True, True, False, False, True))
@@ -129,7 +129,7 @@ async def test_drain_asks_again_when_the_router_is_away_and_ends_when_it_is_unco
             now[0] += seconds
 
         def wait(timeout_s: float | None) -> None:
-            there = Sometimes(url_of(house))
+            there = Sometimes(url_of(frontend))
             wait_empty(there, change, timeout_s=timeout_s, clock=lambda: now[0], sleep=sleep)
 
         await asyncio.to_thread(wait, None)

@@ -14,10 +14,10 @@ from kvrouter.cli.explain.report import draw_decisions
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import card
-from tests.support.front import open_house, says
-from tests.support.scripted_transport import ScriptedStream
-from tests.support.served import MODEL, Served, served, user, words
+from tests.testing.frontend_harness import running_frontend, text_answer
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.router_harness import card
+from tests.testing.scripted_transport import ScriptedStream
 
 PICK = {
     "worker_id": 1,
@@ -91,12 +91,14 @@ async def test_a_kept_decision_of_a_router_is_drawn(capsys: pytest.CaptureFixtur
         if worker.request.attempt == 0:
             worker.die()
         else:
-            says("ok")(worker)
+            text_answer("ok")(worker)
 
     config = KvRouterConfig(router_cost="blocks")
-    async with open_house(card(1, zone="a"), card(2, zone="a"), config=config, script=script) as house:
-        url = "http://{}:{}".format(*house.address)
-        response = await house.http.post(
+    async with running_frontend(
+        card(1, zone="a"), card(2, zone="a"), config=config, script=script
+    ) as frontend:
+        url = "http://{}:{}".format(*frontend.address)
+        response = await frontend.http.post(
             "/v1/completions",
             json={"model": MODEL, "prompt": "hello"},
             headers={"x-request-id": "team/a:1@x"},
@@ -124,9 +126,9 @@ async def test_a_fallback_of_a_router_is_drawn(capsys: pytest.CaptureFixture[str
         card(1, Role.PREFILL, zone="a", enforcement=Enforcement.FALLBACK),
         card(2, Role.DECODE, zone="b"),
     )
-    async with open_house(*cards, script=says("ok"), config=KvRouterConfig()) as house:
-        url = "http://{}:{}".format(*house.address)
-        await house.http.post(
+    async with running_frontend(*cards, script=text_answer("ok"), config=KvRouterConfig()) as frontend:
+        url = "http://{}:{}".format(*frontend.address)
+        await frontend.http.post(
             "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"x-request-id": "f"}
         )
         assert await asyncio.to_thread(main, ["explain", "--url", url, "--request-id", "f"]) == 0
@@ -136,7 +138,7 @@ async def test_a_fallback_of_a_router_is_drawn(capsys: pytest.CaptureFixture[str
     assert "crosses its domain" in out
 
 
-async def overlaps(here: Served, *arguments: str, capsys: pytest.CaptureFixture[str]) -> list[int]:
+async def overlaps(here: MockServer, *arguments: str, capsys: pytest.CaptureFixture[str]) -> list[int]:
     """The overlap of each prefill worker with the prompt that is explained."""
     assert await asyncio.to_thread(main, ["explain", *arguments, "--url", here.url, "--output", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["prefill"]["candidates"]
@@ -145,7 +147,7 @@ async def overlaps(here: Served, *arguments: str, capsys: pytest.CaptureFixture[
 
 async def test_explain_tells_what_a_chat_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
     prompt = words(n=200)
-    async with served(load_fleet(default_fleet_document()).fleet) as here:
+    async with mock_server(load_fleet(default_fleet_document()).fleet) as here:
         await here.openai.chat.completions.create(model=MODEL, messages=user(prompt), max_tokens=1)
         await here.until_quiet()
         chat = await overlaps(here, prompt, capsys=capsys)

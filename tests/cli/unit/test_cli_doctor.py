@@ -22,11 +22,11 @@ from kvrouter.cli.doctor.reading import Counts, Reading
 from kvrouter.cli.doctor.report import drawn
 from kvrouter.engines.openai.metrics import Sample
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.examined import examined, url_of
-from tests.support.fleets import card
-from tests.support.front import open_house
-from tests.support.mock_fleets import pairs
-from tests.support.served import served
+from tests.testing.doctor import run_doctor, url_of
+from tests.testing.frontend_harness import running_frontend
+from tests.testing.mock_fleet import zoned_fleet
+from tests.testing.mock_server import mock_server
+from tests.testing.router_harness import card
 
 
 async def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -34,7 +34,7 @@ async def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 
 async def test_a_fleet_that_is_well_ends_with_0() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         done = await run("--url", here.url)
         by_variable = await run(env={"KVROUTER_URL": here.url})
     assert (done.exit_code, by_variable.exit_code) == (0, 0)
@@ -45,7 +45,7 @@ async def test_a_fleet_that_is_well_ends_with_0() -> None:
 
 
 async def test_a_problem_ends_with_1_and_is_named_with_its_remedy() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         for worker_id in (2, 3):
             await here.kill(worker_id)
         done = await run("--url", here.url)
@@ -57,13 +57,13 @@ async def test_a_problem_ends_with_1_and_is_named_with_its_remedy() -> None:
 
 
 async def test_the_report_for_programs() -> None:
-    async with open_house(card(1), card(2, draining=True)) as house:
-        done = await run("--url", url_of(house), "--output", "json", "--no-engines")
+    async with running_frontend(card(1), card(2, draining=True)) as frontend:
+        done = await run("--url", url_of(frontend), "--output", "json", "--no-engines")
     assert done.exit_code == 0, "a note is no problem"
     said: dict[str, Any] = json.loads(done.output)
     fields = {"format", "url", "over_s", "findings", "passed", "not_made", "cache", "hit_rate"}
     assert said.keys() == fields
-    assert (said["format"], said["url"], said["over_s"]) == ("kvrouter.doctor.v1", url_of(house), None)
+    assert (said["format"], said["url"], said["over_s"]) == ("kvrouter.doctor.v1", url_of(frontend), None)
     (finding,) = said["findings"]
     assert finding.keys() == {"check", "severity", "subject", "seen", "why", "remedy"}
     assert (finding["check"], finding["severity"]) == ("answering", "note")
@@ -85,16 +85,18 @@ async def test_who_cannot_be_asked_ends_with_2(url: str, capsys: pytest.CaptureF
 
 
 async def test_another_program_than_a_router_ends_with_2() -> None:
-    async with open_house(card(1), settings=FrontendSettings(admin_token=SecretStr("secret"))) as house:
-        refused = await run("--url", url_of(house), env={"KVROUTER_ADMIN_TOKEN": "other"})
-        let_in = await run("--url", url_of(house), env={"KVROUTER_ADMIN_TOKEN": "secret"})
+    async with running_frontend(
+        card(1), settings=FrontendSettings(admin_token=SecretStr("secret"))
+    ) as frontend:
+        refused = await run("--url", url_of(frontend), env={"KVROUTER_ADMIN_TOKEN": "other"})
+        let_in = await run("--url", url_of(frontend), env={"KVROUTER_ADMIN_TOKEN": "secret"})
     assert refused.exit_code == 2
     assert "401" in refused.output
     assert let_in.exit_code == 0
 
 
 async def test_other_routers_are_named_by_their_urls() -> None:
-    async with open_house(card(1)) as one, open_house(card(1)) as two:
+    async with running_frontend(card(1)) as one, running_frontend(card(1)) as two:
         done = await run("--url", url_of(one), "--replica", url_of(two))
     assert done.exit_code == 1
     assert "it shares nothing with 1 other router" in done.output
@@ -108,8 +110,8 @@ def test_wrong_flags_name_themselves() -> None:
 
 
 async def test_what_has_one_cause_is_shown_once() -> None:
-    async with open_house(*(card(n, publishes_kv_events=False) for n in range(1, 21))) as house:
-        report = await examined(house)
+    async with running_frontend(*(card(n, publishes_kv_events=False) for n in range(1, 21))) as frontend:
+        report = await run_doctor(frontend)
     assert len(report.findings) == 20
     shown = text_of(report)
     assert shown.count("it publishes no KV events") == 1
@@ -131,8 +133,8 @@ def text_of(report: Report) -> str:
 
 
 async def test_what_the_fleet_says_is_text_and_nothing_that_a_terminal_obeys() -> None:
-    async with open_house(card(1)) as house:
-        report = await examined(house)
+    async with running_frontend(card(1)) as frontend:
+        report = await run_doctor(frontend)
     evil = Finding("roles", Severity.WARNING, "[red]x[/b]", "a\x1b[31mb\x07", "c\nd", "\u202ee")
     shown = text_of(msgspec.structs.replace(report, findings=[evil], url="http://[/x]"))
     assert "[red]x[/b]" in shown

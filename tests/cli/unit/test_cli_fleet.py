@@ -17,9 +17,9 @@ from kvrouter.fleetfile.fleet_checks import default_fleet_path, load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import read_document
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.engine_server import scripted_engine
-from tests.support.mock_fleets import pairs
-from tests.support.served import served
+from tests.testing.mock_fleet import zoned_fleet
+from tests.testing.mock_server import mock_server
+from tests.testing.scripted_engine import scripted_engine
 
 Captured = pytest.CaptureFixture[str]
 
@@ -364,7 +364,7 @@ def test_what_engines_are_asked_is_said_and_settings_are_listed(folder: Path) ->
 
 
 async def test_a_running_fleet_is_shown_by_workers_that_are_alike() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         printed = await asyncio.to_thread(shown, "--url", here.url)
         fleet = json.loads(await asyncio.to_thread(shown, "--url", here.url, "--output", "json"))
         assert printed.splitlines()[0] == f"{here.url}: 6 workers"

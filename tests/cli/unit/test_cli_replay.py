@@ -11,7 +11,7 @@ from kvrouter.cli import main
 from kvrouter.cli.replay import run as replay_run
 from kvrouter.sim.replay.sim_fleet import SlotLoads
 from kvrouter.sim.replay.simulation import Simulation
-from tests.support.calls import MakeFail
+from tests.testing.calls import MakeFail
 
 ROWS = "".join(
     json.dumps({"timestamp": 100 * n, "input_length": 600, "output_length": 4, "hash_ids": [n % 3, 9]}) + "\n"

@@ -12,8 +12,8 @@ from rich.console import Console
 from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.top.run import Frame, drawn, frames, read_frame
-from tests.support.mock_fleets import pairs
-from tests.support.served import MODEL, Served, served, user, words
+from tests.testing.mock_fleet import zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
 
 
 def text_of(shown: object) -> str:
@@ -22,12 +22,12 @@ def text_of(shown: object) -> str:
     return page.getvalue()
 
 
-async def frame_of(here: Served) -> Frame:
+async def frame_of(here: MockServer) -> Frame:
     return await asyncio.to_thread(read_frame, RouterClient(here.url))
 
 
 async def test_what_is_shown() -> None:
-    async with served(pairs(enforcement="preferred")) as here:
+    async with mock_server(zoned_fleet(enforcement="preferred")) as here:
         body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
         answer = await here.http.post("/v1/chat/completions", json=body)
         shown = text_of(drawn(await frame_of(here), here.url))
@@ -51,7 +51,7 @@ async def test_what_is_shown() -> None:
 
 
 async def test_a_router_that_is_lost_is_said_and_found_again() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         client, lost = RouterClient(here.url), RouterClient("http://127.0.0.1:1")
         asked = iter([client, lost, lost, client])
 
@@ -68,7 +68,7 @@ async def test_a_router_that_is_lost_is_said_and_found_again() -> None:
 
 
 async def test_once_prints_a_page_of_plain_text() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         runner = CliRunner()
         done = await asyncio.to_thread(runner.invoke, kvrouter, ["top", "--once", "--url", here.url])
         assert done.exit_code == 0
@@ -81,7 +81,7 @@ async def test_once_prints_a_page_of_plain_text() -> None:
 
 
 async def test_once_as_json_is_the_routers_own_answers() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         runner = CliRunner()
         arguments = ["top", "--once", "--url", here.url, "--output", "json"]
         answers = json.loads((await asyncio.to_thread(runner.invoke, kvrouter, arguments)).output)
@@ -92,7 +92,7 @@ async def test_once_as_json_is_the_routers_own_answers() -> None:
 
 
 async def test_what_workers_say_is_text_and_no_markup() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         frame = await frame_of(here)
         odd = replace(frame.fleet.workers[0], engine="[/b] [red]x", domains={"zone": "a[/b]"})
         shown = text_of(drawn(replace(frame, fleet=replace(frame.fleet, workers=[odd])), here.url))

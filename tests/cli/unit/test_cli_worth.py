@@ -9,7 +9,7 @@ import pytest
 from kvrouter.cli import main
 from kvrouter.cli.worth import run as worth_run
 from kvrouter.sim.replay.simulation import Simulation
-from tests.support.calls import MakeFail
+from tests.testing.calls import MakeFail
 
 DIFFERENT_LINKS = """\
 version: 1

@@ -9,8 +9,8 @@ import pytest
 from kvrouter.cli.calibrate.engine_description import EngineDescription, describe_engine
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.engines.openai.server import EngineServer
-from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
-from tests.support.measured_runs import HARDWARE, META
+from tests.testing.measured_runs import HARDWARE, META
+from tests.testing.scripted_engine import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
 
 MODELS_ALONE = {"/v1/models": VLLM_PAGES["/v1/models"]}
 

@@ -9,8 +9,8 @@ from kvrouter.cli.calibrate import engine_measurement
 from kvrouter.cli.calibrate.engine_measurement import Measurement, MeasurementFailed, measure_engine
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.sim.calibrate.engine_load import EngineLoad, engine_load
-from tests.support.constants import SetConstants
-from tests.support.timed_engine import (
+from tests.testing.constants import SetConstants
+from tests.testing.timed_engine import (
     MODEL,
     PREFILL_S,
     QUEUE_S,

@@ -10,9 +10,9 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.engines.mock import MockCluster
 from kvrouter.engines.mock_engine.mock_links import LinkChange
 from kvrouter.fleetfile.fleet_file import FleetFile
-from tests.support.logged import events_of
-from tests.support.mock_fleets import fleet_file, pairs
-from tests.support.waits import until
+from tests.testing.log_events import events_of
+from tests.testing.mock_fleet import fleet_file, zoned_fleet
+from tests.testing.waits import until
 
 REAL = """
 version: 1
@@ -41,7 +41,7 @@ def refusal(folder: Path, fleet: FleetFile, *events: str) -> str:
 def test_links_change_as_in_a_replay_and_say_so_in_words(tmp_path: Path) -> None:
     steps = read(
         tmp_path,
-        pairs(),
+        zoned_fleet(),
         "at_s: 1, what: link, between: [a, b], bandwidth_factor: 0.1",
         "at_s: 2.5, what: link, level: zone, between: [a, a], latency_s: 0.01, bandwidth_bytes_per_s: 1.0e+9",
     )
@@ -65,7 +65,7 @@ def test_links_change_as_in_a_replay_and_say_so_in_words(tmp_path: Path) -> None
 )
 def test_other_events_are_a_replays_and_named_all_at_once(event: str, tmp_path: Path) -> None:
     link = "at_s: 1, what: link, between: [a, b], bandwidth_factor: 0.1"
-    message = refusal(tmp_path, pairs(), f"at_s: 0, {event}", link, f"at_s: 2, {event}")
+    message = refusal(tmp_path, zoned_fleet(), f"at_s: 0, {event}", link, f"at_s: 2, {event}")
     kind = event.partition(",")[0].removeprefix("what: ")
     assert message.splitlines() == [
         f"{tmp_path}/events.yaml:{line}: events[{number}].what: must be link, not '{kind}': that is for a "
@@ -76,7 +76,7 @@ def test_other_events_are_a_replays_and_named_all_at_once(event: str, tmp_path: 
 
 def test_a_link_that_mock_engines_do_not_have_is_refused(tmp_path: Path) -> None:
     change = "at_s: 1, what: link, bandwidth_factor: 0.1"
-    assert "no worker has zone=c" in refusal(tmp_path, pairs(), f"{change}, between: [a, c]")
+    assert "no worker has zone=c" in refusal(tmp_path, zoned_fleet(), f"{change}, between: [a, c]")
     mixed = fleet_file(MIXED)
     assert len(read(tmp_path, mixed, f"{change}, between: [b, b]")) == 1
     assert "no worker has zone=a" in refusal(tmp_path, mixed, f"{change}, between: [a, b]")

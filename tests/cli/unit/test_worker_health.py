@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_of, health_pages
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
-from tests.support.fleets import card
-from tests.support.processes import free_ports
-from tests.support.waits import LIMIT_S
+from tests.testing.processes import free_ports
+from tests.testing.router_harness import card
+from tests.testing.waits import LIMIT_S
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.background import tick
-from tests.support.scripted_worker import ScriptedWorker, leg, read_all
-from tests.support.wire import DEAD_AFTER_S
-from tests.support.wires import WIRES_WITH_NETWORK
+from tests.testing.request_transport import DEAD_AFTER_S
+from tests.testing.request_transports import PROXIED_REQUEST_TRANSPORTS
+from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 
 
 async def test_a_clock_counts_one_tick_for_one_in_which_the_loop_stood_still() -> None:
@@ -24,14 +24,14 @@ async def test_a_clock_counts_one_tick_for_one_in_which_the_loop_stood_still() -
 
 @pytest.mark.parametrize("name", ["http", "nats", "tcp"])
 async def test_a_loop_that_stood_still_breaks_nothing(name: str) -> None:
-    wire = await WIRES_WITH_NETWORK[name]()
+    setup = await PROXIED_REQUEST_TRANSPORTS[name]()
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     reported: list[bool] = []
-    wire.transport.follow(address, reported.append)
-    stream = await wire.transport.open(address, leg())
+    setup.transport.follow(address, reported.append)
+    stream = await setup.transport.open(address, leg())
     time.sleep(2 * DEAD_AFTER_S)  # noqa: ASYNC251
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]
     assert reported == []
-    await wire.close()
+    await setup.close()

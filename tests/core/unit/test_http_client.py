@@ -16,7 +16,7 @@ from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.engine_server import ScriptedEngine
+from tests.testing.scripted_engine import ScriptedEngine
 
 LIBRARY_NAMES = ("Error", "aiohttp", "Errno", "_ssl.c", "[", "127.0.0.1")
 

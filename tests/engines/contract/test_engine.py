@@ -4,17 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.engine_attached import KINDS, SERVED_KINDS, SLOW_MS, AttachedEngine, PairOfEngines
-from tests.support.engine_laws import (
-    AnswerLaws,
-    CacheLaws,
-    CallEndingLaws,
-    CallLaws,
-    EndingLaws,
-    RefusalLaws,
-    SaltLaws,
-)
-from tests.support.engine_laws_some import (
+from tests.testing.attached_engines import KINDS, SERVED_KINDS, SLOW_MS, AttachedEngine, EnginePair
+from tests.testing.engine_feature_laws import (
     FullLaws,
     HandedLaws,
     MeetingLaws,
@@ -24,6 +15,15 @@ from tests.support.engine_laws_some import (
     SnapshotLaws,
     StartLaws,
     WatchedLaws,
+)
+from tests.testing.engine_laws import (
+    AnswerLaws,
+    CacheLaws,
+    CallEndingLaws,
+    CallLaws,
+    EndingLaws,
+    RefusalLaws,
+    SaltLaws,
 )
 
 ALONE = sorted({*KINDS} - {"mock-meeting"})
@@ -105,7 +105,7 @@ class TestPairs(PairLaws):
     """All ways to hand KV over."""
 
     @pytest.fixture(params=sorted(KINDS))
-    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[EnginePair]:
         async with KINDS[request.param].pair() as found:
             yield found
 
@@ -119,7 +119,7 @@ class TestSlowPairs(PairEndingLaws):
     """All ways to hand KV over, with legs that go on."""
 
     @pytest.fixture(params=sorted(KINDS))
-    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[EnginePair]:
         async with KINDS[request.param].pair(decode_ms=SLOW_MS) as found:
             yield found
 
@@ -128,7 +128,7 @@ class TestPairsThatHandParams(HandedLaws):
     """Those whose prefill leg ends before the decode leg begins."""
 
     @pytest.fixture(params=["mock", "trtllm", "vllm"])
-    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[EnginePair]:
         async with KINDS[request.param].pair() as found:
             yield found
 
@@ -137,6 +137,6 @@ class TestPairsThatMeet(MeetingLaws):
     """Those whose legs run at once."""
 
     @pytest.fixture(params=["mock-meeting", "sglang"])
-    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[EnginePair]:
         async with KINDS[request.param].pair(waits_s=0.1) as found:
             yield found

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener
 from kvrouter.engines.vllm.events import decode
-from tests.support.engine_heard import Heard
-from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
-from tests.support.waits import until
+from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
+from tests.testing.event_recorder import EventRecorder
+from tests.testing.waits import until
 
 ORDERED = ["send", "lose", "repeat"]
 BLOCK_SIZE = 2
@@ -21,7 +21,9 @@ def batch(seq: int) -> bytes:
     return vllm_batch(stored_event(seq + 1, token=seq, block_size=BLOCK_SIZE))
 
 
-async def publish_all(engine: Publisher, n_before: int, ways: list[str], heard: Heard) -> EngineListener:
+async def publish_all(
+    engine: Publisher, n_before: int, ways: list[str], heard: EventRecorder
+) -> EngineListener:
     """Publish some before anybody listens, and more in these ways; return who heard the last one."""
     for _ in range(n_before):
         await engine.publish(batch(len(engine.payloads)))
@@ -58,7 +60,7 @@ async def publish_all(engine: Publisher, n_before: int, ways: list[str], heard: 
 )
 def test_what_the_ring_still_has_is_never_missed(n_before: int, ways: list[str], with_topic: bool) -> None:
     async def run() -> None:
-        heard = Heard()
+        heard = EventRecorder()
         async with publisher(with_topic=with_topic) as engine:
             listener = await publish_all(engine, n_before, ways, heard)
             assert heard.stored == list(range(1, len(engine.payloads) + 1))
@@ -73,7 +75,7 @@ def test_what_is_lost_for_good_is_reported_and_nothing_counts_twice(
     n_before: int, ways: list[str], ring_batches_max: int | None
 ) -> None:
     async def run() -> None:
-        heard = Heard()
+        heard = EventRecorder()
         replays = ring_batches_max is not None
         async with publisher(ring_batches_max=ring_batches_max or 0, replays=replays) as engine:
             listener = await publish_all(engine, n_before, ways, heard)

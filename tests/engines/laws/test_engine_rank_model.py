@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.timing import Timing
 from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.ranks import EngineRanks, rank_of
-from tests.support.engine_rank_model import Did, EngineRankModel, Leg
+from tests.testing.engine_rank_model import EngineRankModel, Leg, StepOutcome
 
 MEASURED = Timing(prefill_attention=1e-3, decode_sequence=0.3, decode_kv_token=0.07, mixed_kv_token=0.011)
 TIMINGS = st.sampled_from([Timing(), MEASURED])
@@ -42,7 +42,7 @@ class Native:
         self.rank = self.core.add_rank(config, DpRank(0), leaps=leaps)
         self.handles: dict[int, int] = {}
         self.names: dict[int, int] = {}
-        self.did = Did()
+        self.did = StepOutcome()
         self.events: list[KvEvent] = []
         self.load: tuple[int, int, int, int] | None = None
 
@@ -207,7 +207,7 @@ class RankMachine(RuleBasedStateMachine):
         assert self.steps.events == list(events)
         assert self.steps.load is None or self.steps.load == self.model.load()
         self.steps.events.clear()
-        self.steps.did = Did()
+        self.steps.did = StepOutcome()
         self.leaps.core.catch_up(self.now_s, self.leaps.rank)
         self.leaps.look()
         assert self.leaps.did.ended == model.ended
@@ -222,7 +222,7 @@ class RankMachine(RuleBasedStateMachine):
         assert all(left in (0, 1) for left in self.tokens.values())
         assert all(not self.tokens[name] for name, *_ in model.ended)
         self.leaps.events.clear()
-        self.leaps.did = Did()
+        self.leaps.did = StepOutcome()
         for name, *_ in model.ended:
             leg = self.legs.pop(name)
             self.ended[name] = leg

@@ -18,7 +18,7 @@ from kvrouter.engines.openai.answer_events import Unasked, without_token_ids
 from kvrouter.engines.openai.sse import AnswerReading, CutEvent, EventCutter
 from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, SseStream
 from kvrouter.transports.requests.port import StreamBroken
-from tests.support.engine_server import event_of, page
+from tests.testing.scripted_engine import event_of, page
 
 PLAIN = AnswerReading(passes_raw=True)
 ADDED = AnswerReading(passes_raw=True, added_token_ids=True, added_usage=True)

@@ -14,7 +14,7 @@ from kvrouter.engines.kv_events.batches import read_published, read_replayed
 from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.event_stream import EngineEventStream
 from kvrouter.engines.trtllm.events import NativeEvents, native_batches
-from tests.support.engine_frames import DECODERS, samples
+from tests.testing.recorded_frames import DECODERS, samples
 
 PAYLOADS = [sample.payload for sample in samples()]
 READERS: tuple[Callable[[bytes], object], ...] = (

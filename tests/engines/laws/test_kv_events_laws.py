@@ -24,7 +24,7 @@ from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from kvrouter.engines.vllm.events import decode
 from kvrouter.worker.kv_publisher import RankMirror
 from tests.oracles.index import NaiveBlockIndex
-from tests.support.engine_frames import stored
+from tests.testing.recorded_frames import stored
 
 BLOCK_SIZE = 4
 SLOT = Slot(0)

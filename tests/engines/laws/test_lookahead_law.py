@@ -19,7 +19,7 @@ from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from kvrouter.engines.vllm.events import decode
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeBlockIndex
-from tests.support.fleets import card
+from tests.testing.router_harness import card
 
 BLOCK = 4
 

@@ -16,9 +16,9 @@ from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import ask_info
 from kvrouter.transports.requests.port import EngineStream, StreamBroken
-from tests.support.engine_legs import leg, written
-from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
-from tests.support.scripted_worker import ScriptedStream
+from tests.testing.engine_requests import completion_request, engine_request
+from tests.testing.scripted_engine import AnswerEnd, ScriptedAnswer, ScriptedEngine, scripted_engine
+from tests.testing.scripted_worker import ScriptedStream
 
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "r", "transfer_mode": "push"}
 SOON_S = 0.05
@@ -48,9 +48,9 @@ async def only(stream: EngineStream) -> list[EngineChunk]:
 @pytest.mark.parametrize("streams", [True, False])
 async def test_its_engine_gets_the_call_before_it_is_taken_back(streams: bool) -> None:
     async with scripted_engine() as engine, attached(engine) as at:
-        engine.answers.append(Answer(ends=Ends.NO_HEADERS))
-        call = written([1, 2, 3], stream=streams, kv_transfer_params=None).call
-        stream = await at.submit(leg([1, 2, 3], Leg.DECODE, call=call, kv_transfer_params=PARAMS))
+        engine.answers.append(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS))
+        call = completion_request([1, 2, 3], stream=streams, kv_transfer_params=None).call
+        stream = await at.submit(engine_request([1, 2, 3], Leg.DECODE, call=call, kv_transfer_params=PARAMS))
         stream.cancel("client left")
         ended = await only(stream)
         assert [(chunk.finish, chunk.error) for chunk in ended] == [(FinishReason.CANCELLED, "client left")]

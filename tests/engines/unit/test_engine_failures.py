@@ -35,7 +35,7 @@ from kvrouter.transports.requests.port import (
     WorkerFull,
     WorkerUnreachable,
 )
-from tests.support.engine_server import JSON, page
+from tests.testing.scripted_engine import JSON, page
 
 TRTLLM_TOO_LONG = (
     b'{"object":"error","message":"The sum of prompt length (9351.0), query length (0) should not exceed '

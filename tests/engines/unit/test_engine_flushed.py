@@ -5,18 +5,18 @@ import asyncio
 import httpx
 import pytest
 
-from tests.support.engine_attached import CONTEXT_TOKENS, config
-from tests.support.engine_flushed import flushed
-from tests.support.engine_server import Answer, scripted_engine
-from tests.support.engine_small import small_engine
-from tests.support.engine_small_sglang import SglangTongue
+from tests.testing.attached_engines import CONTEXT_TOKENS, config
+from tests.testing.scripted_engine import ScriptedAnswer, scripted_engine
+from tests.testing.sglang_cache import flush_cache
+from tests.testing.small_engine import small_engine
+from tests.testing.small_engine_sglang import SglangProtocol
 
 PROMPT = list(range(10, 74))
 
 
 async def test_a_cache_is_emptied_once_the_last_request_has_ended() -> None:
     async with (
-        small_engine(SglangTongue(CONTEXT_TOKENS), config(decode_ms=20.0)) as engine,
+        small_engine(SglangProtocol(CONTEXT_TOKENS), config(decode_ms=20.0)) as engine,
         httpx.AsyncClient(base_url=engine.url, timeout=60.0) as http,
     ):
         body = {"rid": "first", "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 20}}
@@ -24,7 +24,7 @@ async def test_a_cache_is_emptied_once_the_last_request_has_ended() -> None:
             lines = answer.aiter_lines()
             await anext(lines)
             assert (await http.post("/flush_cache")).status_code == 400
-            flushing = asyncio.create_task(flushed(http))
+            flushing = asyncio.create_task(flush_cache(http))
             async for _ in lines:
                 pass
         await flushing
@@ -36,6 +36,6 @@ async def test_a_cache_is_emptied_once_the_last_request_has_ended() -> None:
 
 async def test_a_server_that_cannot_empty_its_cache_is_reported() -> None:
     async with scripted_engine() as engine, httpx.AsyncClient(base_url=engine.url) as http:
-        engine.answers.append(Answer(status=500))
+        engine.answers.append(ScriptedAnswer(status=500))
         with pytest.raises(httpx.HTTPStatusError, match="500"):
-            await flushed(http)
+            await flush_cache(http)

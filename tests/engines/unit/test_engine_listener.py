@@ -11,9 +11,9 @@ from kvrouter.core.ids import DpRank
 from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
 from kvrouter.engines.vllm.events import decode
-from tests.support.engine_heard import Heard
-from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
-from tests.support.waits import until
+from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
+from tests.testing.event_recorder import EventRecorder
+from tests.testing.waits import until
 
 RANK = DpRank(3)
 
@@ -24,9 +24,9 @@ def batch(name: int, parent: int | None = None) -> bytes:
 
 @asynccontextmanager
 async def listening(
-    at: EventsAt, replay_limit_s: float = 30.0, *, heard: Heard | None = None
-) -> AsyncIterator[tuple[EngineListener, Heard]]:
-    heard = heard or Heard()
+    at: EventsAt, replay_limit_s: float = 30.0, *, heard: EventRecorder | None = None
+) -> AsyncIterator[tuple[EngineListener, EventRecorder]]:
+    heard = heard or EventRecorder()
     listener = EngineListener(
         at,
         decode,
@@ -143,7 +143,7 @@ async def test_a_mistake_of_ours_is_shown_and_empties_the_ranks() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
     mistake = RuntimeError("of ours")
 
-    class Mistaken(Heard):
+    class Mistaken(EventRecorder):
         def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
             super().on_events(dp_rank, events)
             if self.held == [1, 2]:

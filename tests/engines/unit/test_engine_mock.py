@@ -17,9 +17,9 @@ from kvrouter.engines.mock import cluster as mock_cluster
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.port import Engine
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
-from tests.support.constants import SetConstants
-from tests.support.engine_legs import leg
-from tests.support.mock_links import zone_links
+from tests.testing.constants import SetConstants
+from tests.testing.engine_requests import engine_request
+from tests.testing.mock_links import zone_links
 
 IN_TIME_S = 60.0
 
@@ -62,7 +62,9 @@ def a_leg(
     params: Mapping[str, object] | None = None,
 ) -> EngineRequest:
     bootstrap = None if room is None else Bootstrap("10.0.0.1", 99, room)
-    return leg(range(n_prompt), kind, max_tokens=max_tokens, bootstrap=bootstrap, kv_transfer_params=params)
+    return engine_request(
+        range(n_prompt), kind, max_tokens=max_tokens, bootstrap=bootstrap, kv_transfer_params=params
+    )
 
 
 async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:

@@ -10,19 +10,19 @@ from kvrouter.engines.openai.engine import SILENT_AFTER_PROBES, Probe
 from kvrouter.engines.openai.pages import MODELS
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.engine_answers import STARTED_S
-from tests.support.engine_legs import said_hi
-from tests.support.engine_probed import METRICS, attached, looks
-from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
-from tests.support.engine_server import page, scripted_engine
-from tests.support.waits import until
+from tests.testing.engine_publisher import Publisher, stored_event, vllm_batch
+from tests.testing.engine_requests import short_completion
+from tests.testing.probed_engine import METRICS, probed_engine, wait_for_probes
+from tests.testing.scripted_engine import page, scripted_engine
+from tests.testing.vllm_answers import STARTED_S
+from tests.testing.waits import until
 
 R0 = DpRank(0)
 STARTED_LINE = "process_start_time_seconds 1.79528047303e+09"
 
 
 async def test_its_load_is_reported_at_every_look() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         await until(lambda: len(watched.loads) >= 2)
         assert (watched.loads[0].total_blocks, watched.states) == (200, [])
         scripted.replace(
@@ -33,15 +33,15 @@ async def test_its_load_is_reported_at_every_look() -> None:
 
 
 async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        await looks(scripted, 2)
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        await wait_for_probes(scripted, 2)
         scripted.set_page(METRICS, "", status=500)
-        await looks(scripted, 2 * SILENT_AFTER_PROBES)
+        await wait_for_probes(scripted, 2 * SILENT_AFTER_PROBES)
         assert watched.states == [], "it still serves its model: its load alone is unknown"
         scripted.set_page(MODELS, "", status=500)
         await watched.until(answers=False)
         assert f"{MODELS} answered 500" in watched.state.why
-        await looks(scripted, SILENT_AFTER_PROBES)
+        await wait_for_probes(scripted, SILENT_AFTER_PROBES)
         scripted.set_page(METRICS, page("vllm-0.32.0-metrics.txt"))
         await watched.until(answers=True)
         assert [state.answers for state in watched.states] == [False, True]
@@ -61,7 +61,7 @@ async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
     ways = Mistaken()
-    async with scripted_engine() as scripted, attached(scripted, ways=ways) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted, ways=ways) as watched:
         await until(lambda: ways.n_looks >= 3)
         assert watched.states == []
     assert [str(each) for each in shown] == ["of ours"]
@@ -80,7 +80,7 @@ async def test_fewer_looks_in_vain_are_not_reported() -> None:
             return Probe((), STARTED_S)
 
     flaky = Flaky()
-    async with scripted_engine() as scripted, attached(scripted, ways=flaky) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted, ways=flaky) as watched:
         await until(lambda: flaky.n_looks >= 10 * SILENT_AFTER_PROBES)
         assert watched.states == []
 
@@ -96,18 +96,18 @@ async def test_no_odd_answer_ends_the_looking(error: Exception) -> None:
             return Probe((), STARTED_S)
 
     odd = Odd()
-    async with scripted_engine() as scripted, attached(scripted, ways=odd) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted, ways=odd) as watched:
         await watched.until(answers=False, why=str(error))
         odd.fails = False
         await watched.until(answers=True)
 
 
 async def test_nobody_listens_for_a_while() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        await looks(scripted, 1)
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        await wait_for_probes(scripted, 1)
         await scripted.stop()
         await watched.until(answers=False)
-        stream = await watched.engine.submit(said_hi())
+        stream = await watched.engine.submit(short_completion())
         with pytest.raises(WorkerUnreachable):
             await anext(aiter(stream))
         await scripted.start()
@@ -122,8 +122,8 @@ async def test_nobody_listens_for_a_while() -> None:
     ],
 )
 async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, other: str, says: str) -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        await looks(scripted, 1)
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        await wait_for_probes(scripted, 1)
         scripted.replace(METRICS, found, other)
         scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.9e+09")
         await watched.until(answers=False)
@@ -135,7 +135,7 @@ async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, oth
 async def test_a_new_start_is_reported_and_its_cache_is_learned_from_the_beginning() -> None:
     first = Publisher()
     first.start()
-    async with scripted_engine() as scripted, attached(scripted, {R0: first.at}) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted, {R0: first.at}) as watched:
         await first.subscribed.wait()
         await first.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
         await until(lambda: watched.heard.held == [1, 2])
@@ -157,8 +157,8 @@ async def test_a_new_start_is_reported_and_its_cache_is_learned_from_the_beginni
 async def test_a_page_that_does_not_tell_the_start_is_no_new_start(started: float | None) -> None:
     async with scripted_engine() as scripted:
         scripted.replace(METRICS, STARTED_LINE, "")
-        async with attached(scripted, started=started) as watched:
-            await looks(scripted, 3)
+        async with probed_engine(scripted, started=started) as watched:
+            await wait_for_probes(scripted, 3)
             assert watched.states == []
 
 
@@ -166,7 +166,7 @@ async def test_an_engine_whose_hashes_cover_more_than_their_blocks_is_known_as_s
     engine = Publisher()
     engine.start()
     try:
-        async with scripted_engine() as scripted, attached(scripted, {R0: engine.at}) as watched:
+        async with scripted_engine() as scripted, probed_engine(scripted, {R0: engine.at}) as watched:
             await engine.subscribed.wait()
             await engine.publish(vllm_batch(stored_event(1)))
             await until(lambda: watched.heard.held == [1])
@@ -181,7 +181,7 @@ async def test_events_that_are_gone_for_good_make_what_is_known_a_part() -> None
     engine = Publisher(replays=False)
     engine.start()
     try:
-        async with scripted_engine() as scripted, attached(scripted, {R0: engine.at}) as watched:
+        async with scripted_engine() as scripted, probed_engine(scripted, {R0: engine.at}) as watched:
             await engine.subscribed.wait()
             await engine.publish(vllm_batch(stored_event(1)), lost=True)
             await engine.publish(vllm_batch(stored_event(2)))

@@ -9,9 +9,9 @@ import pytest
 from kvrouter.core.requests import EngineRequest, FinishReason, Leg
 from kvrouter.engines.openai.engine import PROBE_EACH_S, REFUSED_PROBES, REFUSED_PROBES_DRAINING
 from kvrouter.transports.requests.port import EngineStream, StreamBroken
-from tests.support.engine_legs import said_hi
-from tests.support.engine_probed import attached, looks
-from tests.support.engine_server import Answer, Ends, event_of, scripted_engine
+from tests.testing.engine_requests import short_completion
+from tests.testing.probed_engine import probed_engine, wait_for_probes
+from tests.testing.scripted_engine import AnswerEnd, ScriptedAnswer, event_of, scripted_engine
 
 TOKEN = event_of({"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": None}]})
 LAST = event_of({"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": "stop"}]})
@@ -26,16 +26,16 @@ async def first(stream: EngineStream) -> None:
 @pytest.mark.parametrize(
     ("request_", "ends"),
     [
-        (said_hi(), Ends.NO_HEADERS),
-        (said_hi(), Ends.HELD),
-        (said_hi(stream=False), Ends.NO_HEADERS),
-        (said_hi(stream=False), Ends.HELD),
-        (said_hi(kind=Leg.PREFILL), Ends.NO_HEADERS),
+        (short_completion(), AnswerEnd.NO_HEADERS),
+        (short_completion(), AnswerEnd.HELD),
+        (short_completion(stream=False), AnswerEnd.NO_HEADERS),
+        (short_completion(stream=False), AnswerEnd.HELD),
+        (short_completion(kind=Leg.PREFILL), AnswerEnd.NO_HEADERS),
     ],
 )
-async def test_a_leg_that_has_brought_nothing_is_lost(request_: EngineRequest, ends: Ends) -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer(ends=ends))
+async def test_a_leg_that_has_brought_nothing_is_lost(request_: EngineRequest, ends: AnswerEnd) -> None:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer(ends=ends))
         reading = asyncio.create_task(first(await watched.engine.submit(request_)))
         await scripted.called()
         await scripted.refuse()
@@ -45,9 +45,9 @@ async def test_a_leg_that_has_brought_nothing_is_lost(request_: EngineRequest, e
 
 
 async def test_a_stream_that_falls_silent_is_lost_too() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer((TOKEN,), ends=Ends.HELD))
-        stream = await watched.engine.submit(said_hi())
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer((TOKEN,), ends=AnswerEnd.HELD))
+        stream = await watched.engine.submit(short_completion())
         await first(stream)
         reading = asyncio.create_task(first(stream))
         await scripted.refuse()
@@ -56,9 +56,9 @@ async def test_a_stream_that_falls_silent_is_lost_too() -> None:
 
 
 async def test_a_stream_that_goes_on_is_left_alone_to_its_end() -> None:
-    async with scripted_engine() as scripted, attached(scripted, refused_probes=50) as watched:
-        scripted.answers.append(Answer((TOKEN,), ends=Ends.HELD))
-        stream = await watched.engine.submit(said_hi())
+    async with scripted_engine() as scripted, probed_engine(scripted, refused_probes=50) as watched:
+        scripted.answers.append(ScriptedAnswer((TOKEN,), ends=AnswerEnd.HELD))
+        stream = await watched.engine.submit(short_completion())
         await first(stream)
         await scripted.refuse()
         await watched.until(answers=False)
@@ -73,9 +73,9 @@ async def test_a_stream_that_goes_on_is_left_alone_to_its_end() -> None:
 
 
 async def test_a_client_that_reads_slowly_loses_nothing() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer((TOKEN,), ends=Ends.HELD))
-        stream = await watched.engine.submit(said_hi())
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer((TOKEN,), ends=AnswerEnd.HELD))
+        stream = await watched.engine.submit(short_completion())
         await first(stream)
         await scripted.write(LAST + event_of("[DONE]"))
         await scripted.refuse()
@@ -89,9 +89,11 @@ async def test_a_client_that_reads_slowly_loses_nothing() -> None:
 
 
 async def test_what_other_engines_end_in_good_order_is_waited_for() -> None:
-    async with scripted_engine() as scripted, attached(scripted, refused_probes=GENTLE) as watched:
-        scripted.answers.append(Answer((TOKEN + LAST + event_of("[DONE]"),), ends=Ends.NO_HEADERS))
-        reading = asyncio.create_task(first(await watched.engine.submit(said_hi())))
+    async with scripted_engine() as scripted, probed_engine(scripted, refused_probes=GENTLE) as watched:
+        scripted.answers.append(
+            ScriptedAnswer((TOKEN + LAST + event_of("[DONE]"),), ends=AnswerEnd.NO_HEADERS)
+        )
+        reading = asyncio.create_task(first(await watched.engine.submit(short_completion())))
         await scripted.called()
         await scripted.refuse()
         await watched.until(answers=False)
@@ -100,12 +102,14 @@ async def test_what_other_engines_end_in_good_order_is_waited_for() -> None:
 
 
 async def test_an_engine_that_answers_its_probes_with_errors_keeps_its_legs() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer((TOKEN + LAST + event_of("[DONE]"),), ends=Ends.NO_HEADERS))
-        reading = asyncio.create_task(first(await watched.engine.submit(said_hi())))
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(
+            ScriptedAnswer((TOKEN + LAST + event_of("[DONE]"),), ends=AnswerEnd.NO_HEADERS)
+        )
+        reading = asyncio.create_task(first(await watched.engine.submit(short_completion())))
         await scripted.called()
         scripted.set_page("/metrics", "", status=500)
-        await looks(scripted, 3 * REFUSED_PROBES)
+        await wait_for_probes(scripted, 3 * REFUSED_PROBES)
         scripted.release()
         await reading
 

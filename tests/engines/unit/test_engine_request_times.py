@@ -13,7 +13,7 @@ from kvrouter.engines.openai.request_times import (
     read_running,
     times_between,
 )
-from tests.support.engine_server import page
+from tests.testing.scripted_engine import page
 
 VLLM = page("vllm-0.32.0-metrics.txt")
 

@@ -9,15 +9,15 @@ from msgspec.structs import replace
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from tests.support.engine_legs import client_call, leg, said_hi
-from tests.support.engine_probed import attached
-from tests.support.engine_server import JSON, Answer, Ends, event_of, page, scripted_engine
+from tests.testing.engine_requests import client_call, engine_request, short_completion
+from tests.testing.probed_engine import probed_engine
+from tests.testing.scripted_engine import JSON, AnswerEnd, ScriptedAnswer, event_of, page, scripted_engine
 
 
 async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer((page("vllm-0.32.0-completion-tokens.sse"),)))
-        chunks = [chunk async for chunk in await watched.engine.submit(said_hi())]
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer((page("vllm-0.32.0-completion-tokens.sse"),)))
+        chunks = [chunk async for chunk in await watched.engine.submit(short_completion())]
         assert [token for chunk in chunks for token in chunk.token_ids] == [1629, 1581, 1629]
         assert chunks[-1].finish is FinishReason.LENGTH
         assert b'"prompt_token_ids":[' not in b"".join(chunk.raw for chunk in chunks)
@@ -28,17 +28,17 @@ async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
-        (Answer((b"",), status=503), WorkerFull),
-        (Answer(ends=Ends.REFUSED), StreamBroken),
+        (ScriptedAnswer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
+        (ScriptedAnswer((b"",), status=503), WorkerFull),
+        (ScriptedAnswer(ends=AnswerEnd.REFUSED), StreamBroken),
     ],
 )
 async def test_a_streamed_leg_that_is_refused_tells_so_when_it_is_read(
-    answer: Answer, kind: type[Exception]
+    answer: ScriptedAnswer, kind: type[Exception]
 ) -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(answer)
-        stream = await watched.engine.submit(said_hi())
+        stream = await watched.engine.submit(short_completion())
         with pytest.raises(kind):
             await anext(aiter(stream))
         with pytest.raises(StopAsyncIteration):
@@ -46,19 +46,19 @@ async def test_a_streamed_leg_that_is_refused_tells_so_when_it_is_read(
 
 
 async def test_a_streamed_leg_is_accepted_before_the_engine_sends_the_head_of_its_answer() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer(ends=Ends.NO_HEADERS))
-        await watched.engine.submit(said_hi())
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS))
+        await watched.engine.submit(short_completion())
         await scripted.called()
 
 
-@pytest.mark.parametrize("request_", [said_hi(stream=False), said_hi(kind=Leg.PREFILL)])
+@pytest.mark.parametrize("request_", [short_completion(stream=False), short_completion(kind=Leg.PREFILL)])
 async def test_a_whole_answer_is_accepted_at_once_and_the_read_tells_what_was_wrong(
     request_: EngineRequest,
 ) -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        whole = Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
-        scripted.answers.extend([Answer.error(404, "vllm-0.32.0-error-model.json"), whole])
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        whole = ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+        scripted.answers.extend([ScriptedAnswer.error(404, "vllm-0.32.0-error-model.json"), whole])
         refused = await watched.engine.submit(request_)
         with pytest.raises(InvalidRequest, match="does not exist"):
             await anext(aiter(refused))
@@ -69,14 +69,18 @@ async def test_a_whole_answer_is_accepted_at_once_and_the_read_tells_what_was_wr
 async def test_a_prefill_with_tools_is_served_by_an_engine_without_a_parser_for_them() -> None:
     """vLLM without --enable-auto-tool-choice refuses tools that may be called."""
     call = client_call({"messages": [], "tools": [{"type": "function", "function": {"name": "f"}}]})
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        refusal = Answer.error(400, "vllm-0.32.0-error-field.json")
-        scripted.answers.extend([refusal, Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)])
-        chunks = [chunk async for chunk in await watched.engine.submit(leg(kind=Leg.PREFILL, call=call))]
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        refusal = ScriptedAnswer.error(400, "vllm-0.32.0-error-field.json")
+        scripted.answers.extend(
+            [refusal, ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)]
+        )
+        chunks = [
+            chunk async for chunk in await watched.engine.submit(engine_request(kind=Leg.PREFILL, call=call))
+        ]
         assert [chunk.finish for chunk in chunks] == [FinishReason.LENGTH]
         assert [asked.body.get("tool_choice") for asked in scripted.calls] == [None, "none"]
         scripted.answers.extend([refusal, refusal])
-        stream = await watched.engine.submit(leg(kind=Leg.PREFILL, call=call))
+        stream = await watched.engine.submit(engine_request(kind=Leg.PREFILL, call=call))
         with pytest.raises(InvalidRequest):
             await anext(aiter(stream))
         assert len(scripted.calls) == 4
@@ -86,10 +90,10 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "about it
 PREFILLED = {"remote_host": "there", "remote_block_ids": [1]}
 
 
-def prefilled(prompt_tokens: int) -> Answer:
+def prefilled(prompt_tokens: int) -> ScriptedAnswer:
     said = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": PREFILLED}
     body = {**said, "usage": {"prompt_tokens": prompt_tokens}}
-    return Answer((json.dumps(body).encode(),), content_type=JSON)
+    return ScriptedAnswer((json.dumps(body).encode(),), content_type=JSON)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +104,12 @@ async def test_a_prefill_engine_that_leaves_tools_out_where_none_may_be_called_p
 ) -> None:
     """As vLLM with --exclude-tools-when-tool-choice-none: its prompt has fewer tokens than the call has."""
     call = client_call({"messages": [], "tools": TOOLS, "tool_choice": choice})
-    request = leg(tuple(range(90)), kind=Leg.PREFILL, call=call)
-    refusal = Answer.error(400, "vllm-0.32.0-error-field.json")
+    request = engine_request(tuple(range(90)), kind=Leg.PREFILL, call=call)
+    refusal = ScriptedAnswer.error(400, "vllm-0.32.0-error-field.json")
     first_asked = [choice] if choice in ("auto", None) else []
-    async with scripted_engine() as scripted, attached(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
 
-        async def prefill(*answers: Answer) -> object:
+        async def prefill(*answers: ScriptedAnswer) -> object:
             scripted.answers.extend(answers)
             scripted.calls.clear()
             (chunk,) = [chunk async for chunk in await watched.engine.submit(request)]
@@ -128,9 +132,11 @@ async def test_a_prefill_engine_that_leaves_tools_out_where_none_may_be_called_p
 
 
 async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.extend([Answer(ends=Ends.HELD), Answer(ends=Ends.NO_HEADERS)])
-        for i, request in enumerate((said_hi(), said_hi(stream=False))):
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.extend(
+            [ScriptedAnswer(ends=AnswerEnd.HELD), ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)]
+        )
+        for i, request in enumerate((short_completion(), short_completion(stream=False))):
             stream = await watched.engine.submit(request)
             call = await scripted.called(i + 1)
             stream.cancel("the client left")
@@ -138,9 +144,9 @@ async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:
 
 
 async def test_a_leg_that_nobody_wants_while_its_headers_are_awaited_is_gone_too() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer(ends=Ends.NO_HEADERS))
-        stream = await watched.engine.submit(said_hi())
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS))
+        stream = await watched.engine.submit(short_completion())
         reading = asyncio.ensure_future(anext(aiter(stream)))
         call = await scripted.called()
         stream.cancel("the client left")
@@ -151,13 +157,13 @@ async def test_a_leg_that_nobody_wants_while_its_headers_are_awaited_is_gone_too
 def fetching(*, stream: bool = True, bootstrap: bool = False) -> EngineRequest:
     """A decode leg that comes for its KV."""
     if bootstrap:
-        return replace(said_hi(stream=stream, kind=Leg.DECODE), bootstrap=Bootstrap("h", 1, 2))
-    return replace(said_hi(stream=stream, kind=Leg.DECODE), kv_transfer_params={"remote_port": 1})
+        return replace(short_completion(stream=stream, kind=Leg.DECODE), bootstrap=Bootstrap("h", 1, 2))
+    return replace(short_completion(stream=stream, kind=Leg.DECODE), kv_transfer_params={"remote_port": 1})
 
 
 DIED = {"error": {"message": "no KV came", "code": 500}}
 TOKEN = {"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": None}]}
-DOWN = Answer((b'{"error":{"message":"no KV came"}}',), status=500)
+DOWN = ScriptedAnswer((b'{"error":{"message":"no KV came"}}',), status=500)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +171,15 @@ DOWN = Answer((b'{"error":{"message":"no KV came"}}',), status=500)
     [
         (fetching(), DOWN),
         (fetching(bootstrap=True), DOWN),
-        (fetching(), Answer((event_of(DIED),))),
+        (fetching(), ScriptedAnswer((event_of(DIED),))),
         (fetching(stream=False), DOWN),
-        (fetching(stream=False), Answer((event_of(DIED)[6:],), content_type=JSON)),
+        (fetching(stream=False), ScriptedAnswer((event_of(DIED)[6:],), content_type=JSON)),
     ],
 )
 async def test_a_decode_leg_that_fails_before_its_first_token_did_not_get_its_kv(
-    request_: EngineRequest, answer: Answer
+    request_: EngineRequest, answer: ScriptedAnswer
 ) -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(answer)
         (chunk,) = [chunk async for chunk in await watched.engine.submit(request_)]
     assert (chunk.finish, chunk.kv_lost) == (FinishReason.ERROR, KvLoss.BROKEN)
@@ -183,34 +189,34 @@ async def test_a_decode_leg_that_fails_before_its_first_token_did_not_get_its_kv
 @pytest.mark.parametrize(
     ("request_", "answer", "kind"),
     [
-        (fetching(), Answer((event_of(TOKEN), event_of(DIED))), StreamBroken),
-        (fetching(), Answer((event_of(TOKEN),), ends=Ends.CUT), StreamBroken),
-        (fetching(), Answer(ends=Ends.CUT), StreamBroken),
-        (fetching(), Answer(ends=Ends.REFUSED), StreamBroken),
-        (fetching(stream=False), Answer(ends=Ends.REFUSED), StreamBroken),
-        (fetching(), Answer((b"",), status=503), WorkerFull),
-        (fetching(), Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
-        (said_hi(), DOWN, WorkerUnreachable),
-        (said_hi(kind=Leg.DECODE), DOWN, WorkerUnreachable),
-        (said_hi(), Answer((event_of(DIED),)), StreamBroken),
-        (said_hi(kind=Leg.PREFILL), DOWN, WorkerUnreachable),
+        (fetching(), ScriptedAnswer((event_of(TOKEN), event_of(DIED))), StreamBroken),
+        (fetching(), ScriptedAnswer((event_of(TOKEN),), ends=AnswerEnd.CUT), StreamBroken),
+        (fetching(), ScriptedAnswer(ends=AnswerEnd.CUT), StreamBroken),
+        (fetching(), ScriptedAnswer(ends=AnswerEnd.REFUSED), StreamBroken),
+        (fetching(stream=False), ScriptedAnswer(ends=AnswerEnd.REFUSED), StreamBroken),
+        (fetching(), ScriptedAnswer((b"",), status=503), WorkerFull),
+        (fetching(), ScriptedAnswer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
+        (short_completion(), DOWN, WorkerUnreachable),
+        (short_completion(kind=Leg.DECODE), DOWN, WorkerUnreachable),
+        (short_completion(), ScriptedAnswer((event_of(DIED),)), StreamBroken),
+        (short_completion(kind=Leg.PREFILL), DOWN, WorkerUnreachable),
     ],
 )
 async def test_any_other_failure_is_the_engines_or_the_calls(
-    request_: EngineRequest, answer: Answer, kind: type[Exception]
+    request_: EngineRequest, answer: ScriptedAnswer, kind: type[Exception]
 ) -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(answer)
         with pytest.raises(kind):
             assert all([chunk.kv_lost is None async for chunk in await watched.engine.submit(request_)])
 
 
 async def test_a_decode_leg_that_gets_its_kv_is_as_any_other_and_can_be_cancelled() -> None:
-    async with scripted_engine() as scripted, attached(scripted) as watched:
-        scripted.answers.append(Answer((page("vllm-0.32.0-completion-tokens.sse"),)))
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer((page("vllm-0.32.0-completion-tokens.sse"),)))
         chunks = [chunk async for chunk in await watched.engine.submit(fetching())]
         assert [token for chunk in chunks for token in chunk.token_ids] == [1629, 1581, 1629]
-        scripted.answers.append(Answer(ends=Ends.HELD))
+        scripted.answers.append(ScriptedAnswer(ends=AnswerEnd.HELD))
         stream = await watched.engine.submit(fetching())
         call = await scripted.called(2)
         stream.cancel("the client left")

@@ -9,8 +9,15 @@ from kvrouter.engines.openai import server as server_module
 from kvrouter.engines.openai.failures import ERROR_CHARS_MAX
 from kvrouter.engines.openai.server import EngineServer, PageFailed
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from tests.support.constants import SetConstants
-from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
+from tests.testing.constants import SetConstants
+from tests.testing.scripted_engine import (
+    JSON,
+    AnswerEnd,
+    ScriptedAnswer,
+    ScriptedEngine,
+    page,
+    scripted_engine,
+)
 
 COMPLETIONS = "/v1/completions"
 
@@ -18,7 +25,9 @@ COMPLETIONS = "/v1/completions"
 class Asked:
     """A scripted engine, and a server that reaches it."""
 
-    def __init__(self, *answers: Answer, api_key: str | None = None, look_limit_s: float = 30.0) -> None:
+    def __init__(
+        self, *answers: ScriptedAnswer, api_key: str | None = None, look_limit_s: float = 30.0
+    ) -> None:
         self.engine = ScriptedEngine()
         self.engine.answers.extend(answers)
         self._api_key = api_key
@@ -64,17 +73,17 @@ async def test_a_key_that_is_wanted_is_reported_apart(status: int) -> None:
 
 async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
     async with Asked(look_limit_s=0.05) as asked:
-        asked.engine.pages["/metrics"] = Answer(ends=Ends.NO_HEADERS)
+        asked.engine.pages["/metrics"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         with pytest.raises(PageFailed, match="did not answer in time"):
             await asked.server.look("/metrics")
-        asked.engine.pages["/metrics"] = Answer((b"vllm:",), ends=Ends.HELD)
+        asked.engine.pages["/metrics"] = ScriptedAnswer((b"vllm:",), ends=AnswerEnd.HELD)
         with pytest.raises(PageFailed, match="did not answer in time"):
             await asked.server.look("/metrics")
 
 
 async def test_an_answer_without_end_is_given_up(set_constants: SetConstants) -> None:
     set_constants(server_module, ANSWER_MAX_BYTES=1000, PAGE_MAX_BYTES=1000)
-    long = Answer((b"x" * 1001,), content_type=JSON)
+    long = ScriptedAnswer((b"x" * 1001,), content_type=JSON)
     async with Asked(long) as asked:
         asked.engine.pages["/v1/models"] = long
         with pytest.raises(WorkerUnreachable, match="over the 1000 bytes"):
@@ -85,14 +94,14 @@ async def test_an_answer_without_end_is_given_up(set_constants: SetConstants) ->
 
 async def test_of_a_metrics_page_only_the_wanted_lines_come_and_reading_ends_at_a_limit() -> None:
     async with Asked() as asked:
-        short = Answer(
+        short = ScriptedAnswer(
             (b"# TYPE a gauge\na 1\naa 2\n", b'a{b="c"} 3\nb 4\n', b"a 5"), content_type="text/plain"
         )
         asked.engine.pages["/metrics"] = short
         assert await asked.server.metrics(("a",)) == b'a 1\na{b="c"} 3\na 5\n'
         assert not asked.server.has_long_metrics
-        endless = Answer(
-            (b"a 1\n", *([b"x" * 2**20] * 9), b"\na 2\n"), ends=Ends.HELD, content_type="text/plain"
+        endless = ScriptedAnswer(
+            (b"a 1\n", *([b"x" * 2**20] * 9), b"\na 2\n"), ends=AnswerEnd.HELD, content_type="text/plain"
         )
         asked.engine.pages["/metrics"] = endless
         assert await asked.server.metrics(("a",)) == b"a 1\n"
@@ -102,7 +111,7 @@ async def test_of_a_metrics_page_only_the_wanted_lines_come_and_reading_ends_at_
 async def test_of_an_error_only_the_beginning_is_read() -> None:
     async with Asked() as asked:
         error = b'{"error":{"message":"' + b"x" * (BODY_MAX_BYTES + 1)
-        asked.engine.pages["/version"] = Answer((error,), status=500, ends=Ends.HELD)
+        asked.engine.pages["/version"] = ScriptedAnswer((error,), status=500, ends=AnswerEnd.HELD)
         with pytest.raises(WorkerUnreachable, match=f"answered 500: .{{{ERROR_CHARS_MAX}}}$"):
             await asked.server.look("/version")
 
@@ -119,7 +128,7 @@ async def test_nobody_listens() -> None:
 
 async def test_a_call_arrives_as_it_was_sent_and_its_whole_answer_comes_back() -> None:
     whole = page("vllm-0.32.0-completion.json")
-    async with Asked(Answer((whole[:9], whole[9:]), content_type=JSON)) as asked:
+    async with Asked(ScriptedAnswer((whole[:9], whole[9:]), content_type=JSON)) as asked:
         answer = await asked.server.ask(COMPLETIONS, b'{ "a" : 1.0 }', {"X-Request-Id": "r-1"})
         assert answer == whole
         call = await asked.engine.called()
@@ -129,9 +138,9 @@ async def test_a_call_arrives_as_it_was_sent_and_its_whole_answer_comes_back() -
 
 async def test_errors_of_calls_are_what_their_status_means() -> None:
     answers = [
-        Answer.error(400, "vllm-0.32.0-error-context.json"),
-        Answer((b"",), status=503),
-        Answer((b"boom",), status=500),
+        ScriptedAnswer.error(400, "vllm-0.32.0-error-context.json"),
+        ScriptedAnswer((b"",), status=503),
+        ScriptedAnswer((b"boom",), status=500),
     ]
     async with Asked(*answers) as asked:
         for kind in (ContextLengthExceeded, WorkerFull, WorkerUnreachable):
@@ -140,7 +149,10 @@ async def test_errors_of_calls_are_what_their_status_means() -> None:
 
 
 async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_is_broken() -> None:
-    refused, cut = Answer(ends=Ends.REFUSED), Answer((b'{"id":',), content_type=JSON, ends=Ends.CUT)
+    refused, cut = (
+        ScriptedAnswer(ends=AnswerEnd.REFUSED),
+        ScriptedAnswer((b'{"id":',), content_type=JSON, ends=AnswerEnd.CUT),
+    )
     async with Asked(refused, cut) as asked:
         with pytest.raises(StreamBroken, match="took the call: it closed the connection before it answered"):
             await asked.server.ask(COMPLETIONS, b"{}")
@@ -150,10 +162,10 @@ async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_
 
 async def test_what_a_client_may_read_does_not_tell_where_the_engine_is() -> None:
     answers = [
-        Answer((b"boom",), status=500),
-        Answer((b"",), status=503),
-        Answer(ends=Ends.REFUSED),
-        Answer((b"{",), content_type=JSON, ends=Ends.CUT),
+        ScriptedAnswer((b"boom",), status=500),
+        ScriptedAnswer((b"",), status=503),
+        ScriptedAnswer(ends=AnswerEnd.REFUSED),
+        ScriptedAnswer((b"{",), content_type=JSON, ends=AnswerEnd.CUT),
     ]
     async with Asked(*answers) as asked:
         host, port = asked.engine.url.removeprefix("http://").split(":")

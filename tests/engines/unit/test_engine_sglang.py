@@ -28,9 +28,16 @@ from kvrouter.engines.sglang.attach import SglangClient
 from kvrouter.engines.sglang.calls import GenerateReader, call_of
 from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads
 from kvrouter.transports.requests.port import EngineFailed, WorkerUnreachable
-from tests.support.engine_legs import client_call as client
-from tests.support.engine_legs import full_leg as leg
-from tests.support.engine_server import SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine, sse
+from tests.testing.engine_requests import client_call as client
+from tests.testing.engine_requests import full_request as leg
+from tests.testing.scripted_engine import (
+    SGLANG_PAGES,
+    ScriptedAnswer,
+    ScriptedEngine,
+    page,
+    scripted_engine,
+    sse,
+)
 
 CHAT: dict[str, object] = {
     "model": "tiny",
@@ -115,7 +122,7 @@ def test_the_stream_of_a_completion_tells_the_tokens_that_another_engine_could_g
 
 async def test_the_tokens_of_a_recorded_completion_do_not_reach_its_client() -> None:
     recorded = page("sglang-0.5.23-completion-tokens.sse")
-    async with scripted_engine(SGLANG_PAGES, Answer((recorded,))) as engine:
+    async with scripted_engine(SGLANG_PAGES, ScriptedAnswer((recorded,))) as engine:
         server = EngineServer(engine.url)
         await server.open()
         stream = SseStream(server.post("/v1/completions", b"{}"), passing(added_token_ids=True))

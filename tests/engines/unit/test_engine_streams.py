@@ -18,8 +18,17 @@ from kvrouter.engines.openai.streams import PIECE_BYTES, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.stream import decode_chunk, encode_chunk
-from tests.support.constants import SetConstants
-from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
+from tests.testing.constants import SetConstants
+from tests.testing.scripted_engine import (
+    JSON,
+    AnswerEnd,
+    ReceivedCall,
+    ScriptedAnswer,
+    ScriptedEngine,
+    event_of,
+    page,
+    sse,
+)
 
 RAW = AnswerReading(passes_raw=True)
 TOKENS = AnswerReading(passes_raw=False)
@@ -44,12 +53,12 @@ class Asked:
     def whole(self, reading: AnswerReading = TOKENS) -> WholeStream:
         return WholeStream(self.server.ask(PATH, b"{}"), reading)
 
-    async def call(self) -> Call:
+    async def call(self) -> ReceivedCall:
         return await self.engine.called()
 
 
 @asynccontextmanager
-async def asked(*answers: Answer) -> AsyncIterator[Asked]:
+async def asked(*answers: ScriptedAnswer) -> AsyncIterator[Asked]:
     engine = ScriptedEngine()
     engine.answers.extend(answers)
     await engine.start()
@@ -69,7 +78,7 @@ async def read(stream: SseStream | WholeStream) -> list[EngineChunk]:
 
 async def test_a_recorded_answer_passes_byte_for_byte() -> None:
     recorded = page("vllm-0.32.0-chat.sse")
-    async with asked(Answer((recorded[:100], recorded[100:101], recorded[101:]))) as at:
+    async with asked(ScriptedAnswer((recorded[:100], recorded[100:101], recorded[101:]))) as at:
         chunks = await read(await at.stream())
     assert b"".join(chunk.raw for chunk in chunks) == recorded
     assert chunks[-1].finish is FinishReason.LENGTH
@@ -80,7 +89,7 @@ async def test_a_fingerprint_with_the_usage_goes_back_to_the_last_event(fingerpr
     last = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 2}, "system_fingerprint": fingerprint}
     reading = AnswerReading(passes_raw=True, added_usage=True)
-    async with asked(Answer((sse(token(1), last, usage),))) as at:
+    async with asked(ScriptedAnswer((sse(token(1), last, usage),))) as at:
         chunks = await read(await at.stream(reading))
     own = sse(token(1), {**last, "system_fingerprint": fingerprint})
     assert b"".join(chunk.raw for chunk in chunks) == own
@@ -92,14 +101,14 @@ LAST: dict[str, object] = {"choices": [{"index": 0, "text": "", "finish_reason":
 @pytest.mark.parametrize("late", [{"object": "error", "message": "no", "code": 500}, {"error": None}])
 async def test_what_comes_behind_the_last_event_and_is_no_usage_passes(late: dict[str, object]) -> None:
     own = sse(token(1), LAST, late)
-    async with asked(Answer((own,))) as at:
+    async with asked(ScriptedAnswer((own,))) as at:
         chunks = await read(await at.stream(AnswerReading(passes_raw=True, added_usage=True)))
     assert b"".join(chunk.raw for chunk in chunks) == own
 
 
 async def test_comments_behind_the_last_event_wait_up_to_a_limit() -> None:
     last, comments = event_of(LAST), b": keep-alive\n\n" * (BEHIND_MAX_BYTES // 14 + 1)
-    answer = Answer((last + comments,), ends=Ends.HELD)
+    answer = ScriptedAnswer((last + comments,), ends=AnswerEnd.HELD)
     async with asked(answer) as at:
         stream = await at.stream(AnswerReading(passes_raw=True, added_usage=True))
         chunk = await anext(stream)
@@ -109,7 +118,9 @@ async def test_comments_behind_the_last_event_wait_up_to_a_limit() -> None:
 
 async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() -> None:
     long = json.dumps({"choices": [{"index": 0, "text": "x" * 1_000_000, "finish_reason": "stop"}]}).encode()
-    async with asked(Answer((long,), content_type=JSON), Answer((long,), content_type=JSON)) as at:
+    async with asked(
+        ScriptedAnswer((long,), content_type=JSON), ScriptedAnswer((long,), content_type=JSON)
+    ) as at:
         *pieces, last = await read(at.whole(RAW))
         given_up = at.whole(RAW)
         await anext(given_up)
@@ -124,7 +135,7 @@ async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() 
 async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None:
     long = event_of({"choices": [{"index": 0, "text": "x" * 1_500_000, "finish_reason": None}]})
     recorded = event_of(token(1)) + long + sse(token(2, "stop"))
-    async with asked(Answer((recorded[:9_000], recorded[9_000:]))) as at:
+    async with asked(ScriptedAnswer((recorded[:9_000], recorded[9_000:]))) as at:
         chunks = await read(await at.stream())
     assert b"".join(chunk.raw for chunk in chunks) == recorded
     assert max(len(chunk.raw) for chunk in chunks) == PIECE_BYTES
@@ -134,8 +145,10 @@ async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None
 
 async def test_streams_that_end_leave_their_connection_to_the_next(set_constants: SetConstants) -> None:
     set_constants(streams, END_LIMIT_S=60.0)
-    late = Answer((sse(token(1, "stop")),), ends=Ends.HELD)
-    async with asked(late, Answer((WHOLE,), content_type=JSON), replace(late, ends=Ends.WHOLE)) as at:
+    late = ScriptedAnswer((sse(token(1, "stop")),), ends=AnswerEnd.HELD)
+    async with asked(
+        late, ScriptedAnswer((WHOLE,), content_type=JSON), replace(late, ends=AnswerEnd.WHOLE)
+    ) as at:
         stream = await at.stream()
         assert (await anext(stream)).raw == late.pieces[0]
         ending = asyncio.create_task(read(stream))
@@ -152,22 +165,22 @@ async def test_a_stream_that_does_not_end_behind_its_last_event_is_closed(
     set_constants: SetConstants,
 ) -> None:
     set_constants(streams, END_LIMIT_S=0.01)
-    ended = Answer((sse(token(1, "stop")),))
-    async with asked(replace(ended, ends=Ends.HELD), ended) as at:
+    ended = ScriptedAnswer((sse(token(1, "stop")),))
+    async with asked(replace(ended, ends=AnswerEnd.HELD), ended) as at:
         assert (await read(await at.stream()))[-1].finish is FinishReason.STOP
         await (await at.call()).left.wait()
         assert (await read(await at.stream()))[-1].finish is FinishReason.STOP
 
 
 async def test_each_token_is_there_as_soon_as_the_engine_wrote_it() -> None:
-    async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
+    async with asked(ScriptedAnswer((event_of(token(1)),), ends=AnswerEnd.HELD)) as at:
         stream = await at.stream(TOKENS)
         assert (await anext(stream)).token_ids == (1,)
         assert not (await at.call()).left.is_set()
 
 
 async def test_a_cancelled_stream_closes_its_connection_and_a_read_that_waits_ends() -> None:
-    async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
+    async with asked(ScriptedAnswer((event_of(token(1)),), ends=AnswerEnd.HELD)) as at:
         stream = await at.stream()
         await anext(stream)
         waiting = asyncio.create_task(anext(stream))
@@ -182,7 +195,7 @@ async def test_a_cancelled_stream_closes_its_connection_and_a_read_that_waits_en
 
 
 async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -> None:
-    async with asked(Answer((sse(token(1, "stop")),))) as at:
+    async with asked(ScriptedAnswer((sse(token(1, "stop")),))) as at:
         stream = await at.stream()
         stream.cancel("no more")
         assert [chunk.finish for chunk in await read(stream)] == [FinishReason.CANCELLED]
@@ -191,21 +204,25 @@ async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -
 @pytest.mark.parametrize(
     ("answer", "n_tokens", "says"),
     [
-        (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.HELD), 1, "its answer broke off"),
-        (Answer((event_of(token(1)), b'data: {"choices"')), 1, "in the middle of an event"),
-        (Answer((event_of(token(1)),)), 1, "without a finish reason"),
-        (Answer((event_of(token(1)) + b"data: nonsense\n\n",)), 1, "the engine's answer"),
-        (Answer((event_of(token(1)) + event_of({"error": {"message": "died"}}),)), 1, "died"),
-        (Answer((b"data: [1]\n\n",)), 0, "the engine's answer"),
-        (Answer(()), 0, "without a finish reason"),
+        (
+            ScriptedAnswer((event_of(token(1)), b'data: {"choices"'), ends=AnswerEnd.HELD),
+            1,
+            "its answer broke off",
+        ),
+        (ScriptedAnswer((event_of(token(1)), b'data: {"choices"')), 1, "in the middle of an event"),
+        (ScriptedAnswer((event_of(token(1)),)), 1, "without a finish reason"),
+        (ScriptedAnswer((event_of(token(1)) + b"data: nonsense\n\n",)), 1, "the engine's answer"),
+        (ScriptedAnswer((event_of(token(1)) + event_of({"error": {"message": "died"}}),)), 1, "died"),
+        (ScriptedAnswer((b"data: [1]\n\n",)), 0, "the engine's answer"),
+        (ScriptedAnswer(()), 0, "without a finish reason"),
     ],
 )
-async def test_what_breaks_off_is_broken(answer: Answer, n_tokens: int, says: str) -> None:
+async def test_what_breaks_off_is_broken(answer: ScriptedAnswer, n_tokens: int, says: str) -> None:
     async with asked(answer) as at:
         stream = await at.stream(TOKENS)
         for _ in range(n_tokens):
             assert (await anext(stream)).token_ids == (1,)
-        if answer.ends is Ends.HELD:
+        if answer.ends is AnswerEnd.HELD:
             at.engine.cut()
         with pytest.raises(StreamBroken, match=says):
             await anext(stream)
@@ -214,7 +231,7 @@ async def test_what_breaks_off_is_broken(answer: Answer, n_tokens: int, says: st
 
 
 async def test_an_engine_that_stops_breaks_its_streams() -> None:
-    async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
+    async with asked(ScriptedAnswer((event_of(token(1)),), ends=AnswerEnd.HELD)) as at:
         stream = await at.stream()
         await anext(stream)
         waiting = asyncio.create_task(anext(stream))
@@ -225,7 +242,10 @@ async def test_an_engine_that_stops_breaks_its_streams() -> None:
 
 
 async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
-    async with asked(Answer(ends=Ends.NO_HEADERS), Answer((b"{",), content_type=JSON, ends=Ends.HELD)) as at:
+    async with asked(
+        ScriptedAnswer(ends=AnswerEnd.NO_HEADERS),
+        ScriptedAnswer((b"{",), content_type=JSON, ends=AnswerEnd.HELD),
+    ) as at:
         unheard, begun = at.whole(), at.whole()
         waiting = [asyncio.create_task(anext(stream)) for stream in (unheard, begun)]
         await at.engine.called(2)
@@ -250,7 +270,7 @@ async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
     ],
 )
 async def test_a_whole_answer_passes_whatever_it_is(body: bytes) -> None:
-    async with asked(Answer((body,), content_type=JSON)) as at:
+    async with asked(ScriptedAnswer((body,), content_type=JSON)) as at:
         (chunk,) = await read(at.whole(RAW))
     assert (chunk.raw, chunk.finish) == (body, FinishReason.STOP)
     assert decode_chunk(encode_chunk(chunk)) == chunk
@@ -259,7 +279,7 @@ async def test_a_whole_answer_passes_whatever_it_is(body: bytes) -> None:
 async def test_a_whole_answer_that_its_engine_aborts_is_lost_and_passes_where_nobody_else_answers() -> None:
     """vLLM that is asked to end answers what it runs with what there is of it."""
     body = json.dumps(token(1, "abort")).encode()
-    async with asked(Answer((body,), content_type=JSON)) as at:
+    async with asked(ScriptedAnswer((body,), content_type=JSON)) as at:
         with pytest.raises(StreamBroken, match="aborted") as lost:
             await read(at.whole(RAW))
     assert lost.value.answer is not None
@@ -279,7 +299,7 @@ async def test_a_stream_that_its_engine_aborts_is_lost_where_another_one_can_go_
     goes_on: bool, events: list[object], is_lost: bool
 ) -> None:
     """What came before is not lost, nor is the end of an answer that would end there in any case."""
-    async with asked(Answer((*map(event_of, events), b"data: [DONE]\n\n"))) as at:
+    async with asked(ScriptedAnswer((*map(event_of, events), b"data: [DONE]\n\n"))) as at:
         stream = await at.stream(AnswerReading(passes_raw=True, added_token_ids=goes_on))
         chunks: list[EngineChunk] = []
         try:
@@ -294,7 +314,7 @@ async def test_a_stream_that_its_engine_aborts_is_lost_where_another_one_can_go_
 
 
 async def test_a_comment_comes_before_the_answer_does() -> None:
-    async with asked(Answer((b": keep-alive\n\n",), ends=Ends.HELD)) as at:
+    async with asked(ScriptedAnswer((b": keep-alive\n\n",), ends=AnswerEnd.HELD)) as at:
         chunk = await anext(await at.stream())
         assert (chunk.is_comment, chunk.comments) == (True, b": keep-alive\n\n")
         assert not (await at.call()).left.is_set()
@@ -312,7 +332,7 @@ async def test_a_comment_comes_before_the_answer_does() -> None:
 async def test_an_error_event_blames_the_call_only_in_place_of_an_answer(
     events: list[object], kind: type[KvrouterError], says: str
 ) -> None:
-    async with asked(Answer(tuple(map(event_of, events)))) as at:
+    async with asked(ScriptedAnswer(tuple(map(event_of, events)))) as at:
         stream = await at.stream()
         with pytest.raises(kind, match=says):
             await read(stream)
@@ -321,28 +341,28 @@ async def test_an_error_event_blames_the_call_only_in_place_of_an_answer(
 
 
 async def test_an_error_event_of_sglang_blames_the_call_too() -> None:
-    async with asked(Answer((page("sglang-0.5.23-error-in-stream.sse"),))) as at:
+    async with asked(ScriptedAnswer((page("sglang-0.5.23-error-in-stream.sse"),))) as at:
         with pytest.raises(ContextLengthExceeded, match="1018 tokens"):
             await read(await at.stream())
 
 
 @pytest.mark.parametrize("name", ["sglang-0.5.23-generate-error.sse", "sglang-0.5.23-generate-abort.sse"])
 async def test_both_ways_in_which_sglang_refuses_token_ids_blame_the_call(name: str) -> None:
-    async with asked(Answer((page(name),))) as at:
+    async with asked(ScriptedAnswer((page(name),))) as at:
         stream = SseStream(at.server.post(PATH, b"{}"), TOKENS, GenerateReader())
         with pytest.raises(ContextLengthExceeded, match="tokens"):
             await read(stream)
 
 
 async def test_tokens_of_sglang_come_once_each() -> None:
-    async with asked(Answer((page("sglang-0.5.23-generate.sse"),))) as at:
+    async with asked(ScriptedAnswer((page("sglang-0.5.23-generate.sse"),))) as at:
         chunks = await read(SseStream(at.server.post(PATH, b"{}"), TOKENS, GenerateReader()))
     assert [t for chunk in chunks for t in chunk.token_ids] == [1309, 722, 504, 1369, 1022, 1252]
     assert (chunks[-1].finish, chunks[-1].raw) == (FinishReason.LENGTH, b"")
 
 
 async def test_a_whole_answer_is_one_chunk() -> None:
-    async with asked(Answer((WHOLE,), content_type=JSON)) as at:
+    async with asked(ScriptedAnswer((WHOLE,), content_type=JSON)) as at:
         assert await read(at.whole(RAW)) == [
             EngineChunk(
                 finish=FinishReason.LENGTH, cached_tokens=0, raw=WHOLE, prompt_tokens=1, completion_tokens=3
@@ -358,7 +378,7 @@ async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
         "transfer_mode": "push",
     }
     body = WHOLE.replace(b'"kv_transfer_params":null', b'"kv_transfer_params":' + _json(params))
-    async with asked(Answer((body,), content_type=JSON)) as at:
+    async with asked(ScriptedAnswer((body,), content_type=JSON)) as at:
         (chunk,) = await read(at.whole())
     assert (chunk.kv_transfer_params, chunk.raw) == (params, b"")
 
@@ -366,20 +386,20 @@ async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (Answer.error(400, "vllm-0.32.0-error-context.json"), ContextLengthExceeded),
-        (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
-        (Answer((b"",), status=429), WorkerFull),
-        (Answer((b"",), status=500), WorkerUnreachable),
-        (Answer(ends=Ends.REFUSED), StreamBroken),
-        (Answer((WHOLE[:20],), content_type=JSON, ends=Ends.CUT), StreamBroken),
-        (Answer((b"no JSON",), content_type=JSON), StreamBroken),
-        (Answer((b"{}",), content_type=JSON), StreamBroken),
-        (Answer((b'{"error":{"message":"died","code":500}}',), content_type=JSON), StreamBroken),
-        (Answer((b'{"error":{"message":"n","code":400}}',), content_type=JSON), InvalidRequest),
+        (ScriptedAnswer.error(400, "vllm-0.32.0-error-context.json"), ContextLengthExceeded),
+        (ScriptedAnswer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
+        (ScriptedAnswer((b"",), status=429), WorkerFull),
+        (ScriptedAnswer((b"",), status=500), WorkerUnreachable),
+        (ScriptedAnswer(ends=AnswerEnd.REFUSED), StreamBroken),
+        (ScriptedAnswer((WHOLE[:20],), content_type=JSON, ends=AnswerEnd.CUT), StreamBroken),
+        (ScriptedAnswer((b"no JSON",), content_type=JSON), StreamBroken),
+        (ScriptedAnswer((b"{}",), content_type=JSON), StreamBroken),
+        (ScriptedAnswer((b'{"error":{"message":"died","code":500}}',), content_type=JSON), StreamBroken),
+        (ScriptedAnswer((b'{"error":{"message":"n","code":400}}',), content_type=JSON), InvalidRequest),
     ],
 )
 async def test_the_read_of_a_whole_answer_raises_what_the_engine_says(
-    answer: Answer, kind: type[KvrouterError]
+    answer: ScriptedAnswer, kind: type[KvrouterError]
 ) -> None:
     async with asked(answer) as at:
         stream = at.whole()
@@ -391,7 +411,7 @@ async def test_the_read_of_a_whole_answer_raises_what_the_engine_says(
 
 
 async def test_a_whole_answer_that_is_cancelled_closes_its_connection() -> None:
-    async with asked(Answer(ends=Ends.NO_HEADERS)) as at:
+    async with asked(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)) as at:
         stream = at.whole()
         waiting = asyncio.create_task(anext(stream))
         call = await at.call()
@@ -402,8 +422,10 @@ async def test_a_whole_answer_that_is_cancelled_closes_its_connection() -> None:
             await anext(stream)
 
 
-@pytest.mark.parametrize("answer", [Answer((WHOLE,), content_type=JSON), Answer((b"",), status=500)])
-async def test_what_came_before_the_cancellation_is_not_read_any_more(answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [ScriptedAnswer((WHOLE,), content_type=JSON), ScriptedAnswer((b"",), status=500)]
+)
+async def test_what_came_before_the_cancellation_is_not_read_any_more(answer: ScriptedAnswer) -> None:
     async with asked(answer) as at:
         answering = asyncio.create_task(at.server.ask(PATH, b"{}"))
 

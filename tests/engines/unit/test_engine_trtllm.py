@@ -18,8 +18,8 @@ from kvrouter.engines.openai.sse import DONE, AnswerReading, EventCutter
 from kvrouter.engines.trtllm.calls import LOST_KV, call_of
 from kvrouter.engines.trtllm.handoff import PrefillReader
 from kvrouter.transports.requests.port import EngineFailed
-from tests.support.engine_legs import client_call, leg
-from tests.support.engine_server import page
+from tests.testing.engine_requests import client_call, engine_request
+from tests.testing.scripted_engine import page
 
 CHAT: dict[str, object] = {
     "model": "tiny",
@@ -43,7 +43,7 @@ def asked(request: EngineRequest, *, has_shared_ids: bool = False) -> tuple[Engi
 
 def handed(answer: bytes = CONTEXT) -> dict[str, Any]:
     """What a prefill worker of these tokens hands over: all of it passes through JSON and back."""
-    params = PrefillReader(leg().token_ids)(answer).kv_transfer_params
+    params = PrefillReader(engine_request().token_ids)(answer).kv_transfer_params
     assert params is not None
     found: dict[str, Any] = json.loads(json.dumps(dict(params)))
     return found
@@ -51,7 +51,7 @@ def handed(answer: bytes = CONTEXT) -> dict[str, Any]:
 
 def decode(body: dict[str, object] | None, answer: bytes = CONTEXT, **changes: Any) -> EngineRequest:
     call = None if body is None else client_call(body)
-    return leg(kind=Leg.DECODE, call=call, kv_transfer_params=handed(answer), **changes)
+    return engine_request(kind=Leg.DECODE, call=call, kv_transfer_params=handed(answer), **changes)
 
 
 def changed(answer: bytes, **fields: object) -> bytes:
@@ -62,7 +62,7 @@ def changed(answer: bytes, **fields: object) -> bytes:
 
 
 def test_a_streamed_chat_goes_as_it_was_written() -> None:
-    call, body = asked(leg(call=client_call(CHAT)))
+    call, body = asked(engine_request(call=client_call(CHAT)))
     assert body == {**CHAT, "stream_options": USAGE}
     assert (call.path, call.streams) == ("/v1/chat/completions", True)
     assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
@@ -70,30 +70,30 @@ def test_a_streamed_chat_goes_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("options", [USAGE, {}, {"include_usage": True, "continuous_usage_stats": True}])
 def test_a_client_that_gets_the_usage_keeps_it(options: dict[str, object]) -> None:
-    call, body = asked(leg(call=client_call({**CHAT, "stream_options": options})))
+    call, body = asked(engine_request(call=client_call({**CHAT, "stream_options": options})))
     assert (body["stream_options"], call.reading) == (options, AnswerReading(passes_raw=True))
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": None}])
 def test_from_others_it_is_taken_out_again(options: dict[str, object] | None) -> None:
-    call, body = asked(leg(call=client_call({**CHAT, "stream_options": options})))
+    call, body = asked(engine_request(call=client_call({**CHAT, "stream_options": options})))
     assert (body["stream_options"], call.reading.added_usage) == (USAGE, True)
 
 
 def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:
-    call, body = asked(leg(call=client_call(COMPLETION)))
+    call, body = asked(engine_request(call=client_call(COMPLETION)))
     assert (body, call.streams, call.reading) == (COMPLETION, False, AnswerReading(passes_raw=True))
 
 
 @pytest.mark.parametrize("options", [1, "a", [USAGE], {"include_usage": "maybe"}])
 def test_options_that_cannot_be_read_go_to_the_engine_as_they_are(options: object) -> None:
-    call, body = asked(leg(call=client_call({**CHAT, "stream": True, "stream_options": options})))
+    call, body = asked(engine_request(call=client_call({**CHAT, "stream": True, "stream_options": options})))
     assert (body["stream_options"], call.reading.added_usage) == (options, False)
 
 
 def test_tokens_go_as_a_completion_that_answers_in_tokens() -> None:
     sampling = Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,))
-    call, body = asked(leg(sampling=sampling))
+    call, body = asked(engine_request(sampling=sampling))
     assert body == {
         "model": "tiny", "prompt": [5, 6, 7], "max_tokens": 9, "min_tokens": 2, "stream": True,
         "stream_options": USAGE, "detokenize": False, "temperature": 0.5, "top_p": 1.0, "top_k": 0,
@@ -102,11 +102,11 @@ def test_tokens_go_as_a_completion_that_answers_in_tokens() -> None:
     }  # fmt: skip
     assert (call.path, call.streams) == ("/v1/completions", True)
     assert call.reading == AnswerReading(passes_raw=False)
-    assert "seed" not in asked(leg())[1]
+    assert "seed" not in asked(engine_request())[1]
 
 
 def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_other_field() -> None:
-    call, body = asked(leg(call=client_call(CHAT), resumed_tokens=1))
+    call, body = asked(engine_request(call=client_call(CHAT), resumed_tokens=1))
     assert (call.path, call.reading) == ("/v1/completions", AnswerReading(passes_raw=False))
     assert body == {
         "model": "tiny", "prompt": [5, 6, 7], "max_tokens": 9, "min_tokens": 0, "stream": True,
@@ -115,24 +115,26 @@ def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_other_fie
 
 
 def test_a_chat_has_its_salt_and_nothing_else_may() -> None:
-    chat = leg(call=client_call(CHAT), cache_namespace="tenant")
+    chat = engine_request(call=client_call(CHAT), cache_namespace="tenant")
     assert asked(chat)[1]["cache_salt"] == "tenant"
     for call in (None, client_call(COMPLETION)):
         with pytest.raises(InvalidRequest) as caught:
-            asked(leg(call=call, cache_namespace="tenant"))
+            asked(engine_request(call=call, cache_namespace="tenant"))
         assert caught.value.param == "cache_salt"
 
 
 def test_an_adapter_by_its_name_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        asked(leg(call=client_call(CHAT), lora_name="ada"))
+        asked(engine_request(call=client_call(CHAT), lora_name="ada"))
     assert caught.value.param == "model"
 
 
 @pytest.mark.parametrize("body", [CHAT, COMPLETION, None])
 def test_a_prefill_leg_is_context_only_and_not_streamed(body: dict[str, object] | None) -> None:
     said = None if body is None else {**body, "stream": True, "stream_options": USAGE}
-    request = leg(kind=Leg.PREFILL, call=None if said is None else client_call(said), dp_rank=DpRank(0))
+    request = engine_request(
+        kind=Leg.PREFILL, call=None if said is None else client_call(said), dp_rank=DpRank(0)
+    )
     call, sent = asked(request)
     assert sent["disaggregated_params"] == {"request_type": "context_only"}
     assert (sent["stream"], "stream_options" in sent) == (False, False)
@@ -143,9 +145,9 @@ def test_a_prefill_leg_is_context_only_and_not_streamed(body: dict[str, object] 
 
 def test_both_legs_get_an_id_that_no_engine_gives_itself() -> None:
     ids = {
-        asked(leg(kind=Leg.PREFILL, attempt=attempt), has_shared_ids=True)[1]["disaggregated_params"][
-            "disagg_request_id"
-        ]
+        asked(engine_request(kind=Leg.PREFILL, attempt=attempt), has_shared_ids=True)[1][
+            "disaggregated_params"
+        ]["disagg_request_id"]
         for attempt in range(20)
     }
     assert len(ids) == 20
@@ -155,16 +157,16 @@ def test_both_legs_get_an_id_that_no_engine_gives_itself() -> None:
 @pytest.mark.parametrize("field", ["n", "best_of"])
 def test_several_answers_cannot_be_handed_over(field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        asked(leg(kind=Leg.PREFILL, call=client_call({**CHAT, field: 2})))
+        asked(engine_request(kind=Leg.PREFILL, call=client_call({**CHAT, field: 2})))
     assert caught.value.param == field
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]]])
 def test_several_prompts_cannot_be_handed_over(prompts: list[object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        asked(leg(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts})))
+        asked(engine_request(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts})))
     assert caught.value.param == "prompt"
-    _, body = asked(leg(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts[:1]})))
+    _, body = asked(engine_request(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts[:1]})))
     assert body["prompt"] == prompts[:1]
 
 
@@ -192,7 +194,7 @@ def test_a_client_is_not_reported_how_engines_reach_each_other() -> None:
     reported = json.loads(CONTEXT)
     reported["choices"][0]["disaggregated_params"] = reported["prompt_token_ids"] = None
     assert cleaned == reported
-    assert asked(leg(call=client_call(COMPLETION)))[0].reading.cleaned(CONTEXT) == CONTEXT
+    assert asked(engine_request(call=client_call(COMPLETION)))[0].reading.cleaned(CONTEXT) == CONTEXT
 
 
 def test_its_errors_are_reported_in_its_own_words() -> None:
@@ -232,16 +234,16 @@ def test_a_prompt_that_both_know_does_not_travel(reported: object) -> None:
 
 
 def test_what_a_prefill_leg_ends_with() -> None:
-    event = PrefillReader(leg().token_ids)(CONTEXT)
+    event = PrefillReader(engine_request().token_ids)(CONTEXT)
     assert (event.finish, event.token_ids, event.text_chars) == (FinishReason.LENGTH, (), 0)
     assert event.usage is not None
     assert event.usage.cached_tokens == 2
-    event = PrefillReader(leg().token_ids)(changed(CONTEXT, disaggregated_params=None))
+    event = PrefillReader(engine_request().token_ids)(changed(CONTEXT, disaggregated_params=None))
     assert event.kv_transfer_params is None
 
 
 def test_an_engine_that_has_not_finished_hands_over_too() -> None:
-    event = PrefillReader(leg().token_ids)(changed(CONTEXT, finish_reason="not_finished"))
+    event = PrefillReader(engine_request().token_ids)(changed(CONTEXT, finish_reason="not_finished"))
     assert event.finish is FinishReason.LENGTH
     assert event.kv_transfer_params is not None
 
@@ -257,7 +259,7 @@ def test_an_engine_that_has_not_finished_hands_over_too() -> None:
 )
 def test_what_is_no_answer_is_refused(answer: bytes, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
-        PrefillReader(leg().token_ids)(answer)
+        PrefillReader(engine_request().token_ids)(answer)
     assert caught.value.param == field
 
 
@@ -284,9 +286,9 @@ _answers = st.fixed_dictionaries(
 def test_whatever_a_prefill_engine_answers_is_read_or_refused_by_field(answer: object) -> None:
     fields: list[str | None] = []
     try:
-        event = PrefillReader(leg().token_ids)(json.dumps(answer).encode())
+        event = PrefillReader(engine_request().token_ids)(json.dumps(answer).encode())
         if event.kv_transfer_params is not None:
-            request = leg(kind=Leg.DECODE, kv_transfer_params=dict(event.kv_transfer_params))
+            request = engine_request(kind=Leg.DECODE, kv_transfer_params=dict(event.kv_transfer_params))
             call = call_of(request, has_shared_ids=False)
             assert call.answered or json.loads(call.body)
     except ProtocolError as error:
@@ -308,18 +310,18 @@ def test_whatever_a_prefill_engine_answers_is_read_or_refused_by_field(answer: o
 def test_whatever_is_handed_over_is_sent_on_or_none_of_ours(stream: bool, params: dict[str, object]) -> None:
     call = client_call({**CHAT, "stream": stream})
     with suppress(EngineFailed):
-        call_of(leg(kind=Leg.DECODE, call=call, kv_transfer_params=params), has_shared_ids=True)
+        call_of(engine_request(kind=Leg.DECODE, call=call, kv_transfer_params=params), has_shared_ids=True)
 
 
 def test_an_error_in_an_answer_is_one() -> None:
-    event = PrefillReader(leg().token_ids)(b'{"error":{"message":"no","code":400}}')
+    event = PrefillReader(engine_request().token_ids)(b'{"error":{"message":"no","code":400}}')
     assert event.error is not None
 
 
 @pytest.mark.parametrize("params", [{}, {"remote_engine_id": "x"}, {"disaggregated_params": 7}])
 def test_what_another_kind_of_engine_handed_over_is_none_of_ours(params: dict[str, object]) -> None:
     with pytest.raises(EngineFailed):
-        asked(leg(kind=Leg.DECODE, call=client_call(CHAT), kv_transfer_params=params))
+        asked(engine_request(kind=Leg.DECODE, call=client_call(CHAT), kv_transfer_params=params))
 
 
 def test_an_answer_that_its_first_token_ended_needs_no_decode_engine() -> None:

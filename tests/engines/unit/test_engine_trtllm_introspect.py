@@ -15,7 +15,7 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.trtllm.attach import IDLE_AFTER_PROBES, TrtllmClient
 from kvrouter.engines.trtllm.introspect import TrtllmInfo, ask_info
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.trtllm_answers import ScriptedTrtllm, scripted_trtllm
+from tests.testing.trtllm_server import ScriptedTrtllm, scripted_trtllm
 
 RANK = WorkerRank(WorkerId(7), DpRank(0))
 FACTS = TrtllmInfo(version="1.3.0", model="tiny", context_length=4096, block_size=32, total_blocks=200)

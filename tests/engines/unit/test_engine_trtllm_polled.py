@@ -14,9 +14,9 @@ from kvrouter.engines.kv_events.listener import EventListener
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.trtllm import polled as polled_module
 from kvrouter.engines.trtllm.polled import EVENTS_AT_ONCE, Polled
-from tests.support.calls import MakeFail
-from tests.support.trtllm_answers import ScriptedTrtllm, created, native, removed, scripted_trtllm, stored
-from tests.support.waits import until
+from tests.testing.calls import MakeFail
+from tests.testing.trtllm_server import ScriptedTrtllm, created, native, removed, scripted_trtllm, stored
+from tests.testing.waits import until
 
 A, B, C = (1, [1, 2, 3, 4]), (2, [5, 6, 7, 8]), (3, [9, 10, 11, 12])
 

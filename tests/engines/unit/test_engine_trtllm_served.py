@@ -18,16 +18,16 @@ from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.transports.requests.port import StreamBroken
-from tests.support.engine_heard import Heard
-from tests.support.engine_legs import client_call, leg
-from tests.support.engine_server import JSON, Answer, page
-from tests.support.trtllm_answers import ScriptedTrtllm, created, native, scripted_trtllm, stored
-from tests.support.waits import until
+from tests.testing.engine_requests import client_call, engine_request
+from tests.testing.event_recorder import EventRecorder
+from tests.testing.scripted_engine import JSON, ScriptedAnswer, page
+from tests.testing.trtllm_server import ScriptedTrtllm, created, native, scripted_trtllm, stored
+from tests.testing.waits import until
 
 CALL: dict[str, object] = {"model": "tiny", "prompt": "hi", "max_tokens": 3}
 CHAT: dict[str, object] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-CONTEXT = Answer((page("trtllm-1.3.0-completion-context.json"),), content_type=JSON)
-ENDED = Answer((page("trtllm-1.3.0-chat-context-stop.json"),), content_type=JSON)
+CONTEXT = ScriptedAnswer((page("trtllm-1.3.0-completion-context.json"),), content_type=JSON)
+ENDED = ScriptedAnswer((page("trtllm-1.3.0-chat-context-stop.json"),), content_type=JSON)
 
 
 def asked_for(scripted: ScriptedTrtllm) -> AttachSpec:
@@ -49,17 +49,19 @@ async def read(engine: Engine, request: EngineRequest) -> list[EngineChunk]:
 
 
 async def prefilled(engine: Engine, body: dict[str, object]) -> EngineChunk:
-    (chunk,) = await read(engine, leg(kind=Leg.PREFILL, call=client_call(body)))
+    (chunk,) = await read(engine, engine_request(kind=Leg.PREFILL, call=client_call(body)))
     assert chunk.raw == b""
     return chunk
 
 
 def decode(body: dict[str, object], chunk: EngineChunk) -> EngineRequest:
-    return leg(kind=Leg.DECODE, call=client_call(body), kv_transfer_params=chunk.kv_transfer_params)
+    return engine_request(
+        kind=Leg.DECODE, call=client_call(body), kv_transfer_params=chunk.kv_transfer_params
+    )
 
 
 async def test_the_first_token_comes_once() -> None:
-    stream = Answer((page("trtllm-1.3.0-chat.sse"),))
+    stream = ScriptedAnswer((page("trtllm-1.3.0-chat.sse"),))
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
         scripted.answers.extend((CONTEXT, stream))
         chunk = await prefilled(engine, CHAT)
@@ -87,7 +89,7 @@ async def test_an_answer_that_its_first_token_ended_is_sent_to_no_decode_engine(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_decode_engine_that_refuses_the_call_got_no_kv(stream: bool) -> None:
-    refusal = Answer.error(400, "trtllm-1.3.0-error-field.json")
+    refusal = ScriptedAnswer.error(400, "trtllm-1.3.0-error-field.json")
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
         scripted.answers.extend((CONTEXT, refusal))
         body = {**CALL, "stream": stream}
@@ -99,16 +101,16 @@ async def test_a_prefill_engine_that_hands_nothing_over_says_so() -> None:
     reported = json.loads(CONTEXT.pieces[0])
     reported["choices"][0]["disaggregated_params"] = None
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
-        scripted.answers.append(Answer((json.dumps(reported).encode(),), content_type=JSON))
+        scripted.answers.append(ScriptedAnswer((json.dumps(reported).encode(),), content_type=JSON))
         assert (await prefilled(engine, CALL)).kv_transfer_params is None
-        scripted.answers.append(Answer((b"{}",), content_type=JSON))
+        scripted.answers.append(ScriptedAnswer((b"{}",), content_type=JSON))
         with pytest.raises(StreamBroken):
             await prefilled(engine, CALL)
 
 
 async def test_an_attached_engine_tells_its_events_its_load_and_what_it_does_not_know() -> None:
     states: list[EngineState] = []
-    heard, loads = Heard(), list[LoadReport]()
+    heard, loads = EventRecorder(), list[LoadReport]()
     polls = [native(0, created()), native(1, stored((1, list(range(32)))))]
     async with scripted_trtllm(polls) as scripted:
         attached = await attach(asked_for(scripted))

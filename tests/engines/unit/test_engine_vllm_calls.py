@@ -20,8 +20,8 @@ from kvrouter.core.requests import (
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.sse import AnswerReading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
-from tests.support.engine_legs import client_call as client
-from tests.support.engine_legs import full_leg as leg
+from tests.testing.engine_requests import client_call as client
+from tests.testing.engine_requests import full_request as leg
 
 CHAT: dict[str, object] = {
     "model": "public",

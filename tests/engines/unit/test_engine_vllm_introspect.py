@@ -26,8 +26,8 @@ from kvrouter.engines.vllm.introspect import (
     reachable,
 )
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.engine_legs import leg
-from tests.support.engine_server import ScriptedEngine, page, scripted_engine
+from tests.testing.engine_requests import engine_request
+from tests.testing.scripted_engine import ScriptedEngine, page, scripted_engine
 
 METRICS = "/metrics"
 R0, R1 = DpRank(0), DpRank(1)
@@ -345,7 +345,7 @@ async def test_an_engine_that_was_started_again_with_nixl_has_to_say_where_its_k
     server = EngineServer(engine.url)
     await server.open()
     silent = b'{"choices":[{"finish_reason":"length"}]}'
-    prefill = leg(kind=Leg.PREFILL)
+    prefill = engine_request(kind=Leg.PREFILL)
     try:
         ways = VllmClient(W, await ask_info(server), model="tiny")
         assert ways.call_of(prefill).reader()(silent).kv_transfer_params == {}

@@ -14,7 +14,7 @@ from kvrouter.engines.kv_events.engine_events import (
     Skipped,
 )
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from tests.support.engine_frames import stored
+from tests.testing.recorded_frames import stored
 
 FULL = CacheGroup(0, 2)
 WINDOW = CacheGroup(1, 0)

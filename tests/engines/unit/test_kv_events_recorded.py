@@ -11,7 +11,7 @@ from kvrouter.engines.kv_events.batches import read_published, read_replayed
 from kvrouter.engines.kv_events.engine_events import EngineCleared, EngineRemoved, EngineStored, EngineTraits
 from kvrouter.engines.kv_events.event_stream import EngineEventStream, Publish
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
-from tests.support.engine_frames import Sample, samples, stored
+from tests.testing.recorded_frames import Sample, samples, stored
 
 ARRAY_FIELDS = {
     "BlockStored": (

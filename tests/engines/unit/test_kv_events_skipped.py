@@ -17,13 +17,13 @@ from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import RankInfo, VllmInfo
 from kvrouter.worker import worker as worker_module
-from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
-from tests.support.engine_server import scripted_engine
-from tests.support.fleets import MODEL, card
-from tests.support.front import metrics_of, open_house
-from tests.support.logged import event_of
-from tests.support.lone_worker import RANK, House
-from tests.support.waits import until
+from tests.testing.engine_publisher import Publisher, stored_event, vllm_batch
+from tests.testing.frontend_harness import metrics_of, running_frontend
+from tests.testing.log_events import event_of
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_engine import scripted_engine
+from tests.testing.waits import until
+from tests.testing.worker_harness import RANK, WorkerHarness
 
 R0, R1 = DpRank(0), DpRank(1)
 OWN = WorkerRank(WorkerId(1), R0)
@@ -92,12 +92,12 @@ async def test_an_engines_reports_tell_what_was_skipped() -> None:
 async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house = House()
-    await house.start()
+    harness = WorkerHarness()
+    await harness.start()
 
     def reported(**skipped: int) -> list[str]:
         caplog.clear()
-        house.engine.report(LoadReport(RANK, 1, 10, kv_events_skipped=skipped))
+        harness.engine.report(LoadReport(RANK, 1, 10, kv_events_skipped=skipped))
         records = [record for record in caplog.records if event_of(record) == "kv_events_skipped"]
         return [vars(record)["kvrouter_fields"]["reason"] for record in records]
 
@@ -106,21 +106,21 @@ async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
     assert reported(orphan=3) == []
     assert reported(orphan=3, missed=1) == ["orphan 3, missed 1"]
     assert reported(orphan=3, missed=1) == []
-    later = house.worker._skipped_throttle._clock() + worker_module.SKIPPED_AGAIN_S
-    monkeypatch.setattr(house.worker._skipped_throttle, "_clock", lambda: later)
+    later = harness.worker._skipped_throttle._clock() + worker_module.SKIPPED_AGAIN_S
+    monkeypatch.setattr(harness.worker._skipped_throttle, "_clock", lambda: later)
     assert reported(orphan=3, missed=2) == ["orphan 3, missed 2"]
-    assert [load.kv_events_skipped for load in house.loads][-1] == {"orphan": 3, "missed": 2}
-    await house.worker.stop()
+    assert [load.kv_events_skipped for load in harness.loads][-1] == {"orphan": 3, "missed": 2}
+    await harness.worker.stop()
 
 
 async def test_routers_count_what_was_skipped_once_and_show_it() -> None:
-    async with open_house(card(1)) as house:
+    async with running_frontend(card(1)) as harness:
 
         async def shown(skipped: Mapping[str, int] | None) -> object:
             if skipped is not None:
                 report = LoadReport(OWN, 7, 1000)
-                house.bench.events.load(replace(report, kv_events_skipped=skipped))
-            (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
+                harness.harness.events.load(replace(report, kv_events_skipped=skipped))
+            (worker,) = (await harness.http.get("/v1/fleet")).json()["workers"]
             return worker["ranks"][0]["kv_events_skipped"]
 
         assert await shown(None) is None
@@ -129,7 +129,7 @@ async def test_routers_count_what_was_skipped_once_and_show_it() -> None:
         assert await shown({"orphan": 5, "missed": 1}) == {"orphan": 5, "missed": 1}
         assert await shown({"orphan": 5, "missed": 1}) == {"orphan": 5, "missed": 1}
         assert await shown({"orphan": 1, "missed": 2}) == {"orphan": 1, "missed": 2}  # its engine restarted
-        metrics = await metrics_of(house)
+        metrics = await metrics_of(harness)
     name, labels = "kvrouter_kv_events_skipped_total", ("0", MODEL)
     assert metrics[name, *labels, "orphan", "1"] == 6
     assert metrics[name, *labels, "missed", "1"] == 2

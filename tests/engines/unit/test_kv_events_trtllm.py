@@ -13,7 +13,7 @@ from kvrouter.engines.kv_events.engine_events import EngineSkipped, EngineTraits
 from kvrouter.engines.kv_events.event_stream import EngineEventStream, Missed, Publish
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
 from kvrouter.engines.trtllm.events import NativeEvents, decode, native_batches
-from tests.support.engine_frames import samples
+from tests.testing.recorded_frames import samples
 
 FACTS = EngineTraits(block_size=4)
 DIGEST = "ab" * 32

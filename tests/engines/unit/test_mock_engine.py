@@ -12,7 +12,7 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.engine import KvWanted, MockEngine, Outputs
 from kvrouter.engines.mock_engine.network import Arrived
-from tests.support.mock_engine import cached_tokens_of, config, engine, request, tokens_of
+from tests.testing.mock_engine import cached_tokens_of, config, engine, request, tokens_of
 
 
 def test_timing_is_the_formula_with_the_documented_figures() -> None:

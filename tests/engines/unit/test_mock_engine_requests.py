@@ -7,7 +7,7 @@ from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, 
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.engine import EngineFull
 from kvrouter.engines.mock_engine.sequence import sequence_key
-from tests.support.mock_engine import config, engine, request, tokens_of
+from tests.testing.mock_engine import config, engine, request, tokens_of
 
 
 @pytest.mark.parametrize(

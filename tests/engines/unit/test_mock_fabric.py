@@ -9,7 +9,7 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import KvTransfers
 from kvrouter.engines.mock_engine.config import MockConfig
-from tests.support.mock_fabric import (
+from tests.testing.mock_fabric import (
     D2,
     PREFILL_S,
     PROMPT,

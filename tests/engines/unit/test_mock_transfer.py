@@ -5,7 +5,7 @@ import pytest
 from kvrouter.app.mock_fleet import mock_summary
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.engines.mock_engine.config import MockConfig
-from tests.support.mock_processes import N_PROMPT, processes, read_all
+from tests.testing.mock_processes import N_PROMPT, processes, read_all
 
 
 async def alone(max_tokens: int = 20) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from kvrouter.core.requests import FinishReason, KvLoss, Leg
 from kvrouter.engines.mock import MockCluster, MockStream
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy
 from kvrouter.engines.mock_engine.remote import Peer
-from tests.support.mock_processes import (
+from tests.testing.mock_processes import (
     SETTINGS,
     SLOW_LINKS,
     Pair,
@@ -18,7 +18,7 @@ from tests.support.mock_processes import (
     read_all,
     start,
 )
-from tests.support.waits import until
+from tests.testing.waits import until
 
 POLICIES = pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
 

@@ -24,8 +24,8 @@ from kvrouter.engines.mock.transfer import (
 )
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.remote import Done, Failed, GiveUp, Join, Peer, Ready, SinkMessage, Want
-from tests.support.mock_links import zone
-from tests.support.mock_processes import (
+from tests.testing.mock_links import zone
+from tests.testing.mock_processes import (
     IN_TIME_S,
     SETTINGS,
     SLOW_LINKS,

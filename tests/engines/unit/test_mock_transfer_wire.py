@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.engines.mock import TransferSettings
-from tests.support.mock_processes import IN_TIME_S, SETTINGS, SLOW_LINKS, Pair, processes, read_all
-from tests.support.waits import until
+from tests.testing.mock_processes import IN_TIME_S, SETTINGS, SLOW_LINKS, Pair, processes, read_all
+from tests.testing.waits import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -107,7 +107,7 @@ class PeerProcess:
 @asynccontextmanager
 async def peer_process() -> AsyncIterator[PeerProcess]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.mock_peer", stdin=PIPE, stdout=PIPE, cwd=ROOT
+        sys.executable, "-m", "tests.testing.mock_peer", stdin=PIPE, stdout=PIPE, cwd=ROOT
     )
     peer = PeerProcess(process)
     try:

@@ -15,8 +15,8 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId
 from kvrouter.core.requests import Bootstrap, CallRoute, ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.sglang import calls as sglang
 from kvrouter.engines.vllm import calls as vllm
-from tests.support.engine_legs import client_call, full_leg
-from tests.support.parsed import parse_passthrough
+from tests.testing.body_parsers import parse_passthrough
+from tests.testing.engine_requests import client_call, full_request
 
 REFUSED: dict[str, object] = {
     "kv_transfer_params": {"remote_host": "h"},
@@ -64,7 +64,7 @@ def test_sglang_hears_it_from_the_router_alone_whoever_asks(
     kind: Leg, bootstrap: Bootstrap | None, n_ranks: int
 ) -> None:
     asked = client_call({"model": "m", **HOW[0][1], **REFUSED, **NAMES, **PASSED})
-    leg = full_leg(asked, kind, dp_rank=DpRank(1), bootstrap=bootstrap)
+    leg = full_request(asked, kind, dp_rank=DpRank(1), bootstrap=bootstrap)
     body: dict[str, Any] = json.loads(sglang.call_of(leg, n_ranks=n_ranks).body)
     expected: dict[str, object] = {"routed_dp_rank": 1} if n_ranks > 1 else {}
     if bootstrap is not None:
@@ -78,7 +78,7 @@ def test_sglang_hears_it_from_the_router_alone_whoever_asks(
 @pytest.mark.parametrize("kind", [Leg.DECODE, Leg.AGGREGATED])
 def test_vllm_hears_it_from_the_router_alone_whoever_asks(kind: Leg) -> None:
     asked = client_call({"model": "m", **HOW[0][1], **REFUSED, **NAMES, **PASSED})
-    call = vllm.call_of(full_leg(asked, kind, dp_rank=DpRank(1)), model="m", n_ranks=2)
+    call = vllm.call_of(full_request(asked, kind, dp_rank=DpRank(1)), model="m", n_ranks=2)
     body = json.loads(call.body)
     assert not {"kv_transfer_params", "ec_transfer_params"} & body.keys()
     assert call.headers == {"X-Request-Id": "r-i#1", "X-data-parallel-rank": "1"}  # vLLM lets the header win

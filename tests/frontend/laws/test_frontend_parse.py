@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.errors import error_body
 from kvrouter.frontend.openai.parse import ChatCall, CompletionCall
-from tests.support.parsed import parse_chat, parse_completion, parse_either
+from tests.testing.body_parsers import parse_chat, parse_completion, parse_either
 
 FIELDS = [
     "model", "messages", "prompt", "n", "stop", "stream", "stream_options", "max_tokens", "temperature",

@@ -14,7 +14,7 @@ import pytest
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.response import BadRequest, Event, Request
-from tests.support.http_serving import LOOPS, Run, echo, runner, serving
+from tests.testing.http_server import LOOPS, Run, echo, runner, running_server
 
 FOLDER = Path(__file__).parents[2] / "data" / "http-corpus"
 EXPECTED: dict[str, list[str | int]] = json.loads((FOLDER / "expected.json").read_text())
@@ -71,7 +71,7 @@ def test_a_server_answers_and_closes_as_the_connection_says(loop: str) -> None:
         return [int(status) for status in re.findall(rb"HTTP/1\.1 ([2-5]\d\d) ", received)]
 
     async def scenario() -> None:
-        async with serving(echo, LIMITS) as served:
+        async with running_server(echo, LIMITS) as served:
             for name, expected in EXPECTED.items():
                 data = (FOLDER / f"{name}.http").read_bytes()
                 wanted = [each if isinstance(each, int) else 200 for each in expected]

@@ -14,9 +14,9 @@ from kvrouter.engines.vllm import calls as vllm
 from kvrouter.frontend.openai.body import MisplacedFields
 from kvrouter.frontend.openai.passthrough import ROUTERS_FIELDS
 from tests.frontend.unit.test_frontend_passthrough import taking
-from tests.support.fleets import MODEL
-from tests.support.front import open_house
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.frontend_harness import running_frontend
+from tests.testing.router_harness import MODEL
+from tests.testing.scripted_transport import ScriptedStream
 
 REFUSED = {*ROUTERS_FIELDS, *MisplacedFields.__struct_fields__, "nvext", "vllm_xargs"}
 """What is the router's to judge: no other field may be what its refusal names."""
@@ -69,11 +69,11 @@ def test_the_engine_judges_what_the_engine_reads(calls: list[tuple[str, dict[str
 
 
 async def all_sent(calls: list[tuple[str, dict[str, object]]]) -> None:
-    async with open_house(taking(1), script=answers) as house:
+    async with running_frontend(taking(1), script=answers) as frontend:
         for path, fields in calls:
             body = json.dumps(fields).encode()
-            before = len(house.plane.opened)
-            response = await house.http.post(path, content=body)
+            before = len(frontend.plane.opened)
+            response = await frontend.http.post(path, content=body)
             named = fields.get("model")
             if isinstance(named, str) and named not in ("", MODEL):
                 assert response.status_code == 404, (body, response.text)
@@ -83,7 +83,7 @@ async def all_sent(calls: list[tuple[str, dict[str, object]]]) -> None:
                 assert param.partition(".")[0] in refused, (body, response.text)
             else:
                 assert (response.status_code, response.content) == (200, WHOLE), (body, response.text)
-                (sent,) = house.plane.opened[before:]
+                (sent,) = frontend.plane.opened[before:]
                 assert sent.request.call is not None
                 assert sent.request.call.body == body
                 to_engines(sent.request)

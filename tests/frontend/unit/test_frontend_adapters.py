@@ -9,9 +9,9 @@ from msgspec import structs
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
-from tests.support.fleets import MODEL, card
-from tests.support.front import House, error_of, open_house
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.frontend_harness import FrontendHarness, error_of, running_frontend
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream
 
 ADAPTER, OTHER_NAME = "french", "the-model"
 
@@ -29,45 +29,45 @@ def answers(stream: ScriptedStream) -> None:
     stream.feed(EngineChunk(raw=json.dumps({"choices": []}).encode(), finish=FinishReason.STOP))
 
 
-async def ask(house: House, model: str) -> httpx.Response:
+async def ask(frontend: FrontendHarness, model: str) -> httpx.Response:
     messages = [{"role": "user", "content": "hello"}]
-    return await house.http.post("/v1/chat/completions", json={"model": model, "messages": messages})
+    return await frontend.http.post("/v1/chat/completions", json={"model": model, "messages": messages})
 
 
 async def test_an_adapter_is_asked_for_where_it_is() -> None:
-    async with open_house(plain(1), adapted(2), plain(3), script=answers) as house:
+    async with running_frontend(plain(1), adapted(2), plain(3), script=answers) as frontend:
         for _ in range(6):
-            response = await ask(house, ADAPTER)
+            response = await ask(frontend, ADAPTER)
             assert response.status_code == 200
             assert response.headers["x-kvrouter-decode-worker"] == "2"
-        requests = [stream.request for stream in house.plane.opened]
+        requests = [stream.request for stream in frontend.plane.opened]
     assert {(request.model, request.lora_name) for request in requests} == {(MODEL, ADAPTER)}
 
 
 @pytest.mark.parametrize("name", [MODEL, OTHER_NAME])
 async def test_a_model_has_more_names_than_one(name: str) -> None:
-    async with open_house(plain(1), script=answers) as house:
-        assert (await ask(house, name)).status_code == 200
-        (stream,) = house.plane.opened
+    async with running_frontend(plain(1), script=answers) as frontend:
+        assert (await ask(frontend, name)).status_code == 200
+        (stream,) = frontend.plane.opened
     assert (stream.request.model, stream.request.lora_name) == (MODEL, None)
 
 
 async def test_an_unregistered_name_is_unknown() -> None:
-    async with open_house(plain(1), adapted(2), script=answers) as house:
-        response = await ask(house, "german")
+    async with running_frontend(plain(1), adapted(2), script=answers) as frontend:
+        response = await ask(frontend, "german")
     assert response.status_code == 404
     assert error_of(response)["param"] == "model"
 
 
 async def test_an_adapter_whose_engine_left_is_unknown() -> None:
-    async with open_house(plain(1), script=answers) as house:
-        assert (await ask(house, ADAPTER)).status_code == 404
+    async with running_frontend(plain(1), script=answers) as frontend:
+        assert (await ask(frontend, ADAPTER)).status_code == 404
 
 
 async def test_all_names_are_listed_with_their_models() -> None:
-    async with open_house(plain(1), adapted(2), script=answers) as house:
-        listed = (await house.http.get("/v1/models")).json()["data"]
-        one = (await house.http.get(f"/v1/models/{ADAPTER}")).json()
+    async with running_frontend(plain(1), adapted(2), script=answers) as frontend:
+        listed = (await frontend.http.get("/v1/models")).json()["data"]
+        one = (await frontend.http.get(f"/v1/models/{ADAPTER}")).json()
     assert [(model["id"], model.get("parent")) for model in listed] == sorted(
         [(MODEL, None), (OTHER_NAME, None), (ADAPTER, MODEL)]
     )
@@ -75,7 +75,7 @@ async def test_all_names_are_listed_with_their_models() -> None:
 
 
 async def test_names_count_one_model_in_the_metrics() -> None:
-    async with open_house(adapted(2), script=answers) as house:
-        await ask(house, ADAPTER)
-        page = (await house.http.get("/metrics")).text
+    async with running_frontend(adapted(2), script=answers) as frontend:
+        await ask(frontend, ADAPTER)
+        page = (await frontend.http.get("/metrics")).text
     assert f'model="{ADAPTER}"' not in page

@@ -7,8 +7,8 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
-from tests.support.fleets import MODEL, card
-from tests.support.front import error_of, open_house, says
+from tests.testing.frontend_harness import error_of, running_frontend, text_answer
+from tests.testing.router_harness import MODEL, card
 
 GUARDED = [
     ("GET", "/busy_threshold"),
@@ -29,15 +29,15 @@ WRONG_TOKENS = ("Bearer wrong", "Bearer", "Basic s3cret", "s3cret", "Bearer s3cr
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 async def test_admin_routes_require_the_set_token(method: str, path: str) -> None:
     settings = FrontendSettings(admin_token=SecretStr("s3cret"))
-    async with open_house(card(1), settings=settings) as house:
+    async with running_frontend(card(1), settings=settings) as frontend:
         for header in (None, *WRONG_TOKENS):
             headers = {} if header is None else {b"authorization": header.encode("latin-1")}
-            response = await house.http.request(method, path, headers=headers)
+            response = await frontend.http.request(method, path, headers=headers)
             assert response.status_code == 401
             assert error_of(response)["code"] == "unauthorized"
             assert response.headers["www-authenticate"].startswith("Bearer")
-        right = await house.http.request(method, path, headers={"authorization": "Bearer s3cret"})
-        free = await house.http.get("/v1/models")
+        right = await frontend.http.request(method, path, headers={"authorization": "Bearer s3cret"})
+        free = await frontend.http.get("/v1/models")
     assert right.status_code != 401
     assert free.status_code == 200
 
@@ -45,21 +45,21 @@ async def test_admin_routes_require_the_set_token(method: str, path: str) -> Non
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 async def test_closed_admin_routes_refuse_everything_without_a_set_token(method: str, path: str) -> None:
     settings = FrontendSettings(admin_routes=AdminAccess.CLOSED)
-    async with open_house(card(1), settings=settings) as house:
+    async with running_frontend(card(1), settings=settings) as frontend:
         for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer s3cret"}):
-            response = await house.http.request(method, path, headers=headers)
+            response = await frontend.http.request(method, path, headers=headers)
             assert response.status_code == 401
             assert "the admin routes are closed" in str(error_of(response)["message"])
-        free = await house.http.get("/v1/models")
+        free = await frontend.http.get("/v1/models")
     assert free.status_code == 200
 
 
 async def test_busy_thresholds_are_read_and_set() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.5)
-    async with open_house(card(1), config=config) as house:
+    async with running_frontend(card(1), config=config) as frontend:
 
         async def post(**fields: object) -> dict[str, object]:
-            response = await house.http.post("/busy_threshold", json={"model": MODEL, **fields})
+            response = await frontend.http.post("/busy_threshold", json={"model": MODEL, **fields})
             assert response.status_code == 200
             answer = response.json()
             assert isinstance(answer, dict)
@@ -76,20 +76,20 @@ async def test_busy_thresholds_are_read_and_set() -> None:
         assert await post(active_prefill_tokens_threshold=100) == thresholds(0.5, 100)
         assert await post(active_decode_blocks_threshold=None) == thresholds(None, 100)
         assert await post(active_decode_blocks_threshold=1) == thresholds(1.0, 100)
-        listed = (await house.http.get("/busy_threshold")).json()
+        listed = (await frontend.http.get("/busy_threshold")).json()
     assert listed == {"thresholds": [thresholds(1.0, 100)]}
 
 
 async def test_a_threshold_holds_for_the_next_request() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         field = "active_decode_blocks_threshold"
-        await house.http.post("/busy_threshold", json={"model": MODEL, field: 0.5})
-        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(1), DpRank(0)), 600, 1000))
-        busy = await house.chat()
-        await house.http.post(
+        await frontend.http.post("/busy_threshold", json={"model": MODEL, field: 0.5})
+        frontend.harness.model.fleet.report(LoadReport(WorkerRank(WorkerId(1), DpRank(0)), 600, 1000))
+        busy = await frontend.chat()
+        await frontend.http.post(
             "/busy_threshold", json={"model": MODEL, "active_decode_blocks_threshold": None}
         )
-        free = await house.chat()
+        free = await frontend.chat()
     assert (busy.status_code, error_of(busy)["code"]) == (503, "all_workers_busy")
     assert error_of(busy)["refusals"] == {"busy": 1}
     assert free.status_code == 200
@@ -108,7 +108,7 @@ async def test_a_threshold_holds_for_the_next_request() -> None:
     ],
 )
 async def test_a_wrong_threshold_is_named(fields: dict[str, object], status: int, param: str) -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.post("/busy_threshold", json=fields)
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.post("/busy_threshold", json=fields)
     assert response.status_code == status
     assert error_of(response)["param"] == param

@@ -27,11 +27,19 @@ from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
-from tests.support.calls import MakeFail, WatchCalls
-from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
-from tests.support.scripted_transport import ScriptedStream
-from tests.support.waits import until
+from tests.testing.calls import MakeFail, WatchCalls
+from tests.testing.frontend_harness import (
+    CONTEXT_TOKENS,
+    FrontendHarness,
+    error_of,
+    mock_text,
+    running_frontend,
+    text_answer,
+    token_ids,
+)
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream
+from tests.testing.waits import until
 
 CHAT = "/v1/chat/completions"
 DERIVED_BYTES = OUTSIDE_PROMPT_BYTES + 3 * 16 * CONTEXT_TOKENS
@@ -52,7 +60,9 @@ def says_user(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = False) -> str | None:
+async def refusal(
+    frontend: FrontendHarness, path: str, size_bytes: int, *, chunked: bool = False
+) -> str | None:
     """What a body of spaces is refused with for its size alone; None when it is not."""
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -61,7 +71,9 @@ async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = F
             yield b" " * min(left, 1 << 20)
             left -= min(left, 1 << 20)
 
-    response = await house.http.post(path, content=pieces() if chunked else b" " * size_bytes, headers=JSON)
+    response = await frontend.http.post(
+        path, content=pieces() if chunked else b" " * size_bytes, headers=JSON
+    )
     if response.status_code != 413:
         assert response.status_code == 400, response.text
         return None
@@ -73,18 +85,18 @@ async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = F
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/route/explain"])
 async def test_the_body_limit_follows_the_longest_context(path: str, chunked: bool) -> None:
-    async with open_house(own(1)) as house:
-        assert await refusal(house, path, DERIVED_BYTES, chunked=chunked) is None
-        why = await refusal(house, path, DERIVED_BYTES + 1, chunked=chunked)
+    async with running_frontend(own(1)) as frontend:
+        assert await refusal(frontend, path, DERIVED_BYTES, chunked=chunked) is None
+        why = await refusal(frontend, path, DERIVED_BYTES + 1, chunked=chunked)
     assert why is not None
     assert f"over {DERIVED_BYTES} bytes" in why
     assert "KVROUTER_BODY_MAX_BYTES" in why
 
 
 async def test_the_body_limit_counts_contexts_of_models_without_a_tokenizer() -> None:
-    async with open_house(own(1), own(2, model="other", context=1_000_000)) as house:
-        assert await refusal(house, CHAT, 12_000_000) is None
-        assert await refusal(house, CHAT, OUTSIDE_PROMPT_BYTES + 12_000_001) is not None
+    async with running_frontend(own(1), own(2, model="other", context=1_000_000)) as frontend:
+        assert await refusal(frontend, CHAT, 12_000_000) is None
+        assert await refusal(frontend, CHAT, OUTSIDE_PROMPT_BYTES + 12_000_001) is not None
 
 
 @pytest.mark.parametrize("model", [MODEL, "other"])
@@ -92,13 +104,15 @@ async def test_the_body_limit_ignores_contexts_of_dead_workers(model: str) -> No
     longer = own(2, model=model, context=1_000_000)
     text = replace(mock_text(), context_length_tokens=1_000_000)  # as of the longest card, whoever has it
     ids = b'{"model":"%s","prompt":[%s1]}' % (MODEL.encode(), b"1," * NUMBERS_MIN)
-    async with open_house(own(1), own(3, model=model), longer, text=text, script=says("ok")) as house:
-        assert await refusal(house, CHAT, DERIVED_BYTES + 1) is None
-        reply = await house.http.post("/v1/completions", content=ids)
+    async with running_frontend(
+        own(1), own(3, model=model), longer, text=text, script=text_answer("ok")
+    ) as frontend:
+        assert await refusal(frontend, CHAT, DERIVED_BYTES + 1) is None
+        reply = await frontend.http.post("/v1/completions", content=ids)
         assert "body_over_bounds" not in reply.text
-        house.bench.service.model(ModelName(model)).fleet.set_alive(WorkerId(2), False)
-        assert await refusal(house, CHAT, DERIVED_BYTES + 1) is not None
-        refused = error_of(await house.http.post("/v1/completions", content=ids))
+        frontend.harness.service.model(ModelName(model)).fleet.set_alive(WorkerId(2), False)
+        assert await refusal(frontend, CHAT, DERIVED_BYTES + 1) is not None
+        refused = error_of(await frontend.http.post("/v1/completions", content=ids))
         assert refused["code"] == "body_over_bounds"
 
 
@@ -107,31 +121,33 @@ async def test_models_that_take_images_or_are_unknown_have_the_largest_body_limi
     cards: tuple[WorkerCard, ...],
 ) -> None:
     has_most = not cards or all(each.takes_calls for each in cards)
-    async with open_house(*cards) as house:
-        assert (await refusal(house, CHAT, DERIVED_BYTES + 1) is None) == has_most
-        assert await refusal(house, CHAT, BODY_BYTES_MAX + 1) is not None
+    async with running_frontend(*cards) as frontend:
+        assert (await refusal(frontend, CHAT, DERIVED_BYTES + 1) is None) == has_most
+        assert await refusal(frontend, CHAT, BODY_BYTES_MAX + 1) is not None
 
 
 @pytest.mark.parametrize("most_bytes", [1_000, 5_000_000])
 async def test_the_setting_overrides_the_body_limit(most_bytes: int) -> None:
-    async with open_house(own(1), settings=FrontendSettings(body_max_bytes=most_bytes)) as house:
-        assert await refusal(house, CHAT, most_bytes) is None
-        why = await refusal(house, CHAT, most_bytes + 1)
+    async with running_frontend(own(1), settings=FrontendSettings(body_max_bytes=most_bytes)) as frontend:
+        assert await refusal(frontend, CHAT, most_bytes) is None
+        why = await refusal(frontend, CHAT, most_bytes + 1)
     assert why is not None
     assert f"over {most_bytes} bytes" in why
 
 
 async def test_admin_routes_have_a_small_body_limit() -> None:
-    async with open_house(taking_calls()) as house:
-        assert await refusal(house, "/busy_threshold", PAGE_BYTES_MAX) is None
-        assert "no body of this route" in (await refusal(house, "/busy_threshold", PAGE_BYTES_MAX + 1) or "")
+    async with running_frontend(taking_calls()) as frontend:
+        assert await refusal(frontend, "/busy_threshold", PAGE_BYTES_MAX) is None
+        assert "no body of this route" in (
+            await refusal(frontend, "/busy_threshold", PAGE_BYTES_MAX + 1) or ""
+        )
 
 
 async def test_long_bodies_are_read_with_the_loop(watch_calls: WatchCalls) -> None:
     scans, decodes = watch_calls(prepare, "scanned"), watch_calls(parse, "decode_body")
-    async with open_house(own(1), script=says("ok")) as house:
-        assert (await house.chat("hello")).status_code == 200
-        assert (await house.chat("hello", metadata={"a": "x" * OFF_LOOP_BYTES})).status_code == 200
+    async with running_frontend(own(1), script=text_answer("ok")) as frontend:
+        assert (await frontend.chat("hello")).status_code == 200
+        assert (await frontend.chat("hello", metadata={"a": "x" * OFF_LOOP_BYTES})).status_code == 200
     here = threading.current_thread().name
     assert [call.thread == here for call in scans] == [True, False]
     assert [call.thread == here for call in decodes] == [True, False]
@@ -140,13 +156,13 @@ async def test_long_bodies_are_read_with_the_loop(watch_calls: WatchCalls) -> No
 async def test_as_many_token_ids_as_the_longest_context_holds() -> None:
     ids = b",".join([b"1"] * 300_000)
     body = b'{"model":"%s","prompt":[%s]}' % (MODEL.encode(), ids)
-    async with open_house(own(1), own(2, model="other", context=300_000)) as house:
-        reply = await house.http.post("/v1/completions", content=body)
+    async with running_frontend(own(1), own(2, model="other", context=300_000)) as frontend:
+        reply = await frontend.http.post("/v1/completions", content=body)
         assert error_of(reply)["code"] == "context_length_exceeded"
-        reply = await house.http.post("/v1/completions", content=body.replace(b"[", b"[1,", 1))
+        reply = await frontend.http.post("/v1/completions", content=body.replace(b"[", b"[1,", 1))
         assert (error_of(reply)["code"], error_of(reply)["param"]) == ("body_over_bounds", "prompt")
-    async with open_house(own(1), settings=FrontendSettings(body_max_token_ids=10)) as house:
-        assert error_of(await house.complete([1] * 11))["code"] == "body_over_bounds"
+    async with running_frontend(own(1), settings=FrontendSettings(body_max_token_ids=10)) as frontend:
+        assert error_of(await frontend.complete([1] * 11))["code"] == "body_over_bounds"
 
 
 TOO_LONG = 1_000_001
@@ -172,9 +188,9 @@ async def test_a_too_long_prompt_is_refused_before_it_is_decoded(
     path: str, fields: dict[str, object], param: str, code: str, make_fail: MakeFail
 ) -> None:
     make_fail(parse, "decode_body", AssertionError("it was decoded"))
-    async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
-        error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
-        counted = house.bench.telemetry.prompts_refused.value(code)
+    async with running_frontend(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as frontend:
+        error = error_of(await frontend.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
+        counted = frontend.harness.telemetry.prompts_refused.value(code)
     assert (error["param"], error["code"]) == (param, code)
     assert counted == (param != "model")
 
@@ -204,9 +220,9 @@ def test_a_call_refused_for_another_field_does_not_decode_its_text(text: dict[st
 
 
 async def test_token_ids_are_counted_and_their_text_is_bounded_too() -> None:
-    async with open_house(own(1), script=says("ok")) as house:
-        reply = await house.complete("a text", nvext={"token_data": [1, 2, 3]})
-        refused = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
+    async with running_frontend(own(1), script=text_answer("ok")) as frontend:
+        reply = await frontend.complete("a text", nvext={"token_data": [1, 2, 3]})
+        refused = await frontend.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
     assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 3)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -238,9 +254,9 @@ async def test_the_body_of_a_request_ends_before_its_answer() -> None:
         fed.append(stream)
 
     settings = FrontendSettings(body_max_bytes=BODY_BYTES_MAX)
-    async with open_house(own(1), script=begins, settings=settings) as house:
-        assert (await house.http.get("/health")).status_code == 200
-        reader, writer = await asyncio.open_connection(*house.address)
+    async with running_frontend(own(1), script=begins, settings=settings) as frontend:
+        assert (await frontend.http.get("/health")).status_code == 200
+        reader, writer = await asyncio.open_connection(*frontend.address)
         tracemalloc.start()
         try:
             for data in (head, body):

@@ -12,19 +12,26 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.router.model_router import ATTEMPTS_MAX
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import MODEL, card
-from tests.support.front import SECRET, error_of, open_house, says, takeover_instructions, zoned_pairs
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.frontend_harness import (
+    SECRET,
+    error_of,
+    handoff_script,
+    running_frontend,
+    text_answer,
+    zoned_cards,
+)
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream
 
 
 async def test_an_explanation_has_a_row_for_every_candidate_and_changes_nothing() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
-        response = await house.http.post("/v1/route/explain", json=SECRET, headers={"x-request-id": "why"})
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
+        response = await frontend.http.post("/v1/route/explain", json=SECRET, headers={"x-request-id": "why"})
         explained = response.json()
-        assert house.plane.opened == []
-        assert house.bench.booked() == 0
-        assert (await house.http.get("/v1/decisions/why")).status_code == 404
-        completion = await house.http.post("/v1/route/explain", json={"model": MODEL, "prompt": [1] * 40})
+        assert frontend.plane.opened == []
+        assert frontend.harness.booked() == 0
+        assert (await frontend.http.get("/v1/decisions/why")).status_code == 404
+        completion = await frontend.http.post("/v1/route/explain", json={"model": MODEL, "prompt": [1] * 40})
     assert "secret" not in response.text
     assert explained["request_id"] == "why"
     assert (explained["model"], explained["mode"]) == (MODEL, "kv")
@@ -46,8 +53,8 @@ async def test_an_explanation_has_a_row_for_every_candidate_and_changes_nothing(
 
 async def test_an_explanation_of_an_aggregated_fleet_has_no_prefill_leg() -> None:
     silent = replace(card(3), engine_silent=True)
-    async with open_house(card(1), card(2, draining=True), silent) as house:
-        explained = (await house.http.post("/v1/route/explain", json=SECRET)).json()
+    async with running_frontend(card(1), card(2, draining=True), silent) as frontend:
+        explained = (await frontend.http.post("/v1/route/explain", json=SECRET)).json()
     assert explained["prefill"] is None
     assert explained["constraint"] is None
     assert explained["decode"]["chosen"] == {"worker_id": 1, "dp_rank": 0}
@@ -63,8 +70,8 @@ async def test_a_refusal_is_explained_too() -> None:
             "router_config_override": {"router_mode": "random"},
         },
     }
-    async with open_house(card(1, zone="a"), card(2, draining=True)) as house:
-        response = await house.http.post("/v1/route/explain", json=body)
+    async with running_frontend(card(1, zone="a"), card(2, draining=True)) as frontend:
+        response = await frontend.http.post("/v1/route/explain", json=body)
     explained = response.json()
     assert response.status_code == 200
     assert explained["mode"] == "random"
@@ -80,8 +87,8 @@ async def test_a_refused_pair_shows_both_legs() -> None:
         card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
         card(3, Role.DECODE, zone="b"),
     )
-    async with open_house(*cards) as house:
-        explained = (await house.http.post("/v1/route/explain", json=SECRET)).json()
+    async with running_frontend(*cards) as frontend:
+        explained = (await frontend.http.post("/v1/route/explain", json=SECRET)).json()
     assert explained["error"]["code"] == "no_eligible_worker"
     assert explained["error"]["refusals"] == {"domain_mismatch": 1}
     assert [row["reason"] for row in explained["prefill"]["candidates"]] == ["domain_mismatch"]
@@ -102,8 +109,8 @@ async def test_a_refused_pair_shows_both_legs() -> None:
 async def test_a_wrong_field_of_an_explanation_is_named(
     body: dict[str, object], status: int, param: str
 ) -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.post("/v1/route/explain", json=body)
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.post("/v1/route/explain", json=body)
     assert response.status_code == status
     assert error_of(response)["param"] == param
 
@@ -113,14 +120,14 @@ async def test_the_decisions_of_a_request_are_kept_attempt_by_attempt() -> None:
         if worker.request.attempt == 0:
             worker.die()
         else:
-            says("ok")(worker)
+            text_answer("ok")(worker)
 
-    async with open_house(card(1), card(2), script=script) as house:
-        response = await house.http.post(
+    async with running_frontend(card(1), card(2), script=script) as frontend:
+        response = await frontend.http.post(
             "/v1/chat/completions", json=SECRET, headers={"x-request-id": "team/a:1"}
         )
-        kept = (await house.http.get("/v1/decisions/team/a:1")).json()
-        unknown = await house.http.get("/v1/decisions/none")
+        kept = (await frontend.http.get("/v1/decisions/team/a:1")).json()
+        unknown = await frontend.http.get("/v1/decisions/none")
     assert response.status_code == 200
     assert kept["request_id"] == "team/a:1"
     assert [attempt["attempt"] for attempt in kept["attempts"]] == [0, 1]
@@ -135,21 +142,21 @@ async def test_the_decisions_of_a_request_are_kept_attempt_by_attempt() -> None:
 
 
 async def test_a_repeated_request_id_keeps_its_last_decisions() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         for _ in range(ATTEMPTS_MAX + 2):
-            await house.http.post("/v1/chat/completions", json=SECRET, headers={"x-request-id": "same"})
-        kept = (await house.http.get("/v1/decisions/same")).json()
+            await frontend.http.post("/v1/chat/completions", json=SECRET, headers={"x-request-id": "same"})
+        kept = (await frontend.http.get("/v1/decisions/same")).json()
     assert len(kept["attempts"]) == ATTEMPTS_MAX
 
 
 async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -> None:
     config = KvRouterConfig(router_cost="time")
-    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
+    async with running_frontend(card(1), card(2), config=config, script=text_answer("ok")) as frontend:
         body = {"model": MODEL, "prompt": [1] * 400}
-        explained = (await house.http.post("/v1/route/explain", json=body)).json()
+        explained = (await frontend.http.post("/v1/route/explain", json=body)).json()
         headers = {"x-request-id": "timed"}
-        assert (await house.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
-        (attempt,) = (await house.http.get("/v1/decisions/timed")).json()["attempts"]
+        assert (await frontend.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        (attempt,) = (await frontend.http.get("/v1/decisions/timed")).json()["attempts"]
     for row in explained["decode"]["candidates"]:
         times = row["times"]
         own = ("queue_ms", "prefill_ms", "memory_ms", "transfer_ms")
@@ -164,19 +171,19 @@ async def test_an_explanation_by_time_has_the_milliseconds_of_each_candidate() -
 async def test_an_explanation_of_pairs_has_pair_costs_and_losers() -> None:
     config = KvRouterConfig(router_cost="time", router_pd_selection=PdSelection.JOINT)
     cards = (card(1, Role.PREFILL), card(2, Role.PREFILL), card(3, Role.DECODE), card(4, Role.DECODE))
-    async with open_house(*cards, config=config, script=takeover_instructions) as house:
+    async with running_frontend(*cards, config=config, script=handoff_script) as frontend:
         body = {"model": MODEL, "prompt": [1] * 400}
-        answer = await house.http.post("/v1/route/explain", json=body)
+        answer = await frontend.http.post("/v1/route/explain", json=body)
         explained = answer.json()
-        fleet = (await house.http.get("/v1/fleet")).json()
+        fleet = (await frontend.http.get("/v1/fleet")).json()
         console = Console(record=True, width=400)
         draw(decode_answer(answer.content, Explanation), console)
-        house.bench.discovery.put(replace(cards[2], draining=True))
-        house.bench.discovery.put(replace(cards[3], decode_only=True))
-        pair = (await house.http.post("/v1/route/explain", json=body)).json()
+        frontend.harness.discovery.put(replace(cards[2], draining=True))
+        frontend.harness.discovery.put(replace(cards[3], decode_only=True))
+        pair = (await frontend.http.post("/v1/route/explain", json=body)).json()
         headers = {"x-request-id": "pair"}
-        assert (await house.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
-        (attempt,) = (await house.http.get("/v1/decisions/pair")).json()["attempts"]
+        assert (await frontend.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        (attempt,) = (await frontend.http.get("/v1/decisions/pair")).json()["attempts"]
     assert fleet["models"][0]["router_pd_selection"] == "joint"
     local = explained["local_prefill"]
     assert local["chosen"] in ({"worker_id": 3, "dp_rank": 0}, {"worker_id": 4, "dp_rank": 0})

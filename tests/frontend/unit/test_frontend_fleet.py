@@ -16,21 +16,29 @@ from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import installed_version
-from tests.support.constants import SetConstants
-from tests.support.fleets import MODEL, card
-from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
-from tests.support.logged import event_of, events_of
+from tests.testing.constants import SetConstants
+from tests.testing.frontend_harness import (
+    handoff_script,
+    metrics_of,
+    running_frontend,
+    text_answer,
+    zoned_cards,
+)
+from tests.testing.log_events import event_of, events_of
+from tests.testing.router_harness import MODEL, card
 
 
 async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
-        before = await metrics_of(house)
-        await house.chat()
-        await house.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
-        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 7, 1000, None, 3, 2))
-        after = await metrics_of(house)
-        house.bench.discovery.drop(3)
-        without = await metrics_of(house)
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
+        before = await metrics_of(frontend)
+        await frontend.chat()
+        await frontend.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
+        frontend.harness.model.fleet.report(
+            LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 7, 1000, None, 3, 2)
+        )
+        after = await metrics_of(frontend)
+        frontend.harness.discovery.drop(3)
+        without = await metrics_of(frontend)
     assert after["kvrouter_requests_total", MODEL, "/v1/chat/completions", "200"] == 1
     assert after["kvrouter_requests_total", MODEL, "/v1/chat/completions", "503"] == 1
     assert after["kvrouter_handoffs_total", "a", "a"] == 1
@@ -56,19 +64,19 @@ async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
 
 async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> None:
     config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
-    cards = (*zoned_pairs(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
-    async with open_house(*cards, script=takeover_instructions, config=config) as house:
+    cards = (*zoned_cards(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
+    async with running_frontend(*cards, script=handoff_script, config=config) as frontend:
         for _ in range(6):
-            await house.chat()
-        assert house.bench.telemetry.handoffs.value("a", "a") == 6
+            await frontend.chat()
+        assert frontend.harness.telemetry.handoffs.value("a", "a") == 6
 
 
 async def test_gauges_show_what_is_booked_while_it_runs() -> None:
-    async with open_house(card(1)) as house:
-        call = asyncio.create_task(house.complete([5] * 40))
-        worker = await house.plane.wait_for(Leg.AGGREGATED)
-        running = await metrics_of(house)
-        says("ok")(worker)
+    async with running_frontend(card(1)) as frontend:
+        call = asyncio.create_task(frontend.complete([5] * 40))
+        worker = await frontend.plane.wait_for(Leg.AGGREGATED)
+        running = await metrics_of(frontend)
+        text_answer("ok")(worker)
         await call
     assert running["kvrouter_ledger_active_blocks", "0", "1"] == 3
     assert running["kvrouter_ledger_prefill_tokens", "0", "1"] == 40
@@ -78,10 +86,10 @@ async def test_gauges_show_what_is_booked_while_it_runs() -> None:
 
 async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="rack")
-    cards = (*zoned_pairs(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))
-    async with open_house(*cards, script=takeover_instructions, config=config) as house:
-        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3, 2, 1))
-        fleet = (await house.http.get("/v1/fleet")).json()
+    cards = (*zoned_cards(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))
+    async with running_frontend(*cards, script=handoff_script, config=config) as frontend:
+        frontend.harness.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3, 2, 1))
+        fleet = (await frontend.http.get("/v1/fleet")).json()
     workers = {worker["worker_id"]: worker for worker in fleet["workers"]}
     assert list(workers) == [1, 2, 3, 4, 5]
     assert (fleet["draining"], fleet["running_requests"]) == (False, 0)
@@ -118,10 +126,10 @@ async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     ids=["none", "predicted"],
 )
 async def test_the_fleet_without_events_has_no_feeds(config: KvRouterConfig) -> None:
-    async with open_house(card(1), script=says("ok"), config=config) as house:
-        await house.chat()
-        fleet = (await house.http.get("/v1/fleet")).json()
-        metrics = await metrics_of(house)
+    async with running_frontend(card(1), script=text_answer("ok"), config=config) as frontend:
+        await frontend.chat()
+        fleet = (await frontend.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(frontend)
     (rank,) = fleet["workers"][0]["ranks"]
     assert (rank["feed"], rank["index_blocks"]) == (None, None)
     assert (fleet["models"][0]["index"] is None) == (config.overlap_score_weight == 0.0)
@@ -136,17 +144,17 @@ async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
 ) -> None:
     caplog.set_level("INFO")
     reported = msgspec.structs.replace(card(1), engine="vllm 0.32.0")
-    async with open_house(reported, card(2)) as house:
+    async with running_frontend(reported, card(2)) as frontend:
 
         async def shown() -> list[tuple[object, ...]]:
-            fleet = (await house.http.get("/v1/fleet")).json()
+            fleet = (await frontend.http.get("/v1/fleet")).json()
             fields = ("engine", "engine_silent", "draining")
             return [tuple(worker[name] for name in fields) for worker in fleet["workers"]]
 
         assert await shown() == [("vllm 0.32.0", False, False), (None, False, False)]
-        house.bench.discovery.put(msgspec.structs.replace(reported, engine_silent=True))
+        frontend.harness.discovery.put(msgspec.structs.replace(reported, engine_silent=True))
         assert await shown() == [("vllm 0.32.0", True, False), (None, False, False)]
-        metrics = await metrics_of(house)
+        metrics = await metrics_of(frontend)
     gauges = ("kvrouter_worker_engine_silent", "kvrouter_worker_draining")
     assert [metrics[name, worker] for name in gauges for worker in "12"] == [1, 0, 0, 0]
     (line,) = (each for each in caplog.records if event_of(each) == "worker_changed")
@@ -154,12 +162,12 @@ async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
 
 
 async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> None:
-    async with open_house(card(1), card(2), script=says("ok", cached=32)) as house:
-        before = (await house.http.get("/v1/fleet")).json()
+    async with running_frontend(card(1), card(2), script=text_answer("ok", cached=32)) as frontend:
+        before = (await frontend.http.get("/v1/fleet")).json()
         for _ in range(4):
-            await house.complete([5] * 40, nvext={"worker_id": 1})
-        fleet = (await house.http.get("/v1/fleet")).json()
-        metrics = await metrics_of(house)
+            await frontend.complete([5] * 40, nvext={"worker_id": 1})
+        fleet = (await frontend.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(frontend)
     assert [worker["ranks"][0]["predictions"] for worker in before["workers"]] == [None, None]
     shown = {"answers": 4, "wrong": 4, "wrong_share": 1.0, "mean_error_blocks": -2.0}
     assert [worker["ranks"][0]["predictions"] for worker in fleet["workers"]] == [shown, None]
@@ -170,14 +178,16 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = KvRouterConfig(router_cost="time")
-    async with open_house(card(1, taints=("own",)), card(2), config=config, script=says("ok")) as house:
-        before = (await house.http.get("/v1/fleet")).json()
+    async with running_frontend(
+        card(1, taints=("own",)), card(2), config=config, script=text_answer("ok")
+    ) as frontend:
+        before = (await frontend.http.get("/v1/fleet")).json()
         for _ in range(3):
-            await house.complete([5] * 40, nvext={"routing_constraints": {"required_taints": ["own"]}})
-        await house.complete([5] * 40, nvext={"worker_id": 2})
-        fleet = (await house.http.get("/v1/fleet")).json()
-        metrics = await metrics_of(house)
-        speeds = next(iter(house.bench.service.models())).instrumentation.placement
+            await frontend.complete([5] * 40, nvext={"routing_constraints": {"required_taints": ["own"]}})
+        await frontend.complete([5] * 40, nvext={"worker_id": 2})
+        fleet = (await frontend.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(frontend)
+        speeds = next(iter(frontend.harness.service.models())).instrumentation.placement
         speeds.rank_speed_changed(WorkerRank(WorkerId(1), DpRank(0)), is_slow=True, slowness=2.5)
     assert before["models"][0]["router_cost"] == "time"
     assert [worker["ranks"][0]["speed"] for worker in before["workers"]] == [None, None]
@@ -196,10 +206,10 @@ async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_pred
 
 async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFixture) -> None:
     config = KvRouterConfig(router_cost="time")
-    async with open_house(card(1), card(2), config=config, script=says("ok")) as house:
-        await house.complete([5] * 40)
-        before = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
-        model = next(iter(house.bench.service.models()))
+    async with running_frontend(card(1), card(2), config=config, script=text_answer("ok")) as frontend:
+        await frontend.complete([5] * 40)
+        before = (await frontend.http.get("/v1/fleet")).json()["models"][0]["links"]
+        model = next(iter(frontend.harness.service.models()))
         link = SharedLink((("zone", "a"),), "b")
         learned = model.placer.transfers.learned
         for at_s in range(40):
@@ -208,11 +218,11 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
         sums, rank = model.placer.transfers.engine_sums, WorkerRank(WorkerId(1), DpRank(0))
         for n in range(2):  # a first report may be of long ago
             report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(10 * n, 10**9 * n, 1.0 * n))
-            house.bench.events.load(report)
+            frontend.harness.events.load(report)
         for _ in range(10):
             sums.observed(Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock())
-        shown = (await house.http.get("/v1/fleet")).json()["models"][0]["links"]
-        metrics = await metrics_of(house)
+        shown = (await frontend.http.get("/v1/fleet")).json()["models"][0]["links"]
+        metrics = await metrics_of(frontend)
     assert before == {"alike": True, "engines": None, "learned": []}
     engines = shown["engines"]
     assert engines["ratio"] == pytest.approx(3.0, rel=1e-2)
@@ -234,14 +244,14 @@ async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFix
 
 async def test_uncertain_predictions_are_not_compared() -> None:
     """A rank whose feed recovers, and one whose worker itself does not know all that its engine holds."""
-    async with open_house(card(1), card(2), card(3), script=says("ok", cached=32)) as house:
-        house.bench.discovery.put(msgspec.structs.replace(card(1), cache_is_partial=True))
+    async with running_frontend(card(1), card(2), card(3), script=text_answer("ok", cached=32)) as frontend:
+        frontend.harness.discovery.put(msgspec.structs.replace(card(1), cache_is_partial=True))
         lost = KvBatch(WorkerRank(WorkerId(2), DpRank(0)), Epoch(1), EventId(9), ())
-        house.bench.events.silent.add(lost.rank)
-        house.bench.events.batch(lost)
+        frontend.harness.events.silent.add(lost.rank)
+        frontend.harness.events.batch(lost)
         for worker_id in (1, 2, 3):
-            await house.complete([5] * 40, nvext={"worker_id": worker_id})
-        fleet = (await house.http.get("/v1/fleet")).json()
+            await frontend.complete([5] * 40, nvext={"worker_id": worker_id})
+        fleet = (await frontend.http.get("/v1/fleet")).json()
     ranks = [worker["ranks"][0] for worker in fleet["workers"]]
     assert [rank["feed"]["state"] == "live" for rank in ranks] == [False, False, True]
     assert [rank["predictions"] is None for rank in ranks] == [True, True, False]
@@ -253,14 +263,14 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
     set_constants(transfer_speed, WINDOW_S=0.0)
     caplog.set_level("INFO")
     rank, gb = WorkerRank(WorkerId(1), DpRank(0)), 1_000_000_000
-    async with open_house(card(1), card(2)) as house:
+    async with running_frontend(card(1), card(2)) as frontend:
 
         async def reported(
             transfers: int, n_bytes: int, seconds: float, failed: int = 0
         ) -> dict[str, object]:
             reported = KvTransfers(transfers, n_bytes, seconds, failed)
-            house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=reported))
-            fleet = (await house.http.get("/v1/fleet")).json()
+            frontend.harness.events.load(LoadReport(rank, 7, 1000, kv_transfers=reported))
+            fleet = (await frontend.http.get("/v1/fleet")).json()
             assert fleet["workers"][1]["ranks"][0]["kv_transfers"] is None
             shown = fleet["workers"][0]["ranks"][0]["kv_transfers"]
             assert isinstance(shown, dict)
@@ -275,10 +285,10 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
         await reported(10, 10 * gb, 20.0)
         slow = await reported(20, 20 * gb, 40.0)
         assert (slow["bytes"], slow["gb_per_s"], slow["slow"]) == (20 * gb, round(40 / 42, 3), True)
-        metrics = await metrics_of(house)
+        metrics = await metrics_of(frontend)
         await reported(30, 30 * gb, 41.0)
         assert (await reported(40, 40 * gb, 42.0))["slow"] is False
-        well = await metrics_of(house)
+        well = await metrics_of(frontend)
     labels = ("0", MODEL, "1")
     assert metrics["kvrouter_kv_transfers_total", *labels] == 40
     assert metrics["kvrouter_kv_transfer_bytes_total", *labels] == 40 * gb
@@ -295,14 +305,14 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
 
 async def test_engine_reports_are_removed_with_their_worker() -> None:
     rank = WorkerRank(WorkerId(1), DpRank(0))
-    async with open_house(card(1), script=says("ok", cached=32)) as house:
-        await house.complete([5] * 40)
+    async with running_frontend(card(1), script=text_answer("ok", cached=32)) as frontend:
+        await frontend.complete([5] * 40)
         report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(1, 1, 1.0))
-        house.bench.events.load(msgspec.structs.replace(report, kv_events_skipped={"orphan": 1}))
-        house.bench.telemetry.index_wrong.inc(MODEL, "1", "0")
-        house.bench.discovery.put(card(1, incarnation=2))
-        (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
-        metrics = await metrics_of(house)
+        frontend.harness.events.load(msgspec.structs.replace(report, kv_events_skipped={"orphan": 1}))
+        frontend.harness.telemetry.index_wrong.inc(MODEL, "1", "0")
+        frontend.harness.discovery.put(card(1, incarnation=2))
+        (worker,) = (await frontend.http.get("/v1/fleet")).json()["workers"]
+        metrics = await metrics_of(frontend)
     (shown,) = worker["ranks"]
     assert [shown[field] for field in ("predictions", "kv_transfers", "kv_events_skipped")] == [None] * 3
     reported = (
@@ -319,11 +329,11 @@ async def test_the_fleet_shows_versions_engines_and_the_workers_that_it_refuses(
         card(1), version="0.1.0", engine="vllm 0.32.0", engine_url="http://engine:8000", takes_calls=True
     )
     other_blocks = msgspec.structs.replace(card(3), block_size=32, pod="pod-3")
-    async with open_house(said, card(2), other_blocks) as house:
+    async with running_frontend(said, card(2), other_blocks) as frontend:
         asked_s = time.time()
-        fleet = (await house.http.get("/v1/fleet")).json()
-        house.bench.discovery.drop(3)
-        without = (await house.http.get("/v1/fleet")).json()
+        fleet = (await frontend.http.get("/v1/fleet")).json()
+        frontend.harness.discovery.drop(3)
+        without = (await frontend.http.get("/v1/fleet")).json()
     assert (fleet["version"], fleet["recording"], fleet["replicas"]) == (installed_version(), None, None)
     assert fleet["time_s"] == pytest.approx(asked_s, abs=30.0)
     assert fleet["models"][0]["cache_view"] == "events"
@@ -345,10 +355,10 @@ async def test_the_fleet_shows_versions_engines_and_the_workers_that_it_refuses(
 
 
 async def test_the_fleet_shows_how_far_each_workers_clock_is_from_the_routers() -> None:
-    async with open_house(card(1), card(2)) as house:
+    async with running_frontend(card(1), card(2)) as frontend:
         rank = WorkerRank(WorkerId(1), DpRank(0))
-        house.bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=time.time() + 60.0))
-        fleet = (await house.http.get("/v1/fleet")).json()
+        frontend.harness.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=time.time() + 60.0))
+        fleet = (await frontend.http.get("/v1/fleet")).json()
     ahead, unheard = (worker["ranks"][0]["feed"]["clock_ahead_s"] for worker in fleet["workers"])
     assert ahead == pytest.approx(60.0, abs=30.0)
     assert unheard is None

@@ -8,9 +8,17 @@ import pytest
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
-from tests.support.scripted_transport import ScriptedStream, silent
+from tests.testing.frontend_harness import (
+    CONTEXT_TOKENS,
+    FrontendHarness,
+    error_of,
+    mock_text,
+    running_frontend,
+    text_answer,
+    token_ids,
+)
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream, silent
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -26,9 +34,9 @@ def content_of(events: list[str]) -> str:
     return "".join(each[0].get("delta", each[0]).get("content") or "" for each in choices if each)
 
 
-async def streamed(house: House, path: str = CHAT, **fields: object) -> list[str]:
+async def streamed(frontend: FrontendHarness, path: str = CHAT, **fields: object) -> list[str]:
     prompt = {"messages": [{"role": "user", "content": "hello"}]} if path == CHAT else {"prompt": "hello"}
-    response = await house.http.post(path, json={"model": MODEL, "stream": True, **prompt, **fields})
+    response = await frontend.http.post(path, json={"model": MODEL, "stream": True, **prompt, **fields})
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
     return events_of(response.text)
@@ -38,8 +46,10 @@ async def streamed(house: House, path: str = CHAT, **fields: object) -> list[str
 
 
 async def test_a_whole_chat_has_text_usage_and_the_workers_in_its_headers() -> None:
-    async with open_house(card(7, zone="a"), script=says("Paris is", " nice", cached=16)) as house:
-        response = await house.chat("Where?")
+    async with running_frontend(
+        card(7, zone="a"), script=text_answer("Paris is", " nice", cached=16)
+    ) as frontend:
+        response = await frontend.chat("Where?")
         body = response.json()
     assert response.status_code == 200
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Paris is nice"}
@@ -55,8 +65,8 @@ async def test_a_whole_chat_has_text_usage_and_the_workers_in_its_headers() -> N
 
 
 async def test_a_streamed_chat_is_the_same_text_in_events() -> None:
-    async with open_house(card(1), script=says("Paris is", " nice")) as house:
-        events = await streamed(house, stream_options={"include_usage": True})
+    async with running_frontend(card(1), script=text_answer("Paris is", " nice")) as frontend:
+        events = await streamed(frontend, stream_options={"include_usage": True})
     assert events[-1] == "[DONE]"
     assert content_of(events) == "Paris is nice"
     assert json.loads(events[0])["choices"][0]["delta"]["role"] == "assistant"
@@ -68,21 +78,21 @@ async def test_a_streamed_chat_is_the_same_text_in_events() -> None:
 
 
 async def test_a_completion_takes_text_and_token_ids() -> None:
-    async with open_house(card(1), script=says(" there")) as house:
-        texts = await house.complete("hello")
-        ids = await house.complete(list(token_ids("hello")))
-        events = await streamed(house, COMPLETIONS)
+    async with running_frontend(card(1), script=text_answer(" there")) as frontend:
+        texts = await frontend.complete("hello")
+        ids = await frontend.complete(list(token_ids("hello")))
+        events = await streamed(frontend, COMPLETIONS)
     assert texts.json()["choices"][0]["text"] == ids.json()["choices"][0]["text"] == " there"
     assert texts.json()["usage"] == ids.json()["usage"]
     assert json.loads(events[0])["choices"][0]["text"] == " there"
-    first, second = (stream.request.token_ids for stream in house.plane.opened[:2])
+    first, second = (stream.request.token_ids for stream in frontend.plane.opened[:2])
     assert first == second
 
 
 async def test_usage_can_come_with_every_event() -> None:
-    async with open_house(card(1), script=says("a", "b")) as house:
+    async with running_frontend(card(1), script=text_answer("a", "b")) as frontend:
         options = {"include_usage": True, "continuous_usage_stats": True}
-        events = await streamed(house, stream_options=options)
+        events = await streamed(frontend, stream_options=options)
     counts = [json.loads(event)["usage"]["completion_tokens"] for event in events[1:3]]
     assert counts == [1, 2]
 
@@ -93,22 +103,22 @@ async def test_a_stop_string_that_is_cut_over_chunks_ends_answer_and_engine(stre
         for piece in ("one tw", "o EN", "D three"):
             worker.feed(EngineChunk(token_ids=token_ids(piece)))
 
-    async with open_house(card(1), script=script) as house:
+    async with running_frontend(card(1), script=script) as frontend:
         if stream:
-            events = await streamed(house, stop=["END"])
+            events = await streamed(frontend, stop=["END"])
             text, finish = content_of(events), json.loads(events[-2])["choices"][0]["finish_reason"]
         else:
-            choice = (await house.chat(stop="END")).json()["choices"][0]
+            choice = (await frontend.chat(stop="END")).json()["choices"][0]
             text, finish = choice["message"]["content"], choice["finish_reason"]
         assert (text, finish) == ("one two ", "stop")
-        assert house.plane.opened[0].cancelled_for is not None
-        assert house.bench.booked() == 0
-        assert house.bench.telemetry.cancellations.value(MODEL, "decode") == 0, "nobody left"
+        assert frontend.plane.opened[0].cancelled_for is not None
+        assert frontend.harness.booked() == 0
+        assert frontend.harness.telemetry.cancellations.value(MODEL, "decode") == 0, "nobody left"
 
 
 async def test_held_back_text_is_delivered_when_it_is_no_stop_string() -> None:
-    async with open_house(card(1), script=says("a EN", finish=FinishReason.LENGTH)) as house:
-        choice = (await house.chat(stop=["END"])).json()["choices"][0]
+    async with running_frontend(card(1), script=text_answer("a EN", finish=FinishReason.LENGTH)) as frontend:
+        choice = (await frontend.chat(stop=["END"])).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("a EN", "length")
 
 
@@ -121,8 +131,8 @@ async def test_half_a_character_is_never_sent() -> None:
             worker.feed(EngineChunk(token_ids=(token_id,)))
         worker.feed(EngineChunk(finish=FinishReason.STOP))
 
-    async with open_house(card(1), script=script) as house:
-        events = await streamed(house)
+    async with running_frontend(card(1), script=script) as frontend:
+        events = await streamed(frontend)
     assert content_of(events) == "né 😀!"
     assert "\ufffd" not in "".join(events)
 
@@ -134,15 +144,15 @@ async def test_a_pair_is_named_with_its_domains_and_its_timing() -> None:
                 EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 1})
             )
         else:
-            says("ok")(worker)
+            text_answer("ok")(worker)
 
     cards = (
         card(1, Role.PREFILL, zone="a,b", enforcement=Enforcement.REQUIRED),
         card(2, Role.DECODE, zone="a,b"),
     )
-    async with open_house(*cards, script=script) as house:
-        response = await house.chat(nvext={"extra_fields": ["worker_id", "timing"]})
-        events = await streamed(house, nvext={"extra_fields": ["worker_id"]})
+    async with running_frontend(*cards, script=script) as frontend:
+        response = await frontend.chat(nvext={"extra_fields": ["worker_id", "timing"]})
+        events = await streamed(frontend, nvext={"extra_fields": ["worker_id"]})
     headers, nvext = response.headers, response.json()["nvext"]
     assert (headers["x-kvrouter-prefill-worker"], headers["x-kvrouter-decode-worker"]) == ("1", "2")
     assert headers["x-kvrouter-prefill-domain"] == headers["x-kvrouter-decode-domain"] == "zone=a%2Cb"
@@ -157,18 +167,18 @@ async def test_a_pair_is_named_with_its_domains_and_its_timing() -> None:
 
 
 async def test_the_clients_own_request_id_is_kept_and_never_runs_twice() -> None:
-    async with open_house(card(1), script=silent) as house:
+    async with running_frontend(card(1), script=silent) as frontend:
         body = {"model": MODEL, "prompt": "hi"}
         calls = [
-            asyncio.create_task(house.http.post(COMPLETIONS, json=body, headers={"x-request-id": "mine"}))
+            asyncio.create_task(frontend.http.post(COMPLETIONS, json=body, headers={"x-request-id": "mine"}))
             for _ in range(2)
         ]
         async with asyncio.timeout(60):
             for nth in range(2):
-                says("ok")(await house.plane.wait_for(Leg.AGGREGATED, nth=nth))
+                text_answer("ok")(await frontend.plane.wait_for(Leg.AGGREGATED, nth=nth))
         ids = {response.headers["x-request-id"] for response in await asyncio.gather(*calls)}
-        house.plane.script = says("ok")
-        bad = await house.http.post(COMPLETIONS, json=body, headers={"x-request-id": "no spaces"})
+        frontend.plane.script = text_answer("ok")
+        bad = await frontend.http.post(COMPLETIONS, json=body, headers={"x-request-id": "no spaces"})
     assert len(ids) == 2
     assert "mine" in ids
     assert all(each.startswith("mine") for each in ids)
@@ -176,9 +186,9 @@ async def test_the_clients_own_request_id_is_kept_and_never_runs_twice() -> None
 
 
 async def test_sampling_reaches_the_engine() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        await house.chat(temperature=0, seed=5, max_completion_tokens=9, nvext={"cache_salt": "tenant"})
-        request = house.plane.opened[0].request
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        await frontend.chat(temperature=0, seed=5, max_completion_tokens=9, nvext={"cache_salt": "tenant"})
+        request = frontend.plane.opened[0].request
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.max_tokens) == (0.0, 5, 9)
     assert request.cache_namespace == "tenant"
 
@@ -231,16 +241,16 @@ async def test_sampling_reaches_the_engine() -> None:
 async def test_a_bad_call_is_answered_with_its_field(
     fields: dict[str, object], status: int, code: str, param: str | None
 ) -> None:
-    async with open_house(card(1, zone="a"), script=says("ok")) as house:
+    async with running_frontend(card(1, zone="a"), script=text_answer("ok")) as frontend:
         for stream in (False, True):
-            response = await house.chat(fields={"stream": stream, **fields})
+            response = await frontend.chat(fields={"stream": stream, **fields})
             error = error_of(response)
             assert response.status_code == status
             assert (error["code"], error["param"]) == (code, param)
             assert ("retry-after" in response.headers) == (status == 503)
-        assert house.plane.opened == []
-        assert house.bench.booked() == 0
-        assert house.bench.service.requests.running == 0
+        assert frontend.plane.opened == []
+        assert frontend.harness.booked() == 0
+        assert frontend.harness.service.requests.running == 0
 
 
 @pytest.mark.parametrize(
@@ -248,31 +258,31 @@ async def test_a_bad_call_is_answered_with_its_field(
     [("", "prompt"), ([1, 2**31], "prompt[1]"), ("word " * CONTEXT_TOKENS, "prompt"), (["a", "b"], "prompt")],
 )
 async def test_a_bad_prompt_is_named(prompt: object, param: str) -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        response = await house.complete(prompt)
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        response = await frontend.complete(prompt)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
 
 
 async def test_a_body_that_is_no_json_is_a_400() -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.post(CHAT, content=b'{"model": "mock", NaN}')
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.post(CHAT, content=b'{"model": "mock", NaN}')
     assert response.status_code == 400
     assert error_of(response)["param"] is None
 
 
 async def test_a_body_over_the_limit_is_a_413() -> None:
-    async with open_house(card(1), settings=FrontendSettings(body_max_bytes=1000)) as house:
-        response = await house.chat("x" * 2000)
+    async with running_frontend(card(1), settings=FrontendSettings(body_max_bytes=1000)) as frontend:
+        response = await frontend.chat("x" * 2000)
     assert response.status_code == 413
     assert error_of(response)["code"] == "request_too_large"
 
 
 async def test_a_text_longer_than_a_context_can_hold_is_refused_by_its_length() -> None:
     long = "x" * (mock_text().prompt_max_chars + 1)
-    async with open_house(card(1), script=says("ok")) as house:
-        completion, chat = await house.complete(long), await house.chat(long)
-        counted = house.bench.telemetry.prompts_refused.value("context_length_exceeded")
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        completion, chat = await frontend.complete(long), await frontend.chat(long)
+        counted = frontend.harness.telemetry.prompts_refused.value("context_length_exceeded")
     for response, field in ((completion, "prompt"), (chat, "messages")):
         assert (response.status_code, error_of(response)["param"]) == (400, field)
         assert error_of(response)["code"] == "context_length_exceeded"
@@ -281,18 +291,18 @@ async def test_a_text_longer_than_a_context_can_hold_is_refused_by_its_length() 
 
 
 async def test_a_prompt_of_a_whole_context_has_no_room_for_an_answer() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        full = await house.complete([1] * CONTEXT_TOKENS, max_tokens=1)
-        fits = await house.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=1)
-        over = await house.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=2)
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        full = await frontend.complete([1] * CONTEXT_TOKENS, max_tokens=1)
+        fits = await frontend.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=1)
+        over = await frontend.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=2)
     assert (error_of(full)["code"], error_of(full)["param"]) == ("context_length_exceeded", "prompt")
     assert (error_of(over)["code"], error_of(over)["param"]) == ("context_length_exceeded", "max_tokens")
     assert fits.status_code == 200
 
 
 async def test_refusals_are_counted_by_reason() -> None:
-    async with open_house(card(1, draining=True), card(2)) as house:
-        response = await house.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
+    async with running_frontend(card(1, draining=True), card(2)) as frontend:
+        response = await frontend.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
     error = error_of(response)
     assert response.status_code == 503
     assert error["refusals"] == {"draining": 1, "taint_missing": 1}
@@ -300,17 +310,17 @@ async def test_refusals_are_counted_by_reason() -> None:
 
 
 async def test_a_model_without_a_tokenizer_here_is_not_served_yet() -> None:
-    async with open_house(card(1, model="other"), card(2), script=says("ok")) as house:
-        response = await house.chat(model="other")
-        listed = (await house.http.get("/v1/models")).json()
+    async with running_frontend(card(1, model="other"), card(2), script=text_answer("ok")) as frontend:
+        response = await frontend.chat(model="other")
+        listed = (await frontend.http.get("/v1/models")).json()
     assert (response.status_code, error_of(response)["code"]) == (503, "model_not_ready")
     assert [model["id"] for model in listed["data"]] == [MODEL]
 
 
 async def test_an_engine_that_fails_before_the_first_token_is_an_error_with_a_status() -> None:
-    async with open_house(card(1), card(2), script=lambda stream: stream.die()) as house:
-        whole = await house.chat()
-        stream = await house.chat(stream=True)
+    async with running_frontend(card(1), card(2), script=lambda stream: stream.die()) as frontend:
+        whole = await frontend.chat()
+        stream = await frontend.chat(stream=True)
     for response in (whole, stream):
         assert response.status_code in {502, 503}
         assert error_of(response)
@@ -321,18 +331,18 @@ async def test_an_engine_that_fails_after_it_ends_the_stream_with_one_error_even
         worker.feed(EngineChunk(token_ids=token_ids("half an ans")))
         worker.die()
 
-    async with open_house(card(1), script=script) as house:
-        events = await streamed(house, seed=3)
-        assert house.bench.booked() == 0
+    async with running_frontend(card(1), script=script) as frontend:
+        events = await streamed(frontend, seed=3)
+        assert frontend.harness.booked() == 0
     assert "[DONE]" not in events
     assert json.loads(events[-1])["error"]["code"] in {"worker_failed", "no_eligible_worker"}
     assert content_of(events).startswith("half")
 
 
 async def test_a_router_that_drains_takes_no_new_requests() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        await house.bench.service.requests.drain(0.0)
-        response = await house.chat()
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        await frontend.harness.service.requests.drain(0.0)
+        response = await frontend.chat()
     assert response.status_code == 503
     assert error_of(response)["code"] == "shutting_down"
     assert response.headers["retry-after"] == "1"
@@ -342,16 +352,16 @@ async def test_a_router_that_drains_takes_no_new_requests() -> None:
 
 
 async def test_every_call_is_counted_by_route_model_and_status() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        await house.chat()
-        await house.complete()
-        await house.chat(model="made-up")
-        await house.chat(n=2)
-        requests = house.bench.telemetry.requests
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        await frontend.chat()
+        await frontend.complete()
+        await frontend.chat(model="made-up")
+        await frontend.chat(n=2)
+        requests = frontend.harness.telemetry.requests
         assert requests.value(CHAT, MODEL, "200") == 1
         assert requests.value(COMPLETIONS, MODEL, "200") == 1
         assert requests.value(CHAT, "unknown", "404") == 1
         assert requests.value(CHAT, MODEL, "400") == 1
-        assert house.bench.telemetry.tokenization_duration.count(MODEL) == 2
-        assert house.bench.telemetry.http_events.value("request") == 4
-        assert house.bench.telemetry.http_connections.value() == 1
+        assert frontend.harness.telemetry.tokenization_duration.count(MODEL) == 2
+        assert frontend.harness.telemetry.http_events.value("request") == 4
+        assert frontend.harness.telemetry.http_connections.value() == 1

@@ -9,9 +9,9 @@ from msgspec import structs
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import MODEL, card
-from tests.support.front import House, open_house
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.frontend_harness import FrontendHarness, running_frontend
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream
 
 N_WORKERS = 5
 BIG = 300 * 1024
@@ -35,8 +35,8 @@ def shown(picture: str, question: str) -> list[dict[str, object]]:
     ]
 
 
-async def ask(house: House, messages: list[dict[str, object]]) -> httpx.Response:
-    return await house.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+async def ask(frontend: FrontendHarness, messages: list[dict[str, object]]) -> httpx.Response:
+    return await frontend.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
 
 
 def place(response: httpx.Response) -> tuple[str, int]:
@@ -49,39 +49,39 @@ def place(response: httpx.Response) -> tuple[str, int]:
 async def test_a_conversation_about_a_picture_stays_with_its_worker(picture: str) -> None:
     messages = shown(picture, "What is this? Answer in so many words that it fills a few blocks.")
     by_blocks = KvRouterConfig(router_cost="blocks")  # which a machine's pauses cannot turn
-    async with open_house(*engines(), script=answers, config=by_blocks) as house:
-        worker, blocks = place(await ask(house, messages))
+    async with running_frontend(*engines(), script=answers, config=by_blocks) as frontend:
+        worker, blocks = place(await ask(frontend, messages))
         assert blocks == 0
         for turn in range(2 * N_WORKERS):
             messages += [
                 {"role": "assistant", "content": "It is a cat."},
                 {"role": "user", "content": f"And now, number {turn}?"},
             ]
-            then, more = place(await ask(house, messages))
+            then, more = place(await ask(frontend, messages))
             assert then == worker
             assert more > blocks, "the turns before it are there too"
             blocks = more
 
 
 async def test_another_picture_is_another_conversation() -> None:
-    async with open_house(*engines(), script=answers) as house:
-        _, _ = place(await ask(house, shown("AAAA", "What is this?")))
-        _, again = place(await ask(house, shown("AAAA", "What is this?")))
-        _, other = place(await ask(house, shown("BBBB", "What is this?")))
+    async with running_frontend(*engines(), script=answers) as frontend:
+        _, _ = place(await ask(frontend, shown("AAAA", "What is this?")))
+        _, again = place(await ask(frontend, shown("AAAA", "What is this?")))
+        _, other = place(await ask(frontend, shown("BBBB", "What is this?")))
     assert again > other
 
 
 async def test_a_text_is_never_predicted() -> None:
-    async with open_house(*engines(), script=answers) as house:
+    async with running_frontend(*engines(), script=answers) as frontend:
         for _ in range(3):
-            _, blocks = place(await ask(house, [{"role": "user", "content": "Many words " * 20}]))
+            _, blocks = place(await ask(frontend, [{"role": "user", "content": "Many words " * 20}]))
             assert blocks == 0, "no engine published a block"
 
 
 async def test_predictions_for_images_do_not_count_against_the_index() -> None:
-    async with open_house(*engines(), script=answers) as house:
+    async with running_frontend(*engines(), script=answers) as frontend:
         for _ in range(3):
-            _, blocks = place(await ask(house, shown("AAAA", "What is this?")))
-        page = (await house.http.get("/metrics")).text
+            _, blocks = place(await ask(frontend, shown("AAAA", "What is this?")))
+        page = (await frontend.http.get("/metrics")).text
     assert blocks > 0, "the engine says that nothing of it was cached"
     assert "kvrouter_index_predictions_total{" not in page

@@ -16,9 +16,9 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.keep_alive import SSE_KEEP_ALIVE
 from kvrouter.settings.tree import FrontendSettings
 from tests.frontend.unit.test_frontend_passthrough import STOP, event, piece, streams, taking
-from tests.support.fleets import MODEL, card, decode_card, prefill_card
-from tests.support.front import House, open_house, says, takeover_instructions
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.frontend_harness import FrontendHarness, handoff_script, running_frontend, text_answer
+from tests.testing.router_harness import MODEL, card, decode_card, prefill_card
+from tests.testing.scripted_transport import ScriptedStream
 
 OFTEN = FrontendSettings(sse_keep_alive_s=0.02)
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "input": "hi", "stream": True}
@@ -44,57 +44,60 @@ class Reader:
 
 
 @asynccontextmanager
-async def asking(house: House, path: str = PATHS[0]) -> AsyncIterator[Reader]:
-    async with asyncio.timeout(20), house.http.stream("POST", path, json=BODY) as response:
+async def asking(frontend: FrontendHarness, path: str = PATHS[0]) -> AsyncIterator[Reader]:
+    async with asyncio.timeout(20), frontend.http.stream("POST", path, json=BODY) as response:
         yield Reader(response)
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_silent_engines_client_gets_comments_and_then_its_bytes(path: str) -> None:
-    async with open_house(taking(1), settings=OFTEN) as house, asking(house, path) as client:
+    async with running_frontend(taking(1), settings=OFTEN) as frontend, asking(frontend, path) as client:
         assert client.response.status_code == 200
         await client.until(SSE_KEEP_ALIVE, n=3)
-        (stream,) = house.plane.opened
+        (stream,) = frontend.plane.opened
         stream.feed(piece("Par"))
         await client.until(event("Par"))
         client.read = b""
         await client.until(SSE_KEEP_ALIVE, n=2)
         streams("is")(stream)
         assert await client.rest() == event("") + event("is") + STOP
-    assert house.bench.booked() == 0
+    assert frontend.harness.booked() == 0
 
 
 async def test_a_request_that_waits_for_its_place_has_comments() -> None:
-    async with open_house(taking(1), settings=OFTEN, script=streams("Par")) as house:
-        house.plane.accepts.clear()
-        async with asking(house) as client:
+    async with running_frontend(taking(1), settings=OFTEN, script=streams("Par")) as frontend:
+        frontend.plane.accepts.clear()
+        async with asking(frontend) as client:
             await client.until(SSE_KEEP_ALIVE, n=2)
-            assert not house.plane.opened
-            house.plane.accepts.set()
+            assert not frontend.plane.opened
+            frontend.plane.accepts.set()
             assert await client.rest() == event("") + event("Par") + STOP
 
 
 async def test_a_request_prefilled_by_another_worker_has_comments() -> None:
-    async with open_house(prefill_card(1), decode_card(2), settings=OFTEN) as house, asking(house) as client:
+    async with (
+        running_frontend(prefill_card(1), decode_card(2), settings=OFTEN) as frontend,
+        asking(frontend) as client,
+    ):
         await client.until(SSE_KEEP_ALIVE, n=2)
-        assert [leg for leg, _ in house.plane.legs()] == [Leg.PREFILL]
-        takeover_instructions(house.plane.opened[0])
-        says("ok")(await house.plane.wait_for(Leg.DECODE))
+        assert [leg for leg, _ in frontend.plane.legs()] == [Leg.PREFILL]
+        handoff_script(frontend.plane.opened[0])
+        text_answer("ok")(await frontend.plane.wait_for(Leg.DECODE))
         assert b'"content":"ok"' in await client.rest()
 
 
 async def test_a_worker_lost_behind_a_comment_is_replaced() -> None:
-    async with open_house(taking(1), taking(2), settings=OFTEN) as house, asking(house) as client:
+    async with running_frontend(taking(1), taking(2), settings=OFTEN) as frontend, asking(frontend) as client:
         await client.until(SSE_KEEP_ALIVE)
-        house.plane.opened[0].die()
-        streams("Par")(await house.plane.wait_for(Leg.AGGREGATED, nth=1))
+        frontend.plane.opened[0].die()
+        streams("Par")(await frontend.plane.wait_for(Leg.AGGREGATED, nth=1))
         assert await client.rest() == event("") + event("Par") + STOP
 
 
 async def test_an_error_after_a_comment_is_the_last_event() -> None:
-    async with open_house(taking(1), settings=OFTEN) as house, asking(house) as client:
+    async with running_frontend(taking(1), settings=OFTEN) as frontend, asking(frontend) as client:
         await client.until(SSE_KEEP_ALIVE)
-        house.plane.opened[0].feed(InvalidRequest("not that one", param="theirs"))
+        frontend.plane.opened[0].feed(InvalidRequest("not that one", param="theirs"))
         last = await client.rest()
     assert json.loads(last.removeprefix(b"data: "))["error"]["param"] == "theirs"
 
@@ -104,22 +107,25 @@ async def test_an_error_before_the_first_comment_has_a_status() -> None:
         stream.feed(InvalidRequest("not that one"))
 
     rarely = FrontendSettings(sse_keep_alive_s=60.0)
-    async with open_house(taking(1), settings=rarely, script=refuses) as house, asking(house) as client:
+    async with (
+        running_frontend(taking(1), settings=rarely, script=refuses) as frontend,
+        asking(frontend) as client,
+    ):
         assert client.response.status_code == 400
         await client.response.aread()
-    async with open_house(settings=rarely) as house, asking(house) as client:
+    async with running_frontend(settings=rarely) as frontend, asking(frontend) as client:
         assert client.response.status_code == 503
         assert client.response.headers["retry-after"]
         await client.response.aread()
 
 
 async def test_no_comment_is_written_inside_an_event() -> None:
-    async with open_house(taking(1), settings=OFTEN) as house, asking(house) as client:
-        stream = await house.plane.wait_for(Leg.AGGREGATED)
+    async with running_frontend(taking(1), settings=OFTEN) as frontend, asking(frontend) as client:
+        stream = await frontend.plane.wait_for(Leg.AGGREGATED)
         whole = event("Par")
         stream.feed(EngineChunk(raw=whole[:30], text_chars=0))
         await client.until(whole[:30])
-        async with asking(house) as clock:
+        async with asking(frontend) as clock:
             await clock.until(SSE_KEEP_ALIVE, n=3)
         stream.feed(
             EngineChunk(raw=whole[30:], text_chars=3), EngineChunk(raw=STOP, finish=FinishReason.STOP)
@@ -130,13 +136,13 @@ async def test_no_comment_is_written_inside_an_event() -> None:
 
 @pytest.mark.parametrize("by", [taking(1), card(1)])
 async def test_complete_answers_have_no_comments(by: WorkerCard) -> None:
-    async with open_house(by, settings=OFTEN) as house, asyncio.TaskGroup() as tasks:
-        whole = tasks.create_task(house.chat())
-        stream = await house.plane.wait_for(Leg.AGGREGATED)
-        async with asking(house) as clock:
+    async with running_frontend(by, settings=OFTEN) as frontend, asyncio.TaskGroup() as tasks:
+        whole = tasks.create_task(frontend.chat())
+        stream = await frontend.plane.wait_for(Leg.AGGREGATED)
+        async with asking(frontend) as clock:
             await clock.until(SSE_KEEP_ALIVE, n=2)
         if by.takes_calls:
             stream.feed(EngineChunk(raw=b'{"choices":[]}', finish=FinishReason.STOP))
         else:
-            says("ok")(stream)
+            text_answer("ok")(stream)
         assert (await whole).json()["choices"] is not None

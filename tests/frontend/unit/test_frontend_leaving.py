@@ -13,10 +13,10 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.transports.requests.port import AliveSink
-from tests.support.fleets import MODEL, card
-from tests.support.front import House, open_house, says, token_ids
-from tests.support.scripted_transport import silent
-from tests.support.waits import until
+from tests.testing.frontend_harness import FrontendHarness, running_frontend, text_answer, token_ids
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import silent
+from tests.testing.waits import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -34,8 +34,8 @@ class Raw(NamedTuple):
         self.writer.transport.abort()
 
 
-async def send_raw(house: House, **fields: object) -> Raw:
-    reader, writer = await asyncio.open_connection(*house.address)
+async def send_raw(frontend: FrontendHarness, **fields: object) -> Raw:
+    reader, writer = await asyncio.open_connection(*frontend.address)
     data = json.dumps({"model": MODEL, "prompt": "hello", **fields}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
     return Raw(reader, writer)
@@ -43,32 +43,32 @@ async def send_raw(house: House, **fields: object) -> Raw:
 
 @pytest.mark.parametrize("after_tokens", [False, True])
 async def test_a_client_that_leaves_cancels_its_engine_and_frees_its_leases(after_tokens: bool) -> None:
-    async with open_house(card(1), script=silent) as house:
-        raw = await send_raw(house, stream=True)
-        worker = await house.plane.wait_for(Leg.AGGREGATED)
+    async with running_frontend(card(1), script=silent) as frontend:
+        raw = await send_raw(frontend, stream=True)
+        worker = await frontend.plane.wait_for(Leg.AGGREGATED)
         if after_tokens:
             worker.tokens(*token_ids("some"))
             await raw.reader.readuntil(b"some")
         raw.leave()
-        await until(lambda: house.bench.service.requests.running == 0)
+        await until(lambda: frontend.harness.service.requests.running == 0)
         assert worker.cancelled_for is not None
-        assert house.bench.booked() == 0
-        assert house.bench.telemetry.requests.value(COMPLETIONS, MODEL, "499") == 1
+        assert frontend.harness.booked() == 0
+        assert frontend.harness.telemetry.requests.value(COMPLETIONS, MODEL, "499") == 1
 
 
 async def test_a_client_that_leaves_the_queue_is_not_placed() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=0, admission_queue_max=4, admission_wait_s=30.0)
-    async with open_house(card(1), script=silent, config=config) as house:
-        first = await send_raw(house)
-        worker = await house.plane.wait_for(Leg.AGGREGATED)
-        second = await send_raw(house)
-        await until(lambda: len(house.bench.model.placer.waiting) == 1)
+    async with running_frontend(card(1), script=silent, config=config) as frontend:
+        first = await send_raw(frontend)
+        worker = await frontend.plane.wait_for(Leg.AGGREGATED)
+        second = await send_raw(frontend)
+        await until(lambda: len(frontend.harness.model.placer.waiting) == 1)
         second.leave()
-        await until(lambda: len(house.bench.model.placer.waiting) == 0)
-        says("ok")(worker)
+        await until(lambda: len(frontend.harness.model.placer.waiting) == 0)
+        text_answer("ok")(worker)
         await first.reader.readuntil(b"ok")
         first.writer.close()
-    assert len(house.plane.opened) == 1
+    assert len(frontend.plane.opened) == 1
 
 
 class EndlessStream:
@@ -113,8 +113,8 @@ class EndlessPlane:
 async def test_a_client_that_does_not_read_slows_its_engine_stream() -> None:
     settings = FrontendSettings(write_high_water_bytes=4096, write_low_water_bytes=1024)
     plane = EndlessPlane()
-    async with open_house(card(1), plane=plane, settings=settings) as house:
-        raw = await send_raw(house, stream=True, max_tokens=400)
+    async with running_frontend(card(1), plane=plane, settings=settings) as frontend:
+        raw = await send_raw(frontend, stream=True, max_tokens=400)
         await until(lambda: bool(plane.streams))
         (stream,) = plane.streams
         last = -1
@@ -122,20 +122,20 @@ async def test_a_client_that_does_not_read_slows_its_engine_stream() -> None:
             last = stream.taken
             for _ in range(2000):
                 await asyncio.sleep(0)
-        assert house.bench.service.requests.running == 1
+        assert frontend.harness.service.requests.running == 1
         while stream.taken == last:
             assert await raw.reader.read(100_000)
         raw.leave()
         await until(lambda: stream.cancelled_for is not None)
-        await until(lambda: house.bench.service.requests.running == 0)
+        await until(lambda: frontend.harness.service.requests.running == 0)
 
 
 async def test_a_stream_that_is_cut_by_a_drain_does_not_look_complete() -> None:
-    async with open_house(card(1), script=silent) as house:
-        raw = await send_raw(house, stream=True)
-        (await house.plane.wait_for(Leg.AGGREGATED)).tokens(*token_ids("half"))
+    async with running_frontend(card(1), script=silent) as frontend:
+        raw = await send_raw(frontend, stream=True)
+        (await frontend.plane.wait_for(Leg.AGGREGATED)).tokens(*token_ids("half"))
         await raw.reader.readuntil(b"half")
-        assert await house.bench.service.requests.drain(0.0) == 1
+        assert await frontend.harness.service.requests.drain(0.0) == 1
         rest = await raw.reader.readuntil(b"0\r\n\r\n")
         raw.leave()
     assert b"[DONE]" not in rest

@@ -13,22 +13,29 @@ from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.router import kv_flows, model_router
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.constants import SetConstants
-from tests.support.fleets import MODEL, card, decode_card, prefill_card
-from tests.support.front import House, error_of, open_house, says, takeover_instructions, zoned_pairs
+from tests.testing.constants import SetConstants
+from tests.testing.frontend_harness import (
+    FrontendHarness,
+    error_of,
+    handoff_script,
+    running_frontend,
+    text_answer,
+    zoned_cards,
+)
+from tests.testing.router_harness import MODEL, card, decode_card, prefill_card
 
 PROMPT = [7] * 40
 
 
-async def asked(house: House, path: str) -> Any:
-    response = await house.http.get(path)
+async def asked(frontend: FrontendHarness, path: str) -> Any:
+    response = await frontend.http.get(path)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def send(house: House, request_id: str, **more: object) -> httpx.Response:
+async def send(frontend: FrontendHarness, request_id: str, **more: object) -> httpx.Response:
     body = {"model": MODEL, "prompt": PROMPT, **more}
-    return await house.http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
+    return await frontend.http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
 
 
 def sized(worker: WorkerCard) -> WorkerCard:
@@ -37,12 +44,12 @@ def sized(worker: WorkerCard) -> WorkerCard:
 
 
 async def test_the_latest_decisions_come_newest_first_with_their_costs() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
         for request_id in ("a", "b", "c"):
-            assert (await send(house, request_id)).status_code == 200
-        two = (await asked(house, "/v1/decisions?limit=2"))["decisions"]
-        every = (await asked(house, "/v1/decisions"))["decisions"]
-        none = (await asked(house, "/v1/decisions?limit=0"))["decisions"]
+            assert (await send(frontend, request_id)).status_code == 200
+        two = (await asked(frontend, "/v1/decisions?limit=2"))["decisions"]
+        every = (await asked(frontend, "/v1/decisions"))["decisions"]
+        none = (await asked(frontend, "/v1/decisions?limit=0"))["decisions"]
     assert [row["request_id"] for row in two] == ["c", "b"]
     assert [row["request_id"] for row in every] == ["c", "b", "a"]
     assert none == []
@@ -57,21 +64,21 @@ async def test_the_latest_decisions_come_newest_first_with_their_costs() -> None
 
 @pytest.mark.parametrize("limit", ["-1", "x", "", "1.5", str(DECISIONS_LISTED_MAX + 1), "9" * 30, "²"])
 async def test_a_limit_that_is_no_number_or_too_large_is_refused(limit: str) -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.get("/v1/decisions", params={"limit": limit})
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.get("/v1/decisions", params={"limit": limit})
     assert response.status_code == 400
     assert error_of(response)["param"] == "limit"
 
 
 async def test_candidates_are_kept_only_while_decisions_are_polled() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
-        await send(house, "before")
-        await asked(house, "/v1/decisions")
-        await send(house, "followed")
-        await send(house, "at-once")
-        latest = (await asked(house, "/v1/decisions"))["decisions"]
-        (followed,) = (await asked(house, "/v1/decisions/followed"))["attempts"]
-        (before,) = (await asked(house, "/v1/decisions/before"))["attempts"]
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
+        await send(frontend, "before")
+        await asked(frontend, "/v1/decisions")
+        await send(frontend, "followed")
+        await send(frontend, "at-once")
+        latest = (await asked(frontend, "/v1/decisions"))["decisions"]
+        (followed,) = (await asked(frontend, "/v1/decisions/followed"))["attempts"]
+        (before,) = (await asked(frontend, "/v1/decisions/before"))["attempts"]
     # the third one comes sooner after the second than a table may come after another
     assert {row["request_id"]: row["has_table"] for row in latest} == {
         "before": False,
@@ -93,13 +100,15 @@ async def test_the_kept_table_is_of_the_choice_that_was_made(
     """By the draw of the booking, so that what was drawn is what the table says."""
     set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9)
     config = KvRouterConfig(router_mode=mode)
-    async with open_house(*(card(n) for n in range(1, 6)), script=says("ok"), config=config) as house:
-        await asked(house, "/v1/decisions")
+    async with running_frontend(
+        *(card(n) for n in range(1, 6)), script=text_answer("ok"), config=config
+    ) as frontend:
+        await asked(frontend, "/v1/decisions")
         for n in range(12):
-            await send(house, f"r{n}")
+            await send(frontend, f"r{n}")
         picked = set()
         for n in range(12):
-            (attempt,) = (await asked(house, f"/v1/decisions/r{n}"))["attempts"]
+            (attempt,) = (await asked(frontend, f"/v1/decisions/r{n}"))["attempts"]
             assert attempt["table"]["decode"]["chosen"]["worker_id"] == attempt["decode"]["worker_id"]
             picked.add(attempt["decode"]["worker_id"])
     assert len(picked) > 1
@@ -107,21 +116,21 @@ async def test_the_kept_table_is_of_the_choice_that_was_made(
 
 async def test_the_number_of_kept_tables_is_bounded(set_constants: SetConstants) -> None:
     set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9, TABLES_MAX=2)
-    async with open_house(card(1), script=says("ok")) as house:
-        await asked(house, "/v1/decisions")
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        await asked(frontend, "/v1/decisions")
         for request_id in ("a", "b", "c"):
-            await send(house, request_id)
-        latest = (await asked(house, "/v1/decisions"))["decisions"]
+            await send(frontend, request_id)
+        latest = (await asked(frontend, "/v1/decisions"))["decisions"]
     assert [row["has_table"] for row in latest] == [True, True, False]
 
 
 async def test_flows_count_handoffs_bytes_and_cost_by_domain_pair() -> None:
     cards = (sized(prefill_card(1)), decode_card(2), decode_card(3, zone="b"))
-    async with open_house(*cards, script=takeover_instructions) as house:
-        house.bench.model.links_changed(LinkTable(otherwise=Link(0.001, 1e9, 0.5)))
+    async with running_frontend(*cards, script=handoff_script) as frontend:
+        frontend.harness.model.links_changed(LinkTable(otherwise=Link(0.001, 1e9, 0.5)))
         for n in range(3):
-            await send(house, f"r{n}")
-        flows = await asked(house, "/v1/flows")
+            await send(frontend, f"r{n}")
+        flows = await asked(frontend, "/v1/flows")
     (flow,) = flows["flows"]
     assert (flow["model"], flow["domain"]) == (MODEL, "zone")
     assert (flow["prefill_value"], flow["decode_value"]) == ("a", "a")
@@ -132,9 +141,9 @@ async def test_flows_count_handoffs_bytes_and_cost_by_domain_pair() -> None:
 
 
 async def test_the_rate_of_a_flow_covers_the_last_seconds() -> None:
-    async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
-        await send(house, "r")
-        model = house.bench.model
+    async with running_frontend(sized(prefill_card(1)), decode_card(2), script=handoff_script) as frontend:
+        await send(frontend, "r")
+        model = frontend.harness.model
         (now,) = model.flows.readings(now_s=model.clock())
         (later,) = model.flows.readings(now_s=asyncio.get_running_loop().time() + kv_flows.RECENT_S + 1)
     assert (now.recent_bytes, now.recent_handoffs) == (40_000, 1)
@@ -143,9 +152,9 @@ async def test_the_rate_of_a_flow_covers_the_last_seconds() -> None:
 
 
 async def test_unknown_bytes_and_unpriced_links_are_not_zero() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
-        await send(house, "r")
-        (flow,) = (await asked(house, "/v1/flows"))["flows"]
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
+        await send(frontend, "r")
+        (flow,) = (await asked(frontend, "/v1/flows"))["flows"]
     assert (flow["handoffs"], flow["unsized_handoffs"]) == (1, 1)
     assert flow["cost"] is None
 
@@ -154,17 +163,17 @@ async def test_pairs_over_the_limit_are_counted_together(
     set_constants: SetConstants,
 ) -> None:
     set_constants(kv_flows, PAIRS_MAX=0)
-    async with open_house(sized(prefill_card(1)), decode_card(2), script=takeover_instructions) as house:
+    async with running_frontend(sized(prefill_card(1)), decode_card(2), script=handoff_script) as frontend:
         for n in range(2):
-            await send(house, f"r{n}")
-        (flow,) = (await asked(house, "/v1/flows"))["flows"]
+            await send(frontend, f"r{n}")
+        (flow,) = (await asked(frontend, "/v1/flows"))["flows"]
     assert (flow["prefill_value"], flow["decode_value"], flow["handoffs"]) == ("others", "others", 2)
 
 
 async def test_refusals_are_listed_by_reason_and_by_answer() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
         nowhere = {"routing_constraints": {"required_taints": ["gpu=h200"]}}
-        assert (await send(house, "r", nvext=nowhere)).status_code == 503
-        refusals = await asked(house, "/v1/refusals")
+        assert (await send(frontend, "r", nvext=nowhere)).status_code == 503
+        refusals = await asked(frontend, "/v1/refusals")
     assert {"reason": "taint_missing", "role": "prefill", "count": 1} in refusals["worker_ranks"]
     assert refusals["answers"] == [{"model": MODEL, "code": "no_eligible_worker", "count": 1}]

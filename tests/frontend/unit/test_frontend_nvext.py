@@ -12,7 +12,7 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.instrumentation import HINTS_LOGGED_MAX, FrontendInstrumentation
 from kvrouter.frontend.openai.parse import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, Call, NvextReader
 from kvrouter.telemetry import Telemetry
-from tests.support.parsed import parse_completion, parse_passthrough
+from tests.testing.body_parsers import parse_completion, parse_passthrough
 
 
 def body(**fields: object) -> bytes:

@@ -23,7 +23,7 @@ from kvrouter.frontend.openai.body import (
     scanned,
 )
 from kvrouter.frontend.openai.parse import TAINT_CHARS_MAX, TAINTS_MAX, ChatCall, CompletionCall
-from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passthrough
+from tests.testing.body_parsers import parse_chat, parse_completion, parse_either, parse_passthrough
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}

@@ -12,12 +12,19 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import MODEL, card
-from tests.support.front import House, error_of, metrics_of, mock_text, open_house, token_ids
-from tests.support.logged import event_of as logged_event
-from tests.support.parsed import parse_passthrough
-from tests.support.scripted_transport import ScriptedStream
-from tests.support.waits import until
+from tests.testing.body_parsers import parse_passthrough
+from tests.testing.frontend_harness import (
+    FrontendHarness,
+    error_of,
+    metrics_of,
+    mock_text,
+    running_frontend,
+    token_ids,
+)
+from tests.testing.log_events import event_of as logged_event
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream
+from tests.testing.waits import until
 
 HEAD = {"id": "chatcmpl-theirs", "object": "chat.completion.chunk", "created": 7, "model": "their-name"}
 DONE = b"data: [DONE]\n\n"
@@ -86,8 +93,8 @@ def keeps_back(rest: str) -> Callable[[ScriptedStream], None]:
     return script
 
 
-async def streamed(house: House, **fields: object) -> bytes:
-    response = await house.chat(fields=fields, stream=True)
+async def streamed(frontend: FrontendHarness, **fields: object) -> bytes:
+    response = await frontend.chat(fields=fields, stream=True)
     assert response.status_code == 200
     return response.content
 
@@ -111,18 +118,18 @@ async def test_a_whole_answer_and_its_call_keep_their_bytes() -> None:
         stream.feed(EngineChunk(raw=whole[:9]), EngineChunk(raw=whole[9:], finish=FinishReason.STOP))
 
     body = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()
-    async with open_house(taking(1), script=script) as house:
-        response = await house.http.post("/v1/chat/completions", content=body)
+    async with running_frontend(taking(1), script=script) as frontend:
+        response = await frontend.http.post("/v1/chat/completions", content=body)
         assert (response.status_code, response.content) == (200, whole)
         assert response.headers["x-kvrouter-decode-worker"] == "1"
-        call = (await house.plane.wait_for(Leg.AGGREGATED)).request.call
+        call = (await frontend.plane.wait_for(Leg.AGGREGATED)).request.call
         assert call is not None
         assert (call.route, call.body, call.stream) == (CallRoute.CHAT, body, False)
         asks = {"nvext": {"extra_fields": ["worker_id"]}}
-        reported = (await house.chat(fields=asks)).json()
+        reported = (await frontend.chat(fields=asks)).json()
         assert reported == {**json.loads(whole), "nvext": reported["nvext"]}
         assert reported["nvext"]["worker_id"]["decode_worker_id"] == 1
-        second = (await house.plane.wait_for(Leg.AGGREGATED, nth=1)).request.call
+        second = (await frontend.plane.wait_for(Leg.AGGREGATED, nth=1)).request.call
         assert second is not None
         assert "nvext" not in json.loads(second.body)
 
@@ -134,20 +141,20 @@ async def test_max_tokens_zero_passes_to_the_engine() -> None:
         stream.feed(EngineChunk(raw=own, finish=FinishReason.LENGTH))
 
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 0, "echo": True}
-    async with open_house(taking(1), script=script) as house:
-        answer = await house.http.post("/v1/completions", json=body)
+    async with running_frontend(taking(1), script=script) as frontend:
+        answer = await frontend.http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.content) == (200, own)
-        request = (await house.plane.wait_for(Leg.AGGREGATED)).request
+        request = (await frontend.plane.wait_for(Leg.AGGREGATED)).request
     assert request.call is not None
     assert json.loads(request.call.body) == body
     assert request.sampling.max_tokens == 1
 
 
 async def test_a_stream_keeps_its_bytes_with_nvext_before_its_end() -> None:
-    async with open_house(taking(1), script=streams("Paris", " is")) as house:
+    async with running_frontend(taking(1), script=streams("Paris", " is")) as frontend:
         theirs = event("") + event("Paris") + event(" is") + STOP
-        assert await streamed(house) == theirs
-        reported = await streamed(house, nvext={"extra_fields": ["worker_id"]})
+        assert await streamed(frontend) == theirs
+        reported = await streamed(frontend, nvext={"extra_fields": ["worker_id"]})
         assert reported.startswith(theirs.removesuffix(DONE))
         (added,) = events_of(reported)[4:]
         assert added["choices"] == []
@@ -155,11 +162,11 @@ async def test_a_stream_keeps_its_bytes_with_nvext_before_its_end() -> None:
 
 
 async def test_another_engine_resumes_under_the_same_id() -> None:
-    async with open_house(
+    async with running_frontend(
         taking(1), taking(2), script=dies_after("Par", "is", then=goes_on(" is", " nice"))
-    ) as house:
-        answer = await streamed(house, stream_options={"include_usage": True})
-        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+    ) as frontend:
+        answer = await streamed(frontend, stream_options={"include_usage": True})
+        second = await frontend.plane.wait_for(Leg.AGGREGATED, nth=1)
         before = [*token_ids("Par"), *token_ids("is")]
         assert list(second.request.token_ids[-len(before) :]) == before
     assert answer.startswith(event("") + event("Par") + event("is"))
@@ -179,16 +186,16 @@ PING = EngineChunk(comments=b": keep-alive\n\n")
 async def test_a_comment_is_passed_at_once_and_a_worker_lost_behind_it_is_replaced(path: str) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "input": "hello", "stream": True}
     async with (
-        open_house(taking(1), taking(2), script=lambda stream: stream.feed(PING)) as house,
-        house.http.stream("POST", path, json=body) as response,
+        running_frontend(taking(1), taking(2), script=lambda stream: stream.feed(PING)) as frontend,
+        frontend.http.stream("POST", path, json=body) as response,
         asyncio.timeout(10),
     ):
         pieces = response.aiter_raw()
         assert await anext(pieces) == PING.comments
-        (first,) = house.plane.opened
+        (first,) = frontend.plane.opened
         assert response.headers["x-kvrouter-decode-worker"] == address_worker(first)
         first.die()
-        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+        second = await frontend.plane.wait_for(Leg.AGGREGATED, nth=1)
         assert second.address != first.address
         assert await anext(pieces) == PING.comments
         streams("Paris")(second)
@@ -204,9 +211,9 @@ async def test_an_error_after_a_comment_is_one_error_event() -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(PING, InvalidRequest("not that one", param="theirs"))
 
-    async with open_house(taking(1), script=script) as house:
-        answer = await streamed(house)
-        assert house.bench.booked() == 0
+    async with running_frontend(taking(1), script=script) as frontend:
+        answer = await streamed(frontend)
+        assert frontend.harness.booked() == 0
     assert answer.startswith(PING.comments)
     assert (
         json.loads(answer.removeprefix(PING.comments).removeprefix(b"data: "))["error"]["param"] == "theirs"
@@ -223,8 +230,8 @@ async def test_another_engine_resumes_after_comments() -> None:
             stream.feed(merged, PING)
             stream.die()
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        answer = await streamed(house)
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        answer = await streamed(frontend)
     begin = merged.comments + event("Par") + PING.comments
     assert answer.startswith(begin)
     assert text_of(answer.removeprefix(begin)) == "is"
@@ -234,16 +241,16 @@ async def test_an_engine_that_only_writes_comments_is_silent() -> None:
     config = KvRouterConfig(stall_timeout_s=0.2)
     async with (
         asyncio.timeout(10),
-        open_house(taking(1), taking(2), config=config) as house,
+        running_frontend(taking(1), taking(2), config=config) as frontend,
         asyncio.TaskGroup() as tasks,
     ):
-        answer = tasks.create_task(streamed(house))
-        first = await house.plane.wait_for(Leg.AGGREGATED)
+        answer = tasks.create_task(streamed(frontend))
+        first = await frontend.plane.wait_for(Leg.AGGREGATED)
         first.feed(ROLE, piece("Par"))
         while first.cancelled_for is None:
             first.feed(PING)
             await asyncio.sleep(0.02)
-        goes_on("is")(await house.plane.wait_for(Leg.AGGREGATED, nth=1))
+        goes_on("is")(await frontend.plane.wait_for(Leg.AGGREGATED, nth=1))
         assert text_of((await answer).replace(PING.comments, b"")) == "Paris"
 
 
@@ -252,9 +259,9 @@ async def test_an_answer_passes_whatever_it_is(whole: bytes) -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(EngineChunk(raw=whole, finish=FinishReason.STOP, unread="it is odd"))
 
-    async with open_house(taking(1), script=script) as house:
+    async with running_frontend(taking(1), script=script) as frontend:
         for stream in (False, True):
-            response = await house.chat(stream=stream, fields={"nvext": {"extra_fields": ["worker_id"]}})
+            response = await frontend.chat(stream=stream, fields={"nvext": {"extra_fields": ["worker_id"]}})
             assert response.status_code == 200
             assert response.content.startswith(whole)
             assert stream or response.content == whole
@@ -265,24 +272,24 @@ async def test_that_an_answer_cannot_be_read_is_logged_once(caplog: pytest.LogCa
         odd = EngineChunk(raw=event("a"), unread="choices: they are odd")
         stream.feed(odd, EngineChunk(raw=STOP, finish=FinishReason.STOP))
 
-    async with open_house(taking(1), script=script) as house:
+    async with running_frontend(taking(1), script=script) as frontend:
         for _ in range(3):
-            assert await streamed(house) == event("a") + STOP
+            assert await streamed(frontend) == event("a") + STOP
     (line,) = (each for each in caplog.records if logged_event(each) == "answer_unread")
     assert "worker=1" in line.getMessage()
     assert "choices: they are odd" in line.getMessage()
 
 
 async def test_a_stop_string_over_the_seam_ends_the_answer() -> None:
-    async with open_house(taking(1), taking(2), script=keeps_back("D two")) as house:
-        answer = await streamed(house, stop="END")
+    async with running_frontend(taking(1), taking(2), script=keeps_back("D two")) as frontend:
+        answer = await streamed(frontend, stop="END")
     assert text_of(answer) == "one "
     assert events_of(answer)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_text_that_the_lost_engine_kept_back_is_written_once() -> None:
-    async with open_house(taking(1), taking(2), script=keeps_back("D two")) as house:
-        answer = await streamed(house, stop="ENDLESS")
+    async with running_frontend(taking(1), taking(2), script=keeps_back("D two")) as frontend:
+        answer = await streamed(frontend, stop="ENDLESS")
     assert text_of(answer) == "one END two"
     assert events_of(answer)[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -290,18 +297,21 @@ async def test_text_that_the_lost_engine_kept_back_is_written_once() -> None:
 SMALL_BUDGET = KvRouterConfig(retry_bodies_max_bytes=2_000)
 
 
-async def kept_bytes(house: House) -> float:
-    return (await metrics_of(house))["kvrouter_retry_body_bytes",]
+async def kept_bytes(frontend: FrontendHarness) -> float:
+    return (await metrics_of(frontend))["kvrouter_retry_body_bytes",]
 
 
 async def test_the_largest_kept_body_is_dropped_and_not_resent() -> None:
-    async with open_house(taking(1), taking(2), config=SMALL_BUDGET) as house, asyncio.TaskGroup() as tasks:
-        large = tasks.create_task(house.chat(stream=True, user="u" * 1_500))
-        first = await house.plane.wait_for(Leg.AGGREGATED)
-        assert 1_500 < await kept_bytes(house) < 2_000
-        small = tasks.create_task(house.chat(stream=True, user="u" * 1_000))
-        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
-        assert 1_000 < await kept_bytes(house) < 1_500
+    async with (
+        running_frontend(taking(1), taking(2), config=SMALL_BUDGET) as frontend,
+        asyncio.TaskGroup() as tasks,
+    ):
+        large = tasks.create_task(frontend.chat(stream=True, user="u" * 1_500))
+        first = await frontend.plane.wait_for(Leg.AGGREGATED)
+        assert 1_500 < await kept_bytes(frontend) < 2_000
+        small = tasks.create_task(frontend.chat(stream=True, user="u" * 1_000))
+        second = await frontend.plane.wait_for(Leg.AGGREGATED, nth=1)
+        assert 1_000 < await kept_bytes(frontend) < 1_500
         assert first.request.call is not None
         assert len(first.request.call.body) > 1_500
         first.die()
@@ -309,22 +319,22 @@ async def test_the_largest_kept_body_is_dropped_and_not_resent() -> None:
         assert error["code"] == "worker_failed"
         assert "retry_bodies_full" in str(error["message"])
         second.die()
-        again = await house.plane.wait_for(Leg.AGGREGATED, nth=2)
+        again = await frontend.plane.wait_for(Leg.AGGREGATED, nth=2)
         assert again.request.call == second.request.call
         streams("Paris")(again)
         assert text_of((await small).content) == "Paris"
-        assert await kept_bytes(house) == 0
-        assert (await metrics_of(house))["kvrouter_retry_bodies_dropped_total", MODEL] == 1
+        assert await kept_bytes(frontend) == 0
+        assert (await metrics_of(frontend))["kvrouter_retry_bodies_dropped_total", MODEL] == 1
 
 
 async def test_a_body_over_the_whole_budget_is_refused_before_it_is_sent() -> None:
-    async with open_house(taking(1), script=streams("Paris"), config=SMALL_BUDGET) as house:
-        response = await house.chat(stream=True, user="u" * 2_500)
+    async with running_frontend(taking(1), script=streams("Paris"), config=SMALL_BUDGET) as frontend:
+        response = await frontend.chat(stream=True, user="u" * 2_500)
         assert (response.status_code, error_of(response)["code"]) == (503, "retry_bodies_full")
         assert response.headers["retry-after"]
-        assert not house.plane.opened
-        assert await streamed(house) == event("") + event("Paris") + STOP
-        assert await kept_bytes(house) == 0
+        assert not frontend.plane.opened
+        assert await streamed(frontend) == event("") + event("Paris") + STOP
+        assert await kept_bytes(frontend) == 0
 
 
 @pytest.mark.parametrize(("fields", "is_kept"), [({}, True), ({"logprobs": True}, False)])
@@ -335,12 +345,12 @@ async def test_a_body_is_kept_after_the_first_output_where_another_engine_may_go
         stream.feed(piece("Par"))
 
     body = {"model": MODEL, "messages": MESSAGES, "stream": True, **fields}
-    async with open_house(taking(1), script=script) as house:
-        async with house.http.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with running_frontend(taking(1), script=script) as frontend:
+        async with frontend.http.stream("POST", "/v1/chat/completions", json=body) as response:
             pieces = response.aiter_raw()  # whoever drops it in mid-answer closes the connection
             assert await anext(pieces) == event("Par")
-            assert (await kept_bytes(house) > 0) is is_kept
-        await until(lambda: house.bench.service.requests.retry_body_bytes == 0)
+            assert (await kept_bytes(frontend) > 0) is is_kept
+        await until(lambda: frontend.harness.service.requests.retry_body_bytes == 0)
 
 
 @pytest.mark.parametrize(
@@ -353,10 +363,10 @@ async def test_an_answer_with_more_than_text_is_not_resumed(
         stream.feed(piece("Par", knows_text=knows_text))
         stream.die()
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        answer = await streamed(house, max_tokens=len(token_ids("Par")), **fields)
-        assert len(house.plane.opened) == 1
-        assert house.bench.booked() == 0
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        answer = await streamed(frontend, max_tokens=len(token_ids("Par")), **fields)
+        assert len(frontend.plane.opened) == 1
+        assert frontend.harness.booked() == 0
     assert answer.startswith(event("Par"))
     assert b"[DONE]" not in answer
     assert b'"code":"worker_failed"' in answer.replace(b" ", b"")
@@ -364,9 +374,9 @@ async def test_an_answer_with_more_than_text_is_not_resumed(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_instead_of_engine_bytes_are_an_error(stream: bool) -> None:
-    async with open_house(taking(1), script=goes_on("Paris")) as house:
-        response = await house.chat(stream=stream)
-        assert house.bench.booked() == 0
+    async with running_frontend(taking(1), script=goes_on("Paris")) as frontend:
+        response = await frontend.chat(stream=stream)
+        assert frontend.harness.booked() == 0
     if not stream:
         assert response.status_code == 500
     assert b"internal_error" in response.content
@@ -394,11 +404,11 @@ async def test_the_engine_judges_an_untokenizable_text(fields: dict[str, object]
         stream.feed(InvalidRequest("not that one", param="theirs"))
 
     path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
-    async with open_house(taking(1), script=script) as house:
-        response = await house.http.post(path, json={"model": MODEL, **fields})
-        (sent,) = house.plane.opened
+    async with running_frontend(taking(1), script=script) as frontend:
+        response = await frontend.http.post(path, json={"model": MODEL, **fields})
+        (sent,) = frontend.plane.opened
         assert sent.request.call is not None
-        assert house.bench.booked() == 0
+        assert frontend.harness.booked() == 0
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "theirs"
 
@@ -412,19 +422,19 @@ async def test_the_engine_judges_a_too_long_text(path: str) -> None:
 
     long = "x" * (2_000_000 if "chat" in path else mock_text().prompt_max_chars + 1)
     prompt = {"messages": [{"role": "user", "content": long}]} if "chat" in path else {"prompt": long}
-    async with open_house(taking(1), script=script) as house:
-        response = await house.http.post(path, json={"model": MODEL, **prompt})
+    async with running_frontend(taking(1), script=script) as frontend:
+        response = await frontend.http.post(path, json={"model": MODEL, **prompt})
         assert (response.status_code, response.content) == (200, whole)
-        request = (await house.plane.wait_for(Leg.AGGREGATED)).request
+        request = (await frontend.plane.wait_for(Leg.AGGREGATED)).request
         assert request.call is not None
         assert not request.call.resumable
 
 
 async def test_a_fleet_of_both_kinds_answers_with_tokens() -> None:
-    async with open_house(taking(1), card(2), script=goes_on("Paris")) as house:
-        response = await house.chat()
+    async with running_frontend(taking(1), card(2), script=goes_on("Paris")) as frontend:
+        response = await frontend.chat()
         assert response.json()["choices"][0]["message"]["content"] == "Paris"
-        assert (await house.plane.wait_for(Leg.AGGREGATED)).request.call is None
+        assert (await frontend.plane.wait_for(Leg.AGGREGATED)).request.call is None
 
 
 PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "user": "me", "top_k": None}

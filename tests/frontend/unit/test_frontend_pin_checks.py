@@ -10,8 +10,8 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import MODEL, card
-from tests.support.front import open_house, says
+from tests.testing.frontend_harness import running_frontend, text_answer
+from tests.testing.router_harness import MODEL, card
 
 PIN, PREFILL_PIN = "nvext.worker_id", "nvext.prefill_worker_id"
 TAINTS = "nvext.routing_constraints.required_taints"
@@ -37,12 +37,12 @@ async def answers(
     cards: Sequence[WorkerCard], nvext: Mapping[str, object], *, config: KvRouterConfig | None = None
 ) -> tuple[int, str | None, str]:
     """Status, field and message; a request and its explanation must agree on a mistake of the client."""
-    async with open_house(*cards, script=says("ok"), config=config) as house:
-        response = await house.chat(nvext=nvext)
-        explained = await house.http.post(
+    async with running_frontend(*cards, script=text_answer("ok"), config=config) as frontend:
+        response = await frontend.chat(nvext=nvext)
+        explained = await frontend.http.post(
             "/v1/route/explain", json={"model": MODEL, "prompt": "x", "nvext": nvext}
         )
-        assert house.bench.booked() == 0
+        assert frontend.harness.booked() == 0
     error = response.json().get("error", {})
     if response.status_code == 400:
         assert (explained.status_code, explained.json()["error"]) == (400, error)
@@ -54,8 +54,8 @@ async def answers(
 
 async def test_a_passed_through_call_has_its_pins_checked() -> None:
     takes_calls = structs.replace(card(1, Role.PREFILL), takes_calls=True)
-    async with open_house(takes_calls) as house:
-        response = await house.chat(nvext={"worker_id": 1})
+    async with running_frontend(takes_calls) as frontend:
+        response = await frontend.chat(nvext={"worker_id": 1})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == PIN
 
@@ -109,10 +109,10 @@ async def test_conditions_that_may_change_are_refused_by_routing() -> None:
     assert (await answers(split(), unknown_place))[:2] == (503, None)
     draining = [card(1, draining=True), card(2)]
     assert (await answers(draining, {"worker_id": 1}))[:2] == (503, None)
-    async with open_house(card(1), card(2), script=says("ok")) as house:
-        house.bench.model.fleet.set_alive(WorkerId(1), False)
-        dead = await house.chat(nvext={"worker_id": 1})
-        alive = await house.chat(nvext={"worker_id": 2})
+    async with running_frontend(card(1), card(2), script=text_answer("ok")) as frontend:
+        frontend.harness.model.fleet.set_alive(WorkerId(1), False)
+        dead = await frontend.chat(nvext={"worker_id": 1})
+        alive = await frontend.chat(nvext={"worker_id": 2})
     assert (dead.status_code, dead.json()["error"]["code"]) == (503, "no_eligible_worker")
     assert alive.status_code == 200
 

@@ -15,8 +15,8 @@ from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.routing import Decision
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import Bench, card, generate_request
-from tests.support.scripted_transport import ScriptedPlane
+from tests.testing.router_harness import RouterHarness, card, generate_request
+from tests.testing.scripted_transport import ScriptedPlane
 
 NEAR = KvRouterConfig(router_prefill_level="zone", router_prefill_weight=1.0)
 REQUIRED = KvRouterConfig(router_prefill_level="zone", router_prefill_enforcement=NearEnforcement.REQUIRED)
@@ -34,20 +34,20 @@ def pairs() -> tuple[WorkerCard, ...]:
     return tuple(card(number, role, zone="ab"[number % 2]) for number, role in enumerate(roles, start=1))
 
 
-async def bench(config: KvRouterConfig, place: Mapping[str, str], *cards: WorkerCard) -> Bench:
-    found = Bench(ScriptedPlane(None), config, place=place)
+async def harness(config: KvRouterConfig, place: Mapping[str, str], *cards: WorkerCard) -> RouterHarness:
+    found = RouterHarness(ScriptedPlane(None), config, place=place)
     await found.start(*cards)
     return found
 
 
-def decided(of: Bench) -> Decision:
+def decided(of: RouterHarness) -> Decision:
     request = generate_request(request_id="r")
     return of.model.placer.explain(request, Draw(0, 0, 0), now_s=0.0)
 
 
 @pytest.mark.parametrize("config", [REQUIRED, JOINT])
 async def test_required_near_prefill_stays_near_the_frontend(config: KvRouterConfig) -> None:
-    here = await bench(config, {"zone": "a"}, *pairs())
+    here = await harness(config, {"zone": "a"}, *pairs())
     try:
         first = decided(here)
         prefills = first.decode if first.prefill is None else first.prefill
@@ -69,7 +69,7 @@ async def test_required_near_prefill_stays_near_the_frontend(config: KvRouterCon
 
 
 async def test_preferred_near_prefill_costs_less_near_the_frontend() -> None:
-    here = await bench(NEAR, {"zone": "b"}, *pairs())
+    here = await harness(NEAR, {"zone": "b"}, *pairs())
     try:
         decision = decided(here)
         assert decision.prefill is not None
@@ -82,7 +82,7 @@ async def test_preferred_near_prefill_costs_less_near_the_frontend() -> None:
 
 
 async def test_a_model_that_joins_later_knows_where_the_frontend_is() -> None:
-    here = await bench(REQUIRED, {"zone": "a"})
+    here = await harness(REQUIRED, {"zone": "a"})
     try:
         here.service.moved({"zone": "b"})
         here.discovery.put(*(card(number, zone="ab"[number % 2]) for number in (1, 2)))
@@ -93,7 +93,7 @@ async def test_a_model_that_joins_later_knows_where_the_frontend_is() -> None:
 
 def test_a_router_without_a_frontend_has_no_place() -> None:
     with pytest.raises(ConfigError, match="only a frontend has a place") as refused:
-        Bench(ScriptedPlane(None), NEAR)
+        RouterHarness(ScriptedPlane(None), NEAR)
     assert refused.value.param == "router_prefill_level"
 
 

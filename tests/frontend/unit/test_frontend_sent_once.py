@@ -7,9 +7,9 @@ import pytest
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.transports.requests.port import StreamBroken
 from tests.frontend.unit.test_frontend_passthrough import ROLE, event, goes_on, piece, streams, taking
-from tests.support.fleets import MODEL
-from tests.support.front import open_house, token_ids
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.frontend_harness import running_frontend, token_ids
+from tests.testing.router_harness import MODEL
+from tests.testing.scripted_transport import ScriptedStream
 
 BODY = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()
 WHOLE = b'{ "id": "theirs", "odd" : 1.50 }\n'
@@ -22,14 +22,14 @@ async def test_an_answer_without_bytes_is_retried_with_the_same_body() -> None:
         else:
             stream.feed(EngineChunk(raw=WHOLE, finish=FinishReason.STOP))
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        response = await house.http.post("/v1/chat/completions", content=BODY)
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        response = await frontend.http.post("/v1/chat/completions", content=BODY)
         assert (response.status_code, response.content) == (200, WHOLE)
-        first, second = house.plane.opened
+        first, second = frontend.plane.opened
         assert first.address != second.address
         assert first.request.call == second.request.call
         assert first.cancelled_for is not None, "whatever still runs there is cancelled"
-        assert house.bench.booked() == 0
+        assert frontend.harness.booked() == 0
 
 
 async def test_a_broken_answer_is_not_retried() -> None:
@@ -37,28 +37,28 @@ async def test_a_broken_answer_is_not_retried() -> None:
         stream.feed(EngineChunk(raw=WHOLE[:9]))
         stream.die()
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        response = await house.http.post("/v1/chat/completions", content=BODY)
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        response = await frontend.http.post("/v1/chat/completions", content=BODY)
         assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
-        assert len(house.plane.opened) == 1
+        assert len(frontend.plane.opened) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_call_is_sent_more_often_than_the_tries_allow(stream: bool) -> None:
-    async with open_house(*map(taking, range(1, 7)), script=ScriptedStream.die) as house:
-        response = await house.chat(stream=stream)
+    async with running_frontend(*map(taking, range(1, 7)), script=ScriptedStream.die) as frontend:
+        response = await frontend.chat(stream=stream)
         assert response.json()["error"]["code"] == "worker_failed"
-        assert len({each.address for each in house.plane.opened}) == len(house.plane.opened) == 3
+        assert len({each.address for each in frontend.plane.opened}) == len(frontend.plane.opened) == 3
 
 
 async def test_a_stream_without_bytes_is_retried() -> None:
     def script(stream: ScriptedStream) -> None:
         (streams("Paris") if stream.request.attempt else ScriptedStream.die)(stream)
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        response = await house.chat(stream=True)
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        response = await frontend.chat(stream=True)
         assert response.content.startswith(event("") + event("Paris"))
-        assert len(house.plane.opened) == 2
+        assert len(frontend.plane.opened) == 2
 
 
 async def test_a_stream_with_only_a_head_is_not_started_twice() -> None:
@@ -69,12 +69,12 @@ async def test_a_stream_with_only_a_head_is_not_started_twice() -> None:
         else:
             streams("Paris")(stream)
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        response = await house.chat(stream=True)
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        response = await frontend.chat(stream=True)
         assert response.content.startswith(event(""))
         assert response.content.count(event("")) == 1
         assert b'"code":"worker_failed"' in response.content.replace(b" ", b"")
-        assert len(house.plane.opened) == 1
+        assert len(frontend.plane.opened) == 1
 
 
 async def test_a_second_engine_resumes_from_tokens_not_from_the_call() -> None:
@@ -87,10 +87,10 @@ async def test_a_second_engine_resumes_from_tokens_not_from_the_call() -> None:
         else:
             goes_on("is")(stream)
 
-    async with open_house(taking(1), taking(2), script=script) as house:
-        response = await house.chat(stream=True)
+    async with running_frontend(taking(1), taking(2), script=script) as frontend:
+        response = await frontend.chat(stream=True)
         assert response.content.count(b"Par") == 1
-        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+        second = await frontend.plane.wait_for(Leg.AGGREGATED, nth=1)
         assert second.request.resumed_tokens == len(token_ids("Par"))
         last = json.loads(response.content.decode().split("\n\n")[-3].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "stop"

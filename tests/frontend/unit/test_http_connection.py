@@ -13,7 +13,7 @@ from kvrouter.frontend.http.response import (
     Request,
     RequestHead,
 )
-from tests.support.calls import WatchCalls
+from tests.testing.calls import WatchCalls
 
 RATE = "the request's body took too long to arrive: 30 s below 100 bytes/s"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

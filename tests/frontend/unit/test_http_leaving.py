@@ -15,17 +15,17 @@ from kvrouter.frontend.http import (
     Request,
     Responder,
 )
-from tests.support.http_serving import (
+from tests.testing.http_server import (
     GET,
     LAST_GET,
     LOOPS,
-    Recorded,
+    RecordingServerEvents,
     Run,
     runner,
-    serving,
+    running_server,
     three_events,
 )
-from tests.support.waits import until
+from tests.testing.waits import until
 
 
 @pytest.fixture(params=LOOPS)
@@ -37,8 +37,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.mark.parametrize("how", ["close", "reset"])
 def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
     async def scenario() -> None:
-        reported = Recorded()
-        async with serving(getattr(reported, kind)) as served:
+        reported = RecordingServerEvents()
+        async with running_server(getattr(reported, kind)) as served:
             reader, writer = await served.connect()
             writer.write(GET)
             await reported.began.wait()
@@ -61,8 +61,8 @@ def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
 
 def test_httpx_leaving_mid_stream_is_noticed(run: Run) -> None:
     async def scenario() -> None:
-        reported = Recorded()
-        async with serving(reported.endless) as served, served.client() as client:
+        reported = RecordingServerEvents()
+        async with running_server(reported.endless) as served, served.client() as client:
             async with client.stream("POST", "/") as response:
                 async for _ in response.aiter_bytes():
                     break
@@ -78,7 +78,7 @@ def test_a_half_closed_client_still_gets_its_answer(run: Run) -> None:
         await three_events(request, responder)
 
     async def scenario() -> None:
-        async with serving(handler) as served:
+        async with running_server(handler) as served:
             reader, writer = await served.connect()
             writer.write(GET)
             writer.write_eof()
@@ -118,7 +118,7 @@ def test_a_client_that_does_not_read_holds_the_stream_back(run: Run) -> None:
 
     async def scenario() -> None:
         limits = Limits(sweep_s=0.02, write_stall_s=0.3, high_water_bytes=20_000, low_water_bytes=5_000)
-        async with serving(handler, limits) as served:
+        async with running_server(handler, limits) as served:
             with small_receiver(served.port):
                 await until(lambda: bool(outcome))
         assert outcome == [Disconnect.WRITE_STALLED]
@@ -146,7 +146,7 @@ def test_a_stream_that_ignores_back_pressure_loses_its_client(run: Run) -> None:
 
     async def scenario() -> None:
         limits = Limits(high_water_bytes=20_000, low_water_bytes=5_000, overflow_bytes=500_000)
-        async with serving(handler, limits) as served:
+        async with running_server(handler, limits) as served:
             with small_receiver(served.port):
                 await until(lambda: bool(outcome))
         assert outcome == [Disconnect.WRITE_OVERFLOW]
@@ -161,7 +161,7 @@ def test_the_last_answer_may_stall_too(run: Run) -> None:
         responder.answer(200, (), b"x" * 20_000_000)
 
     async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=0.2)) as served:
+        async with running_server(handler, Limits(sweep_s=0.02, write_stall_s=0.2)) as served:
             with small_receiver(served.port, LAST_GET):
                 await until(lambda: served.server.connections == 1)
                 await until(lambda: served.server.connections == 0)
@@ -175,7 +175,7 @@ def test_a_stalled_loop_does_not_make_its_reader_stalled(run: Run) -> None:
         await responder.send(200, (), b"x" * 16_000_000)
 
     async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
+        async with running_server(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
             reader, writer = await served.connect()
             writer.write(LAST_GET)
             await reader.read(1)
@@ -197,7 +197,7 @@ def test_a_slow_reader_that_reads_is_not_stalled(run: Run) -> None:
         await responder.send(200, (), b"x" * 16_000_000)
 
     async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
+        async with running_server(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
             reader, writer = await served.connect()
             writer.write(LAST_GET)
             received = 0
@@ -220,7 +220,7 @@ def test_answers_do_not_pile_up_for_a_client_that_only_sends(run: Run) -> None:
         responder.answer(200, (), b"x" * 100_000)
 
     async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=0.3)) as served:
+        async with running_server(handler, Limits(sweep_s=0.02, write_stall_s=0.3)) as served:
             with small_receiver(served.port) as sock:
                 sock.sendall(GET * 200)
                 await until(lambda: served.counts[HttpEvent.WRITE_STALLED] == 1)

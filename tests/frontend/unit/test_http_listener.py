@@ -8,9 +8,9 @@ import pytest
 
 from kvrouter.app.lifetime import descriptors_for
 from kvrouter.frontend.http import HttpEvent, HttpServer, Limits
-from tests.support.descriptors import no_descriptor_left
-from tests.support.http_serving import GET, LAST_GET, LOOPS, QUICK, Run, echo, runner, serving
-from tests.support.waits import until
+from tests.testing.file_descriptors import no_descriptor_left
+from tests.testing.http_server import GET, LAST_GET, LOOPS, QUICK, Run, echo, runner, running_server
+from tests.testing.waits import until
 
 
 @pytest.fixture(params=LOOPS)
@@ -48,7 +48,7 @@ def test_connections_over_the_limit_are_answered(run: Run, lingering: int) -> No
     limits = Limits(connections=3, refused_connections=lingering, sweep_s=0.02, linger_s=0.2)
 
     async def scenario() -> None:
-        async with serving(echo, limits) as served:
+        async with running_server(echo, limits) as served:
             held = []
             for _ in range(3):
                 reader, writer = await served.connect()
@@ -68,7 +68,7 @@ def test_connections_over_the_limit_are_answered(run: Run, lingering: int) -> No
 
 def test_descriptors_over_the_limit_are_reserved(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, Limits(descriptors=1, sweep_s=0.02, linger_s=0.2)) as served:
+        async with running_server(echo, Limits(descriptors=1, sweep_s=0.02, linger_s=0.2)) as served:
             assert b"no file descriptor is left" in await served.exchange(LAST_GET)
 
     run(scenario())

@@ -19,18 +19,18 @@ from kvrouter.frontend.http import (
     Responder,
 )
 from kvrouter.telemetry.logs import JsonFormatter
-from tests.support.http_serving import (
+from tests.testing.http_server import (
     GET,
     LAST_GET,
     LOOPS,
-    Recorded,
+    RecordingServerEvents,
     Run,
     echo,
     runner,
-    serving,
+    running_server,
     three_events,
 )
-from tests.support.waits import until
+from tests.testing.waits import until
 
 
 @pytest.fixture(params=LOOPS)
@@ -43,7 +43,7 @@ def test_keep_alive_mixes_answers_and_streams(run: Run) -> None:
         await (three_events if request.path == "/stream" else echo)(request, responder)
 
     async def scenario() -> None:
-        async with serving(handler) as served, served.client() as client:
+        async with running_server(handler) as served, served.client() as client:
             for _ in range(3):
                 assert (await client.post("/p?q=1", content=b"body")).text == "POST /p q=1 body"
                 response = await client.post("/stream")
@@ -63,7 +63,7 @@ def test_pipelined_answers_keep_their_order(run: Run) -> None:
         await responder.send(200, (), request.path.encode())
 
     async def scenario() -> None:
-        async with serving(handler) as served:
+        async with running_server(handler) as served:
             many = b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % n for n in range(30))
             received = await served.exchange(
                 many + b"GET /end HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -79,7 +79,7 @@ def test_head_has_the_length_and_no_body(run: Run) -> None:
         await (three_events if request.path == "/stream" else echo)(request, responder)
 
     async def scenario() -> None:
-        async with serving(handler) as served:
+        async with running_server(handler) as served:
             received = await served.exchange(
                 b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\nHEAD /stream HTTP/1.1\r\nHost: x\r\n\r\n" + LAST_GET
             )
@@ -105,7 +105,7 @@ def test_head_has_the_length_and_no_body(run: Run) -> None:
 )
 def test_a_refusal_follows_the_pending_answers(run: Run, data: bytes, status: int) -> None:
     async def scenario() -> None:
-        async with serving(echo, Limits(body_bytes=1_000_000, linger_s=1)) as served:
+        async with running_server(echo, Limits(body_bytes=1_000_000, linger_s=1)) as served:
             received = await served.exchange(GET + data)
             owed, refused = received.split(b"HTTP/1.1 ")[1:]
             assert owed.startswith(b"200")
@@ -130,7 +130,7 @@ def test_requests_before_a_half_close_are_answered(run: Run, tail: bytes) -> Non
             await may_answer.wait()
             await echo(request, responder)
 
-        async with serving(slow) as served:
+        async with running_server(slow) as served:
             reader, writer = await served.connect()
             writer.write(GET * 3 + tail)
             writer.write_eof()
@@ -149,7 +149,7 @@ def test_requests_before_a_half_close_are_answered(run: Run, tail: bytes) -> Non
 def test_a_client_gets_the_413_after_its_too_long_body(run: Run) -> None:
     async def scenario() -> None:
         limits = Limits(body_bytes=1_000, linger_s=0.5, sweep_s=0.02, body_s=60)
-        async with serving(echo, limits) as served:
+        async with running_server(echo, limits) as served:
             reader, writer = await served.connect()
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
             began_s = asyncio.get_running_loop().time()
@@ -165,7 +165,7 @@ def test_a_client_gets_the_413_after_its_too_long_body(run: Run) -> None:
 def test_a_too_long_body_is_not_read_for_ever(run: Run) -> None:
     async def scenario() -> None:
         limits = Limits(body_bytes=1_000, linger_s=0.1, sweep_s=0.02, body_s=0.3)
-        async with serving(echo, limits) as served:
+        async with running_server(echo, limits) as served:
             _, writer = await served.connect()
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
             with pytest.raises(ConnectionError):
@@ -182,7 +182,7 @@ def test_a_too_long_body_is_not_read_for_ever(run: Run) -> None:
 
 def test_expect_continue(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo) as served:
+        async with running_server(echo) as served:
             reader, writer = await served.connect()
             head = b"POST /a HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
             writer.write(GET + head)
@@ -198,7 +198,7 @@ def test_expect_continue(run: Run) -> None:
 
 def test_http_1_0_gets_a_body_without_chunks(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(three_events) as served:
+        async with running_server(three_events) as served:
             received = await served.exchange(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
             head, body = received.split(b"\r\n\r\n", 1)
             assert b"transfer-encoding" not in head
@@ -210,7 +210,7 @@ def test_http_1_0_gets_a_body_without_chunks(run: Run) -> None:
 
 def test_http_1_0_keep_alive(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo) as served:
+        async with running_server(echo) as served:
             one = b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
             received = await served.exchange(one + b"GET /b HTTP/1.0\r\n\r\n")
             first, second = received.split(b"HTTP/1.1 ")[1:]
@@ -229,7 +229,7 @@ def test_tokens_of_one_loop_turn_are_sent_in_one_chunk(run: Run) -> None:
         stream.end()
 
     async def scenario() -> None:
-        async with serving(handler) as served:
+        async with running_server(handler) as served:
             received = await served.exchange(LAST_GET)
             assert received.split(b"\r\n\r\n", 1)[1] == b"a\r\nababababab\r\n0\r\n\r\n"
 
@@ -250,7 +250,7 @@ def test_a_handler_that_fails(run: Run, caplog: pytest.LogCaptureFixture, begun:
             raise asyncio.CancelledError
 
     async def scenario() -> None:
-        async with serving(handler) as served:
+        async with running_server(handler) as served:
             try:
                 received = await served.exchange(GET)
             except ConnectionResetError:
@@ -291,7 +291,7 @@ def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
             stream.write(b"x")
 
     async def scenario() -> None:
-        async with serving(handler) as served, served.client() as client:
+        async with running_server(handler) as served, served.client() as client:
             assert (await client.get("/")).status_code == 200
             assert served.counts[HttpEvent.HANDLER_FAILED] == 0
 
@@ -300,7 +300,7 @@ def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
 
 def test_idle_connections_and_slow_headers_end(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, Limits(sweep_s=0.02, header_s=1.0, idle_s=1.0)) as served:
+        async with running_server(echo, Limits(sweep_s=0.02, header_s=1.0, idle_s=1.0)) as served:
             slow, received = await asyncio.gather(served.exchange(GET[:-5]), served.exchange(GET))
             assert slow.startswith(b"HTTP/1.1 408 ")
             assert received.startswith(b"HTTP/1.1 200 ")
@@ -311,7 +311,7 @@ def test_idle_connections_and_slow_headers_end(run: Run) -> None:
 
 def test_a_stalled_loop_reads_before_timeouts_count(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, Limits(sweep_s=0.5, header_s=0.3, idle_s=0.3)) as served:
+        async with running_server(echo, Limits(sweep_s=0.5, header_s=0.3, idle_s=0.3)) as served:
             reader, writer = await served.connect()
             await until(lambda: served.server.connections == 1)
             time.sleep(1.5)  # noqa: ASYNC251 - this is what is tested
@@ -323,7 +323,7 @@ def test_a_stalled_loop_reads_before_timeouts_count(run: Run) -> None:
 
 def test_one_connection_too_many_is_refused(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, Limits(connections=1)) as served:
+        async with running_server(echo, Limits(connections=1)) as served:
             _, first = await served.connect()
             await until(lambda: served.server.connections == 1)
             received = await served.exchange(b"")
@@ -348,7 +348,7 @@ def gated(gate: asyncio.Event, began: asyncio.Event) -> Handler:
 def test_drain_waits_for_running_requests(run: Run) -> None:
     async def scenario() -> None:
         gate, began = asyncio.Event(), asyncio.Event()
-        async with serving(gated(gate, began)) as served:
+        async with running_server(gated(gate, began)) as served:
             port = served.port
             idle_reader, idle_writer = await served.connect()
             answer = asyncio.ensure_future(served.exchange(GET + GET))
@@ -369,7 +369,7 @@ def test_drain_waits_for_running_requests(run: Run) -> None:
 
 def test_drain_cuts_unfinished_requests(run: Run) -> None:
     async def scenario() -> None:
-        reported = Recorded()
+        reported = RecordingServerEvents()
         cancelled: list[bool] = []
 
         async def stubborn(request: Request, responder: Responder) -> None:
@@ -383,7 +383,7 @@ def test_drain_cuts_unfinished_requests(run: Run) -> None:
         async def handler(request: Request, responder: Responder) -> None:
             await (stubborn if request.path == "/stubborn" else reported.endless)(request, responder)
 
-        async with serving(handler) as served:
+        async with running_server(handler) as served:
             _, first = await served.connect()
             first.write(b"GET /stubborn HTTP/1.1\r\nHost: x\r\n\r\n")
             await reported.began.wait()

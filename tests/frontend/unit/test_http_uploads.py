@@ -9,19 +9,19 @@ import pytest
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.frontend.http import Handler, HttpEvent, Limits, Request, Responder
-from tests.support.http_serving import (
+from tests.testing.http_server import (
     GET,
     LOOPS,
     QUICK,
-    Recorded,
+    RecordingServerEvents,
     Run,
-    Served,
+    RunningServer,
     echo,
     runner,
-    serving,
+    running_server,
     three_events,
 )
-from tests.support.waits import until
+from tests.testing.waits import until
 
 MIB = 1024 * 1024
 SMALL = Limits(
@@ -67,7 +67,9 @@ def test_the_largest_upload_is_refused_first() -> None:
     assert uploads.bytes == 0
 
 
-async def begun(served: Served, *, sent: int, of: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def begun(
+    served: RunningServer, *, sent: int, of: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     before = served.server.uploads.bytes
     reader, writer = await served.connect()
     writer.write(head(of) + b"x" * sent)
@@ -77,7 +79,7 @@ async def begun(served: Served, *, sent: int, of: int) -> tuple[asyncio.StreamRe
 
 def test_uploads_share_one_budget_and_small_requests_pass(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, SMALL) as served:
+        async with running_server(echo, SMALL) as served:
             first = await begun(served, sent=2 * MIB, of=3 * MIB)
             largest = await begun(served, sent=3 * MIB - 1024, of=3 * MIB)
             assert await served.exchange(head(5).replace(b"x\r\n", b"x\r\nConnection: close\r\n") + b"hello")
@@ -105,7 +107,7 @@ def test_earlier_requests_are_answered_before_the_refusal(run: Run) -> None:
                 await may_answer.wait()
             await echo(request, responder)
 
-        async with serving(handler, SMALL) as served:
+        async with running_server(handler, SMALL) as served:
             reader, writer = await served.connect()
             writer.write(GET)
             await until(lambda: served.server.running == 1)
@@ -136,7 +138,7 @@ def test_heads_are_counted_until_their_handler_has_them(run: Run) -> None:
             await may_answer.wait()
             await echo(request, responder)
 
-        async with serving(handler, SMALL) as served:
+        async with running_server(handler, SMALL) as served:
             _, writer = await served.connect()
             writer.write(long_head * 4 + long_head[:50_000])
             waiting_bytes = 3 * len(long_head) + 50_000
@@ -158,7 +160,7 @@ def test_a_stalled_body_is_a_408(run: Run) -> None:
     limits = Limits(body_s=2.0, body_bytes_per_s=MIB / 64, sweep_s=0.02, linger_s=0.2, handler_grace_s=0.1)
 
     async def scenario() -> None:
-        async with serving(echo, limits) as served:
+        async with running_server(echo, limits) as served:
             reader, _ = await begun(served, sent=2 * MIB, of=3 * MIB)
             refusal = await reader.read()
             assert refusal.startswith(b"HTTP/1.1 408 ")
@@ -190,27 +192,27 @@ def no_circles() -> Iterator[None]:
         gc.enable()
 
 
-async def abort_in_the_body(served: Served) -> None:
+async def abort_in_the_body(served: RunningServer) -> None:
     _, writer = await begun(served, sent=MIB, of=2 * MIB)
     writer.transport.abort()
 
 
-async def abort_in_the_head(served: Served) -> None:
+async def abort_in_the_head(served: RunningServer) -> None:
     _, writer = await served.connect()
     writer.write(GET[:10])
     await writer.drain()
     writer.transport.abort()
 
 
-async def ask(served: Served) -> None:
+async def ask(served: RunningServer) -> None:
     assert await served.exchange(GET.replace(b"x\r\n", b"x\r\nConnection: close\r\n"))
 
 
-async def ask_for_nothing_known(served: Served) -> None:
+async def ask_for_nothing_known(served: RunningServer) -> None:
     assert b" 400 " in await served.exchange(b"GET / HTTP/1.1\r\n\r\n")
 
 
-async def leave_in_the_answer(served: Served) -> None:
+async def leave_in_the_answer(served: RunningServer) -> None:
     reader, writer = await served.connect()
     writer.write(GET)
     await reader.readuntil(b"token")
@@ -225,13 +227,13 @@ async def leave_in_the_answer(served: Served) -> None:
         (echo, ask),
         (echo, ask_for_nothing_known),
         (three_events, ask),
-        (Recorded().endless, leave_in_the_answer),
+        (RecordingServerEvents().endless, leave_in_the_answer),
     ],
     ids=lambda each: getattr(each, "__name__", type(each).__name__),
 )
 def test_connections_leave_no_reference_cycle(run: Run, handler: Handler, client: object) -> None:
     async def scenario() -> None:
-        async with serving(handler, QUICK) as served:
+        async with running_server(handler, QUICK) as served:
             await client(served)  # type: ignore[operator]
             await until(lambda: served.server.connections == 0)
             with no_circles():

@@ -9,10 +9,10 @@ from kvrouter.core.lax import UNKNOWN, lax_bool, lax_int, lax_json, lax_texts
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.frontend.openai.passthrough import is_surely_unreadable
 from tests.frontend.unit.test_frontend_passthrough import taking
-from tests.support.fleets import MODEL, card
-from tests.support.front import error_of, open_house
-from tests.support.parsed import parse_passthrough
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.body_parsers import parse_passthrough
+from tests.testing.frontend_harness import error_of, running_frontend
+from tests.testing.router_harness import MODEL, card
+from tests.testing.scripted_transport import ScriptedStream
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 WHOLE = b'{"id":"theirs"}'
@@ -120,11 +120,11 @@ NAN = '"a":[NaN,Infinity,-Infinity,"\u00fc"]'
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_invalid_body_reaches_the_engine_of_the_only_model(path: str) -> None:
-    async with open_house(taking(1), script=answers) as house:
+    async with running_frontend(taking(1), script=answers) as frontend:
         for nth, body in enumerate(NO_JSON):
-            response = await house.http.post(path, content=body)
+            response = await frontend.http.post(path, content=body)
             assert (response.status_code, response.content) == (200, WHOLE), body
-            call = (await house.plane.wait_for(Leg.AGGREGATED, nth=nth)).request.call
+            call = (await frontend.plane.wait_for(Leg.AGGREGATED, nth=nth)).request.call
             assert call is not None
             assert (call.route, call.body) == (path, body)
 
@@ -132,23 +132,23 @@ async def test_an_invalid_body_reaches_the_engine_of_the_only_model(path: str) -
 @pytest.mark.parametrize("extra", [NAN, '"a":"\u00fc"'])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32"])
 async def test_a_body_that_only_python_decodes_is_checked_too(encoding: str, extra: str) -> None:
-    async with open_house(taking(1), script=answers) as house:
+    async with running_frontend(taking(1), script=answers) as frontend:
         body = f"{{{extra}}}"
-        response = await house.http.post(PATHS[0], content=body.encode(encoding))
+        response = await frontend.http.post(PATHS[0], content=body.encode(encoding))
         assert (response.status_code, response.content) == (200, WHOLE)
-        call = (await house.plane.wait_for(Leg.AGGREGATED)).request.call
+        call = (await frontend.plane.wait_for(Leg.AGGREGATED)).request.call
         assert call is not None
         assert call.body == body.encode()
         for name in ("kv_transfer_params", "data_parallel_rank"):
             body = f'{{{extra},"{name}":{{}}}}'
-            response = await house.http.post(PATHS[0], content=body.encode(encoding))
+            response = await frontend.http.post(PATHS[0], content=body.encode(encoding))
             assert (response.status_code, error_of(response)["param"]) == (400, name)
-        assert len(house.plane.opened) == 1
+        assert len(frontend.plane.opened) == 1
 
 
 async def test_an_engine_that_takes_tokens_is_given_finite_numbers() -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.post(PATHS[0], content=b'{"model":"%s","top_p":NaN}' % MODEL.encode())
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.post(PATHS[0], content=b'{"model":"%s","top_p":NaN}' % MODEL.encode())
         assert (response.status_code, error_of(response)["param"]) == (400, "top_p")
 
 
@@ -158,40 +158,40 @@ def test_a_long_body_is_not_read_twice() -> None:
 
 
 async def test_an_invalid_body_for_several_models_or_token_engines_is_refused() -> None:
-    async with open_house(card(1), script=answers) as house:
+    async with running_frontend(card(1), script=answers) as frontend:
         for body in NO_JSON:
-            error = error_of(await house.http.post(PATHS[0], content=body))
+            error = error_of(await frontend.http.post(PATHS[0], content=body))
             assert "JSON" in str(error["message"])
-        assert house.plane.opened == []
+        assert frontend.plane.opened == []
 
 
 @pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}, {"model": 5}, {"model": ["a"]}])
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_call_without_a_model_is_for_the_only_one(path: str, named: dict[str, object]) -> None:
     body = json.dumps({"prompt": "a", "messages": CHAT["messages"], **named}).encode()
-    async with open_house(taking(1), script=answers) as house:
-        response = await house.http.post(path, content=body)
+    async with running_frontend(taking(1), script=answers) as frontend:
+        response = await frontend.http.post(path, content=body)
         assert (response.status_code, response.content) == (200, WHOLE)
-        sent = (await house.plane.wait_for(Leg.AGGREGATED)).request
+        sent = (await frontend.plane.wait_for(Leg.AGGREGATED)).request
     assert sent.call is not None
     assert (sent.model, sent.call.body) == (MODEL, body)
 
 
 async def test_an_invalid_model_name_is_no_model() -> None:
-    async with open_house(taking(1)) as house:
+    async with running_frontend(taking(1)) as frontend:
         for name in ("x" * 257, "x" * 5000, "other"):
-            response = await house.http.post(PATHS[0], json={**CHAT, "model": name})
+            response = await frontend.http.post(PATHS[0], json={**CHAT, "model": name})
             assert (response.status_code, error_of(response)["param"]) == (404, "model")
 
 
 async def test_a_token_call_without_a_model_is_for_the_only_one() -> None:
-    async with open_house(card(1)) as house:
+    async with running_frontend(card(1)) as frontend:
         for path, body in ((PATHS[0], {"messages": CHAT["messages"]}), (PATHS[1], {"prompt": "a"})):
             for named in ({}, {"model": None}, {"model": ""}):
-                explained = await house.http.post("/v1/route/explain", json={**body, **named})
+                explained = await frontend.http.post("/v1/route/explain", json={**body, **named})
                 assert explained.status_code == 200, explained.text
                 asks = {**body, **named, "nvext": {"annotations": ["query_instance_id"]}}
-                answer = await house.http.post(path, json=asks)
+                answer = await frontend.http.post(path, json=asks)
                 assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
 
 

@@ -9,12 +9,12 @@ from jsonschema import validate
 
 from kvrouter.frontend.openapi import ADMIN_PAGES, ANSWERS, CALLS, PAGES, docs_html, openapi
 from kvrouter.frontend.routes import Page, PageRequest, Route
-from tests.support.mock_fleets import alike, pairs
-from tests.support.served import MODEL, served, user, words
+from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, mock_server, user, words
 
 
 async def test_the_description_has_exactly_the_routes() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         response = await here.http.get("/openapi.json")
         assert response.headers["content-type"] == "application/json"
         described = response.json()
@@ -61,7 +61,7 @@ async def _answer(_: PageRequest) -> Page:
 
 
 async def test_answers_have_the_form_that_is_described() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
         request_id = (await here.http.post("/v1/chat/completions", json=body)).headers["x-request-id"]
         described = (await here.http.get("/openapi.json")).json()

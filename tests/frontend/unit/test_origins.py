@@ -10,8 +10,8 @@ from pydantic import SecretStr
 from kvrouter.core.requests import CallRoute
 from kvrouter.settings.tree import FrontendSettings
 from tests.frontend.unit.test_standalone_app import open_router, pair
-from tests.support.fleets import MODEL, card
-from tests.support.front import error_of, open_house, says
+from tests.testing.frontend_harness import error_of, running_frontend, text_answer
+from tests.testing.router_harness import MODEL, card
 
 PAGE = "http://evil.example"
 OURS = "https://console.example"
@@ -53,8 +53,8 @@ async def either_app(*, standalone: bool, settings: FrontendSettings) -> AsyncIt
         async with open_router(*pair(), prefill_alone=True, settings=settings) as router:
             yield router.http
     else:
-        async with open_house(card(1), script=says("ok"), settings=settings) as house:
-            yield house.http
+        async with running_frontend(card(1), script=text_answer("ok"), settings=settings) as frontend:
+            yield frontend.http
 
 
 async def routes_of(http: httpx.AsyncClient) -> list[tuple[str, str]]:
@@ -105,14 +105,16 @@ async def test_public_routes_and_calls_are_answered_under_any_name(standalone: b
 
 
 async def test_a_page_cannot_send_a_call_without_a_preflight() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         body = f'{{"model":"{MODEL}","prompt":"a"}}'.encode()
         for sent in (PLAIN, {}, {"content-type": "application/x-www-form-urlencoded"}):
-            refused = await house.http.post("/v1/completions", content=body, headers={**FOREIGN[2], **sent})
+            refused = await frontend.http.post(
+                "/v1/completions", content=body, headers={**FOREIGN[2], **sent}
+            )
             assert error_of(refused)["code"] == "cross_site_refused"
-            served = await house.http.post("/v1/completions", content=body, headers=sent)
+            served = await frontend.http.post("/v1/completions", content=body, headers=sent)
             assert served.status_code == 200
-        assert len(house.plane.opened) == 3
+        assert len(frontend.plane.opened) == 3
 
 
 @pytest.mark.parametrize(
@@ -133,15 +135,17 @@ async def test_a_page_cannot_send_a_call_without_a_preflight() -> None:
 )
 async def test_clients_probes_and_our_own_page_see_the_fleet(sent: dict[str, str]) -> None:
     settings = FrontendSettings(allowed_hosts="Router.example, other.example")
-    async with open_house(card(1), settings=settings) as house:
+    async with running_frontend(card(1), settings=settings) as frontend:
         for path in ("/v1/fleet", "/metrics", "/v1/cordons"):
-            assert (await house.http.get(path, headers=sent)).status_code == 200
+            assert (await frontend.http.get(path, headers=sent)).status_code == 200
 
 
 async def test_a_page_of_the_same_site_changes_nothing() -> None:
-    async with open_house(card(1)) as house:
+    async with running_frontend(card(1)) as frontend:
         body = {"model": MODEL}
-        answer = await house.http.post("/busy_threshold", json=body, headers={"sec-fetch-site": "same-site"})
+        answer = await frontend.http.post(
+            "/busy_threshold", json=body, headers={"sec-fetch-site": "same-site"}
+        )
     assert answer.status_code == 403
 
 
@@ -162,17 +166,17 @@ async def test_a_page_of_the_same_site_changes_nothing() -> None:
 async def test_the_settings_admit_origins(
     settings: FrontendSettings, sent: dict[str, str], status: int
 ) -> None:
-    async with open_house(card(1), settings=settings) as house:
-        answer = await house.http.get("/v1/fleet", headers={"authorization": "Bearer t", **sent})
+    async with running_frontend(card(1), settings=settings) as frontend:
+        answer = await frontend.http.get("/v1/fleet", headers={"authorization": "Bearer t", **sent})
     assert answer.status_code == status
 
 
 async def test_every_page_has_a_policy_and_nosniff() -> None:
-    async with open_house(card(1)) as house:
-        paths = [at(path) for method, path in await routes_of(house.http) if method == "GET"]
+    async with running_frontend(card(1)) as frontend:
+        paths = [at(path) for method, path in await routes_of(frontend.http) if method == "GET"]
         for path in (*paths, "/nothing-here"):
             for sent in ({}, FOREIGN[0]):
-                answer = await house.http.get(path, headers=sent)
+                answer = await frontend.http.get(path, headers=sent)
                 assert answer.headers.get_list("x-content-type-options") == ["nosniff"], path
                 assert len(answer.headers.get_list("content-security-policy")) == 1, path
                 policy = answer.headers["content-security-policy"]

@@ -14,7 +14,7 @@ from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_pa
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_passthrough import PassthroughTokens, passthrough_tokens
 from kvrouter.text.prompts.fields import Prompt
-from tests.support.front import mock_text
+from tests.testing.frontend_harness import mock_text
 
 ROUTES: dict[CallRoute, PassedRoute] = {route.route: route for route in PASSED_ROUTES}
 CHAT = [{"role": "user", "content": "hi"}]

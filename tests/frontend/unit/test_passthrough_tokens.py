@@ -10,8 +10,8 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passthrough import READ_BYTES_MAX
 from kvrouter.frontend.response_passthrough import PassthroughTokens, passthrough_tokens
 from kvrouter.text.model import TextModel
-from tests.support.front import mock_text
-from tests.support.parsed import parse_passthrough
+from tests.testing.body_parsers import parse_passthrough
+from tests.testing.frontend_harness import mock_text
 
 UNTEMPLATED = replace(mock_text(), template=None)
 

@@ -22,11 +22,11 @@ from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
-from tests.support.fleets import MODEL, Bench, card
-from tests.support.front import mock_text, token_ids
-from tests.support.processes import Metrics
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
-from tests.support.waits import until
+from tests.testing.frontend_harness import mock_text, token_ids
+from tests.testing.processes import Metrics
+from tests.testing.router_harness import MODEL, RouterHarness, card
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.waits import until
 
 TOKENS: dict[str, object] = {"model": MODEL, "token_ids": list(range(100, 140))}
 PARAMS = {"at": 5}
@@ -40,7 +40,7 @@ def prefills(stream: ScriptedStream) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    bench: Bench
+    harness: RouterHarness
     plane: ScriptedPlane
     router: Standalone
     http: httpx.AsyncClient
@@ -57,7 +57,7 @@ class Router:
 
     @property
     def is_clean(self) -> bool:
-        return self.bench.booked() == len(self.router.bookings) == len(self.bench.model.ledger) == 0
+        return self.harness.booked() == len(self.router.bookings) == len(self.harness.model.ledger) == 0
 
 
 @asynccontextmanager
@@ -72,20 +72,20 @@ async def open_router(
     has_tokenizer: bool = True,
 ) -> AsyncIterator[Router]:
     plane = ScriptedPlane(script)
-    bench = Bench(plane, config, prefill_alone=prefill_alone)
-    await bench.start(*cards)
-    instrumentation = ServiceInstrumentation(bench.telemetry)
+    harness = RouterHarness(plane, config, prefill_alone=prefill_alone)
+    await harness.start(*cards)
+    instrumentation = ServiceInstrumentation(harness.telemetry)
     bookings = Bookings(
         bookings_max=bookings_max, lease_ttl_s=lease_ttl_s, on_lapsed=instrumentation.booking_lapsed
     )
     legs = PrefillDispatch(plane, bookings, instrumentation, redispatches_max=2, limit_s=60.0)
     door = RouterApp(
-        bench.service,
+        harness.service,
         ModelTexts({MODEL: mock_text()} if has_tokenizer else {}),
         bookings,
         legs,
         settings=settings or FrontendSettings(),
-        telemetry=bench.telemetry,
+        telemetry=harness.telemetry,
         lease_ttl_s=lease_ttl_s,
         takes_prefills=prefill_alone,
     )
@@ -94,14 +94,14 @@ async def open_router(
     try:
         host, port = server.addresses[0]
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=30.0) as client:
-            router = Standalone(bench.service, server, bench.telemetry, bookings, legs)
-            yield Router(bench, plane, router, client)
+            router = Standalone(harness.service, server, harness.telemetry, bookings, legs)
+            yield Router(harness, plane, router, client)
     finally:
         await legs.close()
         await server.drain(0.0)
         bookings.close()
         door.close()
-        bench.service.stop()
+        harness.service.stop()
 
 
 def pair() -> tuple[WorkerCard, ...]:
@@ -136,11 +136,11 @@ async def test_a_route_is_decided_and_booked_until_it_is_freed() -> None:
         }  # fmt: skip
         assert (answer["worker_id"], answer["dp_rank"], answer["address"]) == (1, 0, address_of(1))
         assert (answer["prefill"], answer["bootstrap"], answer["constraint"]) == (None, None, None)
-        assert here.bench.booked() == 43
+        assert here.harness.booked() == 43
         assert (await here.post("/v1/route/mine/prefill_complete"))[0] == 200
-        assert here.bench.booked() == 3
+        assert here.harness.booked() == 3
         assert (await here.post("/v1/route/mine/output_blocks", {"blocks": 2}))[0] == 200
-        assert here.bench.booked() == 5
+        assert here.harness.booked() == 5
         assert (await here.metrics()).total("bookings") == 1
         renewed = await here.post("/v1/route/mine/renew")
         assert renewed == (200, {"request_id": "mine", "booked": True, "lease_ttl_s": 100.0})
@@ -251,7 +251,7 @@ async def test_tenants_and_adapters_have_separate_blocks() -> None:
         for fields, blocks in tenants:
             _, answer = await here.post("/v1/route", {**TOKENS, **fields})
             await here.post(f"/v1/route/{answer['request_id']}/prefill_complete")
-            assert here.bench.booked() == blocks
+            assert here.harness.booked() == blocks
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ async def test_refusals_have_the_frontends_statuses() -> None:
         assert (await here.post("/v1/route/unknown/free"))[1]["error"]["code"] == "request_not_booked"
         assert (await here.post("/v1/route/r/output_blocks", {"blocks": 0}))[0] == 400
         assert (await here.http.get("/v1/route")).headers["allow"] == "POST"
-        here.bench.discovery.drop(1)
+        here.harness.discovery.drop(1)
         status, answer = await here.route("?book=false")
         assert (status, answer["error"]["code"]) == (503, "no_eligible_worker")
         status, answer = await here.post("/v1/route/r/free")
@@ -327,11 +327,11 @@ async def test_a_caller_that_leaves_while_it_waits_books_nothing() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=10, admission_queue_max=4, admission_wait_s=100.0)
     async with open_router(card(1), config=config) as here:
         rank = card(1).ranks()[0]
-        here.bench.load(LoadReport(rank, 0, 1024, active_prefill_tokens=11))
+        here.harness.load(LoadReport(rank, 0, 1024, active_prefill_tokens=11))
         with pytest.raises(httpx.ReadTimeout):
             await here.http.post("/v1/route", json=TOKENS, timeout=0.2)
-        await until(lambda: not here.bench.model.placer.waiting)
-        here.bench.load(LoadReport(rank, 0, 1024))
+        await until(lambda: not here.harness.model.placer.waiting)
+        here.harness.load(LoadReport(rank, 0, 1024))
         assert here.is_clean
 
 
@@ -403,7 +403,7 @@ async def test_a_draining_router_refuses_requests_and_waits_for_bookings() -> No
     async with open_router(card(1)) as here:
         await here.route(request_id="r")
         draining = asyncio.ensure_future(here.router.drain(60.0))
-        await until(lambda: here.bench.service.requests.is_draining)
+        await until(lambda: here.harness.service.requests.is_draining)
         assert (await here.route())[1]["error"]["code"] == "shutting_down"
         assert (await here.http.get("/ready")).status_code == 503
         assert (await here.http.get("/health")).json()["status"] == "draining"

@@ -9,8 +9,8 @@ from pydantic import SecretStr
 import kvrouter
 from kvrouter.core.errors import Reason
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
-from tests.support.fleets import card
-from tests.support.front import error_of, open_house
+from tests.testing.frontend_harness import error_of, running_frontend
+from tests.testing.router_harness import card
 
 FOLDER = Path(kvrouter.__file__).parent / "frontend" / "ui"
 FILES = sorted(path.name for path in FOLDER.iterdir())
@@ -28,12 +28,12 @@ def text_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", FILES)
 async def test_each_file_is_served_with_its_type_and_a_policy(name: str) -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.get(f"/ui/{name}")
-        again = await house.http.get(
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.get(f"/ui/{name}")
+        again = await frontend.http.get(
             f"/ui/{name}", headers={"if-none-match": f'"x", W/{response.headers["etag"]}'}
         )
-        other = await house.http.get(f"/ui/{name}", headers={"if-none-match": '"x"'})
+        other = await frontend.http.get(f"/ui/{name}", headers={"if-none-match": '"x"'})
     assert response.status_code == 200
     assert response.content == (FOLDER / name).read_bytes()
     assert response.headers["content-type"] == TYPES[name.rpartition(".")[2]]
@@ -54,18 +54,20 @@ async def test_each_file_is_served_with_its_type_and_a_policy(name: str) -> None
     ids=["token", "closed"],
 )
 async def test_the_page_needs_no_token_and_its_data_does(settings: FrontendSettings) -> None:
-    async with open_house(card(1), settings=settings) as house:
-        page = await house.http.get("/ui")
-        data = [await house.http.get(f"/v1/{path}") for path in ("fleet", "flows", "refusals", "decisions")]
+    async with running_frontend(card(1), settings=settings) as frontend:
+        page = await frontend.http.get("/ui")
+        data = [
+            await frontend.http.get(f"/v1/{path}") for path in ("fleet", "flows", "refusals", "decisions")
+        ]
     assert page.status_code == 200
     assert page.text == text_of("index.html")
     assert [answer.status_code for answer in data] == [401] * 4
 
 
 async def test_a_slash_at_the_end_leads_to_the_page() -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.get("/ui/")
-        followed = await house.http.get("/ui/", follow_redirects=True)
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.get("/ui/")
+        followed = await frontend.http.get("/ui/", follow_redirects=True)
     assert response.headers["location"] == "../ui"
     assert str(followed.url).endswith("/ui")
     assert followed.status_code == 200
@@ -75,16 +77,16 @@ async def test_a_slash_at_the_end_leads_to_the_page() -> None:
     "path", ["/ui/none.js", "/ui/..%2fadmin.py", "/ui/%2e%2e/admin.py", "/ui/a/b", "/ui/.."]
 )
 async def test_other_files_are_not_served(path: str) -> None:
-    async with open_house(card(1)) as house:
-        response = await house.http.get(path)
+    async with running_frontend(card(1)) as frontend:
+        response = await frontend.http.get(path)
     assert response.status_code == 404
     assert error_of(response)["code"] == "not_found"
 
 
 async def test_the_page_takes_only_get_and_head() -> None:
-    async with open_house(card(1)) as house:
+    async with running_frontend(card(1)) as frontend:
         for method in ("POST", "PUT", "DELETE"):
-            assert (await house.http.request(method, "/ui")).status_code == 405
+            assert (await frontend.http.request(method, "/ui")).status_code == 405
 
 
 def test_the_page_has_no_script_or_style_of_its_own_and_only_relative_addresses() -> None:

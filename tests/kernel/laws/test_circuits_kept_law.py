@@ -17,8 +17,8 @@ from kvrouter.kernel.journey import Shape
 from kvrouter.kernel.placement.circuits import Circuits
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing import Decision, Pick, RouteRequest
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import A_DRAW, KeptEvents
+from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 OPEN_MAX_S = 30.0
 PREFILL, DECODE = (1, 2), (3, 4)
@@ -39,7 +39,7 @@ class CircuitsMachine(RuleBasedStateMachine):
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(2, 2.0, OPEN_MAX_S),
-            KeptEvents(),
+            RecordedPlacementEvents(),
             seed=1,
             on_readmitted=self.note,
         )

@@ -13,33 +13,33 @@ from kvrouter.core.errors import Reason, RoutingRefused
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, View, route
 from kvrouter.kernel.topology.policy import topology_domains
-from tests.support.scenes import Scene, fleet_of, scenes, view_of
+from tests.testing.routing_cases import RoutingCase, fleet_of, routing_cases, view_of
 
 
-def outcome(scene: Scene, view: View) -> Decision | tuple[type[RoutingRefused], object]:
+def outcome(case: RoutingCase, view: View) -> Decision | tuple[type[RoutingRefused], object]:
     try:
-        return route(scene.request, view)
+        return route(case.request, view)
     except RoutingRefused as refused:
         return type(refused), refused.refusals
 
 
-def drawn(seed: int) -> tuple[Random, Scene, Fleet]:
+def drawn(seed: int) -> tuple[Random, RoutingCase, Fleet]:
     rng = Random(seed)
-    scene = next(scenes(rng, 1))
+    case = next(routing_cases(rng, 1))
     mode = rng.choice([*RouterMode])
-    settings = structs.replace(scene.settings, mode=mode)
-    request = structs.replace(scene.request, last_resort=rng.random() < 0.5, aggregated=rng.random() < 0.2)
-    scene = scene._replace(settings=settings, request=request)
-    fleet = fleet_of(scene, scene.cards)
-    for card in scene.cards:
+    settings = structs.replace(case.settings, mode=mode)
+    request = structs.replace(case.request, last_resort=rng.random() < 0.5, aggregated=rng.random() < 0.2)
+    case = case._replace(settings=settings, request=request)
+    fleet = fleet_of(case, case.cards)
+    for card in case.cards:
         if rng.random() < 0.2:
             fleet.set_circuit_open(card.worker_id, True)
-    return rng, scene, fleet
+    return rng, case, fleet
 
 
-def some_rules(rng: Random, scene: Scene) -> CordonRules:
-    cordons = [Cordon(WORKER_LEVEL, str(card.worker_id)) for card in scene.cards if rng.random() < 0.3]
-    for card in scene.cards:
+def some_rules(rng: Random, case: RoutingCase) -> CordonRules:
+    cordons = [Cordon(WORKER_LEVEL, str(card.worker_id)) for card in case.cards if rng.random() < 0.3]
+    for card in case.cards:
         for level, name in topology_domains(card.runtime_config).items():
             if rng.random() < 0.1:
                 cordons.append(Cordon(level, name))
@@ -48,38 +48,38 @@ def some_rules(rng: Random, scene: Scene) -> CordonRules:
 
 @given(st.integers(0, 2**32))
 def test_a_cordoned_rank_is_treated_like_a_dead_one(seed: int) -> None:
-    rng, scene, fleet = drawn(seed)
-    dead = fleet_of(scene, scene.cards)
-    for card in scene.cards:
+    rng, case, fleet = drawn(seed)
+    dead = fleet_of(case, case.cards)
+    for card in case.cards:
         dead.set_circuit_open(
             card.worker_id, bool(fleet.columns.circuit_open[fleet.slots_of(card.worker_id)[0]])
         )
-    rules = some_rules(rng, scene)
-    before = outcome(scene, view_of(scene, fleet))
+    rules = some_rules(rng, case)
+    before = outcome(case, view_of(case, fleet))
     fleet.set_cordons(rules)
-    cordoned = {card.worker_id for card in scene.cards if fleet.cordons_on(card.worker_id)}
+    cordoned = {card.worker_id for card in case.cards if fleet.cordons_on(card.worker_id)}
     assert cordoned == {
-        card.worker_id for card in scene.cards if rules.on(card, topology_domains(card.runtime_config))
+        card.worker_id for card in case.cards if rules.on(card, topology_domains(card.runtime_config))
     }
     for worker_id in cordoned:
         dead.set_alive(worker_id, False)
-    got = outcome(scene, view_of(scene, fleet))
+    got = outcome(case, view_of(case, fleet))
     if isinstance(got, Decision):
         picked = {pick.rank.worker_id for pick in (got.prefill, got.decode) if pick is not None}
         assert not picked & cordoned
-        assert got == outcome(scene, view_of(scene, dead))
+        assert got == outcome(case, view_of(case, dead))
     else:
-        assert not isinstance(outcome(scene, view_of(scene, dead)), Decision)
+        assert not isinstance(outcome(case, view_of(case, dead)), Decision)
     fleet.set_cordons(CordonRules())
-    assert outcome(scene, view_of(scene, fleet)) == before, "uncordoned, everything is as it was"
+    assert outcome(case, view_of(case, fleet)) == before, "uncordoned, everything is as it was"
 
 
 @given(st.integers(0, 2**32))
 def test_an_explanation_names_the_cordon(seed: int) -> None:
-    rng, scene, fleet = drawn(seed)
-    fleet.set_cordons(some_rules(rng, scene))
+    rng, case, fleet = drawn(seed)
+    fleet.set_cordons(some_rules(rng, case))
     try:
-        rows = route(scene.request, view_of(scene, fleet), explain=True).rows
+        rows = route(case.request, view_of(case, fleet), explain=True).rows
     except RoutingRefused as refused:
         rows = refused.rows  # type: ignore[assignment] # rows are routing's own
     columns = fleet.columns
@@ -96,15 +96,15 @@ def test_an_explanation_names_the_cordon(seed: int) -> None:
 @given(st.integers(0, 2**32), st.sampled_from([*COST_RULES]))
 def test_a_worker_that_joins_later_is_cordoned_too(seed: int, cost: str) -> None:
     rng = Random(seed)
-    scene = next(scenes(rng, 1))
-    scene = scene._replace(settings=structs.replace(scene.settings, cost=cost))
-    rules = some_rules(rng, scene)
-    here, later = fleet_of(scene, scene.cards), Fleet(scene.cards[0].model, scene.cards[0].block_size or 0)
+    case = next(routing_cases(rng, 1))
+    case = case._replace(settings=structs.replace(case.settings, cost=cost))
+    rules = some_rules(rng, case)
+    here, later = fleet_of(case, case.cards), Fleet(case.cards[0].model, case.cards[0].block_size or 0)
     here.set_cordons(rules)
     later.set_cordons(rules)
-    for card in scene.cards:
+    for card in case.cards:
         later.join(card)
-    assert [later.cordons_on(card.worker_id) for card in scene.cards] == [
-        here.cordons_on(card.worker_id) for card in scene.cards
+    assert [later.cordons_on(card.worker_id) for card in case.cards] == [
+        here.cordons_on(card.worker_id) for card in case.cards
     ]
     assert later.columns.cordoned.tolist() == here.columns.cordoned.tolist()

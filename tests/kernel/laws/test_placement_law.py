@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.calls import MakeFail
-from tests.support.placement_script import WORKERS, PlacementScript, Step, script
+from tests.testing.calls import MakeFail
+from tests.testing.placement_script import WORKERS, PlacementScript, Step, script
 
 BYTE = st.integers(0, 255)
 BITS = st.integers(0, 2**64 - 1)
@@ -29,7 +29,7 @@ def test_two_processes_that_hash_differently_decide_and_book_alike() -> None:
     """A set of names is in another order in each process: no decision may depend on it."""
     digests = {
         subprocess.run(
-            [sys.executable, "-m", "tests.support.placement_script", "24"],
+            [sys.executable, "-m", "tests.testing.placement_script", "24"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             check=True,
             capture_output=True,

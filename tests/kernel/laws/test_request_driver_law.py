@@ -35,8 +35,8 @@ from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.kernel.routing.interface import RoutingSettings
-from tests.support.fleets import BLOCK_SIZE, MODEL, card, decode_card, prefill_card
-from tests.support.placements import A_DRAW, KeptEvents
+from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, decode_card, prefill_card
 
 PROMPT = array("I", range(40))
 REQUEST = GenerateRequest(RequestId("r"), MODEL, PROMPT, Sampling(max_tokens=100, temperature=0.0))
@@ -57,7 +57,7 @@ class Drive:
         for each in FLEETS[shape]:
             fleet.join(each)
         self.now_s = 100.0
-        self.events = KeptEvents()
+        self.events = RecordedPlacementEvents()
         self.placer = Placer(
             fleet=fleet,
             cache=NoCacheView(),

@@ -11,36 +11,36 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, View, route
-from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
+from tests.testing.routing_cases import BruteForceRouter, RoutingCase, fleet_of, routing_cases, view_of
 
 
-def outcome(scene: Scene, view: View) -> Decision | type[RoutingRefused]:
+def outcome(case: RoutingCase, view: View) -> Decision | type[RoutingRefused]:
     try:
-        return route(scene.request, view)
+        return route(case.request, view)
     except RoutingRefused as refused:
         return type(refused)
 
 
-def drawn(seed: int) -> tuple[Random, Scene, Fleet]:
+def drawn(seed: int) -> tuple[Random, RoutingCase, Fleet]:
     rng = Random(seed)
-    scene = next(scenes(rng, 1))
-    return rng, scene, fleet_of(scene, scene.cards)
+    case = next(routing_cases(rng, 1))
+    return rng, case, fleet_of(case, case.cards)
 
 
-def some(rng: Random, scene: Scene) -> list[WorkerId]:
-    return [card.worker_id for card in scene.cards if rng.random() < 0.4]
+def some(rng: Random, case: RoutingCase) -> list[WorkerId]:
+    return [card.worker_id for card in case.cards if rng.random() < 0.4]
 
 
 @given(st.integers(0, 2**32))
 def test_ranks_with_open_circuits_are_treated_as_dead_except_as_last_resort(seed: int) -> None:
-    rng, scene, fleet = drawn(seed)
-    plain = outcome(scene, view_of(scene, fleet))
-    dead = fleet_of(scene, scene.cards)
-    for worker_id in some(rng, scene):
+    rng, case, fleet = drawn(seed)
+    plain = outcome(case, view_of(case, fleet))
+    dead = fleet_of(case, case.cards)
+    for worker_id in some(rng, case):
         fleet.set_circuit_open(worker_id, True)
         dead.set_alive(worker_id, False)
-    without = outcome(scene, view_of(scene, dead))
-    got = outcome(scene, view_of(scene, fleet))
+    without = outcome(case, view_of(case, dead))
+    got = outcome(case, view_of(case, fleet))
     if without is not NoEligibleWorker:
         assert got == without
     elif isinstance(plain, Decision):
@@ -56,18 +56,18 @@ def test_a_broken_pair_is_reused_only_if_every_pair_of_its_tier_is_broken(seed: 
 
 
 def check_broken_pairs(seed: int) -> None:
-    rng, scene, fleet = drawn(seed)
-    plain = outcome(scene, view_of(scene, fleet))
-    broken = {(a, b) for a in some(rng, scene) for b in some(rng, scene)}
+    rng, case, fleet = drawn(seed)
+    plain = outcome(case, view_of(case, fleet))
+    broken = {(a, b) for a in some(rng, case) for b in some(rng, case)}
     for prefill, decode in broken:
         fleet.set_broken_pair(prefill, decode, True)
-    got = outcome(scene, view_of(scene, fleet))
+    got = outcome(case, view_of(case, fleet))
     assert isinstance(got, Decision) == isinstance(plain, Decision)
     if not isinstance(got, Decision) or got.prefill is None:
         assert got == plain
         return
     pair = (got.prefill.rank, got.decode.rank)
-    brute = Brute(scene)
+    brute = BruteForceRouter(case)
     policy = brute.policy(pair[0])
     if policy is not None and policy[1] == "required":
         assert brute.together(*pair, policy[0]), "lost KV opens no boundary"
@@ -78,18 +78,18 @@ def check_broken_pairs(seed: int) -> None:
 
 @given(st.integers(0, 2**32))
 def test_explain_equals_decide_with_open_circuits_and_broken_pairs(seed: int) -> None:
-    rng, scene, fleet = drawn(seed)
-    for worker_id in some(rng, scene):
+    rng, case, fleet = drawn(seed)
+    for worker_id in some(rng, case):
         fleet.set_circuit_open(worker_id, True)
-    for prefill in some(rng, scene):
-        for decode in some(rng, scene):
+    for prefill in some(rng, case):
+        for decode in some(rng, case):
             fleet.set_broken_pair(prefill, decode, True)
-    view = view_of(scene, fleet)
+    view = view_of(case, fleet)
     try:
-        decision = route(scene.request, view, explain=True)
+        decision = route(case.request, view, explain=True)
     except RoutingRefused:
         return
-    assert structs.replace(decision, rows=()) == route(scene.request, view)
+    assert structs.replace(decision, rows=()) == route(case.request, view)
     for pick in (decision.decode, decision.prefill):
         if pick is None:
             continue

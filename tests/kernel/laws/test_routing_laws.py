@@ -13,10 +13,10 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.routing import Candidate, Decision, RouteRequest, View, route, route_decode
 from kvrouter.kernel.topology.policy import Required
-from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
+from tests.testing.routing_cases import BruteForceRouter, RoutingCase, fleet_of, routing_cases, view_of
 
 
-def check_accepted(brute: Brute, decision: Decision) -> None:
+def check_accepted(brute: BruteForceRouter, decision: Decision) -> None:
     if not brute.is_pair:
         assert decision.prefill is None
         assert decision.constraint is None
@@ -37,7 +37,7 @@ def check_accepted(brute: Brute, decision: Decision) -> None:
         assert together
 
 
-def check_refused(brute: Brute, refused: RoutingRefused) -> None:
+def check_refused(brute: BruteForceRouter, refused: RoutingRefused) -> None:
     if brute.is_pair:
         assert not brute.pairs()
         only_busy = bool(brute.pairs(even_busy=True))
@@ -57,7 +57,7 @@ def check_refused(brute: Brute, refused: RoutingRefused) -> None:
     assert sum(refused.refusals.values()) == len(ranks)
 
 
-def check_explained(brute: Brute, request: RouteRequest, view: View, decision: Decision) -> None:
+def check_explained(brute: BruteForceRouter, request: RouteRequest, view: View, decision: Decision) -> None:
     explained = route(request, view, explain=True)
     assert msgspec.structs.replace(explained, rows=()) == decision
     for pick in filter(None, (decision.prefill, decision.decode)):
@@ -86,11 +86,11 @@ def check_counted(refused: RoutingRefused) -> list[Candidate]:
     return rows
 
 
-def check_refusal_explained(brute: Brute, view: View, refused: RoutingRefused) -> None:
+def check_refusal_explained(brute: BruteForceRouter, view: View, refused: RoutingRefused) -> None:
     """Asked for an explanation, the same refusal has the rows of each leg, with true reasons and costs."""
-    scene = brute.scene
+    case = brute.scene
     with pytest.raises(type(refused)) as raised:
-        route(scene.request, view, explain=True)
+        route(case.request, view, explain=True)
     explained = raised.value
     reported = (refused.message, refused.refusals, refused.role, refused.domain)
     assert (explained.message, explained.refusals, explained.role, explained.domain) == reported
@@ -101,10 +101,10 @@ def check_refusal_explained(brute: Brute, view: View, refused: RoutingRefused) -
         assert [row.rank for row in of_leg] == sorted(brute.role(leg) or brute.card)
         for row in of_leg:
             check_stopped(brute, row)
-            check_cost(scene, row)
+            check_cost(case, row)
 
 
-def check_stopped(brute: Brute, row: Candidate) -> None:
+def check_stopped(brute: BruteForceRouter, row: Candidate) -> None:
     """The row's reason is the first one by the rules; an open row's other leg is what nobody may take."""
     assert not row.picked
     own = brute.refused(row.rank, row.leg) if brute.role(row.leg) else Reason.WRONG_ROLE
@@ -124,14 +124,14 @@ def check_stopped(brute: Brute, row: Candidate) -> None:
         assert row.refused is None
 
 
-def check_cost(scene: Scene, row: Candidate) -> None:
-    load, request = scene.loads[row.rank], scene.request
+def check_cost(case: RoutingCase, row: Candidate) -> None:
+    load, request = case.loads[row.rank], case.request
     missing = max(0, request.isl_tokens - load.overlap_blocks * 4)
     prefill_blocks = 0.0 if row.leg is Leg.DECODE else (load.prefill_tokens + missing) / 4
     decode_blocks = 0.0 if row.leg is Leg.PREFILL else float(load.active_blocks + load.not_active)
     assert (row.overlap_blocks, row.prefill_blocks) == (load.overlap_blocks, prefill_blocks)
     assert (row.decode_blocks, row.transfer_blocks) == (decode_blocks, 0.0)
-    weight = scene.settings.overlap_score_weight
+    weight = case.settings.overlap_score_weight
     assert row.cost == (weight * prefill_blocks + decode_blocks) * row.multiplier
 
 
@@ -160,10 +160,10 @@ def check_nobody_again(request: RouteRequest, view: View, decision: Decision) ->
         excluded |= {again.decode.rank.worker_id}
 
 
-def check_join_order(scene: Scene, decision: Decision, rng: Random) -> None:
-    shuffled = rng.sample(scene.cards, len(scene.cards))
-    fleet = fleet_of(scene, tuple(shuffled))
-    other = route(scene.request, view_of(scene, fleet))
+def check_join_order(case: RoutingCase, decision: Decision, rng: Random) -> None:
+    shuffled = rng.sample(case.cards, len(case.cards))
+    fleet = fleet_of(case, tuple(shuffled))
+    other = route(case.request, view_of(case, fleet))
     assert other.decode.rank == decision.decode.rank
     assert (other.prefill and other.prefill.rank) == (decision.prefill and decision.prefill.rank)
 
@@ -172,11 +172,11 @@ def check_all(rng: Random, n_requests: int) -> Counter[str]:
     """Hold every law on some requests to one fleet; count what happened."""
     seen: Counter[str] = Counter()
     fleet = None
-    for scene in scenes(rng, n_requests):
-        fleet = fleet or fleet_of(scene, scene.cards)
-        view, brute = view_of(scene, fleet), Brute(scene)
+    for case in routing_cases(rng, n_requests):
+        fleet = fleet or fleet_of(case, case.cards)
+        view, brute = view_of(case, fleet), BruteForceRouter(case)
         try:
-            decision = route(scene.request, view)
+            decision = route(case.request, view)
         except RoutingRefused as refused:
             seen[type(refused).__name__] += 1
             check_refused(brute, refused)
@@ -185,12 +185,12 @@ def check_all(rng: Random, n_requests: int) -> Counter[str]:
         seen["pair" if decision.prefill else "aggregated"] += 1
         seen["fallback"] += decision.fallback_used
         check_accepted(brute, decision)
-        check_explained(brute, scene.request, view, decision)
+        check_explained(brute, case.request, view, decision)
         if decision.prefill is not None:
-            check_again(scene.request, view, decision)
-        if scene.request.request_id == "r0":
-            check_join_order(scene, decision, rng)
-            check_nobody_again(scene.request, view, decision)
+            check_again(case.request, view, decision)
+        if case.request.request_id == "r0":
+            check_join_order(case, decision, rng)
+            check_nobody_again(case.request, view, decision)
     return seen
 
 

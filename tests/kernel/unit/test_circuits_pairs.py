@@ -13,8 +13,8 @@ from kvrouter.kernel.journey import Shape
 from kvrouter.kernel.placement.circuits import Circuits
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing import Decision, Pick, RouteRequest
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import A_DRAW, KeptEvents
+from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 OPEN_S, OPEN_MAX_S = 2.0, 30.0
 REQUEST = RequestId("r")
@@ -34,7 +34,7 @@ class Bench:
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(3, OPEN_S, OPEN_MAX_S),
-            KeptEvents(),
+            RecordedPlacementEvents(),
             seed=1,
             on_readmitted=self.note,
         )
@@ -77,49 +77,49 @@ class Bench:
 
 
 def test_a_pair_that_is_being_tried_is_forgotten_once_that_try_is_over() -> None:
-    bench = Bench(1)
-    bench.lose(1, 2)
+    harness = Bench(1)
+    harness.lose(1, 2)
     pair = Pair(WorkerId(1), WorkerId(2))
-    assert dict(bench.circuits.pairs(now_s=bench.now_s)) == {pair: CircuitState.OPEN}
-    bench.pass_time(OPEN_S)
-    attempt = bench.booked(1, 2)
+    assert dict(harness.circuits.pairs(now_s=harness.now_s)) == {pair: CircuitState.OPEN}
+    harness.pass_time(OPEN_S)
+    attempt = harness.booked(1, 2)
     assert attempt.tries
-    bench.pass_time(2 * OPEN_MAX_S)
-    assert list(bench.fleet.broken_pairs) == [pair], "one at a time"
-    bench.circuits.released(attempt, now_s=bench.now_s)
-    assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
-    assert list(bench.fleet.broken_pairs) == []
+    harness.pass_time(2 * OPEN_MAX_S)
+    assert list(harness.fleet.broken_pairs) == [pair], "one at a time"
+    harness.circuits.released(attempt, now_s=harness.now_s)
+    assert list(harness.circuits.pairs(now_s=harness.now_s)) == []
+    assert list(harness.fleet.broken_pairs) == []
 
 
 def test_an_unused_broken_pair_is_dropped_after_a_time() -> None:
-    bench = Bench(1)
-    bench.lose(1, 2)
-    bench.pass_time(OPEN_S)
-    assert len(list(bench.circuits.pairs(now_s=bench.now_s))) == 1
-    assert list(bench.fleet.broken_pairs) == []
-    bench.pass_time(OPEN_MAX_S)
-    assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
+    harness = Bench(1)
+    harness.lose(1, 2)
+    harness.pass_time(OPEN_S)
+    assert len(list(harness.circuits.pairs(now_s=harness.now_s))) == 1
+    assert list(harness.fleet.broken_pairs) == []
+    harness.pass_time(OPEN_MAX_S)
+    assert list(harness.circuits.pairs(now_s=harness.now_s)) == []
 
 
 def test_only_the_pairs_are_looked_at_for_which_something_changed() -> None:
-    bench = Bench(12)
-    for prefill in bench.prefill:
-        for decode in bench.decode:
-            bench.lose(prefill, decode)
-            bench.now_s += 0.001
-    n_pairs = len(bench.prefill) * len(bench.decode)
-    assert len(list(bench.fleet.broken_pairs)) == n_pairs
+    harness = Bench(12)
+    for prefill in harness.prefill:
+        for decode in harness.decode:
+            harness.lose(prefill, decode)
+            harness.now_s += 0.001
+    n_pairs = len(harness.prefill) * len(harness.decode)
+    assert len(list(harness.fleet.broken_pairs)) == n_pairs
     looked_at = 0
-    show = bench.fleet.set_broken_pair
+    show = harness.fleet.set_broken_pair
 
     def counted(prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
         nonlocal looked_at
         looked_at += 1
         show(prefill, decode, is_broken)
 
-    bench.fleet.set_broken_pair = counted  # type: ignore[method-assign]
+    harness.fleet.set_broken_pair = counted  # type: ignore[method-assign]
     for _ in range(2000):
-        bench.pass_time(0.001)
-    assert list(bench.fleet.broken_pairs) == []
+        harness.pass_time(0.001)
+    assert list(harness.fleet.broken_pairs) == []
     assert looked_at == n_pairs, "each once, however many requests came meanwhile"
-    assert bench.let_in <= n_pairs
+    assert harness.let_in <= n_pairs

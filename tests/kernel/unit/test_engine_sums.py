@@ -9,8 +9,8 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.engine_sums import AGREE, HALF_S, TRANSFERS_MIN, EngineSums
 from kvrouter.kernel.placement.transfers import Transfers
 from kvrouter.kernel.topology.link_table import Link, LinkKind, LinkPace, LinkTable
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import KeptEvents
+from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 HERE, ELSEWHERE = Slot(0), Slot(1)
 MIN = int(TRANSFERS_MIN)
@@ -78,7 +78,7 @@ def test_what_passes_with_every_transfer_is_no_part_of_what_engines_count() -> N
         )
         fleet.join(structs.replace(card(worker), runtime_config=config))
     table = LinkTable(otherwise=Link(0.0, 1e9))
-    transfers = Transfers(fleet, KeptEvents(), table, RouterId("here"))
+    transfers = Transfers(fleet, RecordedPlacementEvents(), table, RouterId("here"))
     sums = transfers.engine_sums
     sums.reported(ELSEWHERE, transfers=MIN, kv_bytes=MIN * 10**8, seconds=MIN * 0.1, now_s=1.0)
     transfers.state.set_pace(LinkKind("zone", False), LinkPace(1.0, 0.9))

@@ -24,8 +24,8 @@ from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import LinkTable
-from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
-from tests.support.placements import KeptEvents
+from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
 ATTACKER, ATTACKERS, ATTACKER_TOKENS = 7, 2, 1200
@@ -56,7 +56,7 @@ class Engines:
                 joins.runtime_config, kv_bytes_per_token=100_000, max_num_seqs=64, total_kv_blocks=20_000
             )
             fleet.join(structs.replace(joins, runtime_config=config))
-        self.events = KeptEvents()
+        self.events = RecordedPlacementEvents()
         self.placer = Placer(
             fleet=fleet,
             cache=NoCacheView(),

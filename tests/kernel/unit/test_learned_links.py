@@ -14,7 +14,7 @@ from kvrouter.kernel.topology.link_table import (
     LinkState,
     SharedLink,
 )
-from tests.support.placements import KeptEvents
+from tests.testing.placement_events import RecordedPlacementEvents
 
 TABLE = Link(1e-3, 10e9)
 WITHIN = LinkKind("zone", True)
@@ -33,7 +33,7 @@ class Way:
 
     def __init__(self, table: Link = TABLE, seed: int = 0) -> None:
         self.table, self.rng = table, Random(seed)
-        self.state, self.events = LinkState(), KeptEvents()
+        self.state, self.events = LinkState(), RecordedPlacementEvents()
         self.learned = LearnedLinks(self.state, self.events)
         self.now_s = 100.0
 

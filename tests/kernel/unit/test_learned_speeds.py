@@ -22,8 +22,8 @@ from kvrouter.kernel.placement.speeds import (
     LearnedSpeeds,
 )
 from kvrouter.kernel.routing.interface import Pick, Times
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import KeptEvents
+from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
         self.fleet = Fleet(MODEL, BLOCK_SIZE)
         for worker_id in range(1, n_ranks + 1):
             self.fleet.join(card(worker_id, Role.BOTH))
-        self.events = KeptEvents()
+        self.events = RecordedPlacementEvents()
         self.learned = LearnedSpeeds(self.fleet, self.events)
         self.n_ranks = n_ranks
         self.now_s = 1000.0

@@ -18,8 +18,8 @@ from kvrouter.kernel.placement.link_speeds import KINDS_MAX
 from kvrouter.kernel.placement.transfers import UPDATE_LASTS_S, Transfers
 from kvrouter.kernel.topology.link_table import Link, LinkLoad, LinkTable, SharedLink
 from kvrouter.transports.sync.nats import decode_message
-from tests.support.fleets import BLOCK_SIZE, MODEL
-from tests.support.placements import KeptEvents
+from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL
 
 HERE = RouterId("here")
 TABLE = LinkTable()
@@ -30,7 +30,7 @@ def link(number: int) -> SharedLink:
 
 
 def transfers() -> Transfers:
-    made = Transfers(Fleet(MODEL, BLOCK_SIZE), KeptEvents(), TABLE, HERE)
+    made = Transfers(Fleet(MODEL, BLOCK_SIZE), RecordedPlacementEvents(), TABLE, HERE)
     made.begin_sharing()
     return made
 

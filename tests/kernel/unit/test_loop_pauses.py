@@ -10,9 +10,9 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.transfers import Transfers
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.transports.background import PAUSE_S, LoopPauses
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
-from tests.support.placements import KeptEvents
-from tests.support.waits import until
+from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
+from tests.testing.waits import until
 
 TABLE = LinkTable(otherwise=Link(1e-3, 1e9))
 
@@ -28,8 +28,8 @@ async def test_a_blocked_loop_is_noticed_with_its_duration() -> None:
     assert pauses._timer is None
 
 
-def moving() -> tuple[Transfers, KeptEvents]:
-    fleet, events = Fleet(MODEL, BLOCK_SIZE), KeptEvents()
+def moving() -> tuple[Transfers, RecordedPlacementEvents]:
+    fleet, events = Fleet(MODEL, BLOCK_SIZE), RecordedPlacementEvents()
     for worker, zone in ((1, "a"), (2, "b")):
         config = ModelRuntimeConfig(
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=100_000

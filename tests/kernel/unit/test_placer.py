@@ -24,8 +24,8 @@ from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
-from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
-from tests.support.placements import A_DRAW, KeptEvents
+from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 
 def placer_of(
@@ -43,7 +43,7 @@ def placer_of(
         tracks_active_blocks=True,
         circuits=CircuitSettings(2, 1.0, 30.0),
         circuit_seed=1,
-        events=KeptEvents(),
+        events=RecordedPlacementEvents(),
         waiting=WaitingLimits(8, 5.0, 5.0),
         call_soon=lambda _call: None,
         now_s=0.0,

@@ -14,7 +14,7 @@ from kvrouter.kernel.routing.fleet_links import links_of
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from tests.kernel.unit.test_placer import place, placer_of
-from tests.support.fleets import card
+from tests.testing.router_harness import card
 
 LINKS = LinkTable({"zone": Link(1e-4, 1e9)}, Link(1e-4, 1e9))
 JOINT = RoutingSettings(cost="time", pd_selection=PdSelection.JOINT, links=LINKS)

@@ -30,7 +30,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.journal import Journal, SharedLedger, pieces
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.ledger.replicas import BOOKING_DELAY_S, Asks, Replicas
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 HERE, THERE = RouterId("here"), RouterId("there")
 RANK = WorkerRank(WorkerId(7), DpRank(0))

@@ -335,8 +335,8 @@ def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:
 
 def test_a_new_rule_needs_its_file_and_one_line() -> None:
     """In a process of its own: the rules are those that are registered when it begins."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.toy_cost.registration"]
-    command += ["-p", "no:cacheprovider", "tests/support/toy_cost/checks.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.testing.toy_cost.registration"]
+    command += ["-p", "no:cacheprovider", "tests/testing/toy_cost/checks.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("....  "), done.stdout

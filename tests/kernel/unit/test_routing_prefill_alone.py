@@ -10,14 +10,14 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.kernel.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferConstraint
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import Bench, card, generate_request
-from tests.support.scripted_transport import ScriptedPlane
+from tests.testing.router_harness import RouterHarness, card, generate_request
+from tests.testing.scripted_transport import ScriptedPlane
 
 
-async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> Bench:
-    bench = Bench(ScriptedPlane(), config, prefill_alone=True)
-    await bench.start(*cards)
-    return bench
+async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> RouterHarness:
+    harness = RouterHarness(ScriptedPlane(), config, prefill_alone=True)
+    await harness.start(*cards)
+    return harness
 
 
 def prefill(worker_id: int, zone: str | None = None, enforcement: Enforcement | None = None) -> WorkerCard:
@@ -26,16 +26,16 @@ def prefill(worker_id: int, zone: str | None = None, enforcement: Enforcement | 
 
 
 async def test_the_idlest_prefill_worker_is_picked_and_a_decode_worker_never_is() -> None:
-    bench = await bench_of(prefill(1), prefill(2), card(3, Role.DECODE), card(4, Role.BOTH))
+    harness = await bench_of(prefill(1), prefill(2), card(3, Role.DECODE), card(4, Role.BOTH))
     picked = []
     for number in range(4):
         request = generate_request(request_id=f"r{number}")
-        placement = await bench.model.place(request, request.token_ids, attempt=0, excluded=frozenset())
+        placement = await harness.model.place(request, request.token_ids, attempt=0, excluded=frozenset())
         assert placement.decision.prefill is None
         assert placement.decision.decode.leg is Leg.PREFILL
         picked.append(placement.prefill_pick.rank.worker_id)
     assert sorted(picked) == [1, 1, 2, 2], "load spreads"
-    assert int(bench.model.ledger.columns().active_blocks.sum()) == 0
+    assert int(harness.model.ledger.columns().active_blocks.sum()) == 0
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ async def test_the_idlest_prefill_worker_is_picked_and_a_decode_worker_never_is(
 async def test_the_worker_s_policy_is_reported(
     enforcement: Enforcement, policy: Required | Fallback | Preferred
 ) -> None:
-    bench = await bench_of(prefill(1, "a", enforcement))
-    decision = bench.model.explain(generate_request())
+    harness = await bench_of(prefill(1, "a", enforcement))
+    decision = harness.model.explain(generate_request())
     assert decision.constraint == TransferConstraint(policy, "a")
     assert decision.constraint.taint == Taint("dynamo.topology/zone=a")
     assert [row.leg for row in decision.rows] == [Leg.PREFILL]
@@ -58,8 +58,8 @@ async def test_the_worker_s_policy_is_reported(
 
 async def test_the_router_s_own_default_holds_where_the_worker_has_none() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="zone")
-    bench = await bench_of(prefill(1, "a"), prefill(2), config=config)
-    decision = bench.model.explain(generate_request())
+    harness = await bench_of(prefill(1, "a"), prefill(2), config=config)
+    decision = harness.model.explain(generate_request())
     assert (decision.decode.rank.worker_id, decision.constraint) == (
         1,
         TransferConstraint(Required("zone"), "a"),
@@ -69,30 +69,30 @@ async def test_the_router_s_own_default_holds_where_the_worker_has_none() -> Non
     falls_back = KvRouterConfig(
         kv_transfer_topology_level="zone", kv_transfer_mismatch_policy=MismatchPolicy.FALLBACK
     )
-    bench = await bench_of(prefill(2), config=falls_back)
-    assert bench.model.explain(generate_request()).constraint == TransferConstraint(Fallback("zone"), None)
+    harness = await bench_of(prefill(2), config=falls_back)
+    assert harness.model.explain(generate_request()).constraint == TransferConstraint(Fallback("zone"), None)
 
 
 async def test_a_rank_bound_to_an_unknown_domain_gets_no_requests() -> None:
-    bench = await bench_of(prefill(1, None, Enforcement.REQUIRED))
+    harness = await bench_of(prefill(1, None, Enforcement.REQUIRED))
     with pytest.raises(NoEligibleWorker) as refused:
-        bench.model.explain(generate_request())
+        harness.model.explain(generate_request())
     assert refused.value.refusals == {Reason.DOMAIN_UNKNOWN: 1}
-    bench.discovery.put(prefill(2, None, Enforcement.PREFERRED))
-    assert bench.model.explain(generate_request()).decode.rank.worker_id == 2
+    harness.discovery.put(prefill(2, None, Enforcement.PREFERRED))
+    assert harness.model.explain(generate_request()).decode.rank.worker_id == 2
 
 
 async def test_pins_are_those_of_prefill() -> None:
-    bench = await bench_of(prefill(1), prefill(2))
+    harness = await bench_of(prefill(1), prefill(2))
     for worker_id in (1, 2):
         request = replace(generate_request(), prefill_pin=Pin(WorkerId(worker_id)))
-        assert bench.model.explain(request).decode.rank.worker_id == worker_id
+        assert harness.model.explain(request).decode.rank.worker_id == worker_id
 
 
 async def test_without_a_prefill_worker_the_refusal_names_prefill() -> None:
-    bench = await bench_of(card(1, Role.BOTH))
+    harness = await bench_of(card(1, Role.BOTH))
     with pytest.raises(
         NoEligibleWorker, match="1 worker ranks are here, none of them for prefill"
     ) as refused:
-        bench.model.explain(generate_request())
+        harness.model.explain(generate_request())
     assert refused.value.role == "prefill"

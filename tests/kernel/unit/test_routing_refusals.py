@@ -11,7 +11,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, explain, route
-from tests.support.calls import MakeFail
+from tests.testing.calls import MakeFail
 
 EVERY_MODE = pytest.mark.parametrize("mode", list(RouterMode))
 

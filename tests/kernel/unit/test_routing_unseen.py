@@ -10,7 +10,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import route
 from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, View
 from kvrouter.kernel.routing.pick import UNSEEN_MAX, draw_unseen
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 
 def view(*active_blocks: int, unseen: float = 0.0, seed: int = 0) -> View:

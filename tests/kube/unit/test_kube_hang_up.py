@@ -20,7 +20,7 @@ from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
 from kvrouter.operator.cluster_info import NODES
 from kvrouter.transports.records.kubernetes.cards import WorkerObjects
-from tests.support.discovery_stores import nobody
+from tests.testing.discovery_stores import ignore_reports
 
 LINE = b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"2"}}}\n'
 ANSWER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(LINE), LINE)
@@ -28,7 +28,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % 
 
 async def by_discovery(url: str, folder: Path) -> None:
     user = Account(url, folder, "default")
-    api = WorkerObjects(user, fleet="space", lease_s=60.0, on_refused=nobody, pod=None)
+    api = WorkerObjects(user, fleet="space", lease_s=60.0, on_refused=ignore_reports, pod=None)
     async with api.watch("1") as stream:
         await anext(stream)
     await api.close()

@@ -18,7 +18,7 @@ from kvrouter.kube.informer import Informer
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.objects import Manifest, ResourceKind, metadata_of
 from kvrouter.operator.cluster_info import NODES, PODS
-from tests.support.constants import SetConstants
+from tests.testing.constants import SetConstants
 
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
 

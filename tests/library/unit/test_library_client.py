@@ -10,10 +10,10 @@ from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ShuttingDown
 from kvrouter.core.workers import WorkerCard
 from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime
-from tests.support.fleets import HandDiscovery, HandEvents, card
-from tests.support.mock_fleets import LONG_TOKENS, alike
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.waits import until
+from tests.testing.mock_fleet import LONG_TOKENS, uniform_fleet
+from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.waits import until
 
 LONG: Mapping[str, object] = {
     "token_ids": list(range(256, 300)),
@@ -38,7 +38,7 @@ def endpoint_of(fleet: MockFleet) -> Endpoint:
 @asynccontextmanager
 async def mock_client() -> AsyncIterator[tuple[MockFleet, Client]]:
     """A client before mock engines; at the end of a test that passes nothing may run on them."""
-    async with MockFleet(alike()) as fleet:
+    async with MockFleet(uniform_fleet()) as fleet:
         client = await endpoint_of(fleet).client()
         yield fleet, client
         client.close()
@@ -105,9 +105,9 @@ REFUSED: list[tuple[Mapping[str, object], str]] = [
 
 
 async def scripted_client(only: WorkerCard) -> tuple[ScriptedPlane, Client]:
-    plane, discovery = ScriptedPlane(), HandDiscovery()
+    plane, discovery = ScriptedPlane(), ScriptedDiscovery()
     discovery.put(only)
-    runtime = Runtime(discovery, plane, HandEvents())
+    runtime = Runtime(discovery, plane, ScriptedEvents())
     return plane, await runtime.namespace("default").component("backend").endpoint("generate").client()
 
 

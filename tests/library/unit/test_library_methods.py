@@ -16,9 +16,9 @@ from kvrouter.core.errors import (
 )
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, Taint, WorkerId, WorkerRank
-from tests.support.blocks import reported_by
-from tests.support.embedding import program, tokens_of
-from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, fleet_file, pairs, prompt
+from tests.testing.blocks import reported_by
+from tests.testing.embedding_program import program, tokens_of
+from tests.testing.mock_fleet import BLOCK, LONG_TOKENS, fleet_file, prompt, uniform_fleet, zoned_fleet
 
 PROMPT = prompt()
 """100 tokens: 6 full blocks of 16, and a tail."""
@@ -57,7 +57,7 @@ def test_both_names_are_one_class() -> None:
 
 
 async def test_generate_routes_sends_and_returns_the_answer() -> None:
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         answer = await router.generate(PROMPT, "mock", stop_conditions={"max_tokens": 9})
         pieces = [piece async for piece in answer]
         assert sum(len(piece["token_ids"]) for piece in pieces) == 9
@@ -69,7 +69,7 @@ async def test_generate_routes_sends_and_returns_the_answer() -> None:
 
 
 async def test_sampling_reaches_the_engine() -> None:
-    async with program(alike(replicas=1)) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet(replicas=1)) as here, KvRouter(here.endpoint, BLOCK) as router:
 
         async def ask(**sampling: object) -> list[int]:
             return await tokens_of(await router.generate(PROMPT, sampling_options=sampling))
@@ -82,7 +82,7 @@ async def test_sampling_reaches_the_engine() -> None:
 
 
 async def test_leaving_an_answer_cancels_it() -> None:
-    async with program(pairs()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(zoned_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         answer = await router.generate(PROMPT, stop_conditions={"max_tokens": LONG_TOKENS})
         await anext(answer)
         assert not here.fleet.cluster.idle
@@ -95,7 +95,7 @@ async def test_leaving_an_answer_cancels_it() -> None:
 
 
 async def test_best_worker_without_an_id_changes_nothing() -> None:
-    async with program(alike(replicas=3)) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet(replicas=3)) as here, KvRouter(here.endpoint, BLOCK) as router:
         before = await loads(router, PROMPT.tolist())
         first = await router.best_worker(PROMPT)
         for _ in range(20):
@@ -107,7 +107,7 @@ async def test_best_worker_without_an_id_changes_nothing() -> None:
 
 
 async def test_best_worker_with_an_id_books_until_it_is_freed() -> None:
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         other = prompt(first=1).tolist()
         worker_id, dp_rank, overlap_blocks = await router.best_worker(PROMPT, request_id="by-hand")
         assert (dp_rank, overlap_blocks) == (0, 0)
@@ -124,7 +124,7 @@ async def test_best_worker_with_an_id_books_until_it_is_freed() -> None:
 
 
 async def test_freeing_or_booking_twice_is_an_error() -> None:
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         await router.best_worker(PROMPT, request_id="mine")
         with pytest.raises(InvalidRequest, match="booked already") as twice:
             await router.best_worker(PROMPT, request_id="mine")
@@ -139,14 +139,14 @@ async def test_freeing_or_booking_twice_is_an_error() -> None:
 
 
 async def test_the_deprecated_name_gives_worker_and_overlap() -> None:
-    async with program(alike(replicas=1)) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet(replicas=1)) as here, KvRouter(here.endpoint, BLOCK) as router:
         assert await router.best_worker_id(PROMPT) == (1, 0)
         assert await router.best_worker_id(PROMPT, request_id="mine") == (1, 0)
         await router.free("mine")
 
 
 async def test_cached_blocks_count_in_every_answer() -> None:
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         await tokens_of(await router.generate(PROMPT, worker_id=2, stop_conditions={"max_tokens": 1}))
         await until_cached(router, 2, 6)
         assert await router.best_worker(PROMPT) == (2, 0, 6)
@@ -158,7 +158,7 @@ async def test_an_override_holds_for_one_request() -> None:
     (32 + 4) / 16 + 2 + 7 = 11.25 with overlap and 9 without, for worker 1 it is 13.25 and 7.
     """
     blocks = KvRouterConfig(router_cost="blocks")
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK, blocks) as router:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK, blocks) as router:
         await tokens_of(await router.generate(PROMPT, worker_id=2, stop_conditions={"max_tokens": 1}))
         await until_cached(router, 2, 6)
         n = 0
@@ -179,7 +179,7 @@ async def test_an_override_holds_for_one_request() -> None:
 
 
 async def test_pins_and_constraints() -> None:
-    async with program(pairs()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(zoned_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         zone_b = RoutingConstraints(required_taints=frozenset({Taint("dynamo.topology/zone=b")}))
         for worker_id in (3, 6):
             await tokens_of(await router.generate(PROMPT, worker_id=worker_id))
@@ -194,7 +194,10 @@ async def test_pins_and_constraints() -> None:
 
 
 async def test_the_events_that_are_dumped_are_what_the_engines_hold() -> None:
-    async with program(alike(replicas=2, dp_size=2)) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with (
+        program(uniform_fleet(replicas=2, dp_size=2)) as here,
+        KvRouter(here.endpoint, BLOCK) as router,
+    ):
         assert json.loads(await router.dump_events()) == []
         for n in range(4):
             await tokens_of(await router.generate(prompt(first=n), worker_id=1 + n % 2, dp_rank=n // 2))
@@ -218,7 +221,7 @@ async def test_the_events_that_are_dumped_are_what_the_engines_hold() -> None:
 
 async def test_without_an_index_there_is_nothing_to_dump() -> None:
     config = KvRouterConfig(overlap_score_weight=0.0)
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK, config) as router:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK, config) as router:
         await tokens_of(await router.generate(PROMPT))
         assert json.loads(await router.dump_events()) == []
         assert (await router.best_worker(PROMPT))[2] == 0
@@ -226,7 +229,7 @@ async def test_without_an_index_there_is_nothing_to_dump() -> None:
 
 async def test_the_indexer_finds_the_best_rank_of_each_worker() -> None:
     async with AsyncExitStack() as stack:
-        here = await stack.enter_async_context(program(alike(replicas=3, dp_size=2)))
+        here = await stack.enter_async_context(program(uniform_fleet(replicas=3, dp_size=2)))
         router = await stack.enter_async_context(KvRouter(here.endpoint, BLOCK))
         indexer = await stack.enter_async_context(KvIndexer(here.endpoint, BLOCK))
         assert await indexer.find_matches_for_request(PROMPT) == {}
@@ -243,7 +246,7 @@ async def test_the_indexer_finds_the_best_rank_of_each_worker() -> None:
 
 
 async def test_a_late_program_knows_the_cached_blocks() -> None:
-    async with program(alike()) as here:
+    async with program(uniform_fleet()) as here:
         async with KvRouter(here.endpoint, BLOCK) as router:
             await tokens_of(await router.generate(PROMPT, worker_id=1))
         async with KvRouter(here.endpoint, BLOCK) as router, KvIndexer(here.endpoint, BLOCK) as indexer:
@@ -253,7 +256,7 @@ async def test_a_late_program_knows_the_cached_blocks() -> None:
 
 
 async def test_prefill_workers_of_the_namespace_make_pairs() -> None:
-    async with program(pairs()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(zoned_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         assert len(await tokens_of(await router.generate(PROMPT))) == 16
         assert sum(what.transfers for what in here.fleet.cluster.carried().values()) == 1
         assert set(await loads(router, PROMPT.tolist())) == {2, 3, 5, 6}, "the endpoint's own workers"
@@ -263,7 +266,7 @@ async def test_prefill_workers_of_the_namespace_make_pairs() -> None:
 
 
 async def test_joining_and_leaving_workers_are_followed() -> None:
-    async with program(alike(replicas=2)) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet(replicas=2)) as here, KvRouter(here.endpoint, BLOCK) as router:
         await router.best_worker(PROMPT, request_id="mine")
         for worker_id in (WorkerId(1), WorkerId(2)):
             await here.fleet.kill(worker_id)
@@ -289,7 +292,7 @@ speedup: 1000
 
 
 async def test_an_endpoint_without_workers_is_a_refusal() -> None:
-    async with program(alike()) as here:
+    async with program(uniform_fleet()) as here:
         nobody = here.runtime.namespace("default").component("nobody").endpoint("generate")
         async with KvRouter(nobody, BLOCK) as router:
             with pytest.raises(NoEligibleWorker):
@@ -300,7 +303,7 @@ async def test_an_endpoint_without_workers_is_a_refusal() -> None:
 
 
 async def test_two_routers_in_one_process_do_not_disturb_each_other() -> None:
-    async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as second:
+    async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as second:
         async with KvRouter(here.endpoint, BLOCK) as first:
             await first.best_worker(PROMPT, request_id="mine")
             assert set((await loads(second, PROMPT.tolist())).values()) == {(100, 7)}
@@ -309,7 +312,7 @@ async def test_two_routers_in_one_process_do_not_disturb_each_other() -> None:
 
 
 async def test_many_requests_at_once_are_spread_and_all_freed() -> None:
-    async with program(alike(replicas=4)) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(uniform_fleet(replicas=4)) as here, KvRouter(here.endpoint, BLOCK) as router:
 
         async def ask(n: int) -> int:
             return len(await tokens_of(await router.generate(prompt(first=n))))

@@ -17,11 +17,11 @@ from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library import KvIndexer, KvRouter, Runtime
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import HandDiscovery, HandEvents, card
-from tests.support.logged import event_of
-from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.waits import until
+from tests.testing.log_events import event_of
+from tests.testing.mock_fleet import BLOCK, LONG_TOKENS, uniform_fleet
+from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.waits import until
 
 PROMPT = list(range(256, 256 + 100))
 LONG: Mapping[str, object] = {"max_tokens": LONG_TOKENS, "ignore_eos": True}
@@ -48,7 +48,7 @@ class InProgram:
 
 @asynccontextmanager
 async def in_program(config: KvRouterConfig | None = None) -> AsyncIterator[InProgram]:
-    async with MockFleet(alike()) as fleet:
+    async with MockFleet(uniform_fleet()) as fleet:
         runtime = Runtime(fleet.discovery, fleet.requests, fleet.events)
         endpoint = runtime.namespace("default").component("backend").endpoint("generate")
         async with KvRouter(endpoint, BLOCK, config) as router:
@@ -59,9 +59,9 @@ class Scripted:
     """A router before workers that never answer."""
 
     def __init__(self, *cards: WorkerCard, config: KvRouterConfig | None = None) -> None:
-        self.plane, discovery = ScriptedPlane(), HandDiscovery()
+        self.plane, discovery = ScriptedPlane(), ScriptedDiscovery()
         discovery.put(*(cards or (card(1), card(2))))
-        runtime = Runtime(discovery, self.plane, HandEvents())
+        runtime = Runtime(discovery, self.plane, ScriptedEvents())
         self.endpoint = runtime.namespace("default").component("backend").endpoint("generate")
         self.router = KvRouter(self.endpoint, 16, config)
 

@@ -9,9 +9,9 @@ from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.library import Client
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.blocks import reported_by
-from tests.support.embedding import program, tokens_of
-from tests.support.mock_fleets import alike, prompt
+from tests.testing.blocks import reported_by
+from tests.testing.embedding_program import program, tokens_of
+from tests.testing.mock_fleet import prompt, uniform_fleet
 
 REQUEST: dict[str, object] = {"token_ids": prompt().tolist(), "stop_conditions": {"max_tokens": 3}}
 
@@ -21,7 +21,7 @@ def distinct(n: int) -> dict[str, object]:
 
 
 async def test_every_method_sends() -> None:
-    async with program(alike(replicas=3)) as here:
+    async with program(uniform_fleet(replicas=3)) as here:
         client = await here.endpoint.client()
         answers = [
             await tokens_of(await client.generate(REQUEST)),
@@ -34,7 +34,7 @@ async def test_every_method_sends() -> None:
 
 
 async def test_round_robin_goes_around_and_random_does_not_stay() -> None:
-    async with program(alike(replicas=3)) as here:
+    async with program(uniform_fleet(replicas=3)) as here:
         client = await here.endpoint.client()
 
         def blocks() -> list[int]:
@@ -52,7 +52,7 @@ async def test_round_robin_goes_around_and_random_does_not_stay() -> None:
 
 
 async def test_a_rank_of_a_worker_can_be_named() -> None:
-    async with program(alike(replicas=1, dp_size=2)) as here:
+    async with program(uniform_fleet(replicas=1, dp_size=2)) as here:
         client = await here.endpoint.client()
         await tokens_of(await client.direct({**REQUEST, "dp_rank": 1}, 1))
         worker = here.fleet.workers[WorkerId(1)]
@@ -65,7 +65,7 @@ async def test_a_rank_of_a_worker_can_be_named() -> None:
 
 
 async def test_unknown_dead_and_draining_workers() -> None:
-    async with program(alike(replicas=2)) as here:
+    async with program(uniform_fleet(replicas=2)) as here:
         client = await here.endpoint.client()
         with pytest.raises(InvalidRequest, match="worker_id"):
             await client.direct(REQUEST, 9)
@@ -83,7 +83,7 @@ async def test_unknown_dead_and_draining_workers() -> None:
 
 
 async def test_workers_whose_engines_are_silent_take_nothing() -> None:
-    async with program(alike(replicas=3)) as here:
+    async with program(uniform_fleet(replicas=3)) as here:
         client = await here.endpoint.client()
         for number in (2, 3):
             silent = replace(here.fleet.workers[WorkerId(number)].card, engine_silent=True)
@@ -98,7 +98,7 @@ async def test_workers_whose_engines_are_silent_take_nothing() -> None:
 
 
 async def test_a_client_waits_for_the_first_worker() -> None:
-    async with program(alike(replicas=1)) as here:
+    async with program(uniform_fleet(replicas=1)) as here:
         client = Client(here.runtime.namespace("default").component("late").endpoint("generate"))
         await client.follow()
         waiting = asyncio.create_task(client.wait_for_instances())

@@ -10,11 +10,11 @@ from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.library import AnswerPiece, AnswerPieces, Endpoint, Runtime
-from tests.support.blocks import reported_by
-from tests.support.embedding import Program, program, tokens_of
-from tests.support.fleets import BLOCK_SIZE, HandDiscovery, HandEvents, card
-from tests.support.mock_fleets import BLOCK, pairs, prompt
-from tests.support.scripted_transport import ScriptedPlane
+from tests.testing.blocks import reported_by
+from tests.testing.embedding_program import Program, program, tokens_of
+from tests.testing.mock_fleet import BLOCK, prompt, zoned_fleet
+from tests.testing.router_harness import BLOCK_SIZE, ScriptedDiscovery, ScriptedEvents, card
+from tests.testing.scripted_transport import ScriptedPlane
 
 PROMPT = prompt()
 PREFILL = {1, 4}
@@ -33,7 +33,7 @@ async def only_piece(answer: AnswerPieces) -> AnswerPiece:
 
 
 async def test_the_router_of_a_prefill_endpoint_names_and_books_prefill_workers() -> None:
-    async with program(pairs()) as here, KvRouter(prefill_endpoint(here), BLOCK) as router:
+    async with program(zoned_fleet()) as here, KvRouter(prefill_endpoint(here), BLOCK) as router:
         named = {(await router.best_worker(prompt(first=n)))[0] for n in range(40)}
         assert named == PREFILL
         best = await router.best_workers(PROMPT)
@@ -55,7 +55,7 @@ async def test_the_router_of_a_prefill_endpoint_names_and_books_prefill_workers(
 @HANDOFFS
 async def test_a_pair_is_served_by_hand_through_the_routers_of_both_endpoints(handoff: str) -> None:
     async with (
-        program(pairs(handoff=handoff)) as here,
+        program(zoned_fleet(handoff=handoff)) as here,
         KvRouter(prefill_endpoint(here), BLOCK) as prefills,
         KvRouter(here.endpoint, BLOCK) as router,
     ):
@@ -73,7 +73,7 @@ async def test_a_pair_is_served_by_hand_through_the_routers_of_both_endpoints(ha
 
 
 async def test_a_prefill_worker_that_is_sent_to_by_hand_says_where_its_kv_is() -> None:
-    async with program(pairs(handoff="synchronous")) as here:
+    async with program(zoned_fleet(handoff="synchronous")) as here:
         senders, receivers = [await each.client() for each in (prefill_endpoint(here), here.endpoint)]
         request: dict[str, object] = {"token_ids": PROMPT.tolist()}
         whole = [piece async for piece in await senders.direct(request, 4)]
@@ -85,7 +85,7 @@ async def test_a_prefill_worker_that_is_sent_to_by_hand_says_where_its_kv_is() -
 
 
 async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
-    async with program(pairs()) as here, KvRouter(here.endpoint, BLOCK) as router:
+    async with program(zoned_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         seen = set()
         for n in range(120):
             best = await router.best_workers(prompt(first=n))
@@ -107,7 +107,7 @@ async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
 
 async def test_an_unread_prefill_leg_is_not_sent_and_a_left_one_ends() -> None:
     async with (
-        program(pairs(handoff="synchronous")) as here,
+        program(zoned_fleet(handoff="synchronous")) as here,
         KvRouter(prefill_endpoint(here), BLOCK) as router,
     ):
         unread = await router.generate(PROMPT, request_id="unread")
@@ -124,7 +124,7 @@ async def test_an_unread_prefill_leg_is_not_sent_and_a_left_one_ends() -> None:
 
 
 async def test_a_prefill_leg_that_runs_on_ends_with_its_router() -> None:
-    async with program(pairs(handoff="bootstrap")) as here:
+    async with program(zoned_fleet(handoff="bootstrap")) as here:
         async with KvRouter(prefill_endpoint(here), BLOCK) as router:
             await only_piece(await router.generate(PROMPT))
             assert not here.fleet.cluster.idle
@@ -136,7 +136,7 @@ async def test_a_prefill_leg_that_runs_on_ends_with_its_router() -> None:
 
 async def test_the_indexer_answers_for_its_endpoints_workers_alone() -> None:
     async with (
-        program(pairs()) as here,
+        program(zoned_fleet()) as here,
         KvRouter(here.endpoint, BLOCK) as router,
         KvIndexer(here.endpoint, BLOCK) as decodes,
         KvIndexer(prefill_endpoint(here), BLOCK) as prefills,
@@ -151,8 +151,8 @@ async def test_the_indexer_answers_for_its_endpoints_workers_alone() -> None:
 
 
 async def test_an_endpoint_prefills_alone_until_one_of_its_own_workers_can_decode() -> None:
-    discovery = HandDiscovery()
-    runtime = Runtime(discovery, ScriptedPlane(), HandEvents())
+    discovery = ScriptedDiscovery()
+    runtime = Runtime(discovery, ScriptedPlane(), ScriptedEvents())
     endpoint = runtime.namespace("default").component("backend").endpoint("generate")
     async with KvRouter(endpoint, BLOCK_SIZE) as router:
 

@@ -15,12 +15,12 @@ from kvrouter.transports.events.port import BatchSink, LoadSink
 from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.sync.port import MessageSink
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.fleets import HandDiscovery, HandEvents, card
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.waits import until
+from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.waits import until
 
 
-class Away(HandDiscovery):
+class Away(ScriptedDiscovery):
     """Discovery that keeps whoever asks waiting until it is ``back``; then it raises ``error``, if any."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Away(HandDiscovery):
         return await super().watch(on_card, on_gone, on_store)
 
 
-class CountedEvents(HandEvents):
+class CountedEvents(ScriptedEvents):
     def __init__(self) -> None:
         super().__init__()
         self.ears = 0

@@ -16,8 +16,8 @@ from kvrouter.operator.api.grove import ClusterTopology, Level, read_topology
 from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
 from kvrouter.operator.plan.frontend_links import qos_text, read_qos
 from kvrouter.operator.policy import NamedTopology, RawLabel, read_policy
-from tests.support.deployments import DEFAULTS
-from tests.support.operator_deployments import FABRIC, Document, deployment, validated
+from tests.testing.operator_deployments import FABRIC, Document, deployment, validated
+from tests.testing.planned_deployments import DEFAULTS
 
 FIELDS = st.sampled_from(
     [

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, object_name
 from kvrouter.operator.plan.plan import Plan, plan
-from tests.support.deployments import DEFAULTS, FACTS, TYPES, at, deployment, has
+from tests.testing.planned_deployments import DEFAULTS, FACTS, TYPES, at, deployment, has
 
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")

@@ -10,7 +10,7 @@ from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.api.grove import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterInfo, Grove, by_name
 from kvrouter.settings.problems import Problem, dotted
-from tests.support.operator_deployments import (
+from tests.testing.operator_deployments import (
     AGGREGATED,
     GROVE,
     NO_GROVE,

@@ -16,8 +16,8 @@ from kvrouter.operator.admission.review import (
 )
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.settings.problems import Problem
-from tests.support.deployments import DEFAULTS
-from tests.support.operator_deployments import GROVE, NO_GROVE, Document, deployment
+from tests.testing.operator_deployments import GROVE, NO_GROVE, Document, deployment
+from tests.testing.planned_deployments import DEFAULTS
 
 POLICY: Document = {"clusterTopologyName": "fabric", "domain": "zone"}
 

@@ -41,9 +41,9 @@ from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.settings.problems import Problem
-from tests.support.calls import WatchCalls
-from tests.support.deployments import DEFAULTS
-from tests.support.operator_deployments import GROVE, Document, deployment
+from tests.testing.calls import WatchCalls
+from tests.testing.operator_deployments import GROVE, Document, deployment
+from tests.testing.planned_deployments import DEFAULTS
 
 NAMES = ("localhost", "127.0.0.1")
 Data = dict[str, bytes]

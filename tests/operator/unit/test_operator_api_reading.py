@@ -13,8 +13,8 @@ from kvrouter.operator.api.deployment import UNKNOWN_MAX, ComponentType, read_de
 from kvrouter.operator.api.status import ComponentStatus, DeploymentStatus
 from kvrouter.operator.plan.manifest import TYPE_LABEL, selector
 from kvrouter.settings.problems import dotted
-from tests.support.calls import WatchCalls
-from tests.support.operator_deployments import Document, deployment
+from tests.testing.calls import WatchCalls
+from tests.testing.operator_deployments import Document, deployment
 
 
 def reported(document: object) -> list[str]:

@@ -15,10 +15,20 @@ from kvrouter.operator.reconcile.cards import Cards, fleet_of
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes
 from kvrouter.operator.status.finding import events_of
 from kvrouter.operator.status.resolved import RefusedObjects
-from tests.support import statuses
-from tests.support.constants import SetConstants
-from tests.support.deployments import deployment
-from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
+from tests.testing import deployment_statuses
+from tests.testing.constants import SetConstants
+from tests.testing.deployment_statuses import (
+    FALSE,
+    FRONTEND,
+    TRUE,
+    UNKNOWN,
+    condition,
+    pods,
+    status,
+    status_and_reason,
+    worker,
+)
+from tests.testing.planned_deployments import deployment
 
 FLEET = Key("team", "team_llm")
 REQUIRED = Required("zone")
@@ -45,7 +55,7 @@ DECODE = Registered("llama", Role.DECODE, domains=A)
 def test_registered_workers_decide(
     workers: Sequence[Registered], reported: tuple[ConditionStatus, str]
 ) -> None:
-    assert said(status(pods(a=(1, 1)), workers=Workers(workers)), "Available") == reported
+    assert status_and_reason(status(pods(a=(1, 1)), workers=Workers(workers)), "Available") == reported
 
 
 def test_of_several_models_those_without_are_named() -> None:
@@ -74,12 +84,12 @@ def test_what_is_certain_is_reported_without_cards(
     of = deployment(types=types)
     components = [each.model_copy(update={"replicas": replicas}) for each in of.spec.components]
     of = of.model_copy(update={"spec": of.spec.model_copy(update={"components": tuple(components)})})
-    assert said(status([], of=of, policy=None, workers=workers), "Available") == reported
+    assert status_and_reason(status([], of=of, policy=None, workers=workers), "Available") == reported
 
 
 def test_without_a_ready_frontend_nobody_takes_requests(set_constants: SetConstants) -> None:
-    set_constants(statuses, FRONTEND=replace(FRONTEND, is_ready=False))
-    assert said(status(pods(a=(1, 1))), "Available") == (FALSE, "NoReadyFrontend")
+    set_constants(deployment_statuses, FRONTEND=replace(FRONTEND, is_ready=False))
+    assert status_and_reason(status(pods(a=(1, 1))), "Available") == (FALSE, "NoReadyFrontend")
 
 
 def test_a_start_is_no_event_and_what_is_ready_and_serves_nobody_is_one() -> None:

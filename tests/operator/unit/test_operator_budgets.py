@@ -17,8 +17,8 @@ from kvrouter.operator.plan.budgets import (
 )
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.plan import plan
-from tests.support.deployments import DEFAULTS, FACTS, deployment
-from tests.support.statuses import REQUIRED
+from tests.testing.deployment_statuses import REQUIRED
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOLD_S = DEFAULTS.disruption_hold_s

@@ -9,7 +9,7 @@ from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
 from kvrouter.operator.labels.binding import BindingTarget
 from kvrouter.operator.reconcile.node_places import NodePlaces
-from tests.support.quiet_cluster import QuietCluster
+from tests.testing.static_cluster import StaticCluster
 
 ZONE = "topology.kubernetes.io/zone"
 
@@ -46,7 +46,7 @@ def graph(name: str, *, of_class: str) -> Manifest:
 async def test_a_binding_is_labelled_for_workers_of_the_operators_class_alone() -> None:
     graphs = [graph("blue", of_class="blue"), graph("other", of_class="green")]
     node: Manifest = {"metadata": {"name": "node", "labels": {ZONE: "a"}}}
-    cluster = QuietCluster({DEPLOYMENTS_OF_GRAPHS: graphs, NODES: [node]})
+    cluster = StaticCluster({DEPLOYMENTS_OF_GRAPHS: graphs, NODES: [node]})
     places = NodePlaces(cluster, namespace="", lost=lambda _kind, _error: None, class_name="blue")
     following = asyncio.create_task(places.run())
     async with asyncio.timeout(30.0):

@@ -27,9 +27,9 @@ from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.status.resolved import policy_level
 from kvrouter.telemetry import Telemetry
-from tests.support.deployments import DEFAULTS, FACTS, deployment
-from tests.support.quiet_cluster import QuietCluster
-from tests.support.statuses import REQUIRED
+from tests.testing.deployment_statuses import REQUIRED
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
+from tests.testing.static_cluster import StaticCluster
 
 
 class Looks(OperatorInstrumentation):
@@ -57,7 +57,7 @@ class Looks(OperatorInstrumentation):
         self.refused_events.append(error)
 
 
-class Zoned(QuietCluster):
+class Zoned(StaticCluster):
     """A deployment whose last decode worker in one zone is gone, and the budget that it left."""
 
     def __init__(self, fewer_since: datetime) -> None:
@@ -84,7 +84,7 @@ class Zoned(QuietCluster):
         self.deleted.put_nowait(key)
 
 
-class Overloaded(QuietCluster):
+class Overloaded(StaticCluster):
     """A deployment by a topology, which is refused from the second time on."""
 
     def __init__(self, status: int) -> None:
@@ -182,7 +182,7 @@ async def test_a_budget_that_is_held_comes_down_when_its_time_is_over_though_not
             assert await cluster.deleted.get() == cluster.name
 
 
-class Linked(QuietCluster):
+class Linked(StaticCluster):
     """A deployment with one frontend, which has its metrics at this port, and its statuses as written."""
 
     def __init__(self, port: int) -> None:

@@ -14,8 +14,8 @@ from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.reconcile.definition import Definition, why_not_ours
 from kvrouter.operator.servers import ADMISSION, AdmissionWork, CertificateFiles
-from tests.support.deployments import DEFAULTS
-from tests.support.quiet_cluster import QuietCluster
+from tests.testing.planned_deployments import DEFAULTS
+from tests.testing.static_cluster import StaticCluster
 
 OURS: Manifest = {"metadata": {"annotations": {"kvrouter.dev/definition": "0.1.0"}}}
 FOREIGN: Manifest = {"metadata": {"annotations": {"helm.sh/resource-policy": "keep"}}}
@@ -44,7 +44,7 @@ class Server:
         return self.definition
 
 
-class Looked(QuietCluster):
+class Looked(StaticCluster):
     """A quiet cluster with one definition."""
 
     def __init__(self) -> None:

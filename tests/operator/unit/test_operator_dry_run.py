@@ -12,8 +12,8 @@ from kvrouter.operator.admission.validate import changed_manifests
 from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.dry_run import DryRun
-from tests.support.deployments import DEFAULTS
-from tests.support.operator_deployments import Document, deployment
+from tests.testing.operator_deployments import Document, deployment
+from tests.testing.planned_deployments import DEFAULTS
 
 DECODE = "my-llm-decode"
 SERVICE = ResourceKind("v1", "Service", "services")

@@ -18,7 +18,7 @@ from kvrouter.operator.reconcile.link_reader import (
     read_page,
 )
 from kvrouter.operator.status.link_status import MetricsEndpoint
-from tests.support.constants import SetConstants
+from tests.testing.constants import SetConstants
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
 OTHER = LINK.model_copy(update={"slow": True})

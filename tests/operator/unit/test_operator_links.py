@@ -12,8 +12,8 @@ from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.status.link_status import MetricsEndpoint, metrics_endpoint, read_links, steadied
 from kvrouter.operator.status.status import deployment_status
 from kvrouter.telemetry import Telemetry
-from tests.support.deployments import DEFAULTS, FACTS, deployment, planned
-from tests.support.statuses import NOW, SERVING, settled
+from tests.testing.deployment_statuses import NOW, SERVING, settled
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment, planned
 
 ZONES = "between two values of zone"
 

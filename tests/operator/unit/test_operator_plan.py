@@ -18,7 +18,7 @@ from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import AdminAccess
 from kvrouter.worker import topology_env
 from kvrouter.worker.topology import awaited
-from tests.support.deployments import (
+from tests.testing.planned_deployments import (
     DEFAULTS,
     FACTS,
     LEVELS,

@@ -7,7 +7,7 @@ from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.plan import Plan
 from kvrouter.settings.planes import DiscoveryBackend
 from kvrouter.settings.problems import dotted
-from tests.support.deployments import at, deployment, has, of_kind, planned, templates
+from tests.testing.planned_deployments import at, deployment, has, of_kind, planned, templates
 
 OVER_NATS = PlanDefaults(image="i", discovery=DiscoveryBackend.NATS, nats_server="nats://n:4222")
 ENGINE: JsonValue = [{"name": "main", "image": "e"}]

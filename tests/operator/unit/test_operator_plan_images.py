@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.operator.plan.defaults import read_resources
-from tests.support.deployments import DEFAULTS, deployment, planned, templates
+from tests.testing.planned_deployments import DEFAULTS, deployment, planned, templates
 
 
 def test_an_engine_does_not_roll_with_kvrouters_image_while_its_init_container_keeps_the_old_one() -> None:

@@ -18,7 +18,7 @@ from kvrouter.operator.plan.frontend_links import read_qos
 from kvrouter.operator.plan.plan import QOS_ANNOTATION, Plan, plan
 from kvrouter.settings.problems import dotted, parse_document
 from kvrouter.settings.sources import load_settings
-from tests.support.deployments import (
+from tests.testing.planned_deployments import (
     DEFAULTS,
     FACTS,
     LEVELS,

@@ -11,10 +11,10 @@ from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.network import nats_ports
 from kvrouter.operator.plan.serving import HEALTH_PORT, HTTP_PORT
 from kvrouter.settings.planes import DiscoveryBackend
-from tests.support.chart import of_kind as of_kind_in
-from tests.support.chart_shapes import shape
-from tests.support.deployments import at, deployment, of_kind, planned, templates
-from tests.support.network_policies import OUTSIDE, Peer, Policy, is_allowed
+from tests.testing.helm_chart import of_kind as of_kind_in
+from tests.testing.helm_values import shape
+from tests.testing.network_policies import OUTSIDE, Peer, Policy, is_allowed
+from tests.testing.planned_deployments import at, deployment, of_kind, planned, templates
 
 DEFAULTS = PlanDefaults(image="example.com/kvrouter:1", network_policies=True)
 MOCK: JsonValue = {"spec": {"containers": [{"name": "main", "args": ["worker", "mock"]}]}}

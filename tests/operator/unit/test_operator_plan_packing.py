@@ -10,7 +10,7 @@ from kvrouter.operator.cluster_info import ClusterInfo, Grove
 from kvrouter.operator.plan.packing import PACKING_ANNOTATION, PREFERRED, REQUIRED
 from kvrouter.operator.plan.plan import Plan, plan, read_levels
 from kvrouter.settings.problems import dotted
-from tests.support.deployments import DEFAULTS, FACTS, at, has, of_kind, planned, templates
+from tests.testing.planned_deployments import DEFAULTS, FACTS, at, has, of_kind, planned, templates
 
 ZONE = "topology.kubernetes.io/zone"
 PACKED = "kvrouter.dev/packed-by"

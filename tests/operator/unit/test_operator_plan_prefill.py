@@ -15,7 +15,7 @@ from kvrouter.operator.plan.plan import plan
 from kvrouter.settings.problems import dotted
 from kvrouter.settings.sources import load_settings
 from kvrouter.worker.topology import awaited
-from tests.support.deployments import (
+from tests.testing.planned_deployments import (
     DEFAULTS,
     FACTS,
     LEVELS,

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 from kvrouter.operator.plan.manifest import Manifest, objects
 from kvrouter.operator.plan.serving import HEALTH_PORT
 from kvrouter.settings.problems import dotted
-from tests.support.deployments import at, deployment, environment, has, of_kind, planned, templates
+from tests.testing.planned_deployments import at, deployment, environment, has, of_kind, planned, templates
 
 
 def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() -> None:

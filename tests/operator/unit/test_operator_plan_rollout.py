@@ -7,7 +7,7 @@ from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.names import is_nothing
 from kvrouter.operator.plan.plan import Plan, plan
 from kvrouter.settings.problems import dotted
-from tests.support.deployments import DEFAULTS, FACTS, at, has, of_kind, templates
+from tests.testing.planned_deployments import DEFAULTS, FACTS, at, has, of_kind, templates
 
 ENGINE: dict[str, JsonValue] = {"name": "main", "image": "example.com/engine:1"}
 

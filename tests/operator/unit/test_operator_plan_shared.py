@@ -10,8 +10,8 @@ from kvrouter.operator.plan.budgets import zone_budgets
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.plan.serving import registers_elsewhere
 from kvrouter.settings.problems import dotted
-from tests.support.deployments import DEFAULTS, FACTS, at, environment, has, planned, templates
-from tests.support.operator_deployments import GROVE, validated
+from tests.testing.operator_deployments import GROVE, validated
+from tests.testing.planned_deployments import DEFAULTS, FACTS, at, environment, has, planned, templates
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

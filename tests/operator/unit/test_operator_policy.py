@@ -16,7 +16,7 @@ from kvrouter.operator.policy import (
     read_policy,
 )
 from kvrouter.settings.problems import dotted
-from tests.support.operator_deployments import component, deployment
+from tests.testing.operator_deployments import component, deployment
 
 Fields = dict[str, JsonValue]
 ZONE = "topology.kubernetes.io/zone"

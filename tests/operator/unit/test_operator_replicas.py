@@ -11,7 +11,7 @@ from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.reconcile.apply import HOLDER, WORKLOADS, release_replicas
 from kvrouter.operator.status.resolved import component_status
-from tests.support.deployments import DEFAULTS, FACTS, deployment
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
 
 OPERATOR, SCALER = "kvrouter-operator", "kube-controller-manager"
 PLANNED: Manifest = {

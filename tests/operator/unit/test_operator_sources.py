@@ -20,8 +20,8 @@ from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
 from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.sources import GATHER_S, Sources
-from tests.support.calls import WatchCalls
-from tests.support.quiet_cluster import QuietCluster
+from tests.testing.calls import WatchCalls
+from tests.testing.static_cluster import StaticCluster
 
 Verb = Literal["ADDED", "MODIFIED", "DELETED"]
 OWN: Manifest = {"by": "the operator"}
@@ -62,7 +62,7 @@ def worker(of: Key) -> Manifest:
     return {"metadata": metadata, "spec": {"card": {"model": "m", "role": "decode"}, "lease_s": 10.0}}
 
 
-class Cluster(QuietCluster):
+class Cluster(StaticCluster):
     """Two deployments, a pod of the first one and its node; changes come by a watch as tests say them."""
 
     def __init__(self) -> None:

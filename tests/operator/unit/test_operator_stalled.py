@@ -11,8 +11,8 @@ from kvrouter.operator.labels.pods import Pod, read_pod
 from kvrouter.operator.status.finding import RECONCILING, STALLED, Finding
 from kvrouter.operator.status.resolved import NOTHING_REFUSED, RefusedObjects
 from kvrouter.operator.status.stalled import PULL_WITHIN_S, Rollout, progress, pull_ends_s, rollout_of
-from tests.support.deployments import deployment
-from tests.support.statuses import NOW
+from tests.testing.deployment_statuses import NOW
+from tests.testing.planned_deployments import deployment
 
 DECODE = deployment(types=("frontend", "decode")).spec.components[1]
 PROGRESSING = 'ReplicaSet "llm-decode-5d9c8f7b6" is progressing.'

@@ -14,8 +14,7 @@ from kvrouter.operator.status.finding import ConditionEvent, EventType, events_o
 from kvrouter.operator.status.resolved import RefusedObjects, component_status, refused_pods
 from kvrouter.operator.status.status import deployment_status, unreadable_status
 from kvrouter.settings.problems import Problem
-from tests.support.deployments import DEFAULTS, FACTS, deployment
-from tests.support.statuses import (
+from tests.testing.deployment_statuses import (
     FALSE,
     NOW,
     REQUIRED,
@@ -25,11 +24,12 @@ from tests.support.statuses import (
     UNKNOWN,
     condition,
     pods,
-    said,
     settled,
     status,
+    status_and_reason,
     worker,
 )
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
 
 # TopologyResolved.
 
@@ -46,17 +46,19 @@ from tests.support.statuses import (
 def test_a_topology_that_is_not_there_is_reported(
     cluster_info: ClusterInfo, reported: tuple[ConditionStatus, str]
 ) -> None:
-    assert said(status(pods(a=(1, 1)), cluster_info=cluster_info), "TopologyResolved") == reported
+    assert (
+        status_and_reason(status(pods(a=(1, 1)), cluster_info=cluster_info), "TopologyResolved") == reported
+    )
 
 
 def test_a_level_that_is_not_there_is_reported() -> None:
     found = status([], policy={**REQUIRED, "domain": "block"})
-    assert said(found, "TopologyResolved") == (FALSE, "LevelNotFound")
+    assert status_and_reason(found, "TopologyResolved") == (FALSE, "LevelNotFound")
 
 
 def test_nodes_without_the_label_are_named_with_the_fix() -> None:
     found = status([*pods(a=(1, 1)), worker("decode", "", ready=False)])
-    assert said(found, "TopologyResolved") == (FALSE, "NodeLabelMissing")
+    assert status_and_reason(found, "TopologyResolved") == (FALSE, "NodeLabelMissing")
     message = condition(found, "TopologyResolved").message
     assert message.startswith("nodes without the label topology.kubernetes.io/zone: node-x. ")
     assert "kubectl label node NODE topology.kubernetes.io/zone=VALUE" in message
@@ -64,7 +66,7 @@ def test_nodes_without_the_label_are_named_with_the_fix() -> None:
 
 def test_labels_that_nobody_copied_are_reported_apart_from_nodes_without_them() -> None:
     found = status([worker("decode", None, ready=False)])
-    assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
+    assert status_and_reason(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
 
 
 def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
@@ -73,7 +75,7 @@ def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
         status([worker("decode", None, ready=False)], cluster_info=cluster_info), "TopologyResolved"
     ).message
     assert "The operator cannot read nodes (nodes is forbidden): let it have the role for nodes" in message
-    assert said(status(pods(a=(1, 1)), cluster_info=cluster_info), "TopologyResolved") == (
+    assert status_and_reason(status(pods(a=(1, 1)), cluster_info=cluster_info), "TopologyResolved") == (
         TRUE,
         "AllWorkersPlaced",
     )
@@ -83,7 +85,7 @@ def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
 
 def test_before_a_worker_is_bound_nothing_is_known() -> None:
     unbound = Pod("p", labels={"kvrouter.dev/component-type": "decode"})
-    assert said(status([unbound]), "TopologyResolved") == (UNKNOWN, "NoPodsBound")
+    assert status_and_reason(status([unbound]), "TopologyResolved") == (UNKNOWN, "NoPodsBound")
 
 
 # Ready.
@@ -91,7 +93,7 @@ def test_before_a_worker_is_bound_nothing_is_known() -> None:
 
 def test_all_pods_ready() -> None:
     found = status(pods(a=(1, 1)))
-    assert said(found, "Ready") == (TRUE, "AllPodsReady")
+    assert status_and_reason(found, "Ready") == (TRUE, "AllPodsReady")
     assert [component.name for component in found.components] == list(TYPES)
 
 
@@ -138,13 +140,13 @@ def test_what_is_not_in_the_cluster_is_not_ready() -> None:
         now=NOW,
         workers=SERVING,
     )
-    assert said(found, "Ready") == (FALSE, "NotApplied")
+    assert status_and_reason(found, "Ready") == (FALSE, "NotApplied")
 
 
 def test_a_spec_that_cannot_be_planned_names_the_field() -> None:
     of = deployment(pods={"decode": {"spec": {"containers": [{"name": "main"}]}}}, types=TYPES)
     found = status([], of=of)
-    assert said(found, "Ready") == (FALSE, "SpecInvalid")
+    assert status_and_reason(found, "Ready") == (FALSE, "SpecInvalid")
     assert "spec.components[2].podTemplate.spec.containers[0]" in condition(found, "Ready").message
 
 
@@ -152,7 +154,7 @@ def test_what_cannot_be_read_is_not_ready_and_stays_known_for_what_it_was() -> N
     before = status(pods(a=(1, 1)))
     problems = (Problem(("spec", "components", 0, "type"), "must be frontend, prefill, decode or worker"),)
     found = unreadable_status(7, problems, previous=before, now=NOW + timedelta(hours=1))
-    assert said(found, "Ready") == (FALSE, "SpecInvalid")
+    assert status_and_reason(found, "Ready") == (FALSE, "SpecInvalid")
     assert "spec.components[0].type must be frontend" in condition(found, "Ready").message
     assert condition(found, "Ready").observed_generation == found.observed_generation == 7
     assert found.components == before.components
@@ -176,7 +178,7 @@ def refused(refusals: RefusedObjects, *, previous: DeploymentStatus | None = Non
 def test_a_refused_write_is_reported_in_the_servers_words_and_again_for_other_words() -> None:
     good = status(pods(a=(1, 1)))
     first = refused(RefusedObjects(writes=[DECODE]), previous=good)
-    assert said(first, "Ready") == (FALSE, "WriteRefused")
+    assert status_and_reason(first, "Ready") == (FALSE, "WriteRefused")
     assert DECODE in condition(first, "Ready").message
     assert [event.reason for event in events_of(good, first)] == ["WriteRefused"]
     assert events_of(first, refused(RefusedObjects(writes=[DECODE]), previous=first)) == ()
@@ -189,9 +191,9 @@ def test_a_refused_write_is_reported_in_the_servers_words_and_again_for_other_wo
 
 def test_a_taken_name_is_reported_and_a_refused_write_before_it() -> None:
     taken = RefusedObjects(taken=["Service llm-frontend"])
-    assert said(refused(taken), "Ready") == (FALSE, "NameTaken")
+    assert status_and_reason(refused(taken), "Ready") == (FALSE, "NameTaken")
     both = replace(taken, writes=[DECODE])
-    assert said(refused(both), "Ready") == (FALSE, "WriteRefused")
+    assert status_and_reason(refused(both), "Ready") == (FALSE, "WriteRefused")
 
 
 def test_pods_that_may_not_be_made_are_reported_while_some_are_missing() -> None:
@@ -225,7 +227,7 @@ def test_pods_that_may_not_be_made_are_reported_while_some_are_missing() -> None
 def test_labels_that_the_server_refuses_are_reported() -> None:
     pod = worker("decode", None, ready=False)
     found = status([pod], refusals=RefusedObjects(labels=[f"Pod {pod.name}: denied by the policy engine"]))
-    assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
+    assert status_and_reason(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
     assert "denied by the policy engine" in condition(found, "TopologyResolved").message
 
 

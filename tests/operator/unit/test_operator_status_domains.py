@@ -7,13 +7,23 @@ from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus, Doma
 from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.status.domains import balance_of
 from kvrouter.operator.status.finding import events_of
-from tests.support.deployments import deployment
-from tests.support.statuses import FALSE, REQUIRED, TRUE, UNKNOWN, condition, pods, said, status, worker
+from tests.testing.deployment_statuses import (
+    FALSE,
+    REQUIRED,
+    TRUE,
+    UNKNOWN,
+    condition,
+    pods,
+    status,
+    status_and_reason,
+    worker,
+)
+from tests.testing.planned_deployments import deployment
 
 
 def test_every_domain_with_prefill_has_decode() -> None:
     found = status(pods(a=(2, 3), b=(1, 1)))
-    assert said(found, "DomainBalanced") == (TRUE, "DomainsBalanced")
+    assert status_and_reason(found, "DomainBalanced") == (TRUE, "DomainsBalanced")
     assert found.balance == "a 2/3, b 1/1"
     assert found.domains == (
         DomainStatus(value="a", prefill=2, decode=3),
@@ -33,7 +43,7 @@ def test_a_domain_without_decode_is_reported_with_what_follows_and_comes_first(
     more: dict[str, JsonValue], consequence: str
 ) -> None:
     found = status(pods(a=(2, 3), b=(4, 0), c=(0, 1)), policy={**REQUIRED, **more})
-    assert said(found, "DomainBalanced") == (FALSE, "DomainWithoutDecode")
+    assert status_and_reason(found, "DomainBalanced") == (FALSE, "DomainWithoutDecode")
     assert condition(found, "DomainBalanced").message == (
         f"zone b: prefill workers, and no Ready decode worker. {consequence} "
         "Let decode workers be scheduled there, or take the prefill workers away."
@@ -43,7 +53,10 @@ def test_a_domain_without_decode_is_reported_with_what_follows_and_comes_first(
 
 def test_pods_that_are_not_ready_or_are_leaving_do_not_count() -> None:
     gone = [worker("decode", "a", 8, ready=False, stuck=True), worker("decode", "a", 9, over=True)]
-    assert said(status([*pods(a=(1, 0)), *gone]), "DomainBalanced") == (FALSE, "DomainWithoutDecode")
+    assert status_and_reason(status([*pods(a=(1, 0)), *gone]), "DomainBalanced") == (
+        FALSE,
+        "DomainWithoutDecode",
+    )
 
 
 STARTS = worker("decode", "a", 8, ready=False)
@@ -84,7 +97,7 @@ def test_a_domain_that_starts_is_not_reported_to_lack_what_it_never_had(
     for pods_there in steps:
         found = status(pods_there, previous=found)
     assert found is not None
-    assert said(found, "DomainBalanced") == reported
+    assert status_and_reason(found, "DomainBalanced") == reported
     if reported == (UNKNOWN, "DecodeStarting"):
         assert reported[1] not in [event.reason for event in events_of(None, found)]
 
@@ -102,7 +115,7 @@ def test_what_was_known_of_another_domain_does_not_count() -> None:
         for kind in ("prefill", "decode")
     )
     before = status([PREFILLS, DECODES])
-    assert said(status([prefill, decode], policy=racks, previous=before), "DomainBalanced") == (
+    assert status_and_reason(status([prefill, decode], policy=racks, previous=before), "DomainBalanced") == (
         UNKNOWN,
         "DecodeStarting",
     )
@@ -124,12 +137,15 @@ def test_idle_decode_workers_are_reported_where_kv_cannot_come_to_them() -> None
 
 
 def test_before_prefill_workers_are_ready_nothing_is_known() -> None:
-    assert said(status([]), "DomainBalanced") == (UNKNOWN, "NoReadyPrefill")
+    assert status_and_reason(status([]), "DomainBalanced") == (UNKNOWN, "NoReadyPrefill")
 
 
 def test_a_fleet_without_prefill_is_always_balanced() -> None:
     of = deployment(policy=REQUIRED, types=("frontend", "worker"))
-    assert said(status([worker("worker", "a")], of=of), "DomainBalanced") == (TRUE, "NotDisaggregated")
+    assert status_and_reason(status([worker("worker", "a")], of=of), "DomainBalanced") == (
+        TRUE,
+        "NotDisaggregated",
+    )
 
 
 def test_a_column_shows_as_many_domains_as_fit() -> None:

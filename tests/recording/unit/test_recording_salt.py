@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.salt import Salt
-from tests.support.siphash import siphash
+from tests.testing.siphash import siphash
 
 
 def test_the_published_vector_of_siphash() -> None:

@@ -35,8 +35,8 @@ from kvrouter.transports.events.recovery import (
     recover_snapshot,
 )
 from kvrouter.worker import KvPublisher
-from tests.support.blocks import Blocks, blocks, blocks_of_cache
-from tests.support.virtual_time import run_in_virtual_time
+from tests.testing.blocks import Blocks, blocks, blocks_of_cache
+from tests.testing.virtual_time import run_in_virtual_time
 
 WORKER = WorkerId(1)
 RANKS = tuple(WorkerRank(WORKER, DpRank(rank)) for rank in (0, 1))

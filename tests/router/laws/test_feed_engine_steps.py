@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvrouter.engines.mock_engine.config import EngineHashing
 from kvrouter.router import feed_commands, index_work
 from tests.router.laws.test_feed_engine_law import STEPS, run
-from tests.support.virtual_time import run_in_virtual_time
+from tests.testing.virtual_time import run_in_virtual_time
 
 
 @settings(max_examples=max(100, settings().max_examples))

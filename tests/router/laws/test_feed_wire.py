@@ -18,7 +18,7 @@ from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.worker import KvPublisher
-from tests.support.blocks import blocks
+from tests.testing.blocks import blocks
 
 WORKER = WorkerId(1)
 RANK = WorkerRank(WORKER, DpRank(0))

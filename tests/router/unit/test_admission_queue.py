@@ -4,7 +4,7 @@ import asyncio
 
 from kvrouter.kernel.placement.waiting_line import WaitingLine
 from kvrouter.router.admission_queue import QueuePlace
-from tests.support.waits import until
+from tests.testing.waits import until
 
 
 def line_of(places_max: int = 100) -> WaitingLine:

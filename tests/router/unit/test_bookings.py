@@ -12,9 +12,9 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import Bench, card, generate_request
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.virtual_time import run_in_virtual_time
+from tests.testing.router_harness import RouterHarness, card, generate_request
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.virtual_time import run_in_virtual_time
 
 TTL_S = 10.0
 R1, R2 = RequestId("r1"), RequestId("r2")
@@ -23,8 +23,10 @@ R1, R2 = RequestId("r1"), RequestId("r2")
 class Owner:
     """Bookings on a bench of workers, and what was said to have lapsed."""
 
-    def __init__(self, bench: Bench, *, bookings_max: int = 100, lease_ttl_s: float | None = TTL_S) -> None:
-        self.bench = bench
+    def __init__(
+        self, harness: RouterHarness, *, bookings_max: int = 100, lease_ttl_s: float | None = TTL_S
+    ) -> None:
+        self.bench = harness
         self.lapsed: list[tuple[str, float]] = []
         """Which bookings, and when."""
         self.bookings = Bookings(
@@ -45,9 +47,9 @@ async def owner_of(
     bookings_max: int = 100,
     lease_ttl_s: float | None = TTL_S,
 ) -> Owner:
-    bench = Bench(ScriptedPlane(), config)
-    await bench.start(*(card(1 + number, role) for number, role in enumerate(roles or (Role.BOTH,))))
-    return Owner(bench, bookings_max=bookings_max, lease_ttl_s=lease_ttl_s)
+    harness = RouterHarness(ScriptedPlane(), config)
+    await harness.start(*(card(1 + number, role) for number, role in enumerate(roles or (Role.BOTH,))))
+    return Owner(harness, bookings_max=bookings_max, lease_ttl_s=lease_ttl_s)
 
 
 def test_a_booking_is_load_that_moves_and_goes() -> None:

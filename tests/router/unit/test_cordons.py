@@ -23,11 +23,11 @@ from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.fleet_cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
 from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.port import CordonStore
-from tests.support.fleets import Bench, card, decode_card, prefill_card, read_all
-from tests.support.front import says
-from tests.support.logged import events_of
-from tests.support.scripted_transport import ScriptedPlane, address_of
-from tests.support.waits import until
+from tests.testing.frontend_harness import text_answer
+from tests.testing.log_events import events_of
+from tests.testing.router_harness import RouterHarness, card, decode_card, prefill_card, read_all
+from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.waits import until
 
 ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
 
@@ -35,17 +35,19 @@ ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
 @asynccontextmanager
 async def running(
     *cards: WorkerCard, plane: ScriptedPlane | None = None, cordons: CordonStore | None = None
-) -> AsyncIterator[Bench]:
-    bench = Bench(plane or ScriptedPlane(says("ok")), cordons=cordons)
-    await bench.start(*cards)
+) -> AsyncIterator[RouterHarness]:
+    harness = RouterHarness(plane or ScriptedPlane(text_answer("ok")), cordons=cordons)
+    await harness.start(*cards)
     try:
-        yield bench
+        yield harness
     finally:
-        bench.service.stop()
+        harness.service.stop()
 
 
-async def put(bench: Bench, level: str, name: str, *, force: bool = False, reason: str = "") -> CordonChange:
-    return await bench.service.cordons.put(Cordon(level, name, reason=reason), force=force)
+async def put(
+    harness: RouterHarness, level: str, name: str, *, force: bool = False, reason: str = ""
+) -> CordonChange:
+    return await harness.service.cordons.put(Cordon(level, name, reason=reason), force=force)
 
 
 class BrokenStore(MemoryCordons):
@@ -125,49 +127,49 @@ async def test_a_cordon_keeps_new_requests_away_until_it_is_taken_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    plane = ScriptedPlane(says("ok"))
-    async with running(*ZONES, plane=plane) as bench:
-        change = await put(bench, "zone", "a", reason="rack 4")
+    plane = ScriptedPlane(text_answer("ok"))
+    async with running(*ZONES, plane=plane) as harness:
+        change = await put(harness, "zone", "a", reason="rack 4")
         assert (change.changed, change.warnings) == (True, ())
         assert [worker.card.worker_id for worker in change.reading.workers] == [1, 2]
         assert change.reading.cordon.at_s > 0.0
         for number in range(6):
-            await read_all(bench, request_id=f"r{number}")
+            await read_all(harness, request_id=f"r{number}")
         assert {stream.address for stream in plane.opened} == {address_of(3)}
-        again = await put(bench, "zone", "a")
+        again = await put(harness, "zone", "a")
         assert (again.changed, again.reading.cordon) == (False, change.reading.cordon)
-        back = await bench.service.cordons.remove("zone", "a")
+        back = await harness.service.cordons.remove("zone", "a")
         assert back.changed
-        assert not (await bench.service.cordons.remove("zone", "a")).changed
+        assert not (await harness.service.cordons.remove("zone", "a")).changed
         plane.opened.clear()
         for worker in (1, 2):
-            await read_all(bench, request_id=f"s{worker}", pinned=worker)
+            await read_all(harness, request_id=f"s{worker}", pinned=worker)
         assert [stream.address for stream in plane.opened] == [address_of(1), address_of(2)]
     found = [event for event in events_of(caplog.records) if "cordoned" in event]
     assert found == [*["worker_cordoned"] * 2, "cordoned", *["worker_uncordoned"] * 2, "uncordoned"]
 
 
 async def test_a_refusal_says_that_it_was_a_cordon() -> None:
-    async with running(card(1)) as bench:
-        await put(bench, "worker", "1", force=True)
+    async with running(card(1)) as harness:
+        await put(harness, "worker", "1", force=True)
         with pytest.raises(NoEligibleWorker) as refused:
-            await read_all(bench, pinned=1)
+            await read_all(harness, pinned=1)
         assert refused.value.refusals == {Reason.CORDONED: 1}
-        assert bench.telemetry.refusals.value("cordoned", "decode") == 1
+        assert harness.telemetry.refusals.value("cordoned", "decode") == 1
 
 
 async def test_what_runs_goes_on() -> None:
     plane = ScriptedPlane()
-    async with running(card(1), card(2), plane=plane) as bench:
-        reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    async with running(card(1), card(2), plane=plane) as harness:
+        reading = asyncio.create_task(read_all(harness, max_tokens=2))
         stream = await plane.wait_for(Leg.AGGREGATED)
         where = str(1 if stream.address == address_of(1) else 2)
-        change = await put(bench, "worker", where)
+        change = await put(harness, "worker", where)
         assert [worker.running_requests for worker in change.reading.workers] == [1]
         stream.tokens(1, 2, finish=FinishReason.LENGTH)
         assert await reading == [1, 2]
         assert stream.cancelled_for is None
-        (now,) = bench.service.cordons.readings()
+        (now,) = harness.service.cordons.readings()
         assert [worker.running_requests for worker in now.workers] == [0]
 
 
@@ -177,46 +179,48 @@ async def test_a_pair_that_prefills_decodes_elsewhere_or_where_nobody_else_may_w
 ) -> None:
     plane = ScriptedPlane()
     cards = [prefill_card(1), decode_card(2), *([decode_card(3)] if others else [])]
-    async with running(*cards, plane=plane) as bench:
-        reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    async with running(*cards, plane=plane) as harness:
+        reading = asyncio.create_task(read_all(harness, max_tokens=1))
         prefill = await plane.wait_for(Leg.PREFILL)
-        booked = bench.model.ledger.columns().requests
+        booked = harness.model.ledger.columns().requests
         (before,) = (
-            each for each in (2, 3) if bench.model.fleet.card(WorkerId(each)) and booked[_slot(bench, each)]
+            each
+            for each in (2, 3)
+            if harness.model.fleet.card(WorkerId(each)) and booked[_slot(harness, each)]
         )
-        await put(bench, "worker", str(before), force=True)
-        await put(bench, "worker", "1", force=True)
+        await put(harness, "worker", str(before), force=True)
+        await put(harness, "worker", "1", force=True)
         prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
         decode = await plane.wait_for(Leg.DECODE)
         assert (decode.address == address_of(before)) is not others
         decode.tokens(1, finish=FinishReason.LENGTH)
         assert await reading == [1]
-        assert bench.booked() == 0
+        assert harness.booked() == 0
 
 
-def _slot(bench: Bench, worker_id: int) -> int:
-    return bench.model.fleet.slots_of(WorkerId(worker_id))[0]
+def _slot(harness: RouterHarness, worker_id: int) -> int:
+    return harness.model.fleet.slots_of(WorkerId(worker_id))[0]
 
 
 async def test_running_requests_are_those_booked_or_those_that_the_engine_reports() -> None:
-    async with running(card(1), card(2)) as bench:
-        bench.load(
+    async with running(card(1), card(2)) as harness:
+        harness.load(
             LoadReport(WorkerRank(WorkerId(1), DpRank(0)), 5, 100, running_requests=2, waiting_requests=1)
         )
-        change = await put(bench, "worker", "1")
+        change = await put(harness, "worker", "1")
         assert [worker.running_requests for worker in change.reading.workers] == [3]
-        bench.model.fleet.set_alive(WorkerId(1), False)
-        (now,) = bench.service.cordons.readings()
+        harness.model.fleet.set_alive(WorkerId(1), False)
+        (now,) = harness.service.cordons.readings()
         assert [worker.running_requests for worker in now.workers] == [0], (
             "an old report of a dead worker is none"
         )
 
 
 async def test_a_worker_that_joins_later_is_cordoned_too_and_one_that_moves_is_not() -> None:
-    async with running(*ZONES) as bench:
-        await put(bench, "zone", "a")
-        bench.discovery.put(card(4, zone="a"), card(5, zone="b"), card(2, zone="a", incarnation=2))
-        fleet = bench.model.fleet
+    async with running(*ZONES) as harness:
+        await put(harness, "zone", "a")
+        harness.discovery.put(card(4, zone="a"), card(5, zone="b"), card(2, zone="a", incarnation=2))
+        fleet = harness.model.fleet
         assert [bool(fleet.cordons_on(WorkerId(each))) for each in (1, 2, 3, 4, 5)] == [
             True,
             True,
@@ -224,47 +228,47 @@ async def test_a_worker_that_joins_later_is_cordoned_too_and_one_that_moves_is_n
             True,
             False,
         ]
-        bench.discovery.put(card(4, zone="b"))
+        harness.discovery.put(card(4, zone="b"))
         assert not fleet.cordons_on(WorkerId(4))
-        assert not fleet.columns.cordoned[_slot(bench, 4)]
-        bench.discovery.put(card(9, zone="a", model="other"))
-        other = bench.service.find(card(9, model="other").model)
+        assert not fleet.columns.cordoned[_slot(harness, 4)]
+        harness.discovery.put(card(9, zone="a", model="other"))
+        other = harness.service.find(card(9, model="other").model)
         assert other is not None
         assert other.fleet.cordons_on(WorkerId(9)), "a model that is new here, too"
 
 
 async def test_a_last_resort_undoes_no_cordon() -> None:
-    async with running(card(1), card(2)) as bench:
-        await put(bench, "worker", "1")
-        bench.model.fleet.set_circuit_open(WorkerId(2), True)
+    async with running(card(1), card(2)) as harness:
+        await put(harness, "worker", "1")
+        harness.model.fleet.set_circuit_open(WorkerId(2), True)
         for number in range(4):
-            await read_all(bench, request_id=f"r{number}")
-        assert bench.model.ledger.columns().requests.sum() == 0
-        bench.model.fleet.set_alive(WorkerId(2), False)
+            await read_all(harness, request_id=f"r{number}")
+        assert harness.model.ledger.columns().requests.sum() == 0
+        harness.model.fleet.set_alive(WorkerId(2), False)
         with pytest.raises(NoEligibleWorker) as refused:
-            await read_all(bench)
+            await read_all(harness)
         assert refused.value.refusals == {Reason.CORDONED: 1, Reason.NOT_ALIVE: 1}
 
 
 async def test_a_cordon_of_all_that_could_answer_asks_for_force() -> None:
-    async with running(prefill_card(1), decode_card(2), decode_card(3)) as bench:
-        cordons = bench.service.cordons
+    async with running(prefill_card(1), decode_card(2), decode_card(3)) as harness:
+        cordons = harness.service.cordons
         with pytest.raises(NoWorkersLeft) as refused:
-            await put(bench, "zone", "a")
+            await put(harness, "zone", "a")
         assert refused.value.param == "force"
         assert "none of its 1 prefill workers" in refused.value.message
         assert "none of its 2 decode workers" in refused.value.message
         assert not cordons.rules
-        await put(bench, "worker", "2")
+        await put(harness, "worker", "2")
         with pytest.raises(NoWorkersLeft):
-            await put(bench, "worker", "3")
-        change = await put(bench, "worker", "3", force=True)
+            await put(harness, "worker", "3")
+        change = await put(harness, "worker", "3", force=True)
         assert change.warnings == ("model mock: none of its 2 decode workers takes new requests",)
         assert [(each.role, each.workers, each.left) for each in cordons.remaining()] == [
             (Role.PREFILL, 1, 1),
             (Role.DECODE, 2, 0),
         ]
-        await put(bench, "node", "elsewhere")  # what changes nothing for the worse needs no force
+        await put(harness, "node", "elsewhere")  # what changes nothing for the worse needs no force
 
 
 @pytest.mark.parametrize(
@@ -272,66 +276,66 @@ async def test_a_cordon_of_all_that_could_answer_asks_for_force() -> None:
     [("rack", "1", "level", "worker, node, zone"), ("worker", "9", "name", "no worker 9")],
 )
 async def test_what_nobody_knows_is_not_found(level: str, name: str, field: str, known: str) -> None:
-    async with running(*ZONES) as bench:
+    async with running(*ZONES) as harness:
         with pytest.raises(NotFound) as refused:
-            await put(bench, level, name)
+            await put(harness, level, name)
         assert refused.value.param == field
         assert known in refused.value.message
         if field == "level":
             with pytest.raises(NotFound):
-                await bench.service.cordons.remove(level, name)
+                await harness.service.cordons.remove(level, name)
 
 
 async def test_a_zone_without_workers_may_be_cordoned_with_a_warning() -> None:
-    async with running(*ZONES) as bench:
-        change = await put(bench, "zone", "c")
+    async with running(*ZONES) as harness:
+        change = await put(harness, "zone", "c")
         assert change.changed
         (warning,) = change.warnings
         assert "no worker is in zone c now" in warning
         assert "a, b" in warning
-        bench.discovery.put(card(4, zone="c"))
-        assert bench.model.fleet.cordons_on(WorkerId(4))
+        harness.discovery.put(card(4, zone="c"))
+        assert harness.model.fleet.cordons_on(WorkerId(4))
 
 
 async def test_a_worker_that_left_stays_cordoned_and_can_be_uncordoned() -> None:
-    async with running(*ZONES) as bench:
-        await put(bench, "worker", "1")
-        bench.discovery.drop(1)
-        assert not (await put(bench, "worker", "1")).changed
-        bench.discovery.put(card(1, zone="a", incarnation=2))
-        assert bench.model.fleet.cordons_on(WorkerId(1))
-        assert (await bench.service.cordons.remove("worker", "1")).changed
+    async with running(*ZONES) as harness:
+        await put(harness, "worker", "1")
+        harness.discovery.drop(1)
+        assert not (await put(harness, "worker", "1")).changed
+        harness.discovery.put(card(1, zone="a", incarnation=2))
+        assert harness.model.fleet.cordons_on(WorkerId(1))
+        assert (await harness.service.cordons.remove("worker", "1")).changed
 
 
 async def test_another_cordon_that_still_holds_is_said() -> None:
-    async with running(*ZONES) as bench:
-        await put(bench, "zone", "a")
-        await put(bench, "worker", "1")
-        change = await bench.service.cordons.remove("worker", "1")
+    async with running(*ZONES) as harness:
+        await put(harness, "zone", "a")
+        await put(harness, "worker", "1")
+        change = await harness.service.cordons.remove("worker", "1")
         assert change.warnings == (
             "zone a is still cordoned: 1 of these workers, such as 1, take no new requests",
         )
-        assert bench.model.fleet.cordons_on(WorkerId(1))
+        assert harness.model.fleet.cordons_on(WorkerId(1))
 
 
 async def test_a_cordon_that_others_made_is_not_taken_back_here() -> None:
     store = MemoryCordons()
     await store.put(Cordon("node", "n1", source=CordonSource.NODE_ANNOTATION))
     await store.put(Cordon("zone", "a", cluster="west"))
-    async with running(*ZONES, cordons=store) as bench:
+    async with running(*ZONES, cordons=store) as harness:
         for level, name, word in (("node", "n1", "kubectl annotate node n1"), ("zone", "a", "cluster west")):
             with pytest.raises(CordonedElsewhere) as refused:
-                await bench.service.cordons.remove(level, name)
+                await harness.service.cordons.remove(level, name)
             assert word in refused.value.message
-        assert len(bench.service.cordons.rules.all) == 2
+        assert len(harness.service.cordons.rules.all) == 2
 
 
 async def test_a_router_that_starts_knows_the_cordons_before_it_knows_workers() -> None:
     store = MemoryCordons()
     await store.put(Cordon("zone", "a"))
-    async with running(*ZONES, cordons=store) as bench:
-        assert bench.model.fleet.cordons_on(WorkerId(1))
-        assert not bench.model.fleet.cordons_on(WorkerId(3))
+    async with running(*ZONES, cordons=store) as harness:
+        assert harness.model.fleet.cordons_on(WorkerId(1))
+        assert not harness.model.fleet.cordons_on(WorkerId(3))
 
 
 async def test_another_routers_cordon_is_followed() -> None:
@@ -350,16 +354,16 @@ async def test_a_store_that_is_away_fails_the_call_and_what_was_read_last_holds(
 ) -> None:
     caplog.set_level(logging.INFO)
     store = BrokenStore()
-    async with running(*ZONES, cordons=store) as bench:
-        await put(bench, "worker", "1")
+    async with running(*ZONES, cordons=store) as harness:
+        await put(harness, "worker", "1")
         store.is_broken = True
-        cordons = bench.service.cordons
-        for ask in (put(bench, "zone", "a"), cordons.remove("worker", "1")):
+        cordons = harness.service.cordons
+        for ask in (put(harness, "zone", "a"), cordons.remove("worker", "1")):
             with pytest.raises(CordonsUnavailable, match="away"):
                 await ask
         await until(lambda: cordons.lost is not None)
         assert [each.place for each in cordons.rules.all] == ["worker 1"]
-        assert bench.model.fleet.cordons_on(WorkerId(1))
+        assert harness.model.fleet.cordons_on(WorkerId(1))
         store.is_broken = False
         await until(lambda: cordons.lost is None)
         assert [each.place for each in await store.read()] == ["worker 1"], "nothing half-done"
@@ -372,17 +376,17 @@ async def test_a_write_that_fails_changes_nothing_here() -> None:
         async def put(self, cordon: Cordon) -> None:
             raise CordonsUnavailable(f"{cordon.place} cannot be written")
 
-    async with running(*ZONES, cordons=ReadOnly()) as bench:
+    async with running(*ZONES, cordons=ReadOnly()) as harness:
         with pytest.raises(CordonsUnavailable):
-            await put(bench, "zone", "a")
-        assert not bench.service.cordons.rules
-        assert not bench.model.fleet.columns.cordoned.any()
+            await put(harness, "zone", "a")
+        assert not harness.service.cordons.rules
+        assert not harness.model.fleet.columns.cordoned.any()
 
 
 async def test_there_are_not_too_many() -> None:
     store = MemoryCordons()
     for number in range(CORDONS_MAX):
         await store.put(Cordon("zone", f"z{number}"))
-    async with running(*ZONES, cordons=store) as bench:
+    async with running(*ZONES, cordons=store) as harness:
         with pytest.raises(InvalidRequest, match="1024"):
-            await put(bench, "worker", "1")
+            await put(harness, "worker", "1")

@@ -15,24 +15,31 @@ from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import Up, file_of, up
 from tests.router.unit.test_routed_by_load import before, routing_of
-from tests.support.constants import SetConstants
-from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
-from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
-from tests.support.examined import examined, the_finding
-from tests.support.logged import event_of
-from tests.support.processes import Metrics, eventually
+from tests.testing.constants import SetConstants
+from tests.testing.doctor import only_finding, run_doctor
+from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
+from tests.testing.log_events import event_of
+from tests.testing.processes import Metrics, eventually
+from tests.testing.scripted_engine import (
+    JSON,
+    AnswerEnd,
+    ScriptedAnswer,
+    ScriptedEngine,
+    page,
+    scripted_engine,
+)
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 400}]}
 COMPLETION = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
-WHOLE = Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+WHOLE = ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
 FALLBACK = FrontendSettings(
     http_port=0, tokenize_fallback=TokenizeFallback.ENGINE, tokenize_engine_wait_s=2.0
 )
 TOKENS = (7,) * 70
 
 
-def failing(status: int) -> Answer:
-    return Answer((b'{"detail":"Not Found"}',), status=status, content_type=JSON)
+def failing(status: int) -> ScriptedAnswer:
+    return ScriptedAnswer((b'{"detail":"Not Found"}',), status=status, content_type=JSON)
 
 
 def asked(engine: ScriptedEngine) -> list[Any]:
@@ -99,7 +106,7 @@ async def test_a_model_whose_tokenizer_is_its_engine_is_routed_by_cache(
             metrics = Metrics((await here.http.get("/metrics")).text)
             assert metrics.total("model_routed_by_load", model="tiny") == 0
             host, port = here.system.address
-            note = the_finding(await examined(f"http://{host}:{port}"), "tokenizers", Severity.NOTE)
+            note = only_finding(await run_doctor(f"http://{host}:{port}"), "tokenizers", Severity.NOTE)
             assert "tokenized by its engines" in note.seen
     assert [fields["reason"] for fields in fields_of(caplog, "tokenized_by_engine")] == [
         "its tokenizer is said to be engine"
@@ -128,7 +135,7 @@ async def test_a_slow_tokenize_costs_a_call_its_limit_and_soon_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scripted_engine() as engine:
-        engine.tokens_of = lambda body: Answer(ends=Ends.NO_HEADERS)
+        engine.tokens_of = lambda body: ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         front = FrontendSettings(http_port=0, tokenize_engine_wait_s=0.05)
         async with up(before(engine, tokenizer="engine"), frontend=front) as here:
             began_s = time.monotonic()
@@ -163,7 +170,7 @@ async def test_an_engine_without_the_route_is_asked_once_and_said_once(
             assert metrics.total("model_routed_by_load", model="tiny") == 1
             assert await outcomes(here, "absent") == 1
             host, port = here.system.address
-            finding = the_finding(await examined(f"http://{host}:{port}"), "tokenizers", Severity.WARNING)
+            finding = only_finding(await run_doctor(f"http://{host}:{port}"), "tokenizers", Severity.WARNING)
             assert "POST /tokenize of its engines: Not Found" in finding.seen
     (failed,) = fields_of(caplog, "engine_tokenize_failed")
     assert (failed["model"], failed["reason"]) == ("tiny", "Not Found")
@@ -200,7 +207,7 @@ MISTAKEN = {
 @pytest.mark.parametrize("what", sorted(MISTAKEN))
 async def test_an_answer_that_is_no_list_of_tokens_is_none(what: str) -> None:
     async with scripted_engine() as engine:
-        engine.tokens_of = lambda body: Answer((MISTAKEN[what],), content_type=JSON)
+        engine.tokens_of = lambda body: ScriptedAnswer((MISTAKEN[what],), content_type=JSON)
         front = FrontendSettings(http_port=0, tokenize_engine_wait_s=0.5)
         async with up(before(engine, tokenizer="engine"), frontend=front) as here:
             await served(here, engine, CHAT, path="/v1/chat/completions")
@@ -239,7 +246,7 @@ async def test_an_engine_is_not_asked_what_it_would_not_answer_as_a_whole(what: 
 async def test_only_so_many_prompts_are_at_engines_at_a_time(set_constants: SetConstants) -> None:
     set_constants(engine_tokenizer, ASKING_MAX=2)
     async with scripted_engine() as engine:
-        engine.tokens_of = lambda body: Answer(ends=Ends.NO_HEADERS)
+        engine.tokens_of = lambda body: ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         engine.answers.extend([WHOLE] * 6)
         async with up(before(engine, tokenizer="engine"), frontend=FALLBACK) as here:
             calls = [here.http.post("/v1/chat/completions", json=CHAT) for _ in range(6)]
@@ -254,7 +261,7 @@ async def test_only_so_many_prompts_are_at_engines_at_a_time(set_constants: SetC
             assert all(answer.is_success for answer in await waiting)
 
 
-def counted(prompt_tokens: int) -> Answer:
+def counted(prompt_tokens: int) -> ScriptedAnswer:
     """An answer of which two blocks of the prompt had been cached."""
     usage = {
         "prompt_tokens": prompt_tokens,
@@ -264,7 +271,7 @@ def counted(prompt_tokens: int) -> Answer:
     }
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}
     body = {"id": "c", "object": "chat.completion", "created": 1, "model": "tiny", "choices": [choice]}
-    return Answer((json.dumps({**body, "usage": usage}).encode(),), content_type=JSON)
+    return ScriptedAnswer((json.dumps({**body, "usage": usage}).encode(),), content_type=JSON)
 
 
 async def test_a_blind_shape_becomes_seeing_by_what_its_engine_answers(

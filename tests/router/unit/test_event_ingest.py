@@ -18,8 +18,8 @@ from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, E
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, LoadSink
-from tests.support.constants import SetConstants
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.waits import until
 
 BLOCK = 4
 RANK = WorkerRank(WorkerId(1), DpRank(0))

@@ -23,9 +23,9 @@ from tests.router.unit.test_event_ingest import (
     batch,
     stored,
 )
-from tests.support.calls import MakeFail
-from tests.support.constants import SetConstants
-from tests.support.waits import until
+from tests.testing.calls import MakeFail
+from tests.testing.constants import SetConstants
+from tests.testing.waits import until
 
 N_BLOCKS = 40 * STEP_BLOCKS
 SHARD_BLOCKS = 2 * STEP_BLOCKS

@@ -18,11 +18,11 @@ from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.router_service import RECALLED_S, RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
-from tests.support.calls import MakeFail
-from tests.support.fleets import MODEL, Bench, card
-from tests.support.logged import events_of
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.waits import until
+from tests.testing.calls import MakeFail
+from tests.testing.log_events import events_of
+from tests.testing.router_harness import MODEL, RouterHarness, card
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.waits import until
 
 LINK = LinkName((("zone", "a"),), "b")
 
@@ -35,12 +35,12 @@ def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> Lin
     return LinkUpdate(RouterId("x"), MODEL, table or LinkTable().digest(), tuple(seen))
 
 
-async def a_bench(path: Path | None) -> tuple[Bench, KvRouterConfig]:
+async def a_bench(path: Path | None) -> tuple[RouterHarness, KvRouterConfig]:
     kept = None if path is None else str(path)
     config = KvRouterConfig(router_cost="time", router_learned_file=kept)
-    bench = Bench(ScriptedPlane(None), config)
-    await bench.start()
-    return bench, config
+    harness = RouterHarness(ScriptedPlane(None), config)
+    await harness.start()
+    return harness, config
 
 
 def slowness(service: RouterService) -> list[float]:
@@ -56,12 +56,12 @@ async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_t
 ) -> None:
     path = tmp_path / "learned.json"
     now_s = [1e9]
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, clock=lambda: now_s[0]):
-        bench.discovery.put(card(1))
-        bench.model.placer.transfers.on_link_update(news(), now_s=bench.model.clock(), aged_s=0.0)
-        assert slowness(bench.service)[0] > 9.0
-    bench.service.stop()
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, clock=lambda: now_s[0]):
+        harness.discovery.put(card(1))
+        harness.model.placer.transfers.on_link_update(news(), now_s=harness.model.clock(), aged_s=0.0)
+        assert slowness(harness.service)[0] > 9.0
+    harness.service.stop()
     for away_s, least, most in ((1.0, 9.0, 10.0), (FORGET_S, 2.9, 3.2), (20 * FORGET_S, 1.0, 1.01)):
         later, config = await a_bench(path)
         async with keeping_learned_links(config, later.service, clock=lambda away_s=away_s: 1e9 + away_s):  # type: ignore[misc]
@@ -75,10 +75,10 @@ async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_t
 async def test_models_that_did_not_come_meanwhile_are_kept_too_and_grow_older(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, clock=lambda: 150.0):
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, clock=lambda: 150.0):
         pass
-    bench.service.stop()
+    harness.service.stop()
     kept = msgspec.json.decode(path.read_bytes())
     assert kept["saved_at_s"] == 150.0
     ages = [seen[5] for seen in kept["links"][0][4]]
@@ -91,11 +91,11 @@ async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_f
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(64),)}))
     for _ in range(3):
-        bench, config = await a_bench(path)
-        bench.discovery.put(card(1))
-        async with keeping_learned_links(config, bench.service, clock=lambda: 101.0):
-            assert slowness(bench.service)[0] > 9.0
-        bench.service.stop()
+        harness, config = await a_bench(path)
+        harness.discovery.put(card(1))
+        async with keeping_learned_links(config, harness.service, clock=lambda: 101.0):
+            assert slowness(harness.service)[0] > 9.0
+        harness.service.stop()
         links = msgspec.json.decode(path.read_bytes())["links"]
         assert sum(len(each[4]) for each in links) == 64
 
@@ -103,31 +103,31 @@ async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_f
 async def test_a_card_that_is_refused_uses_up_nothing(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, clock=lambda: 101.0):
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, clock=lambda: 101.0):
         wrong = structs.replace(card(1), runtime_config=ModelRuntimeConfig(kv_transfer_domain="zone "))
-        bench.discovery.put(structs.replace(wrong, dp_size=0))
-        bench.discovery.put(card(1))
-        assert slowness(bench.service)[0] > 9.0
-    bench.service.stop()
+        harness.discovery.put(structs.replace(wrong, dp_size=0))
+        harness.discovery.put(card(1))
+        assert slowness(harness.service)[0] > 9.0
+    harness.service.stop()
 
 
 async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, clock=lambda: 101.0 + RECALLED_S):
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, clock=lambda: 101.0 + RECALLED_S):
         pass
-    bench.service.stop()
+    harness.service.stop()
     assert msgspec.json.decode(path.read_bytes())["links"] == []
 
 
 async def test_it_is_written_while_the_router_runs(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, save_s=0.01):
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, save_s=0.01):
         await until(path.exists)
-    bench.service.stop()
+    harness.service.stop()
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ async def test_a_file_that_is_none_is_said_and_the_router_begins_without(
     caplog.set_level(logging.INFO, "kvrouter.router")
     path = tmp_path / "learned.json"
     path.write_bytes(content)
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service):
-        bench.discovery.put(card(1))
-        assert slowness(bench.service) == []
-    bench.service.stop()
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service):
+        harness.discovery.put(card(1))
+        assert slowness(harness.service) == []
+    harness.service.stop()
     assert events_of(caplog.records).count(Event.LEARNED_NOT_READ) == 1
     assert str(path) in caplog.text
 
@@ -153,20 +153,20 @@ async def test_what_was_measured_by_other_figures_is_left_out(tmp_path: Path) ->
     path = tmp_path / "learned.json"
     other = structs.replace(news(), table="another")
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (other,)}))
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, clock=lambda: 101.0):
-        bench.discovery.put(card(1))
-        assert slowness(bench.service) == []
-    bench.service.stop()
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, clock=lambda: 101.0):
+        harness.discovery.put(card(1))
+        assert slowness(harness.service) == []
+    harness.service.stop()
 
 
 async def test_a_place_that_takes_no_file_is_refused_at_the_start(tmp_path: Path) -> None:
-    bench, config = await a_bench(tmp_path / "nowhere" / "learned.json")
+    harness, config = await a_bench(tmp_path / "nowhere" / "learned.json")
     with pytest.raises(ConfigError, match="router_learned_file") as refused:
-        async with keeping_learned_links(config, bench.service):
+        async with keeping_learned_links(config, harness.service):
             raise AssertionError("it began")
     assert refused.value.param == "router_learned_file"
-    bench.service.stop()
+    harness.service.stop()
 
 
 async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
@@ -178,9 +178,9 @@ async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
     before = path.read_bytes()
     full = ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
     tries = make_fail(learned_file, "write_atomic", full)
-    bench, config = await a_bench(path)
-    async with keeping_learned_links(config, bench.service, save_s=0.005):
+    harness, config = await a_bench(path)
+    async with keeping_learned_links(config, harness.service, save_s=0.005):
         await until(lambda: len(tries) >= 3)
         assert events_of(caplog.records).count(Event.LEARNED_NOT_KEPT) == 1
-    bench.service.stop()
+    harness.service.stop()
     assert path.read_bytes() == before

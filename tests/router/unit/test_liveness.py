@@ -8,7 +8,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.router.liveness import Liveness
 from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.requests.port import AliveSink, EngineStream, WorkerUnreachable
-from tests.support.discovery_stores import card
+from tests.testing.discovery_stores import card
 
 
 class _Elsewhere:

@@ -26,9 +26,9 @@ from kvrouter.router.bookings import Bookings, RequestInUse
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import Bench, card, generate_request
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
-from tests.support.waits import until
+from tests.testing.router_harness import RouterHarness, card, generate_request
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.waits import until
 
 R1 = RequestId("r1")
 LAST = EngineChunk(token_ids=(7,), finish=FinishReason.LENGTH, cached_tokens=16, kv_transfer_params={"at": 5})
@@ -41,13 +41,13 @@ def ends(stream: ScriptedStream) -> None:
 
 @dataclass
 class Place:
-    bench: Bench
+    harness: RouterHarness
     plane: ScriptedPlane
     bookings: Bookings
     prefills: PrefillDispatch
 
     async def prefill(self, request_id: str = "r1") -> Prefilled:
-        return await self.prefills.prefill(self.bench.model, generate_request(request_id=request_id))
+        return await self.prefills.prefill(self.harness.model, generate_request(request_id=request_id))
 
     def faults(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Fault]]:
         """What is counted against workers from now on, by their addresses."""
@@ -56,12 +56,12 @@ class Place:
         def failed(placement: Placement, leg: Leg, fault: Fault, **_: float) -> None:
             found.append((placement.decode_address, fault))
 
-        monkeypatch.setattr(self.bench.model.placer.circuits, "failed", failed)
+        monkeypatch.setattr(self.harness.model.placer.circuits, "failed", failed)
         return found
 
     @property
     def is_clean(self) -> bool:
-        return self.bench.booked() == len(self.prefills) == len(self.bench.model.ledger) == 0
+        return self.harness.booked() == len(self.prefills) == len(self.harness.model.ledger) == 0
 
 
 @asynccontextmanager
@@ -73,22 +73,22 @@ async def place(
     config: KvRouterConfig | None = None,
 ) -> AsyncIterator[Place]:
     plane = ScriptedPlane(script)
-    bench = Bench(plane, config, prefill_alone=True)
-    await bench.start(*cards)
+    harness = RouterHarness(plane, config, prefill_alone=True)
+    await harness.start(*cards)
     bookings = Bookings()
     prefills = PrefillDispatch(
         plane,
         bookings,
-        ServiceInstrumentation(bench.telemetry),
+        ServiceInstrumentation(harness.telemetry),
         redispatches_max=2,
         limit_s=limit_s,
         prefills_max=prefills_max,
     )
     try:
-        yield Place(bench, plane, bookings, prefills)
+        yield Place(harness, plane, bookings, prefills)
     finally:
         await prefills.close()
-        bench.service.stop()
+        harness.service.stop()
 
 
 def prefill_card(worker_id: int, *, bootstrap: bool = False, dp_size: int = 1) -> WorkerCard:
@@ -101,7 +101,7 @@ async def test_a_synchronous_prefill_is_answered_when_its_kv_waits() -> None:
         stream = await here.plane.wait_for(Leg.PREFILL)
         assert stream.request.sampling.max_tokens == 1
         assert stream.request.bootstrap is None
-        assert here.bench.booked() == 40, "a prefill worker's load is its tokens, not blocks"
+        assert here.harness.booked() == 40, "a prefill worker's load is its tokens, not blocks"
         assert not running.done()
         stream.feed(LAST)
         done = await running
@@ -118,7 +118,7 @@ async def test_a_bootstrap_prefill_is_answered_at_once_and_runs_on() -> None:
         assert stream.request.bootstrap == done.bootstrap
         assert (done.bootstrap.host, done.bootstrap.port) == ("host-1", 9000)
         assert done.bootstrap.room % 4 == stream.request.dp_rank == done.placement.prefill_pick.rank.dp_rank
-        assert (len(here.prefills), here.bench.booked()) == (1, 40)
+        assert (len(here.prefills), here.harness.booked()) == (1, 40)
         with pytest.raises(RequestInUse):
             await here.prefill()
         idle = asyncio.ensure_future(here.prefills.wait_idle(60))
@@ -283,7 +283,7 @@ async def fails_at(here: Place, worker_id: int, request_id: str, error: type[Exc
     pin = Pin(WorkerId(worker_id))
     request = structs.replace(generate_request(request_id=request_id), prefill_pin=pin)
     with pytest.raises(error):
-        await here.prefills.prefill(here.bench.model, request)
+        await here.prefills.prefill(here.harness.model, request)
 
 
 async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> None:
@@ -293,7 +293,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
     async with place(prefill_card(1), prefill_card(2), script=script) as here:
         for number in range(3):
             await fails_at(here, 1, f"failing-{number}", NoEligibleWorker)
-        assert here.bench.circuit_state(WorkerId(1)) is CircuitState.OPEN
+        assert here.harness.circuit_state(WorkerId(1)) is CircuitState.OPEN
         before = len(here.plane.opened)
         for number in range(8):
             await here.prefill(f"r{number}")
@@ -304,7 +304,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
 @pytest.mark.parametrize("bootstrap", [False, True])
 async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.2) as here:
-        state_of = here.bench.circuit_state
+        state_of = here.harness.circuit_state
         for number in range(3):
             assert state_of(WorkerId(1)) is CircuitState.CLOSED
             if bootstrap:
@@ -337,7 +337,7 @@ async def test_who_lost_a_leg_is_not_silent_too_while_that_waits_for_another(
     async with place(
         prefill_card(1), prefill_card(2), limit_s=0.3, script=ScriptedStream.die, config=config
     ) as here:
-        here.bench.load(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 0, 1024, active_prefill_tokens=5000))
+        here.harness.load(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 0, 1024, active_prefill_tokens=5000))
         faults = here.faults(monkeypatch)
         with pytest.raises(DeadlineExceeded):
             await here.prefill()

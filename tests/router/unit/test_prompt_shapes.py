@@ -21,7 +21,7 @@ from kvrouter.router.prompt_shapes import (
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.prompts.fields import PromptFields
 from kvrouter.text.prompts.shape import shape_of
-from tests.support.prompt_shapes import SHAPES
+from tests.testing.prompt_shapes import SHAPES
 
 BLOCK = 16
 

@@ -15,9 +15,9 @@ from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.telemetry import Telemetry
-from tests.support.embedding import program
-from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
-from tests.support.mock_fleets import BLOCK, alike, prompt
+from tests.testing.embedding_program import program
+from tests.testing.mock_fleet import BLOCK, prompt, uniform_fleet
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 N = 400
 
@@ -100,7 +100,7 @@ async def test_questions_change_no_booking_and_a_seed_gives_the_same_ones(mode: 
 async def test_best_worker_without_an_id_names_every_worker() -> None:
     config = KvRouterConfig(router_temperature=1.0)
     async with (
-        program(alike(replicas=3)) as here,
+        program(uniform_fleet(replicas=3)) as here,
         KvRouter(here.endpoint, BLOCK, kv_router_config=config) as router,
     ):
         named = Counter([(await router.best_worker(prompt()))[0] for _ in range(90)])

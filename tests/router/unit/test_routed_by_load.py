@@ -12,26 +12,26 @@ from kvrouter.app import text_models
 from kvrouter.core.ids import ModelName
 from kvrouter.text.source import MOCK_FOLDER
 from tests.app.unit.test_fleet_engines import Up, up
-from tests.support.constants import SetConstants
-from tests.support.engine_server import (
+from tests.testing.constants import SetConstants
+from tests.testing.log_events import event_of
+from tests.testing.processes import Metrics, eventually
+from tests.testing.scripted_engine import (
     JSON,
     SGLANG_PAGES,
     VLLM_PAGES,
-    Answer,
+    ScriptedAnswer,
     ScriptedEngine,
     page,
     scripted_engine,
 )
-from tests.support.logged import event_of
-from tests.support.processes import Metrics, eventually
-from tests.support.tokenizer_files import FORMATS, TEMPLATE
-from tests.support.trtllm_answers import TRTLLM_PAGES
-from tests.support.waits import until
+from tests.testing.tokenizer_files import FORMATS, TEMPLATE
+from tests.testing.trtllm_server import TRTLLM_PAGES
+from tests.testing.waits import until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 400}]}
 COMPLETION = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
-WHOLE = Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
-STREAM = Answer((page("vllm-0.32.0-chat.sse"),))
+WHOLE = ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+STREAM = ScriptedAnswer((page("vllm-0.32.0-chat.sse"),))
 
 
 def before(*engines: ScriptedEngine, tokenizer: str | Path | None = None, roles: tuple[str, ...] = ()) -> str:
@@ -98,7 +98,7 @@ async def test_a_pair_serves_it_too() -> None:
     kept = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_engine_id": "e"}
     prefilled = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": kept}
     async with scripted_engine() as prefill, scripted_engine() as decode:
-        prefill.answers.append(Answer((json.dumps(prefilled).encode(),), content_type=JSON))
+        prefill.answers.append(ScriptedAnswer((json.dumps(prefilled).encode(),), content_type=JSON))
         decode.answers.append(STREAM)
         async with up(before(prefill, decode, roles=("prefill", "decode"))) as here:
             answer = await here.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
@@ -254,7 +254,9 @@ async def test_what_a_template_refuses_is_the_engines_to_judge(
         "{% if messages[0].role == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
     )
     async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
-        engine.answers.append(Answer((b'{"error": {"message": "no"}}',), status=400, content_type=JSON))
+        engine.answers.append(
+            ScriptedAnswer((b'{"error": {"message": "no"}}',), status=400, content_type=JSON)
+        )
         answer = await here.http.post("/v1/chat/completions", json=CHAT)
         assert (answer.status_code, answer.text) == (400, '{"error": {"message": "no"}}')
         assert await routing_of(here) == ("cache", None)

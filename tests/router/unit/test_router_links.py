@@ -14,10 +14,10 @@ from kvrouter.fleetfile.link_table import link_warnings, read_links
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
-from tests.support.fleets import Bench, card
-from tests.support.logged import event_of
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.waits import until
+from tests.testing.log_events import event_of
+from tests.testing.router_harness import RouterHarness, card
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.waits import until
 
 TEXT = '{"within": {"zone": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e9, "price_per_gb": 0.5}}}'
 SLOW = "within: {zone: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e8}}\n"
@@ -95,11 +95,11 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
     file = tmp_path / "links.yaml"
     file.write_text(TEXT)
     config = KvRouterConfig(router_links=str(file), router_cost="time")
-    bench = Bench(ScriptedPlane(None), config)
-    await bench.start(card(1))
+    harness = RouterHarness(ScriptedPlane(None), config)
+    await harness.start(card(1))
 
     def within_zone() -> Link | None:
-        links = bench.model.placer.settings.links
+        links = harness.model.placer.settings.links
         return None if links is None else links.by_level["zone"]
 
     def said(event: Event) -> int:
@@ -110,10 +110,10 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
         replaced.write_text(text)
         replaced.rename(file)
 
-    at_start = bench.model.placer.settings.links
+    at_start = harness.model.placer.settings.links
     try:
-        async with following_links(config, bench.service, poll_s=0.005):
-            await until(lambda: bench.model.placer.settings.links is not at_start)
+        async with following_links(config, harness.service, poll_s=0.005):
+            await until(lambda: harness.model.placer.settings.links is not at_start)
             assert within_zone() == Link(0.001, 1e9, 0.5)
             write(SLOW)
             await until(lambda: within_zone() == Link(0.001, 1e8))
@@ -123,12 +123,12 @@ async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_late
             file.unlink()
             await until(lambda: said(Event.LINKS_REFUSED) == 2)
             assert within_zone() == Link(0.001, 1e8)
-            bench.discovery.put(card(2, model="other"))
-            other = bench.service.model(ModelName("other")).placer.settings.links
+            harness.discovery.put(card(2, model="other"))
+            other = harness.service.model(ModelName("other")).placer.settings.links
             assert other is not None
             assert other.by_level == {"zone": Link(0.001, 1e8)}
             write(SLOW.replace("1.0e8", "1.0e7"))
             await until(lambda: within_zone() == Link(0.001, 1e7))
             assert said(Event.LINKS_READ) == 2
     finally:
-        bench.service.stop()
+        harness.service.stop()

@@ -5,7 +5,7 @@ from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.router.model_router import ATTEMPTS_MAX, DecisionLog
-from tests.support.fleets import MODEL
+from tests.testing.router_harness import MODEL
 
 
 def decision(request_id: str, attempt: int = 0) -> Decision:

@@ -16,7 +16,7 @@ from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.events.port import SnapshotFailed
-from tests.support.waits import until
+from tests.testing.waits import until
 
 RANKS = [WorkerRank(WorkerId(number), DpRank(0)) for number in range(3)]
 BLOCKS = pack_hashes([11, 12])

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
-from tests.support.waits import until
+from tests.testing.waits import until
 
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
 

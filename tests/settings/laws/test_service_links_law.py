@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.settings.variables import without_service_links
-from tests.support.service_links import Service, ServicePort, links
+from tests.testing.service_variables import Service, ServicePort, service_variables
 
 WORDS = ("http", "x", "frontend", "health", "listen", "retries-max", "2")
 NAMES = st.lists(st.sampled_from(WORDS), max_size=2).flatmap(
@@ -34,14 +34,14 @@ OURS = ("KVROUTER_", "DYN_")
 
 @given(SERVICES, OWN)
 def test_all_of_them_are_left_out_and_nothing_else(services: list[Service], own: Mapping[str, str]) -> None:
-    reported = links(services)
+    reported = service_variables(services)
     others = {name: value for name, value in reported.items() if not name.startswith(OURS)}
     assert without_service_links({**reported, **own}) == {**others, **own}
 
 
 @given(st.builds(Service, NAMES, ADDRESSES, PORTS), st.data())
 def test_a_variable_that_says_something_else_stays(service: Service, data: st.DataObject) -> None:
-    reported = links([service])
+    reported = service_variables([service])
     changed = data.draw(st.sampled_from(sorted(reported)))
     value = data.draw(st.text(max_size=8).filter(lambda text: text not in reported.values()))
     assert without_service_links({**reported, changed: value})[changed] == value

@@ -5,14 +5,14 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.variables import without_service_links
-from tests.support.service_links import Service, ServicePort, links
+from tests.testing.service_variables import Service, ServicePort, service_variables
 
 HTTP = ServicePort(8000, "http")
 KVROUTER = Service("kvrouter", "10.0.0.7", (HTTP,))
 
 
 def test_a_service_called_as_we_are_is_reported_by_nine_variables_none_of_which_is_a_setting() -> None:
-    environ = links([KVROUTER])
+    environ = service_variables([KVROUTER])
     assert environ == {
         "KVROUTER_SERVICE_HOST": "10.0.0.7",
         "KVROUTER_SERVICE_PORT": "8000",
@@ -43,17 +43,24 @@ def test_a_service_called_as_we_are_is_reported_by_nine_variables_none_of_which_
 def test_no_service_says_anything_of_settings_even_where_a_setting_has_the_same_name(
     service: Service,
 ) -> None:
-    environ = links([service])
+    environ = service_variables([service])
     assert load_settings(flags={}, environ=environ) == load_settings(flags={}, environ={})
 
 
 def test_of_services_that_make_the_same_variable_both_are_known() -> None:
     both = (KVROUTER, Service("kvrouter-service", "10.0.0.8", (ServicePort(9000, "http"),)))
-    assert without_service_links(links(both)) == without_service_links(links(both[::-1])) == {}
+    assert (
+        without_service_links(service_variables(both))
+        == without_service_links(service_variables(both[::-1]))
+        == {}
+    )
 
 
 def test_a_setting_with_a_service_of_the_same_name_is_the_settings() -> None:
-    environ = {**links([Service("kvrouter-http", "10.0.0.7", (HTTP,))]), "KVROUTER_HTTP_PORT": "8000"}
+    environ = {
+        **service_variables([Service("kvrouter-http", "10.0.0.7", (HTTP,))]),
+        "KVROUTER_HTTP_PORT": "8000",
+    }
     assert without_service_links(environ) == {"KVROUTER_HTTP_PORT": "8000"}
     assert load_settings(flags={}, environ=environ).settings.frontend.http_port == 8000
 
@@ -77,12 +84,12 @@ def test_what_no_kubelet_says_is_reported_as_a_mistake_though_a_service_is_there
     name: str, value: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_settings(flags={}, environ={**links([KVROUTER]), name: value})
+        load_settings(flags={}, environ={**service_variables([KVROUTER]), name: value})
     assert str(refused.value).startswith(f"{name}: unknown variable")
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", sorted(links([KVROUTER])))
+@pytest.mark.parametrize("name", sorted(service_variables([KVROUTER])))
 def test_a_single_variable_of_that_shape_is_a_mistake(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: unknown variable"):
-        load_settings(flags={}, environ={name: links([KVROUTER])[name]})
+        load_settings(flags={}, environ={name: service_variables([KVROUTER])[name]})

@@ -11,7 +11,7 @@ from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCar
 from kvrouter.settings.planes import RequestPlaneKind
 from kvrouter.settings.static_endpoint import static_card, static_cards, static_text
 from kvrouter.transports.records.memory import StaticDiscovery
-from tests.support.discovery_stores import card, listen
+from tests.testing.discovery_stores import card, record_discovery
 
 TCP = RequestPlaneKind.TCP
 COUNTS = st.integers(1, 999_999_999)
@@ -93,11 +93,11 @@ def test_kv_routing_refuses_them_with_2(capsys: pytest.CaptureFixture[str]) -> N
 
 async def test_a_static_discovery_delivers_its_cards_and_nobody_else_s() -> None:
     discovery = StaticDiscovery([card(1), card(2)])
-    first = await listen(discovery)
+    first = await record_discovery(discovery)
     await discovery.publish(card(3))
     await discovery.withdraw(WorkerId(1), Epoch(9))
-    second = await listen(discovery)
-    assert first.heard == second.heard == [card(1), card(2)]
+    second = await record_discovery(discovery)
+    assert first.events == second.events == [card(1), card(2)]
     first.end()
     first.end()
     await discovery.close()

@@ -15,7 +15,7 @@ from kvrouter.sim.calibrate.engine_run import engine_config, simulate
 from kvrouter.sim.calibrate.measured_run import MeasuredRun, read_run
 from kvrouter.sim.calibrate.model_shape import model_shape
 from kvrouter.sim.calibrate.roofline import roofline
-from tests.support.measured_runs import HARDWARE, META, MODEL, written_run
+from tests.testing.measured_runs import HARDWARE, META, MODEL, written_run
 
 TRUTHS = {
     "slower at prefill": {"prefill_linear": 1.3, "prefill_base": 1.4, "decode_base": 0.9},

@@ -15,7 +15,7 @@ from kvrouter.sim.calibrate.lone_requests import LONE_SPREADS, lone_timing
 from kvrouter.sim.calibrate.measured_run import MeasuredRun
 from kvrouter.sim.calibrate.model_shape import model_shape
 from kvrouter.sim.calibrate.roofline import roofline
-from tests.support.client_measured import META, client_requests
+from tests.testing.client_measurements import META, client_requests
 
 FORM = Timing(prefill_quadratic=0.0, decode_quadratic=0.0, decode_linear=0.0)
 TRUTHS = {

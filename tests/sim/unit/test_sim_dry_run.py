@@ -16,7 +16,7 @@ from kvrouter.recording.schema import AttemptRecord, FleetChange, RequestRecord,
 from kvrouter.sim.past.dry_run import DryRun, Lack, Verdict, dry_run
 from kvrouter.sim.past.past_fleet import PastFleet
 from kvrouter.sim.past.recorded_fleet import Policy
-from tests.support.pasts import Change, attempt, constraints, leg, past, request, worker
+from tests.testing.recorded_traces import Change, attempt, constraints, leg, past, request, worker
 
 Row = tuple[float, RequestRecord, Sequence[int]]
 

@@ -24,7 +24,7 @@ from kvrouter.sim.replay.timetable import (
 )
 from kvrouter.sim.replay.timetable_plan import plan_timetable
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
+from tests.testing.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 TIMING = Timing()
 PREFILL_S = TIMING.prefill_ms(192) / 1e3

@@ -14,7 +14,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.recording.schema import AttemptRecord, FleetChange, RequestRecord
 from kvrouter.sim.past.hit_ladder import CAUSES, RUNG_BEFORE, Cause, HitLadder, Rung
 from kvrouter.sim.past.hit_rate import hit_ladder
-from tests.support.pasts import BLOCK, Change, attempt, constraints, leg, past, request, worker
+from tests.testing.recorded_traces import BLOCK, Change, attempt, constraints, leg, past, request, worker
 
 Row = tuple[float, RequestRecord, Sequence[int]]
 

@@ -10,8 +10,8 @@ from kvrouter.sim.replay.dispatch import ByTimeStamp
 from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.replay.timetable import LinkEvent, PolicyEvent, TimetableEvent
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.placements import KeptEvents
-from tests.support.replays import PIECE_TOKENS, by_number, fleet, replayed, row
+from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.replays import PIECE_TOKENS, by_number, fleet, replayed, row
 
 JOINT = "router: {router_cost: time, router_pd_selection: joint}\n"
 SEQUENTIAL = "router: {router_cost: time}\n"
@@ -41,7 +41,7 @@ def traffic(n: int, *, per_s: float) -> list[TraceRequest]:
 
 def simulated(
     file: FleetFile, rows: list[TraceRequest], timetable: tuple[TimetableEvent, ...] = ()
-) -> tuple[Simulation, KeptEvents]:
+) -> tuple[Simulation, RecordedPlacementEvents]:
     simulation = Simulation(
         file,
         rows,
@@ -51,7 +51,7 @@ def simulated(
         seed=1,
         timetable=timetable,
     )
-    events = KeptEvents()
+    events = RecordedPlacementEvents()
     simulation.fleet.placer.transfers.learned.events = events
     simulation.run()
     return simulation, events

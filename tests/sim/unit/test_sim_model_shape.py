@@ -15,7 +15,7 @@ from kvrouter.sim.calibrate.model_dimensions import AttentionLayers
 from kvrouter.sim.calibrate.model_shape import ModelShape, model_shape, shape_of
 from kvrouter.sim.calibrate.roofline import roofline, window_shares
 from kvrouter.sim.calibrate.weight_format import WeightFormat
-from tests.support.measured_runs import HARDWARE, META, written_run
+from tests.testing.measured_runs import HARDWARE, META, written_run
 
 H200: dict[str, object] = {"nodes": [{"instances": [{"hardware": "NVIDIA H200"}]}]}
 

@@ -29,7 +29,7 @@ from kvrouter.sim.report.scale import (
     plain,
     shares,
 )
-from tests.support.reports import NOTHING, empty_summary, part, report, spread, summary, variant
+from tests.testing.replay_reports import NOTHING, empty_summary, part, report, spread, summary, variant
 
 Element = ElementTree.Element
 EVIL = "<script>alert('a & \"b\"')</script>"

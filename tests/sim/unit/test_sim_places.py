@@ -17,7 +17,7 @@ from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import Carriage, Objective, Summary, summarize
 from kvrouter.sim.replay.timetable import read_timetable
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.replays import TWO_ZONES, fleet, replayed, row
+from tests.testing.replays import TWO_ZONES, fleet, replayed, row
 
 GB = 10**9
 KV_BYTES = 192 * 131_072

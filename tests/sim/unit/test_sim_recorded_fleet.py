@@ -22,7 +22,7 @@ from kvrouter.sim.past.recorded_fleet import recorded_fleet
 from kvrouter.sim.replay.dispatch import ByTimeStamp
 from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.replay.timetable_plan import plan_timetable
-from tests.support.replays import row
+from tests.testing.replays import row
 
 FILE = Path("recording.jsonl.gz")
 POLICY: Mapping[str, Any] = {"transfer_domain": "zone", "enforcement": "required"}

@@ -19,7 +19,7 @@ from kvrouter.sim.replay.simulation import check_room, longest_request
 from kvrouter.sim.replay.summary import Objective, interval, summarize
 from kvrouter.sim.replay.timetable import AddEvent, DieEvent, JoinEvent
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
-from tests.support.replays import TWO_ZONES, by_number, fleet, replayed, row
+from tests.testing.replays import TWO_ZONES, by_number, fleet, replayed, row
 
 TIMING = Timing()
 

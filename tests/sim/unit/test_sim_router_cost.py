@@ -11,7 +11,7 @@ from kvrouter.sim.replay.dispatch import ByTimeStamp
 from kvrouter.sim.replay.simulation import Simulation
 from kvrouter.sim.replay.timetable import PolicyEvent
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.replays import PIECE_TOKENS, TWO_ZONES, by_number, fleet, replayed, row
+from tests.testing.replays import PIECE_TOKENS, TWO_ZONES, by_number, fleet, replayed, row
 
 TIME = "router: {router_cost: time}\n"
 BLOCKS = "router: {router_cost: blocks}\n"

@@ -17,7 +17,7 @@ from kvrouter.kernel.routing.interface import PickInput, RouteRequest, RoutingSe
 from kvrouter.sim.policies.registry import GRID_MAX, RULES, parse_rule
 from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.sim_fleet import SlotLoads
-from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 
 class Asked(NamedTuple):

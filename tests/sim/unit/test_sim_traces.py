@@ -18,7 +18,7 @@ from kvrouter.sim.traces.azure import PrefixModel, read_azure
 from kvrouter.sim.traces.generated import Generator, Lengths, generate
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import Wait
-from tests.support.traces import (
+from tests.testing.trace_rows import (
     AZURE,
     AZURE_HEADER,
     DYNAMO,

@@ -14,7 +14,7 @@ from kvrouter.cli import main
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import Pieces, TraceRequest, Wait
-from tests.support.traces import dialogue, lines
+from tests.testing.trace_rows import dialogue, lines
 
 
 def test_a_prompt_is_the_one_before_its_answer_and_what_the_turn_adds(

@@ -13,7 +13,7 @@ from kvrouter.cli import main
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import Wait
-from tests.support.traces import SESSIONS, by_other_names, dialogue, lines, mooncake
+from tests.testing.trace_rows import SESSIONS, by_other_names, dialogue, lines, mooncake
 
 
 def test_a_turn_follows_the_answer_before_it_after_its_delay(write_trace: Callable[[bytes], Path]) -> None:

@@ -14,7 +14,16 @@ from kvrouter.cli import main
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest, Wait
-from tests.support.traces import HEADER, by_other_names, dependency, dialogue, lines, mooncake, node, waiting
+from tests.testing.trace_rows import (
+    HEADER,
+    by_other_names,
+    dependency,
+    dialogue,
+    lines,
+    mooncake,
+    node,
+    waiting,
+)
 
 PAGE = Path(__file__).parents[3] / "docs/replay.md"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.traces import (
+from tests.testing.trace_rows import (
     AZURE,
     DYNAMO,
     GENERATOR,

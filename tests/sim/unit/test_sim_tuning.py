@@ -18,7 +18,7 @@ from kvrouter.sim.replay.summary import Objective, summarize
 from kvrouter.sim.replay.timetable import DieEvent
 from kvrouter.sim.replay.tuning import candidates, merit, ours_grid, points, second_half
 from kvrouter.sim.replay.variant import DEFAULT_FLEET, OURS, parse_sweep
-from tests.support.replays import TWO_ZONES, fleet, replayed, row
+from tests.testing.replays import TWO_ZONES, fleet, replayed, row
 
 
 def outcome(number: int, *, ttft_s: float | None = None, error: str = "") -> Outcome:

@@ -27,7 +27,7 @@ from kvrouter.sim.worth.worth import (
     figures_of,
     rows_of,
 )
-from tests.support.replays import TWO_ZONES, fleet, replayed, row
+from tests.testing.replays import TWO_ZONES, fleet, replayed, row
 
 KV = RouterMode.KV
 HEAD = "version: 1\nmodels: [{name: m, block_size: 64}]\n"

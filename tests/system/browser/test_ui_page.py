@@ -16,10 +16,10 @@ from pydantic import SecretStr
 from kvrouter.core.constraints import PdSelection, RouterMode
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.mock_fleets import fleet_file, pairs
-from tests.support.processes import fleet, free_ports
-from tests.support.served import MODEL, Served, served, user, words
 from tests.system.browser.driver import Browser, browser
+from tests.testing.mock_fleet import fleet_file, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.processes import fleet, free_ports
 
 PICTURE = "KVROUTER_UI_PICTURE"
 """Set, the picture of the README is taken again."""
@@ -92,7 +92,7 @@ async def chromium() -> AsyncIterator[Browser]:
         yield opened
 
 
-async def send(house: Served, first: int, *, n: int = 200, max_tokens: int = 4, name: str = "") -> None:
+async def send(house: MockServer, first: int, *, n: int = 200, max_tokens: int = 4, name: str = "") -> None:
     """Send one chat and read its answer."""
     headers = {"x-request-id": name or f"chat-{first}"}
     await house.openai.chat.completions.create(
@@ -100,7 +100,7 @@ async def send(house: Served, first: int, *, n: int = 200, max_tokens: int = 4, 
     )
 
 
-async def refused(house: Served) -> None:
+async def refused(house: MockServer) -> None:
     """Send a chat that no worker may take."""
     nowhere = {"routing_constraints": {"required_taints": ["gpu=none"]}}
     body = {"model": MODEL, "messages": user("hello"), "nvext": nowhere}
@@ -108,7 +108,7 @@ async def refused(house: Served) -> None:
 
 
 @asynccontextmanager
-async def traffic(house: Served, *, streams: int = 6) -> AsyncIterator[None]:
+async def traffic(house: MockServer, *, streams: int = 6) -> AsyncIterator[None]:
     """Chats that come as long as the block runs; many of them begin like others."""
 
     async def stream(number: int) -> None:
@@ -149,7 +149,7 @@ async def polled(chromium: Browser, *, times: int = 2) -> None:
 
 
 async def test_it_loads_without_complaints_and_asks_no_other_origin(chromium: Browser) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         for n in range(3):
             await send(house, n)
         await refused(house)
@@ -174,7 +174,7 @@ async def test_it_loads_without_complaints_and_asks_no_other_origin(chromium: Br
 
 
 async def test_it_updates_live_as_requests_run_and_a_worker_dies(chromium: Browser) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         await opened(chromium, house.url)
         await chromium.until_text("#decisions", "No decision yet")
         await chromium.evaluate("() => { window.before = document.querySelector('.worker'); }")
@@ -194,7 +194,7 @@ async def test_it_updates_live_as_requests_run_and_a_worker_dies(chromium: Brows
 
 
 async def test_a_decision_opens_to_its_candidates_and_why_they_lost(chromium: Browser) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         await send(house, 1, name="before-anybody-looked")
         await opened(chromium, house.url)
         await chromium.click(".decision")
@@ -222,7 +222,7 @@ def sum_of(parts: str) -> float:
 
 async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> None:
     """Also where a worker's place is preferred, which multiplies its cost."""
-    async with served(fleet_file(PRICED)) as house:
+    async with mock_server(fleet_file(PRICED)) as house:
         await send(house, 3, n=900)
         await opened(chromium, house.url)
         await asks(chromium, words(first=3, n=900))
@@ -234,7 +234,7 @@ async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> Non
 
 
 async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium: Browser) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         await send(house, 5)
         await opened(chromium, house.url)
         verdict = await asks(chromium, words(first=5, n=200))
@@ -258,7 +258,7 @@ async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium:
 async def test_it_works_with_the_keyboard_alone(chromium: Browser) -> None:
     focused = "() => `${document.activeElement.id} ${document.activeElement.className}`"
     outlined = "() => getComputedStyle(document.activeElement).outlineStyle"
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         for n in range(2):
             await send(house, n)
         await opened(chromium, house.url)
@@ -308,7 +308,7 @@ async def test_it_works_with_the_keyboard_alone(chromium: Browser) -> None:
 async def test_it_follows_the_readers_colour_scheme_and_every_text_can_be_read(
     chromium: Browser, scheme: str
 ) -> None:
-    async with served(fleet_file(PRICED)) as house:
+    async with mock_server(fleet_file(PRICED)) as house:
         for n in range(4):
             await send(house, n)
         await refused(house)
@@ -327,7 +327,7 @@ async def test_it_follows_the_readers_colour_scheme_and_every_text_can_be_read(
 
 @pytest.mark.parametrize("width", [1440, 800, 360])
 async def test_it_fits_wide_and_narrow_windows(chromium: Browser, width: int) -> None:
-    async with served(fleet_file(PRICED)) as house:
+    async with mock_server(fleet_file(PRICED)) as house:
         for n in range(4):
             await send(house, n, name=f"a-long-name-of-a-request-as-some-clients-send-them-{n:04}")
         await opened(chromium, house.url, width=width)
@@ -364,7 +364,7 @@ async def test_a_page_that_nobody_looks_at_asks_nothing(chromium: Browser) -> No
       Object.defineProperty(document, 'hidden', { value: %s, configurable: true });
       document.dispatchEvent(new Event('visibilitychange'));
     }"""
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         await opened(chromium, house.url)
         await chromium.evaluate(hide % "true")
         await chromium.until(f"() => {SINCE_LAST_ASKED_MS} > 3000")  # three times as long as it pauses
@@ -376,7 +376,7 @@ async def test_a_page_that_nobody_looks_at_asks_nothing(chromium: Browser) -> No
 
 async def test_where_a_token_is_asked_for_the_page_asks_its_user(chromium: Browser) -> None:
     settings = FrontendSettings(admin_token=SecretStr("s3cret"))
-    async with served(pairs(), frontend=settings) as house:
+    async with mock_server(zoned_fleet(), frontend=settings) as house:
         await chromium.open(f"{house.url}/ui")
         await chromium.until_text("#state", "Needs the admin token")
         assert await chromium.evaluate("document.querySelectorAll('.worker').length") == 0
@@ -392,7 +392,7 @@ async def test_where_a_token_is_asked_for_the_page_asks_its_user(chromium: Brows
         assert await chromium.evaluate("() => localStorage.length + document.cookie.length") == 0
 
 
-async def many(house: Served, n: int) -> dict[str, Any]:
+async def many(house: MockServer, n: int) -> dict[str, Any]:
     """An answer of ``/v1/fleet`` with ``n`` workers in four zones, one of which is in trouble."""
     answer: dict[str, Any] = (await house.http.get("/v1/fleet")).json()
     prefill, decode = answer["workers"][0], answer["workers"][1]
@@ -411,7 +411,7 @@ async def many(house: Served, n: int) -> dict[str, Any]:
 async def test_a_thousand_workers_are_drawn_quickly_and_updated_in_place(
     chromium: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         answers = {"/v1/fleet": await many(house, 1000)}
         await opened(chromium, house.url, answers=answers)
         await chromium.until_text("#totals", "1,000", "999 take requests")
@@ -442,7 +442,7 @@ async def test_a_thousand_workers_are_drawn_quickly_and_updated_in_place(
 
 
 async def test_names_from_the_fleet_are_text_and_never_markup(chromium: Browser) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         answer = await many(house, 8)
         for worker in answer["workers"]:
             worker.update(domains={"zone": EVIL}, engine=EVIL, taints=[EVIL])
@@ -458,7 +458,7 @@ async def test_the_picture_shows_a_fleet_at_work(chromium: Browser, tmp_path: Pa
     """With ``KVROUTER_UI_PICTURE=1`` it becomes that of the README."""
     folder = IMAGES if os.environ.get(PICTURE) else tmp_path
     folder.mkdir(exist_ok=True)
-    async with served(fleet_file(PRICED)) as house:
+    async with mock_server(fleet_file(PRICED)) as house:
         await opened(chromium, house.url, width=1360, height=1320)
         await refused(house)
         async with traffic(house):
@@ -488,7 +488,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 async def test_every_rule_is_explained_by_what_it_weighs(chromium: Browser, rule: str) -> None:
-    async with served(fleet_file(PRICED), router=RULES[rule]) as house:
+    async with mock_server(fleet_file(PRICED), router=RULES[rule]) as house:
         for n in range(3):
             await send(house, n, n=900)
         await opened(chromium, house.url)
@@ -529,7 +529,7 @@ async def test_every_rule_is_explained_by_what_it_weighs(chromium: Browser, rule
 async def test_what_is_wrong_with_all_of_it_is_said_above(
     chromium: Browser, change: dict[str, object], says: str
 ) -> None:
-    async with served(pairs()) as house:
+    async with mock_server(zoned_fleet()) as house:
         answer = {**(await house.http.get("/v1/fleet")).json(), **change}
         await opened(chromium, house.url, answers={"/v1/fleet": answer})
         await chromium.until_text("main", says)

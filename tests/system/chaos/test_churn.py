@@ -7,15 +7,15 @@ from contextlib import suppress
 
 import pytest
 
-from tests.support.file_fleet import FileFleet, file_fleet
-from tests.support.load import Load
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import (
+from tests.testing.fleet_processes import FleetProcesses, fleet_processes
+from tests.testing.load_generator import LoadGenerator
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import (
     FILE_TCP_ZMQ,
     NATS_HTTP_JETSTREAM,
     NATS_NATS_CORE,
     NATS_TCP_JETSTREAM_SYNC,
-    Planes,
+    FleetTransports,
 )
 
 FLEET = """
@@ -52,7 +52,7 @@ legs that have ended, 4,096 prefill legs of 1.1 KB and 8,192 keys of 0.3 KB.
 """
 
 
-async def churn(here: FileFleet, seed: int, over: asyncio.Event) -> None:
+async def churn(here: FleetProcesses, seed: int, over: asyncio.Event) -> None:
     """End a worker of zone a, bring it back, and so on; at the end all are there."""
     draw = random.Random(seed)
     while not over.is_set():
@@ -70,17 +70,17 @@ async def churn(here: FileFleet, seed: int, over: asyncio.Event) -> None:
 
 @pytest.mark.parametrize(("planes", "n_requests"), PLANES, ids=str)
 async def test_every_request_is_answered_while_workers_come_and_go(
-    planes: Planes,
+    planes: FleetTransports,
     n_requests: int,
     shared_nats: NatsServer,
     record_property: Callable[[str, object], None],
 ) -> None:
-    async with file_fleet(FLEET, planes, shared_nats, environ=SNAPSHOTS_OFTEN) as here:
+    async with fleet_processes(FLEET, planes, shared_nats, environ=SNAPSHOTS_OFTEN) as here:
         left_alone = [*here.group("prefill-b"), *here.group("decode-b")]
         stayed = [*here.frontends, *(here.workers[each] for each in left_alone)]
         memory: list[list[int]] = []
         for number in range(ROUNDS):
-            load = Load(here.frontends, seed=number)
+            load = LoadGenerator(here.frontends, seed=number)
             over = asyncio.Event()
             deaths = asyncio.create_task(churn(here, number, over))
             await load.ask(n_requests // ROUNDS)

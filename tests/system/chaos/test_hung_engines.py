@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.engine_process import EngineProcess, engine_process
-from tests.support.processes import Fleet, Frontend, eventually, fleet
+from tests.testing.engine_process import EngineProcess, engine_process
+from tests.testing.processes import Fleet, Frontend, eventually, fleet
 
 TTFT_S = 3.0
 SETTINGS = {

@@ -2,11 +2,16 @@
 
 import pytest
 
-from tests.support.clients import Client
-from tests.support.file_fleet import file_fleet
-from tests.support.moments import ANSWER_TOKENS, Moment, meet, slow_fleet
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import FILE_TCP_ZMQ, NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
+from tests.testing.fleet_processes import fleet_processes
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import (
+    FILE_TCP_ZMQ,
+    NATS_NATS_CORE,
+    NATS_TCP_JETSTREAM_SYNC,
+    FleetTransports,
+)
+from tests.testing.request_phases import ANSWER_TOKENS, RequestPhase, slow_fleet, wait_for_phase
+from tests.testing.streaming_client import StreamingClient
 
 PLANES = [
     (FILE_TCP_ZMQ, "bootstrap"),
@@ -17,17 +22,17 @@ PLANES = [
 
 @pytest.mark.parametrize(("planes", "handoff"), PLANES, ids=str)
 async def test_a_frontend_killed_at_any_moment_leaves_nothing_behind(
-    planes: Planes, handoff: str, shared_nats: NatsServer
+    planes: FleetTransports, handoff: str, shared_nats: NatsServer
 ) -> None:
-    async with file_fleet(slow_fleet(handoff), planes, shared_nats) as slow:
+    async with fleet_processes(slow_fleet(handoff), planes, shared_nats) as slow:
         asked: list[list[int]] = []
-        for number, moment in enumerate(Moment):
+        for number, moment in enumerate(RequestPhase):
             name = f"replica-{number % 2}"
             victim, other = slow.frontends
-            client = await meet(moment, victim)
+            client = await wait_for_phase(moment, victim)
             await victim.kill()
             assert (await client.end()).error is not None, "its connection breaks"
-            again = Client(other, prompt=client.prompt, max_tokens=ANSWER_TOKENS)
+            again = StreamingClient(other, prompt=client.prompt, max_tokens=ANSWER_TOKENS)
             assert (await again.end()).is_whole, f"{moment}: {again.error}"
             slow.frontends.remove(victim)
             await slow.start_frontend(name)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.clients import Client
-from tests.support.file_fleet import file_fleet
-from tests.support.moments import ANSWER_TOKENS, Moment, meet, slow_fleet
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
-from tests.support.processes import Frontend, eventually
+from tests.testing.fleet_processes import fleet_processes
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, FleetTransports
+from tests.testing.processes import Frontend, eventually
+from tests.testing.request_phases import ANSWER_TOKENS, RequestPhase, slow_fleet, wait_for_phase
+from tests.testing.streaming_client import StreamingClient
 
 PLANES = [
     NATS_TCP_JETSTREAM_SYNC,
@@ -26,13 +26,13 @@ async def is_frozen(frontend: Frontend) -> bool:
 
 @pytest.mark.parametrize("planes", PLANES, ids=str)
 async def test_answers_over_tcp_go_on_while_nats_is_away(
-    planes: Planes, own_nats: NatsServer, record_property: Callable[[str, object], None]
+    planes: FleetTransports, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
-    async with file_fleet(slow_fleet(), planes, own_nats) as slow:
+    async with fleet_processes(slow_fleet(), planes, own_nats) as slow:
         loop = asyncio.get_running_loop()
         asked: list[list[int]] = []
-        for moment in Moment:
-            client = await meet(moment, slow.frontends[0])
+        for moment in RequestPhase:
+            client = await wait_for_phase(moment, slow.frontends[0])
             own_nats.kill()
             killed_s = loop.time()
             asked.append(client.prompt)
@@ -40,10 +40,10 @@ async def test_answers_over_tcp_go_on_while_nats_is_away(
             for frontend in slow.frontends:
                 await eventually(lambda here=frontend: is_frozen(here))
             record_property(f"{moment}: frozen after s", round(loop.time() - killed_s, 2))
-            later = await Client(slow.frontends[1], max_tokens=ANSWER_TOKENS).end()
+            later = await StreamingClient(slow.frontends[1], max_tokens=ANSWER_TOKENS).end()
             assert later.is_whole, later.error
             asked.append(later.prompt)
-            if moment is Moment.STREAM:
+            if moment is RequestPhase.STREAM:
                 shutil.rmtree(own_nats.folder / "store")
             own_nats.start()
             back_s = loop.time()
@@ -63,11 +63,11 @@ async def test_requests_over_nats_outlive_a_short_outage_and_end_with_a_long_one
     dead_after_s: int, stays_away: bool, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     timeouts = {"KVROUTER_DEAD_AFTER_S": str(dead_after_s)}
-    async with file_fleet(slow_fleet(), NATS_NATS_CORE, own_nats, environ=timeouts) as slow:
+    async with fleet_processes(slow_fleet(), NATS_NATS_CORE, own_nats, environ=timeouts) as slow:
         loop = asyncio.get_running_loop()
         asked: list[list[int]] = []
-        for moment in Moment:
-            client = await meet(moment, slow.frontends[0])
+        for moment in RequestPhase:
+            client = await wait_for_phase(moment, slow.frontends[0])
             own_nats.kill()
             killed_s = loop.time()
             if not stays_away:
@@ -80,7 +80,7 @@ async def test_requests_over_nats_outlive_a_short_outage_and_end_with_a_long_one
             else:
                 assert client.is_whole, client.error
             await slow.is_well()
-            later = await Client(slow.frontends[1], max_tokens=ANSWER_TOKENS).end()
+            later = await StreamingClient(slow.frontends[1], max_tokens=ANSWER_TOKENS).end()
             assert later.is_whole, later.error
             asked.append(later.prompt)
             await slow.is_well(asked)

@@ -5,10 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.file_fleet import file_fleet
-from tests.support.moments import Moment, meet, slow_fleet
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, NATS_NATS_CORE, Planes
+from tests.testing.fleet_processes import fleet_processes
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import (
+    FILE_TCP_ZMQ,
+    NATS_HTTP_JETSTREAM,
+    NATS_NATS_CORE,
+    FleetTransports,
+)
+from tests.testing.request_phases import RequestPhase, slow_fleet, wait_for_phase
 
 PLANES = [
     (FILE_TCP_ZMQ, "bootstrap"),
@@ -16,23 +21,26 @@ PLANES = [
     (NATS_NATS_CORE, "bootstrap"),
 ]
 DEATHS = [
-    ("prefill", Moment.PREFILL),
-    ("prefill", Moment.EVENT),
-    ("prefill", Moment.TRANSFER),
-    ("decode", Moment.PREFILL),
-    ("decode", Moment.TRANSFER),
-    ("decode", Moment.STREAM),
+    ("prefill", RequestPhase.PREFILL),
+    ("prefill", RequestPhase.EVENT),
+    ("prefill", RequestPhase.TRANSFER),
+    ("decode", RequestPhase.PREFILL),
+    ("decode", RequestPhase.TRANSFER),
+    ("decode", RequestPhase.STREAM),
 ]
 
 
 @pytest.mark.parametrize(("planes", "handoff"), PLANES, ids=str)
 async def test_a_worker_killed_at_any_moment_costs_nobody_an_answer(
-    planes: Planes, handoff: str, shared_nats: NatsServer, record_property: Callable[[str, object], None]
+    planes: FleetTransports,
+    handoff: str,
+    shared_nats: NatsServer,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    async with file_fleet(slow_fleet(handoff), planes, shared_nats) as slow:
+    async with fleet_processes(slow_fleet(handoff), planes, shared_nats) as slow:
         asked: list[list[int]] = []
         for leg, moment in DEATHS:
-            client = await meet(moment, slow.frontends[0])
+            client = await wait_for_phase(moment, slow.frontends[0])
             victim = (await client.workers())[leg]
             killed_unix_s = time.time()
             await slow.workers[victim].kill()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.support.file_fleet import file_fleet
-from tests.support.load import Load
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import FILE_TCP_ZMQ, Planes
+from tests.testing.fleet_processes import fleet_processes
+from tests.testing.load_generator import LoadGenerator
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import FILE_TCP_ZMQ, FleetTransports
 
 FLEET = """
 version: 1
@@ -18,17 +18,17 @@ workers:
 
 PLANES = [
     FILE_TCP_ZMQ,
-    Planes("file-tcp-jetstream", {"DYN_EVENT_PLANE": "jetstream"}),
-    Planes("file-tcp-core", {"DYN_EVENT_PLANE": "nats"}, ("--enable-local-indexer",)),
+    FleetTransports("file-tcp-jetstream", {"DYN_EVENT_PLANE": "jetstream"}),
+    FleetTransports("file-tcp-core", {"DYN_EVENT_PLANE": "nats"}, ("--enable-local-indexer",)),
 ]
 
 
 @pytest.mark.parametrize("planes", PLANES, ids=str)
 async def test_the_index_ends_equal_to_the_caches_whatever_is_lost(
-    planes: Planes, shared_nats: NatsServer
+    planes: FleetTransports, shared_nats: NatsServer
 ) -> None:
-    async with file_fleet(FLEET, planes, shared_nats, module="tests.support.shaky_frontend") as here:
-        load = Load(here.frontends)
+    async with fleet_processes(FLEET, planes, shared_nats, module="tests.testing.lossy_frontend") as here:
+        load = LoadGenerator(here.frontends)
         await load.ask(600)
         assert (load.answers.whole, load.answers.total) == (600, 600), load.answers.errors
         for frontend in here.frontends:

@@ -4,11 +4,16 @@ import re
 
 import pytest
 
-from tests.support.clients import Client
-from tests.support.file_fleet import FileFleet, file_fleet
-from tests.support.moments import Moment, meet
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, NATS_NATS_CORE, Planes
+from tests.testing.fleet_processes import FleetProcesses, fleet_processes
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import (
+    FILE_TCP_ZMQ,
+    NATS_HTTP_JETSTREAM,
+    NATS_NATS_CORE,
+    FleetTransports,
+)
+from tests.testing.request_phases import RequestPhase, wait_for_phase
+from tests.testing.streaming_client import StreamingClient
 
 _FLEET = """
 version: 1
@@ -33,7 +38,7 @@ def one_decode_worker(*, prefills: int, handoff: str) -> str:
     return _FLEET.replace("PREFILLS", str(prefills)).replace("HANDOFF", handoff)
 
 
-async def attempts(fleet: FileFleet, client: Client) -> list[dict[str, int]]:
+async def attempts(fleet: FleetProcesses, client: StreamingClient) -> list[dict[str, int]]:
     """The workers of each attempt of an answer that has ended, by leg."""
     reply = await fleet.frontends[0].http.get(f"/v1/decisions/{client.request_id}")
     legs = ("prefill", "decode")
@@ -41,7 +46,7 @@ async def attempts(fleet: FileFleet, client: Client) -> list[dict[str, int]]:
     return [{leg: each[leg]["worker_id"] for leg in legs if each.get(leg)} for each in tries]
 
 
-def losses(fleet: FileFleet, client: Client) -> list[tuple[int, int, str]]:
+def losses(fleet: FleetProcesses, client: StreamingClient) -> list[tuple[int, int, str]]:
     """What the frontend's log says of the request's KV: the prefill worker, the decode worker, and why."""
     line = rf"kv_lost request_id={client.request_id} .*prefill_worker=(\d+) decode_worker=(\d+) reason=(\w+)"
     found = re.findall(line, fleet.frontends[0].lines())
@@ -54,10 +59,10 @@ def losses(fleet: FileFleet, client: Client) -> list[tuple[int, int, str]]:
     ids=str,
 )
 async def test_a_prefill_worker_killed_in_mid_transfer_costs_its_lone_partner_nothing(
-    planes: Planes, handoff: str, shared_nats: NatsServer
+    planes: FleetTransports, handoff: str, shared_nats: NatsServer
 ) -> None:
-    async with file_fleet(one_decode_worker(prefills=2, handoff=handoff), planes, shared_nats) as fleet:
-        client = await meet(Moment.TRANSFER, fleet.frontends[0])
+    async with fleet_processes(one_decode_worker(prefills=2, handoff=handoff), planes, shared_nats) as fleet:
+        client = await wait_for_phase(RequestPhase.TRANSFER, fleet.frontends[0])
         first = await client.workers()
         await fleet.workers[first["prefill"]].kill()
         await client.end()
@@ -76,10 +81,10 @@ async def test_a_prefill_worker_whose_kv_nobody_can_fetch_is_alive_and_costs_no_
 ) -> None:
     """Requests reach it over NATS; the address where its KV waits is none of its own."""
     cut_off = {1: {"KVROUTER_ADVERTISE_HOST": NOBODY_LISTENS}}
-    async with file_fleet(
+    async with fleet_processes(
         one_decode_worker(prefills=1, handoff=handoff), NATS_NATS_CORE, shared_nats, environs=cut_off
     ) as fleet:
-        client = await Client(fleet.frontends[0], max_tokens=16).end()
+        client = await StreamingClient(fleet.frontends[0], max_tokens=16).end()
         assert client.is_whole, client.error
         pair = {"prefill": 1, "decode": 2}
         assert await attempts(fleet, client) == [pair, pair, {"decode": 2}]

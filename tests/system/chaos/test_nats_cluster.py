@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvrouter.transports.events.jetstream.stream import ComponentNames
-from tests.support.clients import Client
-from tests.support.file_fleet import FileFleet
-from tests.support.nats_cluster import SERVERS, NatsCluster, cluster_of, cluster_servers
-from tests.support.processes import Frontend, eventually, fleet
+from tests.testing.fleet_processes import FleetProcesses
+from tests.testing.nats_cluster import SERVERS, NatsCluster, cluster_of, cluster_servers
+from tests.testing.processes import Frontend, eventually, fleet
+from tests.testing.streaming_client import StreamingClient
 
 FLEET = "version: 1\nmodels: [{name: mock}]\nworkers: [{name: w, replicas: 2}]\nspeedup: 20\n"
 ANSWER_TOKENS = 8
@@ -30,7 +30,7 @@ async def is_frozen(frontend: Frontend) -> bool:
 
 
 async def ask(frontend: Frontend, asked: list[list[int]]) -> None:
-    client = await Client(frontend, max_tokens=ANSWER_TOKENS).end()
+    client = await StreamingClient(frontend, max_tokens=ANSWER_TOKENS).end()
     assert client.is_whole, client.error
     asked.append(client.prompt)
 
@@ -49,7 +49,7 @@ async def test_one_server_may_die_and_most_of_them_freeze_the_fleet(
     loop = asyncio.get_running_loop()
     asked: list[list[int]] = []
     async with fleet(settings) as processes:
-        ours = await FileFleet.begin(processes, FLEET)
+        ours = await FleetProcesses.begin(processes, FLEET)
         events = ComponentNames(processes.namespace, "backend").stream
         cards = f"KV_kvrouter-{processes.namespace}-workers"
 

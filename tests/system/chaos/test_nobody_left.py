@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from tests.support.file_fleet import file_fleet
-from tests.support.load import Load
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import FILE_TCP_ZMQ, NATS_NATS_CORE, Planes
+from tests.testing.fleet_processes import fleet_processes
+from tests.testing.load_generator import LoadGenerator
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import FILE_TCP_ZMQ, NATS_NATS_CORE, FleetTransports
 
 FLEET = """
 version: 1
@@ -20,11 +20,11 @@ NOBODY = "no_eligible_worker"
 
 @pytest.mark.parametrize("planes", [FILE_TCP_ZMQ, NATS_NATS_CORE], ids=str)
 async def test_a_request_fails_once_and_only_while_nobody_may_take_it(
-    planes: Planes, shared_nats: NatsServer
+    planes: FleetTransports, shared_nats: NatsServer
 ) -> None:
     clock_s = asyncio.get_running_loop().time
-    async with file_fleet(FLEET, planes, shared_nats) as here:
-        load = Load(here.frontends, at_once=4)
+    async with fleet_processes(FLEET, planes, shared_nats) as here:
+        load = LoadGenerator(here.frontends, at_once=4)
         loading = asyncio.create_task(load.ask(1_000_000))
         without: list[tuple[float, float]] = []
         for number in range(LOSSES):

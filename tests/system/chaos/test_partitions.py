@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from tests.support.checks import all_is_well
-from tests.support.clients import Client
-from tests.support.file_fleet import FileFleet
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, fleet, free_ports
-from tests.support.proxy import Proxy
+from tests.testing.fleet_checks import wait_until_consistent
+from tests.testing.fleet_processes import FleetProcesses
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Frontend, eventually, fleet, free_ports
+from tests.testing.streaming_client import StreamingClient
+from tests.testing.tcp_proxy import TcpProxy
 
 FLEET = """
 version: 1
@@ -29,12 +29,12 @@ DEAD_AFTER_S = 2.0
 
 
 @asynccontextmanager
-async def proxies(ports: Sequence[int], *, host: str = "127.0.0.1") -> AsyncIterator[list[Proxy]]:
+async def proxies(ports: Sequence[int], *, host: str = "127.0.0.1") -> AsyncIterator[list[TcpProxy]]:
     """A proxy before each port of this machine; at the same ports where ``host`` is another address."""
     async with AsyncExitStack() as stack:
         made = []
         for port in ports:
-            proxy = Proxy("127.0.0.1", port, listen_host=host)
+            proxy = TcpProxy("127.0.0.1", port, listen_host=host)
             await proxy.start(0 if host == "127.0.0.1" else port)
             stack.push_async_callback(proxy.close)
             made.append(proxy)
@@ -62,18 +62,18 @@ async def test_a_worker_behind_a_partition_is_left_alone_and_comes_back(
         "DYN_REQUEST_PLANE": request_plane,
     }
     async with AsyncExitStack() as stack:
-        between: dict[int, list[Proxy]] = {}
+        between: dict[int, list[TcpProxy]] = {}
         ports = {worker_id: free_ports(3) for worker_id in (1, 2)}
         for worker_id, port in ports.items():
             between[worker_id] = await stack.enter_async_context(proxies(range(port, port + 3), host=BEHIND))
         processes = await stack.enter_async_context(fleet(settings))
-        here = await FileFleet.begin(
+        here = await FleetProcesses.begin(
             processes,
             FLEET,
             environs={each: {"KVROUTER_LISTEN_PORT": str(port)} for each, port in ports.items()},
         )
         frontend = here.frontends[0]
-        client = Client(frontend, max_tokens=LONG_TOKENS)
+        client = StreamingClient(frontend, max_tokens=LONG_TOKENS)
         await client.until(pieces=3)
         cut_off = (await client.workers())["decode"]
         for proxy in between[cut_off]:
@@ -83,7 +83,7 @@ async def test_a_worker_behind_a_partition_is_left_alone_and_comes_back(
         record_property("sent elsewhere after s", round(client.sent_again_after_s(cut_unix_s), 2))
         for each in here.frontends:
             await eventually(lambda door=each: says(door, cut_off, "alive", False))
-        later = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        later = [await StreamingClient(each, max_tokens=8).end() for each in here.frontends]
         assert all(each.is_whole for each in later), [each.error for each in later]
         for proxy in between[cut_off]:
             proxy.resume()
@@ -99,7 +99,7 @@ async def test_a_frontend_cut_off_from_nats_serves_the_fleet_that_it_knew(own_na
             {"NATS_SERVER": own_nats.url, "DYN_DISCOVERY_BACKEND": "nats", "KVROUTER_LEASE_S": "2"}
         ) as processes,
     ):
-        here = await FileFleet.begin(processes, FLEET, frontends=1)
+        here = await FleetProcesses.begin(processes, FLEET, frontends=1)
         cut_off = await here.start_frontend(
             "cut-off", environ={"NATS_SERVER": f"nats://127.0.0.1:{proxy.port}"}
         )
@@ -110,7 +110,7 @@ async def test_a_frontend_cut_off_from_nats_serves_the_fleet_that_it_knew(own_na
             return not (await cut_off.fleet())["discovery"]["reachable"]
 
         await eventually(is_frozen)
-        clients = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        clients = [await StreamingClient(each, max_tokens=8).end() for each in here.frontends]
         assert all(each.is_whole for each in clients), [each.error for each in clients]
         page = await cut_off.fleet()
         assert [each["alive"] for each in page["workers"]] == [True, True]
@@ -129,12 +129,12 @@ async def test_a_worker_cut_off_from_nats_is_kept_for_as_long_as_it_answers(
         ) as processes,
     ):
         behind = {1: {"NATS_SERVER": f"nats://127.0.0.1:{proxy.port}"}}
-        here = await FileFleet.begin(processes, FLEET, flags=flags, environs=behind)
+        here = await FleetProcesses.begin(processes, FLEET, flags=flags, environs=behind)
         proxy.pause()
         for each in here.frontends:
             await eventually(lambda door=each: says(door, 1, "lapsed", True))
         await here.workers[2].kill()
-        clients = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        clients = [await StreamingClient(each, max_tokens=8).end() for each in here.frontends]
         assert all(each.is_whole for each in clients), [each.error for each in clients]
         assert {(await each.workers())["decode"] for each in clients} == {1}, "the cut-off worker serves"
         await here.start_worker(2)
@@ -153,8 +153,8 @@ async def test_a_worker_that_hangs_is_left_alone_and_comes_back(
         "KVROUTER_LEASE_S": "30",
     }
     async with fleet(settings) as processes:
-        here = await FileFleet.begin(processes, FLEET)
-        client = Client(here.frontends[0], max_tokens=LONG_TOKENS)
+        here = await FleetProcesses.begin(processes, FLEET)
+        client = StreamingClient(here.frontends[0], max_tokens=LONG_TOKENS)
         await client.until(pieces=3)
         hung = (await client.workers())["decode"]
         here.workers[hung].pause()
@@ -163,7 +163,7 @@ async def test_a_worker_that_hangs_is_left_alone_and_comes_back(
         record_property("sent elsewhere after s", round(client.sent_again_after_s(hung_unix_s), 2))
         for each in here.frontends:
             await eventually(lambda door=each: says(door, hung, "alive", False))
-        later = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        later = [await StreamingClient(each, max_tokens=8).end() for each in here.frontends]
         assert all(each.is_whole for each in later), [each.error for each in later]
         here.workers[hung].resume()
         await here.is_well([client.prompt, *(each.prompt for each in later)])
@@ -180,12 +180,12 @@ async def test_what_a_frontend_that_hangs_had_booked_is_let_go(
         "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
     }
     async with fleet(settings) as processes:
-        here = await FileFleet.begin(processes, FLEET)
+        here = await FleetProcesses.begin(processes, FLEET)
         hung, other = here.frontends
-        client = Client(hung, max_tokens=1000)
+        client = StreamingClient(hung, max_tokens=1000)
         await client.until(pieces=3)
         hung.pause()
-        await all_is_well(processes, [other], workers=len(here.workers))
+        await wait_until_consistent(processes, [other], workers=len(here.workers))
         assert not client.has_ended
         hung.resume()
         assert (await client.end()).is_whole, client.error

@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from tests.support.checks import all_is_well
-from tests.support.clients import Client
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, fleet
+from tests.testing.fleet_checks import wait_until_consistent
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Frontend, eventually, fleet
+from tests.testing.streaming_client import StreamingClient
 
 FLEET = """
 version: 1
@@ -38,8 +38,8 @@ async def test_a_late_frontend_counts_what_others_run_and_nothing_of_one_that_di
         for index in ("0", "1"):
             await processes.worker("--fleet", str(file), "--group", "worker", "--index", index)
         first = await processes.frontend()
-        await all_is_well(processes, [first], workers=2)
-        clients = [Client(first, max_tokens=LONG_TOKENS) for _ in range(3)]
+        await wait_until_consistent(processes, [first], workers=2)
+        clients = [StreamingClient(first, max_tokens=LONG_TOKENS) for _ in range(3)]
         for client in clients:
             await client.until(pieces=1)
 
@@ -52,7 +52,7 @@ async def test_a_late_frontend_counts_what_others_run_and_nothing_of_one_that_di
 
         await eventually(knows_it_all)
         idler = min(found := await active_blocks(late), key=found.__getitem__)
-        short = Client(late, prompt=SHORT_PROMPT, max_tokens=2)
+        short = StreamingClient(late, prompt=SHORT_PROMPT, max_tokens=2)
         assert (await short.end()).is_whole, short.error
         assert str((await short.workers())["decode"]) == idler, f"it has the least load: {found}"
 
@@ -68,4 +68,4 @@ async def test_a_late_frontend_counts_what_others_run_and_nothing_of_one_that_di
         metrics = await late.metrics()
         assert metrics.total("replica_sync_events_total", outcome="replica_lost") >= 1
         assert metrics.total("replicas") == 0
-        await all_is_well(processes, [late], workers=2)
+        await wait_until_consistent(processes, [late], workers=2)

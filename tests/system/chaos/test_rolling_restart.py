@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.support.clients import Client
-from tests.support.file_fleet import file_fleet
-from tests.support.load import Load
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, Planes
+from tests.testing.fleet_processes import fleet_processes
+from tests.testing.load_generator import LoadGenerator
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, FleetTransports
+from tests.testing.streaming_client import StreamingClient
 
 FLEET = """
 version: 1
@@ -26,10 +26,10 @@ workers:
 
 @pytest.mark.parametrize("planes", [FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM], ids=str)
 async def test_a_rolling_restart_costs_no_answer_and_models_do_not_meet(
-    planes: Planes, shared_nats: NatsServer
+    planes: FleetTransports, shared_nats: NatsServer
 ) -> None:
-    async with file_fleet(FLEET, planes, shared_nats) as here:
-        load = Load(here.frontends, at_once=4)
+    async with fleet_processes(FLEET, planes, shared_nats) as here:
+        load = LoadGenerator(here.frontends, at_once=4)
         loading = asyncio.create_task(load.ask(1_000_000))
         for worker_id in (*here.group("prefill"), *here.group("decode")):
             before = load.answers.total
@@ -43,14 +43,16 @@ async def test_a_rolling_restart_costs_no_answer_and_models_do_not_meet(
         await here.is_well()
 
         (only,) = here.group("other")
-        client = Client(here.frontends[0], max_tokens=4096, model="other")
+        client = StreamingClient(here.frontends[0], max_tokens=4096, model="other")
         await client.until(pieces=2)
         await here.workers[only].kill()
         assert "may take this request" in ((await client.end()).error or ""), client.error
-        refused = await Client(here.frontends[1], max_tokens=8, model="other").end()
+        refused = await StreamingClient(here.frontends[1], max_tokens=8, model="other").end()
         assert "may take this request" in (refused.error or ""), refused.error
-        assert (await Client(here.frontends[1], max_tokens=8).end()).is_whole, "the other model goes on"
+        assert (await StreamingClient(here.frontends[1], max_tokens=8).end()).is_whole, (
+            "the other model goes on"
+        )
         await here.start_worker(only)
         await here.is_well()
-        assert (await Client(here.frontends[0], max_tokens=8, model="other").end()).is_whole
+        assert (await StreamingClient(here.frontends[0], max_tokens=8, model="other").end()).is_whole
         await here.is_well()

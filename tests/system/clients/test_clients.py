@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet, fleet
 from tests.system.clients.install import HERE, REQUIREMENTS, URL, commands
 from tests.system.clients.install import MODEL as MODEL_PLACE
 from tests.system.engines.calls import attached, stopped
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet, fleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from tests.support.processes import eventually, free_ports
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import WAIT, Operator
+from tests.testing.processes import eventually, free_ports
 
 NAME = "kvrouter-operator"
 DOOR = "http://127.0.0.1"

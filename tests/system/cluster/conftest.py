@@ -15,10 +15,10 @@ import pytest_asyncio
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import new_client_from_config
 
-from tests.support.transports import opened
 from tests.system.cluster.control_plane import AS_1_35, AS_BEFORE_1_35, ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import add_nodes
+from tests.testing.asyncio_transports import track_transports
 
 PLANES = ("plane", "own_plane", "older_plane", "plane_of_1_35")
 KEPT_LOGS = pytest.StashKey[list[Path]]()
@@ -30,7 +30,7 @@ async def _connections_end() -> AsyncIterator[None]:
 
     One that nobody closes fails the test that opened it, by name.
     """
-    with opened() as transports:
+    with track_transports() as transports:
         yield
         await transports.until_ended()
 

@@ -22,10 +22,10 @@ from urllib.request import urlopen
 
 import yaml
 
-from tests.support.processes import free_ports
 from tests.system.cluster.certificates import LOOPBACK, Authority, signing_key_pem
 from tests.system.cluster.install import server
 from tests.system.cluster.together import Together
+from tests.testing.processes import free_ports
 
 READY_WITHIN_S = 240.0
 """Far above what a busy machine needs: alone, the plane is ready in seconds."""

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import openai
 
-from tests.support.clients import ANSWERED_WITHIN_S, expected_text
-from tests.support.processes import Metrics, eventually
-from tests.support.served import word_ids
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.kubelet import Kubelet, PlayedPod, ServiceProxy
 from tests.system.cluster.nodes import RACKS_PER_ZONE, ZONE, ZONES
 from tests.system.cluster.operators import WAIT, graph
 from tests.system.cluster.pods import BY_HAND
+from tests.testing.mock_server import word_ids
+from tests.testing.processes import Metrics, eventually
+from tests.testing.streaming_client import ANSWERED_WITHIN_S, expected_text
 
 NAME = "llm"
 USED = ZONES[:2]

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.chart import FILLED, OF_ROLES, is_hook, rendered
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONES
+from tests.testing.helm_chart import FILLED, OF_ROLES, is_hook, rendered
 
 CRDS = Path(__file__).parents[3] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"

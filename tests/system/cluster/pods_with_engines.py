@@ -16,16 +16,16 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
 from kvrouter.kube.account import Account
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.engine_attached import CONTEXT_TOKENS, config
-from tests.support.engine_small import SmallEngine, small_engine
-from tests.support.engine_small_vllm import VllmTongue
-from tests.support.processes import Fleet, Frontend, Running, eventually, fleet
-from tests.support.proxy import Proxy
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.pods import BY_HAND
 from tests.system.cluster.workers_store import install_definition, mounted
+from tests.testing.attached_engines import CONTEXT_TOKENS, config
+from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet
+from tests.testing.small_engine import SmallEngine, small_engine
+from tests.testing.small_engine_vllm import VllmProtocol
+from tests.testing.tcp_proxy import TcpProxy
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes-engines"
 PROMPT = [5, 6, 7] * 20
@@ -71,7 +71,7 @@ class PodsWithEngines:
     """
 
     def __init__(
-        self, plane: ControlPlane, account: Account, proxy: Proxy, processes: Fleet, stack: AsyncExitStack
+        self, plane: ControlPlane, account: Account, proxy: TcpProxy, processes: Fleet, stack: AsyncExitStack
     ) -> None:
         self.plane = plane
         self.proxy = proxy
@@ -107,7 +107,7 @@ class PodsWithEngines:
     ) -> None:
         """Create a pod with a new engine in it, which is bound to a node of this zone, and not ready yet."""
         engine = await self._stack.enter_async_context(
-            small_engine(VllmTongue(CONTEXT_TOKENS), config(role), self.cluster)
+            small_engine(VllmProtocol(CONTEXT_TOKENS), config(role), self.cluster)
         )
         self.engines[name] = engine
         said = {"role": role.value, "tokenizer": str(MOCK_FOLDER), **(annotations or {})}
@@ -193,7 +193,7 @@ async def pods_with_engines(plane: ControlPlane, account: Account) -> AsyncItera
     """Nothing yet but the service account."""
     target = urlsplit(plane.url).port or 0
     async with (
-        Proxy(LOOPBACK, target) as proxy,
+        TcpProxy(LOOPBACK, target) as proxy,
         fleet({"KVROUTER_LEASE_S": "2"}) as processes,
         AsyncExitStack() as stack,
     ):

@@ -14,9 +14,6 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support.chart import Manifest, is_hook, of_kind, rendered
-from tests.support.console import Step
-from tests.support.proxy import Proxy
 from tests.system.cluster.charted import (
     NAME,
     lead,
@@ -28,6 +25,9 @@ from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.kubelet import Kubelet, PlayedPod
 from tests.system.cluster.operators import Operator
 from tests.system.cluster.pods import BY_HAND
+from tests.testing.console_examples import Step
+from tests.testing.helm_chart import Manifest, is_hook, of_kind, rendered
+from tests.testing.tcp_proxy import TcpProxy
 
 ROOT = Path(__file__).parents[3]
 NAMESPACE = "default"
@@ -143,9 +143,9 @@ class Shell:
         target, port = words[0], words[1]
         if target == f"deployment/{NAME}":
             assert self._operator is not None
-            proxy = Proxy("127.0.0.1", self._operator_port())
+            proxy = TcpProxy("127.0.0.1", self._operator_port())
         else:
-            proxy = Proxy(self._pod(target).address, int(port))
+            proxy = TcpProxy(self._pod(target).address, int(port))
         await self._stack.enter_async_context(proxy)
         self._doors[f"localhost:{port}"] = f"127.0.0.1:{proxy.port}"
         return ""

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from helm_python import Config
 
-from tests.support.chart import CHART, Manifest, is_hook, of_kind, rendered
-from tests.support.processes import eventually
 from tests.system.cluster.charted import NAME, lead, left_over, operator_as_deployed, reachable, run_job
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK
 from tests.system.cluster.operators import WAIT, graph, install_crds
+from tests.testing.helm_chart import CHART, Manifest, is_hook, of_kind, rendered
+from tests.testing.processes import eventually
 
 SECRET = "kvrouter-operator-certificate"
 UNKNOWN = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}

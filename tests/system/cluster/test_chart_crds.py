@@ -11,14 +11,14 @@ from helm_python import Config
 
 from kvrouter.operator.api.crd import DEFINITION
 from kvrouter.operator.reconcile.definition import NAMES
-from tests.support.chart import CHART
-from tests.support.processes import eventually
 from tests.system.cluster.charted import lead, operator_as_deployed, reachable
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK
 from tests.system.cluster.operators import CRDS, WAIT, graph
 from tests.system.cluster.preflighted import preflight
+from tests.testing.helm_chart import CHART
+from tests.testing.processes import eventually
 
 UPGRADE = ("apply", "--server-side", "--kustomize", str(CRDS))
 NEW_COLUMNS = ["NAME", "READY", "AVAILABLE", "DOMAIN", "ENFORCEMENT", "PREFILL/DECODE", "AGE"]

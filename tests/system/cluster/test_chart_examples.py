@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.chart import is_hook, of_kind, rendered
 from tests.system.cluster.charted import NAME, lead, left_over, operator_as_deployed, reachable
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.grove import install_grove
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.operators import WAIT, install_crds
+from tests.testing.helm_chart import is_hook, of_kind, rendered
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "kubernetes"

@@ -17,11 +17,11 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
-from tests.support.processes import eventually
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane, Features, KubectlError
 from tests.system.cluster.nodes import RACK, REGION, ZONE, ZONES
 from tests.system.cluster.pods import BY_HAND, bound, bound_by_hand, pod, pod_spec
+from tests.testing.processes import eventually
 
 FAILS_WITHIN_S = 60.0
 

@@ -13,15 +13,15 @@ from kvrouter.core.errors import CordonsUnavailable
 from kvrouter.kube.account import Account
 from kvrouter.transports.records.kubernetes import KubernetesCordons
 from kvrouter.transports.records.port import CordonStore
-from tests.support.cordon_laws import ZONE, CordonLaws
-from tests.support.discovery_stores import nobody
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.operators import graph, install_crds, operator
 from tests.system.cluster.workers_store import mounted
+from tests.testing.cordon_laws import ZONE, CordonLaws
+from tests.testing.discovery_stores import ignore_reports
+from tests.testing.mock_server import words
+from tests.testing.processes import Frontend, eventually, fleet
 
 pytestmark = pytest.mark.api_server
 
@@ -68,7 +68,7 @@ async def end(anyone: Account) -> AsyncIterator[Callable[[], KubernetesCordons]]
     name = f"test-{secrets.token_hex(4)}"
 
     def one() -> KubernetesCordons:
-        made.append(KubernetesCordons(anyone, namespace=name, on_refused=nobody))
+        made.append(KubernetesCordons(anyone, namespace=name, on_refused=ignore_reports))
         return made[-1]
 
     yield one
@@ -115,7 +115,7 @@ async def test_an_account_without_rights_is_said_what_it_needs(
     plane: ControlPlane, space: str, tmp_path: Path
 ) -> None:
     store = KubernetesCordons(
-        account(plane, space, ("list",), tmp_path / "reader"), namespace="one", on_refused=nobody
+        account(plane, space, ("list",), tmp_path / "reader"), namespace="one", on_refused=ignore_reports
     )
     assert await store.read() == ()
     with pytest.raises(CordonsUnavailable, match="bind a Role with list, create, patch and delete"):

@@ -14,11 +14,6 @@ from kvrouter.kube.client import RequestRefused
 from kvrouter.transports.records.kubernetes import OwnerPod
 from kvrouter.transports.records.kubernetes.cards import WorkerObjects
 from kvrouter.transports.records.port import Gone
-from tests.support.discovery_laws import OLD, ONE, CardLaws, LeaseLaws
-from tests.support.discovery_stores import card, listen, nobody
-from tests.support.processes import eventually, fleet
-from tests.support.served import words
-from tests.support.waits import until
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
@@ -31,6 +26,11 @@ from tests.system.cluster.workers_store import (
     install_definition,
     kubernetes_store,
 )
+from tests.testing.discovery_laws import OLD, ONE, CardLaws, LeaseLaws
+from tests.testing.discovery_stores import card, ignore_reports, record_discovery
+from tests.testing.mock_server import words
+from tests.testing.processes import eventually, fleet
+from tests.testing.waits import until
 
 pytestmark = pytest.mark.api_server
 
@@ -69,15 +69,15 @@ async def test_workers_and_frontends_need_no_more_rights_than_the_page_lists(
 ) -> None:
     worker = store.end(account=account(plane, space, "worker", WORKER_VERBS, tmp_path / "worker"))
     frontend = store.end(account=account(plane, space, "frontend", FRONTEND_VERBS, tmp_path / "frontend"))
-    ear = await listen(frontend)
+    recorder = await record_discovery(frontend)
     await worker.publish(card())
     await worker.publish(card(draining=True))
     await worker.withdraw(ONE, OLD)
-    await ear.until_heard(card(), card(draining=True), (1, OLD, Gone.WITHDRAWN))
+    await recorder.until_heard(card(), card(draining=True), (1, OLD, Gone.WITHDRAWN))
     assert store.troubles == []
     await frontend.publish(card(2))
-    deaf = await listen(worker)
-    assert deaf.heard == [False]
+    deaf = await record_discovery(worker)
+    assert deaf.events == [False]
     ((what, why),) = store.troubles
     assert what == "worker 2"
     assert "cannot create resource" in why
@@ -88,15 +88,15 @@ async def test_of_starts_of_one_id_at_the_same_moment_exactly_one_keeps_it(store
     lost: list[Epoch] = []
     starts = [Epoch(number) for number in range(100, 108)]
     ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await asyncio.gather(*(end.publish(card(1, each)) for end, each in zip(ends, starts, strict=True)))
     await until(lambda: len(lost) == len(starts) - 1)
     (winner,) = set(starts) - set(lost)
-    late = await listen(store.end())
-    assert late.heard == [card(1, winner)]
+    late = await record_discovery(store.end())
+    assert late.events == [card(1, winner)]
     await ends[starts.index(winner)].publish(card(1, winner, draining=True))
-    await ear.until(lambda: card(1, winner, draining=True) in ear.heard)
-    cards = [each for each in ear.heard if isinstance(each, WorkerCard)]
+    await recorder.until(lambda: card(1, winner, draining=True) in recorder.events)
+    cards = [each for each in recorder.events if isinstance(each, WorkerCard)]
     assert cards[-2:] == [card(1, winner), card(1, winner, draining=True)]
 
 
@@ -111,9 +111,9 @@ async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
     worker = store.end(pod=OwnerPod("worker-7", uid))
     await worker.publish(card(7))
     await worker.publish(card(7, draining=True))
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.end().withdraw(WorkerId(7), OLD)
-    await ear.until_heard(card(7, draining=True), (7, OLD, Gone.WITHDRAWN))
+    await recorder.until_heard(card(7, draining=True), (7, OLD, Gone.WITHDRAWN))
     await worker.close()
     await store.kubectl("delete", "pod", "worker-7", "--namespace", space, "--force", "--grace-period=0")
     await store.kubectl("wait", "--for=delete", *store.selected, "--timeout=120s")
@@ -123,7 +123,7 @@ async def test_a_version_that_is_too_old_for_a_watch_is_reported_as_410(
     store: KubernetesStore, anyone: Account
 ) -> None:
     await store.end().publish(card())
-    api = WorkerObjects(anyone, fleet=store.fleet, lease_s=60.0, on_refused=nobody, pod=None)
+    api = WorkerObjects(anyone, fleet=store.fleet, lease_s=60.0, on_refused=ignore_reports, pod=None)
     try:
         with pytest.raises(RequestRefused) as reported:
             async with api.watch("1") as stream:
@@ -137,35 +137,35 @@ async def test_an_object_that_somebody_deleted_takes_nobody_away_and_is_written_
     store: KubernetesStore,
 ) -> None:
     await store.end().publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.kubectl("delete", *store.selected)
 
     async def is_there_again() -> bool:
         return f"{store.fleet}-1" in await store.kubectl("get", *store.selected, "--output", "name")
 
     await eventually(is_there_again)
-    assert ear.heard == [card()]
+    assert recorder.events == [card()]
 
 
 async def test_a_connection_that_breaks_is_no_lost_store(store: KubernetesStore) -> None:
     worker = store.end()
     await worker.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     for round_ in range(3):
         store.proxy.cut()
         await worker.publish(card(10 + round_))
-        await ear.until(lambda: card(10 + round_) in ear.heard)  # noqa: B023
-    assert [each for each in ear.heard if isinstance(each, bool)] == []
-    assert ear.losses == []
+        await recorder.until(lambda: card(10 + round_) in recorder.events)  # noqa: B023
+    assert [each for each in recorder.events if isinstance(each, bool)] == []
+    assert recorder.losses == []
 
 
 async def test_an_api_server_that_answers_no_more_freezes_the_fleet(store: KubernetesStore) -> None:
     await store.end().publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     store.proxy.pause()
-    await ear.until_heard(card(), False)
+    await recorder.until_heard(card(), False)
     store.proxy.resume()
-    await ear.until_heard(card(), False, True)
+    await recorder.until_heard(card(), False, True)
 
 
 async def test_objects_that_hold_no_card_are_reported_once_and_a_worker_takes_its_name_back(
@@ -181,14 +181,14 @@ async def test_objects_that_hold_no_card_are_reported_once_and_a_worker_takes_it
             "spec": spec,
         }
 
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     plane.apply(foreign("stranger", {"card": {}, "lease_s": 1}))
     plane.apply(foreign(f"{store.fleet}-1", {"card": {"model": "m"}, "lease_s": 1}))
     worker = store.end()
     await worker.publish(card())
-    await ear.until_heard(card())
-    later = await listen(store.end())
-    assert later.heard == [card()]
+    await recorder.until_heard(card())
+    later = await record_discovery(store.end())
+    assert later.events == [card()]
     assert {what for what, _ in store.refusals} == {"object stranger", f"object {store.fleet}-1"}
     assert len([what for what, _ in store.refusals if what == f"object {store.fleet}-1"]) == 1
 

@@ -11,8 +11,6 @@ from openai import APIStatusError
 from kvrouter.app.attach.pod_fleet import worker_id_of
 from kvrouter.core.workers import Role
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, free_ports
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONES
@@ -26,6 +24,8 @@ from tests.system.cluster.pods_with_engines import (
     there,
     until_there,
 )
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Frontend, eventually, free_ports
 
 NEAR, FAR, _ = ZONES
 

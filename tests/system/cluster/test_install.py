@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.constants import SetConstants
 from tests.system.cluster import install
+from tests.testing.constants import SetConstants
 
 pytestmark = pytest.mark.api_server
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvrouter.settings.variables import without_service_links
-from tests.support.transports import opened
-from tests.support.waits import until
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.kubelet import Kubelet, PlayedPod
 from tests.system.cluster.kubelet.api import Api
 from tests.system.cluster.kubelet.fields import NotPlayedError, Outside, expanded, field
 from tests.system.cluster.kubelet.volumes import exchange
 from tests.system.cluster.pods import BY_HAND
+from tests.testing.asyncio_transports import track_transports
+from tests.testing.waits import until
 
 POD = {"metadata": {"name": "p", "labels": {"a.b/c": "here"}}, "spec": {"nodeName": "n"}}
 GONE = "--timeout=60s"
@@ -77,7 +77,7 @@ def test_files_are_exchanged_at_one_moment(tmp_path: Path) -> None:
 
 async def test_a_call_that_is_cancelled_leaves_no_connection_open(plane: ControlPlane) -> None:
     for turns in (*range(0, 20), *range(20, 400, 20)):
-        with opened() as transports:
+        with track_transports() as transports:
             async with Api(plane) as api:
                 asking = asyncio.create_task(api.read("/api/v1/namespaces/default/pods"))
                 for _ in range(turns):

@@ -8,8 +8,6 @@ import pytest
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import new_client_from_config
 
-from tests.support.processes import eventually
-from tests.support.waits import until
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.grove import install_grove, topology
 from tests.system.cluster.missions import (
@@ -30,6 +28,8 @@ from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK, ZONE
 from tests.system.cluster.operators import account_with_roles, install_crds, operator
 from tests.system.cluster.pods import bound, pod, worker_name
+from tests.testing.processes import eventually
+from tests.testing.waits import until
 
 LEVELS = {"zone": ZONE, "rack": RACK}
 PLACE = "grove.io/topology.zone"

@@ -2,7 +2,6 @@
 
 import json
 
-from tests.support.nats_server import NatsServer
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.missions import (
     COMPONENTS,
@@ -18,6 +17,7 @@ from tests.system.cluster.missions import (
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.operators import WAIT, install_crds, operator
+from tests.testing.nats_server import NatsServer
 
 
 async def test_a_policy_changes_under_requests_and_rolls_no_more_than_it_must(

@@ -4,8 +4,6 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from tests.support.processes import eventually, free_ports
-from tests.support.waits import until
 from tests.system.cluster.control_plane import ControlPlane, Features
 from tests.system.cluster.kubelet import Kubelet
 from tests.system.cluster.namespaces import new_namespace
@@ -20,6 +18,8 @@ from tests.system.cluster.webhooks import (
     own_certificate,
     until_serving,
 )
+from tests.testing.processes import eventually, free_ports
+from tests.testing.waits import until
 
 
 def test_neither_feature_is_on(older_plane: ControlPlane) -> None:

@@ -8,7 +8,6 @@ import httpx
 import pytest
 from kubernetes.aio.client import ApiClient
 
-from tests.support.processes import eventually, free_ports
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.nodes import RACK
 from tests.system.cluster.operators import Operator, graph, install_crds, operator
@@ -25,6 +24,7 @@ from tests.system.cluster.webhooks import (
     until_reported,
     until_serving,
 )
+from tests.testing.processes import eventually, free_ports
 
 VALIDATING = "validatingwebhookconfiguration"
 MUTATING = "mutatingwebhookconfiguration"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.operators import WAIT, account_with_roles, graph, install_crds
 from tests.system.cluster.refusals import DENIED, MISTAKES, engine_policy, with_main
 from tests.system.cluster.webhooks import SERVICE, judging
+from tests.testing.processes import eventually
 
 DECODE = "spec.components[2]: the API server would refuse Deployment llm-decode: "
 

@@ -6,12 +6,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.missions import NAME, Mission, deployment, mission
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import ZONE, ZONES
 from tests.system.cluster.operators import WAIT, account_with_roles, graph, install_crds, operator
+from tests.testing.processes import eventually
 
 LEASE_S = 3.0
 FAR_S = 3000.0

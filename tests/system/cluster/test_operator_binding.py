@@ -10,7 +10,6 @@ import httpx
 import pytest
 from kubernetes.aio.client import ApiClient
 
-from tests.support.processes import eventually, free_ports
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane, Features
 from tests.system.cluster.grove import install_grove, topology
@@ -28,6 +27,7 @@ from tests.system.cluster.webhooks import (
     until_reported,
     until_serving,
 )
+from tests.testing.processes import eventually, free_ports
 
 FABRIC = {"zone": ZONE, "rack": RACK, "block": "example.com/block"}
 LABELS = {domain: f"grove.io/topology.{domain}" for domain in FABRIC}

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from kvrouter.operator.plan.budgets import BUDGETS
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.nodes import ZONE, ZONES
 from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.testing.processes import eventually
 
 
 @pytest.fixture(autouse=True)

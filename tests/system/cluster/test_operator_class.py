@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.testing.processes import eventually
 
 CLASS = "kvrouter.dev/class"
 BLUE = ("--lease-name", "blue", "--class", "blue", "--image", "example.com/blue:1")

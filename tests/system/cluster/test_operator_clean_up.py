@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK
 from tests.system.cluster.operators import WAIT, account_with_roles, graph, install_crds, operator
+from tests.testing.processes import eventually
 
 OF_OPERATOR = "kvrouter.dev/operator"
 KINDS = "mutatingadmissionpolicies,mutatingadmissionpolicybindings,kvrouternodeplaces"

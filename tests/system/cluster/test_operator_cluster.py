@@ -16,8 +16,8 @@ from kvrouter.kube.lease import Leader, LeaseTimes
 from kvrouter.kube.objects import LEASES, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of, uid_of
 from kvrouter.operator.cluster_info import Grove
 from kvrouter.operator.reconcile.info_reader import read_cluster_info
-from tests.support.constants import SetConstants
-from tests.support.processes import eventually
+from tests.testing.constants import SetConstants
+from tests.testing.processes import eventually
 
 pytestmark = pytest.mark.api_server
 

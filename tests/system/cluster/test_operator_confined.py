@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK, ZONE
 from tests.system.cluster.operators import WAIT, account_with_roles, graph, install_crds, operator
+from tests.testing.processes import eventually
 
 
 @pytest.fixture(autouse=True)

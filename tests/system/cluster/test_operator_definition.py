@@ -9,8 +9,6 @@ import httpx
 import pytest
 from helm_python import Config, HelmError
 
-from tests.support.chart import CHART
-from tests.support.processes import eventually, free_ports
 from tests.system.cluster.charted import reachable
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.namespaces import new_namespace
@@ -18,6 +16,8 @@ from tests.system.cluster.operators import CRDS, WAIT, Operator, graph, install_
 from tests.system.cluster.preflighted import preflight
 from tests.system.cluster.refusals import with_main
 from tests.system.cluster.webhooks import SERVICE, name_of, on_deployments, own_certificate, until_reported
+from tests.testing.helm_chart import CHART
+from tests.testing.processes import eventually, free_ports
 
 NAME = "dynamographdeployments.nvidia.com"
 

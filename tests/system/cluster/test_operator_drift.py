@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvrouter.operator.reconcile.apply import OWNED
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.operators import WAIT, graph, install_crds, operator, reasons, wait_for
+from tests.testing.processes import eventually
 
 KINDS = {kind.name: f"{kind.plural}.{kind.api_version.rpartition('/')[0]}".rstrip(".") for kind in OWNED}
 PUT_RIGHT_WITHIN_S = 30.0

@@ -4,7 +4,6 @@ import asyncio
 import json
 from pathlib import Path
 
-from tests.support.console import steps_of
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.operators import (
@@ -17,6 +16,7 @@ from tests.system.cluster.operators import (
     operator,
 )
 from tests.system.cluster.preflighted import preflight
+from tests.testing.console_examples import steps_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 GITOPS = ("--server-side", "--field-manager=argocd-controller", "--filename", "-")

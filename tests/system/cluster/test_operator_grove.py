@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.grove import BINDING, install_grove, topology
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK, REGION, ZONE, ZONES
 from tests.system.cluster.operators import WAIT, changed, graph, install_crds, operator
+from tests.testing.processes import eventually
 
 OLDER = "ClusterTopology"
 CRDS = ("crd/clustertopologybindings.grove.io", "crd/clustertopologies.grove.io")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK
 from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.testing.processes import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from kubernetes.aio.client import ApiClient
 from kvrouter.operator.labels.binding import binding_policy
 from kvrouter.operator.labels.level_labels import LevelLabels, node_places
 from kvrouter.operator.labels.pods import Node
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONES
 from tests.system.cluster.operators import install_crds
 from tests.system.cluster.pods import bound, pod, worker_name
+from tests.testing.processes import eventually
 
 ZONE_COPY = LevelLabels("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
 RACK_COPY = LevelLabels("rack", RACK, "grove.io/topology.rack")

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.support.chart import of_kind, rendered
-from tests.support.network_policies import OUTSIDE, Peer, is_allowed
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import account_with_roles, graph, install_crds, operator, wait_for
+from tests.testing.helm_chart import of_kind, rendered
+from tests.testing.network_policies import OUTSIDE, Peer, is_allowed
+from tests.testing.processes import eventually
 
 ANY_PORT = 41_234
 

@@ -3,9 +3,9 @@
 from pydantic import JsonValue
 
 from kvrouter.operator.plan.plan import plan
-from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import WAIT
+from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
 
 REQUIRED: dict[str, JsonValue] = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}
 PREFERRED: dict[str, JsonValue] = {**REQUIRED, "enforcement": "preferred", "preferredWeight": 0.5}

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.testing.processes import eventually
 
 STATED = {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}}
 

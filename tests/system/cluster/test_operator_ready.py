@@ -5,10 +5,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.processes import eventually, free_ports
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import Operator, operator
 from tests.system.cluster.webhooks import name_of, on_deployments, own_certificate, until_reported
+from tests.testing.processes import eventually, free_ports
 
 pytestmark = pytest.mark.api_server
 

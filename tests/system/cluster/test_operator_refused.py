@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvrouter.operator.api.deployment import PLURAL
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.operators import WAIT, events, graph, install_crds, operator, reasons, wait_for
 from tests.system.cluster.refusals import DENIED, MISTAKES, denying, engine_policy, with_main
+from tests.testing.processes import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import WAIT, graph, install_crds, operator, wait_for
+from tests.testing.processes import eventually
 
 NOWHERE = {"example.com/there-is-none": "true"}
 

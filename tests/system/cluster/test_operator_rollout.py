@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.testing.processes import eventually
 
 INTERNAL = "service.example.com/load-balancer-scheme"
 

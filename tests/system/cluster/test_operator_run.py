@@ -8,7 +8,6 @@ import httpx
 import pytest
 from kubernetes.aio.client import ApiClient
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONES
 from tests.system.cluster.operators import (
@@ -24,6 +23,7 @@ from tests.system.cluster.operators import (
     wait_for,
 )
 from tests.system.cluster.pods import bound, pod, worker_name
+from tests.testing.processes import eventually
 
 OWNED = "deployments,services,serviceaccounts,roles,rolebindings"
 ZONE_POLICY = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import WAIT, generations, graph, install_crds, operator
+from tests.testing.processes import eventually
 
 DECODE = "llm-decode"
 TARGET = {"apiVersion": "apps/v1", "kind": "Deployment", "name": DECODE}

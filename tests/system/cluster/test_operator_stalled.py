@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.kstatus import kstatus
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import graph, install_crds, operator, reasons
 from tests.system.cluster.pods import BY_HAND
 from tests.system.cluster.refusals import MISTAKES, with_main
+from tests.testing.kstatus import kstatus
+from tests.testing.processes import eventually
 
 COMPONENT = "kvrouter.dev/component"
 

@@ -5,7 +5,6 @@ import json
 import httpx
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import (
     WAIT,
@@ -16,6 +15,7 @@ from tests.system.cluster.operators import (
     operator,
     reasons,
 )
+from tests.testing.processes import eventually
 
 OTHERS = ("--lease-name", "another", "--image", "example.com/another:1")
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import events, graph, install_crds, operator, wait_for
 from tests.system.cluster.refusals import with_main
+from tests.testing.processes import eventually
 
 VIOLATES = 'Deployment llm-decode: would violate PodSecurity "restricted:latest"'
 REASON = "ApiServerWarning"

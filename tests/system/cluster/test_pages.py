@@ -3,11 +3,11 @@
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.console import Step, absent, steps_of
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE, ZONES
 from tests.system.cluster.shell import ROOT, Shell
+from tests.testing.console_examples import Step, absent, steps_of
+from tests.testing.processes import eventually
 
 DOCS = ROOT / "docs"
 BROKEN = "A zone loses its decode workers"

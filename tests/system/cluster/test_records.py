@@ -11,12 +11,12 @@ from kvrouter.transports.records.encoding import CardRecord
 from kvrouter.transports.records.kubernetes.cards import WorkerObjects
 from kvrouter.transports.records.kubernetes.cordons import CordonObjects
 from kvrouter.transports.records.kubernetes.store import ObjectRecords
-from tests.support.discovery_stores import nobody
-from tests.support.record_laws import Ends, RecordLaws
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.operators import install_crds
 from tests.system.cluster.workers_store import FRONTEND_VERBS, WORKER_VERBS, account
+from tests.testing.discovery_stores import ignore_reports
+from tests.testing.record_laws import RecordLaws, RecordStores
 
 pytestmark = pytest.mark.api_server
 
@@ -36,18 +36,20 @@ class TestObjects(RecordLaws):
     """As every store."""
 
     @pytest.fixture
-    async def ends(self, anyone: Account) -> AsyncIterator[Ends]:
+    async def ends(self, anyone: Account) -> AsyncIterator[RecordStores]:
         fleet = f"test-{secrets.token_hex(4)}"
         made: list[ObjectRecords[CardRecord] | ObjectRecords[Cordon]] = []
 
         def card_end() -> WorkerObjects:
-            made.append(end := WorkerObjects(anyone, fleet=fleet, lease_s=60.0, on_refused=nobody, pod=None))
+            made.append(
+                end := WorkerObjects(anyone, fleet=fleet, lease_s=60.0, on_refused=ignore_reports, pod=None)
+            )
             return end
 
         def cordon_end() -> CordonObjects:
-            made.append(end := CordonObjects(anyone, fleet=fleet, on_refused=nobody))
+            made.append(end := CordonObjects(anyone, fleet=fleet, on_refused=ignore_reports))
             return end
 
-        yield Ends(card_end, cordon_end)
+        yield RecordStores(card_end, cordon_end)
         for each in made:
             await each.close()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import eventually
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.together import Together
+from tests.testing.processes import eventually
 
 pytestmark = pytest.mark.api_server
 

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from kvrouter.kube.account import Account
-from tests.support.processes import Fleet, Frontend, Running, eventually, fleet
-from tests.support.served import words
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.workers_store import FRONTEND_VERBS, WORKER_VERBS, account, install_definition
+from tests.testing.mock_server import words
+from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet
 
 EAST, WEST = "east", "west"
 FLAGS = ("--kv-transfer-topology-level", "cluster", "--cluster", EAST)

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import eventually, free_ports
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.operators import Operator, operator
+from tests.testing.processes import eventually, free_ports
 
 SERVICE = "kvrouter-operator"
 SECRET = "kvrouter-operator-certificate"

@@ -12,10 +12,10 @@ import yaml
 from kvrouter.kube.account import Account
 from kvrouter.transports.records.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.records.port import GoneSink
-from tests.support.discovery_stores import LEASE_S
-from tests.support.proxy import Proxy
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
+from tests.testing.discovery_stores import LEASE_S
+from tests.testing.tcp_proxy import TcpProxy
 
 DEFINITION = Path(__file__).parents[3] / "deploy" / "crds" / "kvrouter.dev_kvrouterworkers.yaml"
 WORKER_VERBS = ("get", "create", "update")
@@ -68,7 +68,7 @@ def mounted(plane: ControlPlane, namespace: str, name: str, folder: Path) -> Acc
 class KubernetesStore:
     """A fleet of its own in a namespace of Kubernetes; while it is lost, nobody listens where it was."""
 
-    def __init__(self, plane: ControlPlane, account: Account, proxy: Proxy) -> None:
+    def __init__(self, plane: ControlPlane, account: Account, proxy: TcpProxy) -> None:
         self.plane = plane
         self.fleet = f"test-{secrets.token_hex(4)}"
         self.proxy = proxy
@@ -118,7 +118,7 @@ class KubernetesStore:
 
 @asynccontextmanager
 async def kubernetes_store(plane: ControlPlane, account: Account) -> AsyncIterator[KubernetesStore]:
-    async with Proxy(LOOPBACK, urlsplit(plane.url).port or 0) as proxy:
+    async with TcpProxy(LOOPBACK, urlsplit(plane.url).port or 0) as proxy:
         store = KubernetesStore(plane, account, proxy)
         try:
             yield store

@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.mock_fleets import fleet_file
-from tests.support.served import served
 from tests.system.differential.calls import Call
 from tests.system.differential.compare import Found, Seen, differences
 from tests.system.differential.differences import DIFFERENCES, Difference
 from tests.system.differential.upstream import Upstream, upstream
 from tests.system.differential.vllm_answers import MODEL, Asked
 from tests.system.differential.wire import parsed, received
+from tests.testing.mock_fleet import fleet_file
+from tests.testing.mock_server import mock_server
 
 
 @dataclass
@@ -51,7 +51,7 @@ async def both_ways() -> AsyncIterator[Ways]:
             for number, engine in enumerate((first, second))
         )
         fleet = fleet_file(f"version: 1\nmodels: [{{name: {MODEL}, tokenizer: mock}}]\nworkers:\n{groups}")
-        async with served(fleet, router=KvRouterConfig(circuit_failures=0)) as here:
+        async with mock_server(fleet, router=KvRouterConfig(circuit_failures=0)) as here:
             yield Ways((first, second), here.system.address)
 
 

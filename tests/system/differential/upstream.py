@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 
-from tests.support.engine_server import page
 from tests.system.differential.vllm_answers import PAGES, Answer, Asked, Script, answer_of, as_it_is
+from tests.testing.scripted_engine import page
 
 METRICS = page("vllm-0.32.0-metrics.txt")
 

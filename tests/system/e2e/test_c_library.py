@@ -15,8 +15,7 @@ from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Slot, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.oracles.index import NaiveBlockIndex
-from tests.support.behind_door import BLOCK_SIZE, DP_RANKS, TOKEN, WORKER, Behind, behind_door, content
-from tests.support.c_engine import (
+from tests.testing.c_engine import (
     FULL,
     INVALID,
     OK,
@@ -29,7 +28,16 @@ from tests.support.c_engine import (
     config,
     open_with,
 )
-from tests.support.waits import until
+from tests.testing.engine_door import (
+    BLOCK_SIZE,
+    DP_RANKS,
+    TOKEN,
+    WORKER,
+    EngineDoorHarness,
+    block_counts,
+    open_engine_door,
+)
+from tests.testing.waits import until
 
 FLUSH_MS = 60_000
 """Only a test that fails waits as long as this."""
@@ -47,8 +55,8 @@ def engine(configured: Config) -> Iterator[CEngine]:
 
 
 @pytest.fixture
-async def behind(tmp_path: Path) -> AsyncIterator[Behind]:
-    async with behind_door(f"unix:{tmp_path}/door") as here:
+async def harness(tmp_path: Path) -> AsyncIterator[EngineDoorHarness]:
+    async with open_engine_door(f"unix:{tmp_path}/door") as here:
         yield here
 
 
@@ -92,13 +100,13 @@ class Truth:
         applied = self.index.apply(Slot(dp_rank), (event,))
         assert code == (UNKNOWN_PARENT if applied.orphaned else OK)
 
-    def is_known(self, behind: Behind) -> None:
+    def is_known(self, harness: EngineDoorHarness) -> None:
         """Routers that heard everything, and ones that heard nothing, believe the truth."""
         for dp_rank in DP_RANKS:
-            held = content(tuple(self.index.dump(Slot(dp_rank))))
-            assert behind.believed(dp_rank) == held
-            assert behind.answered(dp_rank) == held
-        assert behind.orphaned == 0
+            held = block_counts(tuple(self.index.dump(Slot(dp_rank))))
+            assert harness.believed(dp_rank) == held
+            assert harness.answered(dp_rank) == held
+        assert harness.orphaned == 0
 
 
 @pytest.mark.parametrize(
@@ -140,25 +148,25 @@ def test_arguments_that_cannot_be_are_refused_and_change_nothing() -> None:
     calls().kvr_close(None)
 
 
-async def test_the_worker_ends_with_what_the_engine_holds(behind: Behind) -> None:
-    with engine(config(behind.door.address, token=TOKEN)) as opened:
+async def test_the_worker_ends_with_what_the_engine_holds(harness: EngineDoorHarness) -> None:
+    with engine(config(harness.door.address, token=TOKEN)) as opened:
         truth = Truth(1)
         for _ in range(20):
             for _ in range(40):
                 truth.step(opened, truth.draw.choice(DP_RANKS))
             await flush(opened)
-            truth.is_known(behind)
+            truth.is_known(harness)
         assert opened.status().connections == 1
         assert opened.status().overflows == 0
-    await until(lambda: not behind.door.dp_ranks)
+    await until(lambda: not harness.door.dp_ranks)
     await asyncio.sleep(0)
     for dp_rank in DP_RANKS:
-        assert not behind.believed(dp_rank)
+        assert not harness.believed(dp_rank)
 
 
-async def test_whatever_is_lost_on_the_way_is_reported_again(behind: Behind) -> None:
+async def test_whatever_is_lost_on_the_way_is_reported_again(harness: EngineDoorHarness) -> None:
     """A queue that takes two or three calls, and a door that shuts now and then."""
-    with engine(config(behind.door.address, token=TOKEN, queue_bytes_max=200)) as opened:
+    with engine(config(harness.door.address, token=TOKEN, queue_bytes_max=200)) as opened:
         truth = Truth(2)
         for round_ in range(12):
             for _ in range(60):
@@ -166,18 +174,18 @@ async def test_whatever_is_lost_on_the_way_is_reported_again(behind: Behind) -> 
                 if truth.draw.random() < 0.1:
                     await asyncio.sleep(0)
             if round_ % 3 == 1:
-                await behind.door.stop()
-                await behind.door.start()
+                await harness.door.stop()
+                await harness.door.start()
             await flush(opened)
-            truth.is_known(behind)
+            truth.is_known(harness)
         state = opened.status()
         assert state.overflows > 0
         assert state.dropped_events >= state.overflows
         assert state.connections == 5
 
 
-async def test_many_threads_may_tell_at_once(behind: Behind) -> None:
-    with engine(config(behind.door.address, token=TOKEN)) as opened:
+async def test_many_threads_may_tell_at_once(harness: EngineDoorHarness) -> None:
+    with engine(config(harness.door.address, token=TOKEN)) as opened:
         truths = {dp_rank: Truth(dp_rank) for dp_rank in DP_RANKS}
 
         def work(dp_rank: DpRank) -> None:
@@ -191,38 +199,40 @@ async def test_many_threads_may_tell_at_once(behind: Behind) -> None:
             await asyncio.to_thread(thread.join)
         await flush(opened)
         for dp_rank in DP_RANKS:
-            held = content(tuple(truths[dp_rank].index.dump(Slot(dp_rank))))
-            assert behind.believed(dp_rank) == held
+            held = block_counts(tuple(truths[dp_rank].index.dump(Slot(dp_rank))))
+            assert harness.believed(dp_rank) == held
 
 
-async def test_the_hashes_are_the_routers_own(behind: Behind) -> None:
-    with engine(config(behind.door.address, token=TOKEN)) as opened:
+async def test_the_hashes_are_the_routers_own(harness: EngineDoorHarness) -> None:
+    with engine(config(harness.door.address, token=TOKEN)) as opened:
         opened.stored(tokens(2), [1, 2], lora_name="lora", cache_namespace="team", medium=Medium.DISK)
         await flush(opened)
         seed = hash_seed(lora_name="lora", cache_namespace="team")
         hashes = block_hashes(tokens(2), block_size=BLOCK_SIZE, seed=seed)
-        events = [event for batch in behind.batches for event in batch.events if isinstance(event, Stored)]
+        events = [event for batch in harness.batches for event in batch.events if isinstance(event, Stored)]
         assert events == [Stored(None, pack_hashes([1, 2]), hashes, Medium.DISK)]
 
 
-async def test_a_store_longer_than_a_frame_is_whole(behind: Behind) -> None:
+async def test_a_store_longer_than_a_frame_is_whole(harness: EngineDoorHarness) -> None:
     names = list(range(5000))
-    with engine(config(behind.door.address, token=TOKEN)) as opened:
+    with engine(config(harness.door.address, token=TOKEN)) as opened:
         for _ in range(2):
             opened.stored(tokens(len(names)), names)
             await flush(opened)
-        assert set(behind.believed(DP_RANKS[0]).values()) == {2}
-        assert len(behind.believed(DP_RANKS[0])) == len(names)
-        await behind.door.stop()
-        await behind.door.start()
+        assert set(harness.believed(DP_RANKS[0]).values()) == {2}
+        assert len(harness.believed(DP_RANKS[0])) == len(names)
+        await harness.door.stop()
+        await harness.door.start()
         await flush(opened)
-        assert set(behind.believed(DP_RANKS[0]).values()) == {2}
-        assert len(behind.believed(DP_RANKS[0])) == len(names)
-    assert behind.orphaned == 0
+        assert set(harness.believed(DP_RANKS[0]).values()) == {2}
+        assert len(harness.believed(DP_RANKS[0])) == len(names)
+    assert harness.orphaned == 0
 
 
-async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(behind: Behind) -> None:
-    with engine(config(behind.door.address, token=TOKEN)) as opened:
+async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(
+    harness: EngineDoorHarness,
+) -> None:
+    with engine(config(harness.door.address, token=TOKEN)) as opened:
         for blocks in (1, 2, 3):
             opened.load(active_blocks=blocks, total_blocks=9, dp_rank=1)
         await flush(opened)
@@ -233,12 +243,12 @@ async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(beh
             active_prefill_tokens=0,
             running_requests=1,
         )
-        assert behind.loads[-1] == latest
-        n_loads = len(behind.loads)
-        await behind.door.stop()
-        await behind.door.start()
-        await until(lambda: len(behind.loads) > n_loads)
-        assert behind.loads[-1] == latest
+        assert harness.loads[-1] == latest
+        n_loads = len(harness.loads)
+        await harness.door.stop()
+        await harness.door.start()
+        await until(lambda: len(harness.loads) > n_loads)
+        assert harness.loads[-1] == latest
 
 
 @pytest.mark.parametrize(
@@ -248,28 +258,30 @@ async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(beh
         (TOKEN, BLOCK_SIZE + 1, "refused: its block_size is 5 tokens, the worker's 4"),
     ],
 )
-async def test_a_door_that_refuses_says_why(behind: Behind, token: str, block_size: int, says: str) -> None:
-    with engine(config(behind.door.address, token=token, block_size=block_size)) as opened:
+async def test_a_door_that_refuses_says_why(
+    harness: EngineDoorHarness, token: str, block_size: int, says: str
+) -> None:
+    with engine(config(harness.door.address, token=token, block_size=block_size)) as opened:
         await until(lambda: opened.status().error.decode() == says)
         assert not opened.status().connected
         assert opened.flush(1) == TIMEOUT
 
 
-async def test_a_rank_that_the_worker_does_not_have_ends_the_connection(behind: Behind) -> None:
-    with engine(config(behind.door.address, token=TOKEN)) as opened:
+async def test_a_rank_that_the_worker_does_not_have_ends_the_connection(harness: EngineDoorHarness) -> None:
+    with engine(config(harness.door.address, token=TOKEN)) as opened:
         opened.stored(tokens(1), [1], dp_rank=5)
         await until(lambda: opened.status().error == b"refused: the worker has no dp_rank 5")
-    assert not behind.door.dp_ranks
+    assert not harness.door.dp_ranks
 
 
-async def test_the_newest_engine_tells_of_a_rank(behind: Behind) -> None:
-    with engine(config(behind.door.address, token=TOKEN)) as old:
+async def test_the_newest_engine_tells_of_a_rank(harness: EngineDoorHarness) -> None:
+    with engine(config(harness.door.address, token=TOKEN)) as old:
         old.stored(tokens(1), [1])
         await flush(old)
-        with engine(config(behind.door.address, token=TOKEN)) as new:
+        with engine(config(harness.door.address, token=TOKEN)) as new:
             new.stored(tokens(2), [10, 11])
             await flush(new)
-            assert {name for _, name, _ in behind.believed(DP_RANKS[0])} == {10, 11}
+            assert {name for _, name, _ in harness.believed(DP_RANKS[0])} == {10, 11}
             await until(lambda: not old.status().connected)
             assert b"a newer connection tells of dp_rank 0" in old.status().error
 

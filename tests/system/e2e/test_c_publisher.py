@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.c_library import INCLUDE, ROOT, compiler, library
-from tests.support.own_workers import BLOCK_SIZE, PROMPT, TOKEN, OwnWorkers, own_workers
+from tests.testing.c_library import INCLUDE, ROOT, compiler, library
+from tests.testing.publishing_workers import BLOCK_SIZE, PROMPT, TOKEN, PublishingWorkers, publishing_workers
 
 EXAMPLE = ROOT / "examples" / "c" / "publish.c"
 LIMIT_S = 60.0
@@ -91,13 +91,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["unix", "tcp"])
-async def workers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OwnWorkers]:
+async def workers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[PublishingWorkers]:
     address = f"unix:{tmp_path}/door" if request.param == "unix" else "tcp://127.0.0.1:0"
-    async with own_workers(address) as here:
+    async with publishing_workers(address) as here:
         yield here
 
 
-async def stores(engine: Publish, workers: OwnWorkers) -> None:
+async def stores(engine: Publish, workers: PublishingWorkers) -> None:
     """Tell the program to store the prompt's blocks: from then on the prompt goes to its worker."""
     await workers.until_best(*BEFORE)
     await engine.say(" ".join(map(str, PROMPT)))
@@ -106,7 +106,7 @@ async def stores(engine: Publish, workers: OwnWorkers) -> None:
 
 
 async def test_what_an_engine_in_c_stores_and_removes_moves_the_decision(
-    program: Path, workers: OwnWorkers
+    program: Path, workers: PublishingWorkers
 ) -> None:
     async with publish(program, workers.door.address) as engine:
         await stores(engine, workers)
@@ -117,14 +117,16 @@ async def test_what_an_engine_in_c_stores_and_removes_moves_the_decision(
         assert await asyncio.wait_for(engine.process.wait(), LIMIT_S) == 0
 
 
-async def test_an_engine_with_a_wrong_token_says_why_it_waits(program: Path, workers: OwnWorkers) -> None:
+async def test_an_engine_with_a_wrong_token_says_why_it_waits(
+    program: Path, workers: PublishingWorkers
+) -> None:
     async with publish(program, workers.door.address, token="a guess") as engine:
         await engine.say(" ".join(map(str, PROMPT)))
         assert "its token is not the worker's" in await engine.warns()
         assert engine.process.returncode is None
 
 
-async def test_an_engine_that_is_killed_holds_nothing(program: Path, workers: OwnWorkers) -> None:
+async def test_an_engine_that_is_killed_holds_nothing(program: Path, workers: PublishingWorkers) -> None:
     async with publish(program, workers.door.address) as engine:
         await stores(engine, workers)
         engine.process.kill()
@@ -132,7 +134,7 @@ async def test_an_engine_that_is_killed_holds_nothing(program: Path, workers: Ow
 
 
 async def test_an_engine_outlives_the_door_and_tells_everything_again(
-    program: Path, workers: OwnWorkers
+    program: Path, workers: PublishingWorkers
 ) -> None:
     async with publish(program, workers.door.address) as engine:
         await stores(engine, workers)

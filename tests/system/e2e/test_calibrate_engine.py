@@ -9,8 +9,8 @@ import yaml
 from kvrouter.cli import main
 from kvrouter.core.timing import Timing
 from kvrouter.fleetfile.timing_file import read_timing
-from tests.support.mock_fleets import alike
-from tests.support.served import served
+from tests.testing.mock_fleet import uniform_fleet
+from tests.testing.mock_server import mock_server
 
 TIMING = (
     "timing: {prefill_quadratic: 0, prefill_base: 1, decode_quadratic: 0, decode_linear: 0, decode_base: 8}"
@@ -21,7 +21,7 @@ async def test_a_live_engine_is_measured_and_its_timing_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timing.yaml"
-    async with served(alike(replicas=1, engine=f"{{{TIMING}}}", speedup=1.0)) as here:
+    async with mock_server(uniform_fleet(replicas=1, engine=f"{{{TIMING}}}", speedup=1.0)) as here:
         arguments = ["calibrate", "--url", here.url, "--requests", "10", "--write-timing", str(path)]
         assert await asyncio.to_thread(main, arguments) == 0
         metrics = await here.metrics()
@@ -41,7 +41,7 @@ async def test_what_the_server_says_is_shown_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timing.yaml"
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         url = here.url
         arguments = ["calibrate", "--url", here.url, "--model", "other", "--write-timing", str(path)]
         assert await asyncio.to_thread(main, arguments) == 2

@@ -1,8 +1,8 @@
 """The Compose example's commands and variables, as processes of one host, without containers."""
 
-from tests.support.compose import SECRETS, environment_of, services_of
-from tests.support.nats_server import NatsServer
-from tests.support.processes import eventually, fleet
+from tests.testing.compose_files import SECRETS, compose_services, service_environment
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually, fleet
 
 SECRET = {name: f"{name.lower()}-of-this-test" for name in SECRETS}
 HERE = {"KVROUTER_LISTEN_HOST": "127.0.0.1", "KVROUTER_HEALTH_PORT": "", "KVROUTER_LOG_FORMAT": "text"}
@@ -10,15 +10,17 @@ HERE = {"KVROUTER_LISTEN_HOST": "127.0.0.1", "KVROUTER_HEALTH_PORT": "", "KVROUT
 
 
 async def test_they_serve_and_keep_the_admin_routes_closed(shared_nats: NatsServer) -> None:
-    services = services_of("compose.yaml", SECRET)
+    services = compose_services("compose.yaml", SECRET)
     here = HERE | {"NATS_SERVER": shared_nats.url}
     workers = [service for service in services.values() if service.get("command", [""])[0] == "worker"]
     async with fleet() as processes:
         for service in workers:
             _, engine, *arguments = service["command"]
-            await processes.worker(*arguments, engine=engine, environ=environment_of(service) | here)
+            await processes.worker(*arguments, engine=engine, environ=service_environment(service) | here)
         command, *arguments = services["frontend"]["command"]
-        front = await processes.door(command, *arguments, environ=environment_of(services["frontend"]) | here)
+        front = await processes.door(
+            command, *arguments, environ=service_environment(services["frontend"]) | here
+        )
         assert (await front.http.get("/v1/fleet")).status_code == 401
         front.http.headers["authorization"] = f"Bearer {SECRET['KVROUTER_ADMIN_TOKEN']}"
         await eventually(lambda: front.serves(len(workers)))

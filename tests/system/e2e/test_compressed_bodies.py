@@ -19,17 +19,17 @@ from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated, inflated_bytes
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.calls import WatchCalls
-from tests.support.constants import SetConstants
-from tests.support.mock_fleets import alike
-from tests.support.served import MODEL, Served, served, user, words
-from tests.support.waits import until
+from tests.testing.calls import WatchCalls
+from tests.testing.constants import SetConstants
+from tests.testing.mock_fleet import uniform_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.waits import until
 
 CHAT = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
 
 
 async def post(
-    here: Served, body: bytes, *, encoding: str = "gzip", path: str = "/v1/chat/completions"
+    here: MockServer, body: bytes, *, encoding: str = "gzip", path: str = "/v1/chat/completions"
 ) -> httpx.Response:
     headers = {"content-encoding": encoding, "content-type": "application/json"}
     return await here.http.post(path, content=body, headers=headers)
@@ -42,7 +42,7 @@ def packed(value: object) -> bytes:
 async def test_a_compressed_call_is_answered_as_any_other() -> None:
     long = {**CHAT, "metadata": {str(n): str(hash(str(n))) for n in range(5000)}}
     assert len(json.dumps(long)) > ON_LOOP_BYTES
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         plain = (await here.http.post("/v1/chat/completions", json=CHAT)).json()
         for body, encoding in ((CHAT, "gzip"), (CHAT, "GZIP"), (CHAT, "x-gzip"), (long, "gzip")):
             answer = await post(here, packed(body), encoding=encoding)
@@ -68,7 +68,9 @@ async def test_a_compressed_call_is_answered_as_any_other() -> None:
     ],
 )
 async def test_what_is_no_whole_gzip_is_refused(body: bytes, encoding: str, status: int, code: str) -> None:
-    async with served(alike(replicas=1), frontend=FrontendSettings(body_max_bytes=2_000_000)) as here:
+    async with mock_server(
+        uniform_fleet(replicas=1), frontend=FrontendSettings(body_max_bytes=2_000_000)
+    ) as here:
         refused = await post(here, body, encoding=encoding)
         assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
         assert (await post(here, packed(CHAT))).status_code == 200
@@ -87,7 +89,7 @@ async def test_what_inflated_bodies_hold_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HttpApp, "_handle", waiting)
     big, small = (packed({**CHAT, "user": "x" * n}) for n in (450_000, 300_000))
     limits = FrontendSettings(uploads_max_bytes=600_000, body_max_bytes=500_000)
-    async with served(alike(replicas=1), frontend=limits) as here:
+    async with mock_server(uniform_fleet(replicas=1), frontend=limits) as here:
         app = here.system.server._handler
         assert isinstance(app, HttpApp)
         first = asyncio.create_task(post(here, big))
@@ -103,7 +105,7 @@ async def test_what_inflated_bodies_hold_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_call_that_is_read_holds_nothing() -> None:
-    async with served(alike(replicas=1, speedup=1.0)) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         app = here.system.server._handler
         assert isinstance(app, HttpApp)
         headers = {"content-encoding": "gzip"}
@@ -159,7 +161,7 @@ async def test_what_a_little_that_is_sent_may_become_is_bounded_until_it_is_answ
     set_constants(compressed, EXTRA_BYTES_MAX=400_000)
     big, bigger = ({**CHAT, "stream": True, "max_tokens": 2000, "user": "x" * n} for n in (300_000, 900_000))
     many = {**CHAT, "metadata": {str(n): Random(n).randbytes(32).hex() for n in range(5000)}}
-    async with served(alike(replicas=1, speedup=1.0)) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         app = here.system.server._handler
         assert isinstance(app, HttpApp)
         refused = await post(here, packed(bigger))

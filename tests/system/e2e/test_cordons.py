@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Fleet, Frontend, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Fleet, Frontend, eventually, fleet
 
 STORES = [
     pytest.param({}, id="file"),

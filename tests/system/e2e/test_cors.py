@@ -6,15 +6,15 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.frontend.origins import Cors
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.mock_fleets import pairs
-from tests.support.served import MODEL, Served, served, user
+from tests.testing.mock_fleet import zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user
 
 PAGE = "https://chat.example.com"
 OTHER = "https://chat.example.com.evil.example"
 CHAT = {"model": MODEL, "messages": user("hi"), "max_tokens": 2}
 
 
-async def preflight(here: Served, origin: str, path: str = "/v1/chat/completions") -> httpx.Response:
+async def preflight(here: MockServer, origin: str, path: str = "/v1/chat/completions") -> httpx.Response:
     asked = {
         "origin": origin,
         "access-control-request-method": "POST",
@@ -25,7 +25,7 @@ async def preflight(here: Served, origin: str, path: str = "/v1/chat/completions
 
 @pytest.mark.parametrize("origins", [PAGE, f"http://localhost:3000, {PAGE}", "*"])
 async def test_a_page_that_may_call_is_answered_as_browsers_want_it(origins: str) -> None:
-    async with served(pairs(), frontend=FrontendSettings(cors_origins=origins)) as here:
+    async with mock_server(zoned_fleet(), frontend=FrontendSettings(cors_origins=origins)) as here:
         admitted = "*" if origins == "*" else PAGE
         asked = await preflight(here, PAGE)
         assert asked.status_code == 204
@@ -42,7 +42,7 @@ async def test_a_page_that_may_call_is_answered_as_browsers_want_it(origins: str
 
 
 async def test_another_page_may_not() -> None:
-    async with served(pairs(), frontend=FrontendSettings(cors_origins=PAGE)) as here:
+    async with mock_server(zoned_fleet(), frontend=FrontendSettings(cors_origins=PAGE)) as here:
         for answer in (
             await preflight(here, OTHER),
             await preflight(here, "null"),
@@ -55,14 +55,14 @@ async def test_another_page_may_not() -> None:
 
 
 async def test_without_the_setting_no_page_may() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         asked = await preflight(here, PAGE)
         assert asked.status_code == 204
         assert not [name for name in asked.headers if name.startswith("access-control")]
 
 
 async def test_options_say_what_a_path_takes() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         for path, methods in (
             ("/v1/chat/completions", "OPTIONS, POST"),
             ("/v1/responses", "OPTIONS, POST"),

@@ -17,16 +17,18 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
-from tests.support.examined import examined, found, names_of, not_made, the_finding
-from tests.support.fleets import card
-from tests.support.front import open_house
-from tests.support.mock_fleets import fleet_file
-from tests.support.served import Served, served
+from tests.testing.doctor import failed_checks, findings_of, only_finding, run_doctor, skipped_checks
+from tests.testing.frontend_harness import running_frontend
+from tests.testing.mock_fleet import fleet_file
+from tests.testing.mock_server import MockServer, mock_server
+from tests.testing.router_harness import card
+from tests.testing.scripted_engine import AnswerEnd, ScriptedAnswer, ScriptedEngine, scripted_engine
 
 
 @asynccontextmanager
-async def before(*engines: ScriptedEngine, prefill: ScriptedEngine | None = None) -> AsyncIterator[Served]:
+async def before(
+    *engines: ScriptedEngine, prefill: ScriptedEngine | None = None
+) -> AsyncIterator[MockServer]:
     """The router before vLLM servers of one model, which make the same tokens as the router does."""
     role = "both" if prefill is None else "decode"
     line = "  - {{name: w{}, role: {}, engine: {{kind: vllm, url: '{}', kv_events: false}}}}\n"
@@ -34,7 +36,7 @@ async def before(*engines: ScriptedEngine, prefill: ScriptedEngine | None = None
     if prefill is not None:
         groups.append(line.format("p", "prefill", prefill.url))
     text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{''.join(groups)}"
-    async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
+    async with mock_server(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
         text_ids = await router_tokens(here, is_chat=False)
         chat_ids = await router_tokens(here, is_chat=True)
         for engine in (*engines, *([] if prefill is None else [prefill])):
@@ -42,7 +44,7 @@ async def before(*engines: ScriptedEngine, prefill: ScriptedEngine | None = None
         yield here
 
 
-async def router_tokens(here: Served, *, is_chat: bool) -> Sequence[int]:
+async def router_tokens(here: MockServer, *, is_chat: bool) -> Sequence[int]:
     """What the router makes of the text that doctor asks for."""
     content: dict[str, Any] = (
         {"messages": [{"role": "user", "content": PROBE}]} if is_chat else {"prompt": PROBE}
@@ -54,7 +56,7 @@ async def router_tokens(here: Served, *, is_chat: bool) -> Sequence[int]:
 
 async def test_engines_that_agree_with_their_workers_and_the_router_get_no_complaint() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
-        report = await examined(here)
+        report = await run_doctor(here)
         assert [each.path for each in (*one.calls, *two.calls)] == ["/tokenize"] * 4
     assert report.findings == []
     assert [each for each in report.not_made if each.check != "replicas"] == []
@@ -67,9 +69,9 @@ version: 1
 models: [{{name: tiny}}]
 workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
 """
-        async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
-            report = await examined(here)
-    finding = the_finding(report, "tokenizers", Severity.WARNING)
+        async with mock_server(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
+            report = await run_doctor(here)
+    finding = only_finding(report, "tokenizers", Severity.WARNING)
     assert finding.subject == "model tiny"
     assert finding.seen == "its calls are routed by load alone: tiny-model is no folder here"
     assert "tokenizer in the fleet file" in finding.remedy
@@ -84,7 +86,7 @@ version: 1
 models: [{{name: tiny, tokenizer: '{folder}'}}]
 workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
 """
-        async with served(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
+        async with mock_server(fleet_file(text), router=KvRouterConfig(kv_events=False)) as here:
             said = {"role": "user", "content": "a"}
             for messages in [[said]] * 8 + [[{**said, "name": "n"}]] * 12:
                 body = {
@@ -93,8 +95,8 @@ workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false
                     "nvext": {"annotations": ["query_instance_id:"]},
                 }
                 assert (await here.http.post("/v1/chat/completions", json=body)).is_success
-            report = await examined(here)
-    finding = the_finding(report, "tokenizers", Severity.WARNING)
+            report = await run_doctor(here)
+    finding = only_finding(report, "tokenizers", Severity.WARNING)
     assert finding.subject == "model tiny"
     assert finding.seen.startswith("8 chats could not be made into prompts (template_failed): ")
 
@@ -102,25 +104,27 @@ workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false
 async def test_an_engine_whose_blocks_are_not_what_its_worker_says() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         two.replace("/metrics", 'block_size="32"', 'block_size="64"')
-        report = await examined(here)
-    finding = the_finding(report, "block-sizes", Severity.CRITICAL)
+        report = await run_doctor(here)
+    finding = only_finding(report, "block-sizes", Severity.CRITICAL)
     assert finding.subject.startswith("worker 2 ")
     assert finding.seen == "its card says blocks of 32 tokens, and its engine has blocks of 64"
 
 
 async def test_workers_of_one_model_with_other_block_sizes() -> None:
-    async with open_house(card(1), card(2), replace(card(3), block_size=32)) as house:
-        report = await examined(house)
-    finding = the_finding(report, "block-sizes", Severity.CRITICAL)
+    async with running_frontend(card(1), card(2), replace(card(3), block_size=32)) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "block-sizes", Severity.CRITICAL)
     assert finding.subject.startswith("worker 3 ")
     assert "has blocks of 32 tokens" in finding.seen
-    assert names_of(report) == {"block-sizes"}
+    assert failed_checks(report) == {"block-sizes"}
 
 
 async def test_workers_of_other_versions_than_the_router() -> None:
-    async with open_house(replace(card(1), version="0.0.9"), replace(card(2), version="0.0.9")) as house:
-        report = await examined(house)
-    finding = the_finding(report, "versions", Severity.WARNING)
+    async with running_frontend(
+        replace(card(1), version="0.0.9"), replace(card(2), version="0.0.9")
+    ) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "versions", Severity.WARNING)
     assert finding.subject == "kvrouter"
     assert "0.0.9: worker 1, worker 2" in finding.seen
     assert "router http://" in finding.seen
@@ -131,9 +135,9 @@ async def test_engines_of_one_kind_with_other_versions() -> None:
         replace(card(n), engine=engine)
         for n, engine in enumerate(("vllm 0.11.0", "vllm 0.12.0", "vllm 0.12.0", "sglang 0.5"), start=1)
     ]
-    async with open_house(*cards) as house:
-        report = await examined(house)
-    finding = the_finding(report, "versions", Severity.WARNING)
+    async with running_frontend(*cards) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "versions", Severity.WARNING)
     assert finding.subject == "vllm (mock)"
     assert finding.seen == "0.12.0: worker 2, worker 3; 0.11.0: worker 1"
 
@@ -141,8 +145,8 @@ async def test_engines_of_one_kind_with_other_versions() -> None:
 async def test_an_engine_that_was_updated_under_its_worker() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.replace("/version", "0.32.0", "0.33.0")
-        report = await examined(here)
-    finding = the_finding(report, "versions", Severity.WARNING)
+        report = await run_doctor(here)
+    finding = only_finding(report, "versions", Severity.WARNING)
     assert finding.seen == "its card says vllm 0.32.0, and its engine is vllm 0.33.0 now"
 
 
@@ -150,49 +154,49 @@ async def test_an_engine_that_was_updated_under_its_worker() -> None:
 async def test_an_engine_whose_clock_is_off(ahead_s: float) -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         two.clock_ahead_s = ahead_s
-        report = await examined(here)
-    finding = the_finding(report, "clocks", Severity.WARNING)
+        report = await run_doctor(here)
+    finding = only_finding(report, "clocks", Severity.WARNING)
     assert finding.subject == "the engine of worker 2"
     assert ("ahead of" if ahead_s > 0 else "behind") in finding.seen
 
 
 @pytest.mark.parametrize("ahead_s", [90.0, -90.0])
 async def test_a_worker_whose_clock_is_off(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_house(card(1), card(2)) as house:
+    async with running_frontend(card(1), card(2)) as frontend:
         now_s = 1.7e9
         monkeypatch.setattr("kvrouter.router.event_ingest.time.time", lambda: now_s)
         for worker_id, its_s in ((1, now_s - 0.01), (2, now_s + ahead_s)):
             rank = WorkerRank(WorkerId(worker_id), DpRank(0))
-            house.bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=its_s))
-        report = await examined(house)
-    finding = the_finding(report, "clocks", Severity.WARNING)
+            frontend.harness.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=its_s))
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "clocks", Severity.WARNING)
     assert finding.subject.startswith("worker 2 ")
     assert f"its clock is 90 s {'ahead of' if ahead_s > 0 else 'behind'} the router's" == finding.seen
 
 
 async def test_clocks_that_nobody_says_are_not_passed() -> None:
-    async with open_house(card(1)) as house:
-        report = await examined(house)
+    async with running_frontend(card(1)) as frontend:
+        report = await run_doctor(frontend)
     assert "clocks" not in {each.check for each in report.passed}
-    assert not_made(report, "clocks") != []
+    assert skipped_checks(report, "clocks") != []
 
 
 async def test_an_engine_with_another_tokenizer() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         two.tokens_of = lambda _body: [5, 6, 7]
-        report = await examined(here)
-    text, chat = found(report, "tokenizers")
+        report = await run_doctor(here)
+    text, chat = findings_of(report, "tokenizers")
     assert {each.subject.split(" (")[0] for each in (text, chat)} == {"worker 2"}
     assert "its engine makes 3 tokens (5 6 7)" in text.seen
-    assert names_of(report) == {"tokenizers"}
+    assert failed_checks(report) == {"tokenizers"}
 
 
 async def test_an_engine_with_another_chat_template() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         text_ids = await router_tokens(here, is_chat=False)
         engine.tokens_of = lambda body: text_ids if "prompt" in body else [9]
-        report = await examined(here)
-    finding = the_finding(report, "tokenizers", Severity.CRITICAL)
+        report = await run_doctor(here)
+    finding = only_finding(report, "tokenizers", Severity.CRITICAL)
     assert finding.seen.startswith("of a chat its engine makes ")
     assert "chat template" in finding.remedy
 
@@ -203,24 +207,24 @@ async def test_the_engine_of_a_prefill_worker_is_asked_for_tokens_at_its_own_add
         scripted_engine() as prefill,
         before(decode, prefill=prefill) as here,
     ):
-        well = await examined(here)
+        well = await run_doctor(here)
         paths = [call.path for call in prefill.calls]
         prefill.tokens_of = lambda _body: [5, 6, 7]
-        report = await examined(here)
+        report = await run_doctor(here)
     assert paths == ["/tokenize"] * 2
     assert well.findings == []
-    assert [each.subject.split(" (")[0] for each in found(report, "tokenizers")] == ["worker 2"] * 2
+    assert [each.subject.split(" (")[0] for each in findings_of(report, "tokenizers")] == ["worker 2"] * 2
 
 
 async def test_engines_that_cannot_be_asked_are_said() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.tokens_of = None
         engine.set_page("/v1/models", "{}", status=500)
-        report = await examined(here)
-    (why,) = not_made(report, "engines")
+        report = await run_doctor(here)
+    (why,) = skipped_checks(report, "engines")
     assert why.startswith("the engine of worker 1: ")
     assert "answered 500" in why
-    assert len(not_made(report, "tokenizers")) == 2
+    assert len(skipped_checks(report, "tokenizers")) == 2
     assert not {"engines", "tokenizers"} & {each.check for each in report.passed}
 
 
@@ -228,34 +232,34 @@ async def test_an_engine_that_asks_for_a_key_is_asked_for_tokens_through_its_wor
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         for engine in (one, two):
             engine.set_page("/v1/models", "{}", status=401)
-        well = await examined(here)
+        well = await run_doctor(here)
         two.tokens_of = lambda _body: [5, 6, 7]
-        report = await examined(here)
-    assert len(not_made(well, "engines")) == 2
-    assert (well.findings, not_made(well, "tokenizers")) == ([], [])
+        report = await run_doctor(here)
+    assert len(skipped_checks(well, "engines")) == 2
+    assert (well.findings, skipped_checks(well, "tokenizers")) == ([], [])
     for check in ("block-sizes", "versions"):
-        assert not_made(well, check) == [
+        assert skipped_checks(well, check) == [
             "the engines of workers 1, 2: they were not asked, or did not answer: what their workers' cards "
             "say "
             "was compared alone"
         ]
-    assert {each.subject.split(" (")[0] for each in found(report, "tokenizers")} == {"worker 2"}
+    assert {each.subject.split(" (")[0] for each in findings_of(report, "tokenizers")} == {"worker 2"}
 
 
 async def test_an_engine_that_hangs_holds_nobody_up() -> None:
     async with scripted_engine() as engine, before(engine) as here:
-        engine.pages["/v1/models"] = Answer(ends=Ends.NO_HEADERS)
-        report = await examined(here, options=DoctorOptions(timeout_s=0.5))
-    assert not_made(report, "engines") == [f"the engine of worker 1: {engine.url}: no answer in 0.5 s"]
+        engine.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
+        report = await run_doctor(here, options=DoctorOptions(timeout_s=0.5))
+    assert skipped_checks(report, "engines") == [f"the engine of worker 1: {engine.url}: no answer in 0.5 s"]
 
 
 async def test_nobody_engines_where_that_is_not_wanted() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         asked = engine.asked.copy()
-        report = await examined(here, options=DoctorOptions(engines=False))
+        report = await run_doctor(here, options=DoctorOptions(engines=False))
         assert engine.calls == []
         assert engine.asked["/version"] == asked["/version"]
-    assert not_made(report, "engines") == ["engines: --no-engines: no engine was asked"]
+    assert skipped_checks(report, "engines") == ["engines: --no-engines: no engine was asked"]
     assert "tokenizers" not in {each.check for each in report.passed}
 
 

@@ -12,26 +12,34 @@ from kvrouter.router import event_ingest
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.constants import SetConstants
-from tests.support.engine_server import scripted_engine
-from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding
-from tests.support.fleets import card
-from tests.support.front import open_house, says
-from tests.support.mock_fleets import alike, fleet_file
-from tests.support.served import MODEL, Served, leave_recovery_unanswered, served, user, words
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.doctor import (
+    UNTIMED,
+    failed_checks,
+    findings_of,
+    only_finding,
+    run_doctor,
+    send_chats,
+    skipped_checks,
+)
+from tests.testing.frontend_harness import running_frontend, text_answer
+from tests.testing.mock_fleet import fleet_file, uniform_fleet
+from tests.testing.mock_server import MODEL, MockServer, leave_recovery_unanswered, mock_server, user, words
+from tests.testing.router_harness import card
+from tests.testing.scripted_engine import scripted_engine
+from tests.testing.waits import until
 
 RANK = WorkerRank(WorkerId(1), DpRank(0))
 
 
 async def test_engines_without_kv_events() -> None:
-    async with served(alike(replicas=2, engine="{kv_events: false}"), router=UNTIMED) as here:
-        await chats(here, n=3)
-        report = await examined(here)
-    assert [each.seen for each in found(report, "kv-events", Severity.WARNING)] == [
+    async with mock_server(uniform_fleet(replicas=2, engine="{kv_events: false}"), router=UNTIMED) as here:
+        await send_chats(here, n=3)
+        report = await run_doctor(here)
+    assert [each.seen for each in findings_of(report, "kv-events", Severity.WARNING)] == [
         "it publishes no KV events"
     ] * 2
-    assert names_of(report) == {"kv-events"}
+    assert failed_checks(report) == {"kv-events"}
 
 
 async def test_an_engine_that_was_started_without_kv_events_says_how_to_start_it() -> None:
@@ -41,9 +49,9 @@ async def test_an_engine_that_was_started_without_kv_events_says_how_to_start_it
     )
     async with scripted_engine() as engine:
         engine.set_json("/kv_event_sources", {})
-        async with served(fleet_file(text % engine.url)) as here:
-            report = await examined(here)
-    finding = the_finding(report, "kv-events", Severity.WARNING)
+        async with mock_server(fleet_file(text % engine.url)) as here:
+            report = await run_doctor(here)
+    finding = only_finding(report, "kv-events", Severity.WARNING)
     assert "tells of no KV events: start it with --kv-events-config" in finding.seen
 
 
@@ -51,55 +59,55 @@ async def test_an_engine_that_was_started_without_kv_events_says_how_to_start_it
     "config", [KvRouterConfig(kv_events=False), KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)]
 )
 async def test_a_router_that_needs_no_events_misses_none(config: KvRouterConfig) -> None:
-    async with open_house(card(1, publishes_kv_events=False), config=config) as house:
-        assert found(await examined(house), "kv-events") == []
+    async with running_frontend(card(1, publishes_kv_events=False), config=config) as frontend:
+        assert findings_of(await run_doctor(frontend), "kv-events") == []
 
 
 async def test_decode_workers_without_events_are_noted() -> None:
     cards = card(1, Role.PREFILL), card(2, Role.DECODE, publishes_kv_events=False)
-    async with open_house(*cards) as house:
-        the_finding(await examined(house), "kv-events", Severity.NOTE)
+    async with running_frontend(*cards) as frontend:
+        only_finding(await run_doctor(frontend), "kv-events", Severity.NOTE)
 
 
 async def test_an_engine_that_never_reports_a_block_though_it_serves() -> None:
-    async with served(alike(replicas=1, engine="{prefix_caching: false}")) as here:
-        await chats(here, n=3)
+    async with mock_server(uniform_fleet(replicas=1, engine="{prefix_caching: false}")) as here:
+        await send_chats(here, n=3)
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)
-        report = await examined(here)
-    finding = the_finding(report, "kv-events", Severity.WARNING)
+        report = await run_doctor(here)
+    finding = only_finding(report, "kv-events", Severity.WARNING)
     assert "no block that it holds was ever reported" in finding.seen
 
 
 async def test_prompts_that_fill_no_block_report_none() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         for first in range(20):
             body = {"model": MODEL, "prompt": words(first=first, n=12), "max_tokens": 1}
             assert (await here.http.post("/v1/completions", json=body)).status_code == 200
-        assert found(await examined(here), "kv-events") == []
+        assert findings_of(await run_doctor(here), "kv-events") == []
 
 
 async def test_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> None:
     set_constants(event_ingest, SILENT_AFTER_S=0.05)
-    async with served(alike(replicas=2)) as here:
+    async with mock_server(uniform_fleet(replicas=2)) as here:
         (model,) = here.system.service.models()
         cache = model.cache
         assert isinstance(cache, EventCacheView)
         await until(lambda: all(each.is_missing for _, each in cache.ingest.feed_readings()))
-        report = await examined(here)
-    missing = found(report, "feeds", Severity.WARNING)
+        report = await run_doctor(here)
+    missing = findings_of(report, "feeds", Severity.WARNING)
     assert len(missing) == 2
     assert all("heartbeats included" in each.seen for each in missing)
 
 
 async def test_a_rank_whose_blocks_cannot_be_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(alike(replicas=2)) as here:
-        await chats(here, n=3)
+    async with mock_server(uniform_fleet(replicas=2)) as here:
+        await send_chats(here, n=3)
         leave_recovery_unanswered(monkeypatch, here)
         worker = here.system.fleet.workers[WorkerId(1)]
         here.system.fleet.events.publish(KvBatch(RANK, worker.card.incarnation, EventId(1_000_000), (), 0.0))
-        report = await examined(here)
-        recovering = [each for each in found(report, "feeds") if each.subject.startswith("worker 1 ")]
+        report = await run_doctor(here)
+        recovering = [each for each in findings_of(report, "feeds") if each.subject.startswith("worker 1 ")]
         assert [each.severity for each in recovering] == [Severity.NOTE]  # it has just begun
         (model,) = here.system.service.models()
         cache = model.cache
@@ -107,64 +115,66 @@ async def test_a_rank_whose_blocks_cannot_be_had_again(monkeypatch: pytest.Monke
         (ingest,) = (each for each in cache.ingest._rank_ingests.values() if each.feed.rank == RANK)
         assert ingest.stale_since_s is not None
         ingest.stale_since_s -= 60.0
-        report = await examined(here)
-    (finding,) = found(report, "feeds", Severity.WARNING)
+        report = await run_doctor(here)
+    (finding,) = findings_of(report, "feeds", Severity.WARNING)
     assert finding.subject.startswith("worker 1 ")
     assert finding.seen.startswith("its events are incomplete since 6")
 
 
 async def test_a_worker_that_knows_its_cache_in_part() -> None:
-    async with open_house(replace(card(1), cache_is_partial=True)) as house:
-        report = await examined(house)
-    assert the_finding(report, "feeds", Severity.WARNING).seen == "some of its events are lost for good"
+    async with running_frontend(replace(card(1), cache_is_partial=True)) as frontend:
+        report = await run_doctor(frontend)
+    assert only_finding(report, "feeds", Severity.WARNING).seen == "some of its events are lost for good"
 
 
 @pytest.mark.parametrize("reason", ["other_block_size", "orphan", "unreadable"])
 async def test_blocks_that_a_worker_could_not_pass_on(reason: str) -> None:
-    async with open_house(card(1)) as house:
-        house.bench.events.load(LoadReport(RANK, 1, 1000, kv_events_skipped={reason: 7, "other_group": 5}))
-        report = await examined(house)
-    finding = the_finding(report, "feeds", Severity.WARNING)
+    async with running_frontend(card(1)) as frontend:
+        frontend.harness.events.load(
+            LoadReport(RANK, 1, 1000, kv_events_skipped={reason: 7, "other_group": 5})
+        )
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "feeds", Severity.WARNING)
     assert finding.seen == f"its worker could not pass on some of its KV events: {reason} 7"
 
 
 async def test_skipped_blocks_that_are_as_they_should_be() -> None:
-    async with open_house(card(1)) as house:
-        house.bench.events.load(LoadReport(RANK, 1, 1000, kv_events_skipped={"other_group": 5}))
-        assert found(await examined(house), "feeds") == []
+    async with running_frontend(card(1)) as frontend:
+        frontend.harness.events.load(LoadReport(RANK, 1, 1000, kv_events_skipped={"other_group": 5}))
+        assert findings_of(await run_doctor(frontend), "feeds") == []
 
 
 async def test_messages_of_strangers_on_the_event_plane() -> None:
-    async with open_house(card(1)) as house:
-        house.bench.telemetry.events_dropped.inc("zmq", "other_worker", by=30)
-        report = await examined(house)
-    assert "other_worker 30" in the_finding(report, "feeds", Severity.WARNING).seen
+    async with running_frontend(card(1)) as frontend:
+        frontend.harness.telemetry.events_dropped.inc("zmq", "other_worker", by=30)
+        report = await run_doctor(frontend)
+    assert "other_worker 30" in only_finding(report, "feeds", Severity.WARNING).seen
 
 
 async def test_gaps_that_were_mended_are_noted() -> None:
-    async with open_house(card(1)) as house:
+    async with running_frontend(card(1)) as frontend:
         for first in (0, 9):
-            house.bench.events.batch(KvBatch(RANK, Epoch(1), EventId(first), (Cleared(),)))
-        await until(lambda: house.bench.telemetry.feed_events.value(MODEL, "gaps") > 0)
-        report = await examined(house)
-    assert any("gaps 1" in each.seen for each in found(report, "feeds", Severity.NOTE))
+            frontend.harness.events.batch(KvBatch(RANK, Epoch(1), EventId(first), (Cleared(),)))
+        await until(lambda: frontend.harness.telemetry.feed_events.value(MODEL, "gaps") > 0)
+        report = await run_doctor(frontend)
+    assert any("gaps 1" in each.seen for each in findings_of(report, "feeds", Severity.NOTE))
 
 
 @pytest.mark.parametrize(("cached", "words"), [(32, "2 blocks more"), (0, None)])
 async def test_engines_that_contradict_the_index(cached: int, words: str | None) -> None:
-    async with open_house(card(1), script=says("ok", cached=cached)) as house:
+    async with running_frontend(card(1), script=text_answer("ok", cached=cached)) as frontend:
         for _ in range(8):
-            await house.complete([5] * 40)
-        report = await examined(house)
+            await frontend.complete([5] * 40)
+        report = await run_doctor(frontend)
     if words is None:
-        assert found(report, "predictions") == []
+        assert findings_of(report, "predictions") == []
     else:
-        finding = the_finding(report, "predictions", Severity.WARNING)
+        finding = only_finding(report, "predictions", Severity.WARNING)
         assert finding.seen == f"8 of its last 8 answers contradict the index, by {words} cached in the mean"
 
 
 async def test_an_index_that_lacks_what_an_engine_holds() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         (model,) = here.system.service.models()
         cache = model.cache
         assert isinstance(cache, EventCacheView)
@@ -173,17 +183,19 @@ async def test_an_index_that_lacks_what_an_engine_holds() -> None:
         for _ in range(10):
             cache.index.apply(slot, (Cleared(),))
             await same_chat(here)
-        report = await examined(here)
-    assert "cached in the mean" in the_finding(report, "predictions", Severity.WARNING).seen
+        report = await run_doctor(here)
+    assert "cached in the mean" in only_finding(report, "predictions", Severity.WARNING).seen
 
 
 async def test_engines_that_have_far_less_cached_than_was_predicted() -> None:
     config = KvRouterConfig(kv_events=False)  # predictions alone: nobody hears that the engine caches nothing
-    async with served(alike(replicas=1, engine="{prefix_caching: false}"), router=config) as here:
+    async with mock_server(
+        uniform_fleet(replicas=1, engine="{prefix_caching: false}"), router=config
+    ) as here:
         for _ in range(20):
             await same_chat(here)
-        report = await examined(here)
-    finding = the_finding(report, "hit-rate", Severity.WARNING)
+        report = await run_doctor(here)
+    finding = only_finding(report, "hit-rate", Severity.WARNING)
     assert "engines had 0 of them" in finding.seen
     (cache,) = report.cache
     assert (cache.cached_tokens, cache.engines_say) == (0, True)
@@ -191,25 +203,25 @@ async def test_engines_that_have_far_less_cached_than_was_predicted() -> None:
 
 
 async def test_engines_that_do_not_say_what_they_had_cached() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        await house.complete([5] * 40)
-        report = await examined(house)
-    (why,) = not_made(report, "hit-rate")
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        await frontend.complete([5] * 40)
+        report = await run_doctor(frontend)
+    (why,) = skipped_checks(report, "hit-rate")
     assert "--enable-prompt-tokens-details" in why
     assert [cache.engines_say for cache in report.cache] == [False]
 
 
 async def test_an_engine_that_counts_other_prompts_than_the_router() -> None:
-    async with open_house(card(1)) as house:
-        predictions = house.bench.telemetry.index_predictions
+    async with running_frontend(card(1)) as frontend:
+        predictions = frontend.harness.telemetry.index_predictions
         for prediction, n in (("right", 5), ("other_prompt", 5)):
             predictions.inc(MODEL, "1", "0", prediction, by=n)
-        report = await examined(house)
-    finding = the_finding(report, "tokenizers", Severity.WARNING)
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "tokenizers", Severity.WARNING)
     assert finding.subject == "worker 1 (mock)"
     assert "5 of 10 calls" in finding.seen
 
 
-async def same_chat(here: Served) -> None:
+async def same_chat(here: MockServer) -> None:
     body = {"model": MODEL, "messages": user(words(n=200)), "max_tokens": 2}
     assert (await here.http.post("/v1/chat/completions", json=body)).status_code == 200

@@ -10,12 +10,12 @@ from kvrouter.kernel.placement.speeds import LearnedSpeeds, SpeedReading
 from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.constants import SetConstants
-from tests.support.examined import examined, found, names_of, not_made, the_finding
-from tests.support.fleets import card, decode_card, prefill_card
-from tests.support.front import House, open_house
-from tests.support.mock_fleets import pairs
-from tests.support.served import served
+from tests.testing.constants import SetConstants
+from tests.testing.doctor import failed_checks, findings_of, only_finding, run_doctor, skipped_checks
+from tests.testing.frontend_harness import FrontendHarness, running_frontend
+from tests.testing.mock_fleet import zoned_fleet
+from tests.testing.mock_server import mock_server
+from tests.testing.router_harness import card, decode_card, prefill_card
 
 TIME = KvRouterConfig(router_cost="time")
 RANK = WorkerRank(WorkerId(2), DpRank(0))
@@ -23,67 +23,67 @@ RANK = WorkerRank(WorkerId(2), DpRank(0))
 
 @pytest.mark.parametrize(("seen_s", "is_slow"), [(1.0, True), (0.1, False)])
 async def test_a_link_that_is_far_slower_than_its_table(seen_s: float, is_slow: bool) -> None:
-    async with served(pairs(), router=TIME) as here:
+    async with mock_server(zoned_fleet(), router=TIME) as here:
         (model,) = here.system.service.models()
         learned = model.placer.transfers.learned
         for at_s in range(40):
             link = SharedLink((("zone", "a"),), "b")
             learned.note(TransferSample(link, Link(1e-3, 1e9), at_s - seen_s, float(at_s), 0.1, seen_s))
             learned.refresh((), now_s=float(at_s))
-        report = await examined(here)
+        report = await run_doctor(here)
     if not is_slow:
         assert report.findings == []
         return
-    finding = the_finding(report, "links", Severity.WARNING)
+    finding = only_finding(report, "links", Severity.WARNING)
     assert finding.subject == "between two values of zone (mock)"
     assert finding.seen == "KV takes 10 times as long as it should, by 40 transfers: 0.1 GB/s"
-    assert names_of(report) == {"links"}
+    assert failed_checks(report) == {"links"}
 
 
 async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
-    async with open_house(prefill_card(1), decode_card(2), config=TIME) as house:
-        sums = house.bench.model.placer.transfers.engine_sums
+    async with running_frontend(prefill_card(1), decode_card(2), config=TIME) as frontend:
+        sums = frontend.harness.model.placer.transfers.engine_sums
         for n in range(2):  # a first report may be of long ago
             fetched = KvTransfers(10 * n, 10**9 * n, 1.0 * n)
-            house.bench.events.load(LoadReport(RANK, 7, 1000, kv_transfers=fetched))
-        slot = house.bench.model.fleet.slot_of(RANK)
+            frontend.harness.events.load(LoadReport(RANK, 7, 1000, kv_transfers=fetched))
+        slot = frontend.harness.model.fleet.slot_of(RANK)
         assert slot is not None
         for _ in range(10):
-            sums.observed(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=house.bench.model.clock())
-        report = await examined(house)
-    finding = the_finding(report, "links", Severity.WARNING)
+            sums.observed(Slot(slot), kv_bytes=1e8, seconds=0.3, now_s=frontend.harness.model.clock())
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "links", Severity.WARNING)
     assert finding.seen.startswith("they come 3 times as late as the engines' own transfers take")
 
 
 async def test_a_router_that_learns_nothing_of_links_says_so() -> None:
     blocks = KvRouterConfig(router_cost="blocks")
-    async with open_house(prefill_card(1), decode_card(2), config=blocks) as house:
-        report = await examined(house)
-    (why,) = not_made(report, "links")
+    async with running_frontend(prefill_card(1), decode_card(2), config=blocks) as frontend:
+        report = await run_doctor(frontend)
+    (why,) = skipped_checks(report, "links")
     assert "--router-cost time alone, and it is blocks" in why
-    async with open_house(card(1), config=blocks) as house:
-        assert not_made(await examined(house), "links") == []  # nothing travels
+    async with running_frontend(card(1), config=blocks) as frontend:
+        assert skipped_checks(await run_doctor(frontend), "links") == []  # nothing travels
 
 
-async def transferred(house: House, *reports: KvTransfers) -> None:
+async def transferred(frontend: FrontendHarness, *reports: KvTransfers) -> None:
     for fetched in reports:
-        house.bench.events.load(LoadReport(RANK, 7, 1000, kv_transfers=fetched))
-        (await house.http.get("/v1/fleet")).raise_for_status()
+        frontend.harness.events.load(LoadReport(RANK, 7, 1000, kv_transfers=fetched))
+        (await frontend.http.get("/v1/fleet")).raise_for_status()
 
 
 async def test_a_rank_to_which_kv_travels_slowly(set_constants: SetConstants) -> None:
     set_constants(transfer_speed, WINDOW_S=0.0)
     gb = 1_000_000_000
-    async with open_house(prefill_card(1), decode_card(2)) as house:
+    async with running_frontend(prefill_card(1), decode_card(2)) as frontend:
         fast = [KvTransfers(10 * n, 10 * n * gb, 1.0 * n) for n in range(4)]
-        await transferred(house, *fast)
-        well = await examined(house)
+        await transferred(frontend, *fast)
+        well = await run_doctor(frontend)
         await transferred(
-            house, *(KvTransfers(30 + 10 * n, (30 + 10 * n) * gb, 3.0 + 20.0 * n) for n in (1, 2))
+            frontend, *(KvTransfers(30 + 10 * n, (30 + 10 * n) * gb, 3.0 + 20.0 * n) for n in (1, 2))
         )
-        report = await examined(house)
-    assert found(well, "transfers") == []
-    finding = the_finding(report, "transfers", Severity.WARNING)
+        report = await run_doctor(frontend)
+    assert findings_of(well, "transfers") == []
+    finding = only_finding(report, "transfers", Severity.WARNING)
     assert finding.subject.startswith("worker 2 (decode, zone=a), rank 0")
     assert finding.seen.startswith("KV travels to it at 1.")
     assert finding.seen.endswith(" GB/s, and has at 10.0 GB/s")
@@ -91,10 +91,10 @@ async def test_a_rank_to_which_kv_travels_slowly(set_constants: SetConstants) ->
 
 @pytest.mark.parametrize(("failed", "severity"), [(5, Severity.WARNING), (1, Severity.NOTE)])
 async def test_transfers_that_fail(failed: int, severity: Severity) -> None:
-    async with open_house(prefill_card(1), decode_card(2)) as house:
-        await transferred(house, KvTransfers(195, 10**9, 1.0, failed))
-        report = await examined(house)
-    assert f"{failed} of {195 + failed} transfers" in the_finding(report, "transfers", severity).seen
+    async with running_frontend(prefill_card(1), decode_card(2)) as frontend:
+        await transferred(frontend, KvTransfers(195, 10**9, 1.0, failed))
+        report = await run_doctor(frontend)
+    assert f"{failed} of {195 + failed} transfers" in only_finding(report, "transfers", severity).seen
 
 
 async def test_a_rank_that_is_slower_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ async def test_a_rank_that_is_slower_than_the_others(monkeypatch: pytest.MonkeyP
         return SpeedReading(2.5, 1.0, 2.5 if slot else 1.0, 40, 0.1, 0.25, is_slow=bool(slot))
 
     monkeypatch.setattr(LearnedSpeeds, "reading", reading)
-    async with open_house(card(1), card(2), config=TIME) as house:
-        report = await examined(house)
-    finding = the_finding(report, "slow-ranks", Severity.WARNING)
+    async with running_frontend(card(1), card(2), config=TIME) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "slow-ranks", Severity.WARNING)
     assert finding.subject.startswith("worker 2 ")
     assert "2.5 times as long" in finding.seen

@@ -9,18 +9,24 @@ from kvrouter.cli.doctor.flags import DoctorOptions
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.examined import (
-    chats,
-    examined,
-    found,
-    names_of,
-    the_finding,
+from tests.testing.doctor import (
+    failed_checks,
+    findings_of,
+    only_finding,
+    run_doctor,
+    send_chats,
 )
-from tests.support.fleets import MODEL, card, decode_card, prefill_card
-from tests.support.front import House, open_house, says, takeover_instructions, zoned_pairs
-from tests.support.mock_fleets import alike
-from tests.support.served import served, words
-from tests.support.waits import until
+from tests.testing.frontend_harness import (
+    FrontendHarness,
+    handoff_script,
+    running_frontend,
+    text_answer,
+    zoned_cards,
+)
+from tests.testing.mock_fleet import uniform_fleet
+from tests.testing.mock_server import mock_server, words
+from tests.testing.router_harness import MODEL, card, decode_card, prefill_card
+from tests.testing.waits import until
 
 
 async def test_a_queue_that_is_full() -> None:
@@ -30,97 +36,97 @@ async def test_a_queue_that_is_full() -> None:
         admission_queue_max=1,
         admission_wait_s=300.0,
     )
-    async with served(alike(replicas=1, speedup=1.0), router=config) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.completions.create(
             model="mock", prompt=words(), max_tokens=100_000, stream=True
         )
         await anext(stream)
         (model,) = here.system.service.models()
-        waiting = asyncio.create_task(chats(here, n=1))
+        waiting = asyncio.create_task(send_chats(here, n=1))
         await until(lambda: len(model.placer.waiting) == 1)
-        assert await chats(here, n=2) == [503, 503]
-        report = await examined(here)
+        assert await send_chats(here, n=2) == [503, 503]
+        report = await run_doctor(here)
         await stream.close()
         assert await waiting == [200]
-    warned = [each.seen for each in found(report, "queue", Severity.WARNING)]
+    warned = [each.seen for each in findings_of(report, "queue", Severity.WARNING)]
     assert "the queue refused requests since the router began: full 2" in warned
     assert "1 worker may take requests, and each is above its busy threshold" in warned
-    (noted,) = found(report, "queue", Severity.NOTE)
+    (noted,) = findings_of(report, "queue", Severity.NOTE)
     assert noted.seen == "1 request in line for a worker that is not busy"
-    refused = the_finding(report, "refusals", Severity.WARNING)
+    refused = only_finding(report, "refusals", Severity.WARNING)
     assert "all_workers_busy 2" in refused.seen
     assert "busy (" in refused.remedy
-    assert names_of(report) == {"queue", "refusals"}
+    assert failed_checks(report) == {"queue", "refusals"}
 
 
 async def test_workers_that_are_all_busy_by_tokens_that_wait() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=100)
-    async with open_house(card(1), card(2), config=config) as house:
+    async with running_frontend(card(1), card(2), config=config) as frontend:
         for worker_id in (1, 2):
             rank = WorkerRank(WorkerId(worker_id), DpRank(0))
-            house.bench.model.fleet.report(LoadReport(rank, 7, 1000, active_prefill_tokens=101))
-        report = await examined(house)
-    assert "above its busy threshold" in the_finding(report, "queue", Severity.WARNING).seen
+            frontend.harness.model.fleet.report(LoadReport(rank, 7, 1000, active_prefill_tokens=101))
+        report = await run_doctor(frontend)
+    assert "above its busy threshold" in only_finding(report, "queue", Severity.WARNING).seen
 
 
 async def test_decode_workers_that_are_all_busy_while_prefill_workers_are_idle() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.5)
-    async with open_house(prefill_card(1), decode_card(2), config=config) as house:
+    async with running_frontend(prefill_card(1), decode_card(2), config=config) as frontend:
         rank = WorkerRank(WorkerId(2), DpRank(0))
-        house.bench.model.fleet.report(LoadReport(rank, 1000, 1000))
-        report = await examined(house)
-    warned = the_finding(report, "queue", Severity.WARNING)
+        frontend.harness.model.fleet.report(LoadReport(rank, 1000, 1000))
+        report = await run_doctor(frontend)
+    warned = only_finding(report, "queue", Severity.WARNING)
     assert warned.seen == "1 worker may decode, and each is above its busy threshold"
 
 
 async def test_requests_that_no_worker_may_take_with_each_reason() -> None:
-    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
-        assert (await house.chat()).status_code == 200
+    async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
+        assert (await frontend.chat()).status_code == 200
         taints = {"required_taints": ["gpu=h200"]}
-        assert (await house.chat(nvext={"routing_constraints": taints})).status_code == 503
-        report = await examined(house)
-    finding = the_finding(report, "refusals", Severity.WARNING)
+        assert (await frontend.chat(nvext={"routing_constraints": taints})).status_code == 503
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "refusals", Severity.WARNING)
     assert "1 of 2 requests" in finding.seen
     assert "no_eligible_worker 1" in finding.seen
     assert "taint_missing" in finding.remedy
 
 
 async def test_calls_that_are_refused_for_their_own_fault_are_no_problem() -> None:
-    async with open_house(card(1), script=says("ok")) as house:
-        assert (await house.chat(temperature=9)).status_code == 400
-        assert (await house.http.post("/v1/completions", json={"model": "no"})).status_code in (400, 404)
-        house.bench.telemetry.errors.inc("unknown", "not_ready")  # probed while it started
-        assert found(await examined(house), "refusals") == []
+    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
+        assert (await frontend.chat(temperature=9)).status_code == 400
+        assert (await frontend.http.post("/v1/completions", json={"model": "no"})).status_code in (400, 404)
+        frontend.harness.telemetry.errors.inc("unknown", "not_ready")  # probed while it started
+        assert findings_of(await run_doctor(frontend), "refusals") == []
 
 
-async def refused(house: House, n: int, *, of: int) -> None:
-    house.bench.telemetry.requests.inc("/v1/completions", MODEL, "200", by=of - n)
-    house.bench.telemetry.requests.inc("/v1/completions", MODEL, "503", by=n)
-    house.bench.telemetry.errors.inc(MODEL, "no_eligible_worker", by=n)
+async def refused(frontend: FrontendHarness, n: int, *, of: int) -> None:
+    frontend.harness.telemetry.requests.inc("/v1/completions", MODEL, "200", by=of - n)
+    frontend.harness.telemetry.requests.inc("/v1/completions", MODEL, "503", by=n)
+    frontend.harness.telemetry.errors.inc(MODEL, "no_eligible_worker", by=n)
 
 
 @pytest.mark.parametrize(("n", "severity"), [(1, Severity.NOTE), (2, Severity.WARNING)])
 async def test_rare_refusals_are_noted(n: int, severity: Severity) -> None:
-    async with open_house(card(1)) as house:
-        await refused(house, n, of=200)
-        report = await examined(house)
-    the_finding(report, "refusals", severity)
+    async with running_frontend(card(1)) as frontend:
+        await refused(frontend, n, of=200)
+        report = await run_doctor(frontend)
+    only_finding(report, "refusals", severity)
     assert report.has_problems is (severity is Severity.WARNING)
 
 
 async def test_what_happened_before_does_not_count_where_only_this_time_is_wanted() -> None:
-    async with open_house(card(1)) as house:
-        await refused(house, 100, of=200)
-        report = await examined(house, options=DoctorOptions(over_s=0.05))
-        assert found(report, "refusals") == []
+    async with running_frontend(card(1)) as frontend:
+        await refused(frontend, 100, of=200)
+        report = await run_doctor(frontend, options=DoctorOptions(over_s=0.05))
+        assert findings_of(report, "refusals") == []
 
         async def while_it_looks() -> None:
             await asyncio.sleep(0.3)  # between its two readings
-            await refused(house, 3, of=6)
+            await refused(frontend, 3, of=6)
 
         options = DoctorOptions(over_s=1.0)
-        report, _ = await asyncio.gather(examined(house, options=options), while_it_looks())
+        report, _ = await asyncio.gather(run_doctor(frontend, options=options), while_it_looks())
     assert (
         "3 of 6 requests were answered with an error in 1 s"
-        in the_finding(report, "refusals", Severity.WARNING).seen
+        in only_finding(report, "refusals", Severity.WARNING).seen
     )

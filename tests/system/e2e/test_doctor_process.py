@@ -6,8 +6,8 @@ import sys
 from asyncio.subprocess import PIPE
 from typing import Any
 
-from tests.support.processes import CLI, Fleet, Frontend, Running, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.processes import CLI, Fleet, Frontend, Running, eventually, fleet
 
 FLEET = """
 version: 1

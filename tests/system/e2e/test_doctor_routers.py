@@ -11,38 +11,47 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.examined import UNTIMED, chats, examined, found, names_of, not_made, the_finding, url_of
-from tests.support.fleets import card
-from tests.support.front import open_house
-from tests.support.mock_fleets import alike
-from tests.support.nats_server import NatsServer
-from tests.support.processes import eventually, fleet
-from tests.support.served import served
+from tests.testing.doctor import (
+    UNTIMED,
+    failed_checks,
+    findings_of,
+    only_finding,
+    run_doctor,
+    send_chats,
+    skipped_checks,
+    url_of,
+)
+from tests.testing.frontend_harness import running_frontend
+from tests.testing.mock_fleet import uniform_fleet
+from tests.testing.mock_server import mock_server
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually, fleet
+from tests.testing.router_harness import card
 
 
 async def test_discovery_that_cannot_be_reached() -> None:
-    async with open_house(card(1)) as house:
-        assert house.bench.discovery.on_store is not None
-        house.bench.discovery.on_store(False, "the directory is gone")
-        report = await examined(house)
-    finding = the_finding(report, "router", Severity.CRITICAL)
+    async with running_frontend(card(1)) as frontend:
+        assert frontend.harness.discovery.on_store is not None
+        frontend.harness.discovery.on_store(False, "the directory is gone")
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "router", Severity.CRITICAL)
     assert finding.seen == "it cannot be reached: the directory is gone"
 
 
 async def test_a_router_that_drains() -> None:
-    async with open_house(card(1)) as house:
-        await house.bench.service.requests.drain(0.0)
-        report = await examined(house)
-    assert the_finding(report, "router", Severity.WARNING).seen == "this router drains"
+    async with running_frontend(card(1)) as frontend:
+        await frontend.harness.service.requests.drain(0.0)
+        report = await run_doctor(frontend)
+    assert only_finding(report, "router", Severity.WARNING).seen == "this router drains"
 
 
 @pytest.mark.parametrize(("n", "severity"), [(10, Severity.WARNING), (9, Severity.NOTE)])
 async def test_peers_that_are_refused(n: int, severity: Severity) -> None:
-    async with open_house(card(1)) as house:
-        house.bench.telemetry.planes_refused.inc("zmq", by=n)
-        house.bench.telemetry.http_events.inc("connection_refused", by=n)
-        report = await examined(house)
-    peers, connections = found(report, "router", severity)
+    async with running_frontend(card(1)) as frontend:
+        frontend.harness.telemetry.planes_refused.inc("zmq", by=n)
+        frontend.harness.telemetry.http_events.inc("connection_refused", by=n)
+        report = await run_doctor(frontend)
+    peers, connections = findings_of(report, "router", severity)
     assert f"zmq {n}" in peers.seen
     assert f"{n} connections refused" in connections.seen
 
@@ -50,59 +59,59 @@ async def test_peers_that_are_refused(n: int, severity: Severity) -> None:
 async def test_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "recorded"
     settings = RecordingSettings(folder=str(folder))
-    async with served(alike(), router=UNTIMED, recording=settings) as here:
-        await chats(here, n=1)
-        well = await examined(here)
+    async with mock_server(uniform_fleet(), router=UNTIMED, recording=settings) as here:
+        await send_chats(here, n=1)
+        well = await run_doctor(here)
         shutil.rmtree(folder)
         traffic = here.system.service.requests.traffic
         assert traffic is not None
 
         async def has_ended() -> bool:
-            await chats(here, n=1)
+            await send_chats(here, n=1)
             return not traffic.is_recording
 
         await eventually(has_ended)
-        report = await examined(here)
+        report = await run_doctor(here)
     assert well.findings == []
-    finding = the_finding(report, "recording", Severity.WARNING)
+    finding = only_finding(report, "recording", Severity.WARNING)
     assert "(--record) has ended" in finding.seen
-    assert names_of(report) == {"recording"}
+    assert failed_checks(report) == {"recording"}
 
 
 async def test_a_router_that_was_not_compared_with_others_says_so() -> None:
-    async with open_house(card(1)) as house:
-        report = await examined(house)
-    (why,) = not_made(report, "replicas")
+    async with running_frontend(card(1)) as frontend:
+        report = await run_doctor(frontend)
+    (why,) = skipped_checks(report, "replicas")
     assert why.endswith("--replica URL")
 
 
 async def test_routers_that_do_not_share_what_they_book() -> None:
-    async with open_house(card(1)) as one, open_house(card(1)) as two:
-        report = await examined(one, url_of(two))
-    assert [each.seen for each in found(report, "replicas", Severity.WARNING)] == [
+    async with running_frontend(card(1)) as one, running_frontend(card(1)) as two:
+        report = await run_doctor(one, url_of(two))
+    assert [each.seen for each in findings_of(report, "replicas", Severity.WARNING)] == [
         "it shares nothing with 1 other router"
     ] * 2
 
 
 async def test_routers_that_know_other_workers_or_route_otherwise() -> None:
     config = KvRouterConfig(router_mode=RouterMode.RANDOM)
-    async with open_house(card(1), card(2)) as one, open_house(card(1), config=config) as two:
-        report = await examined(one, url_of(two))
-    seen = {each.seen: each.subject for each in found(report, "replicas", Severity.WARNING)}
+    async with running_frontend(card(1), card(2)) as one, running_frontend(card(1), config=config) as two:
+        report = await run_doctor(one, url_of(two))
+    seen = {each.seen: each.subject for each in findings_of(report, "replicas", Severity.WARNING)}
     assert seen["it does not know the workers 2, which the other router knows"] == url_of(two)
     (differs,) = (each for each in seen if each.startswith("it routes mock otherwise"))
     assert "mode random" in differs
 
 
 async def test_a_router_that_does_not_answer_was_not_compared() -> None:
-    async with open_house(card(1)) as house:
-        report = await examined(house, "http://127.0.0.1:1")
-    assert any(each.startswith("http://127.0.0.1:1: ") for each in not_made(report, "replicas"))
+    async with running_frontend(card(1)) as frontend:
+        report = await run_doctor(frontend, "http://127.0.0.1:1")
+    assert any(each.startswith("http://127.0.0.1:1: ") for each in skipped_checks(report, "replicas"))
 
 
 async def test_a_router_that_is_not_there_cannot_be_asked() -> None:
     with pytest.raises(KvrouterError, match="no answer"):
-        await examined("http://127.0.0.1:1")
+        await run_doctor("http://127.0.0.1:1")
 
 
 async def test_replicas_that_see_each_other_and_replicas_that_do_not(shared_nats: NatsServer) -> None:
@@ -115,12 +124,12 @@ async def test_replicas_that_see_each_other_and_replicas_that_do_not(shared_nats
 
         async def are_well() -> bool:
             serve = await first.serves(1) and await second.serves(1)
-            return serve and found(await examined(one, two), "replicas") == []
+            return serve and findings_of(await run_doctor(one, two), "replicas") == []
 
         await eventually(are_well)
         elsewhere = (await processes.frontend(environ={"DYN_NAMESPACE": "elsewhere"})).url
-        report = await examined(one, two, elsewhere)
-    seen = [(each.subject, each.seen) for each in found(report, "replicas", Severity.WARNING)]
+        report = await run_doctor(one, two, elsewhere)
+    seen = [(each.subject, each.seen) for each in findings_of(report, "replicas", Severity.WARNING)]
     assert (one, "it sees 1 of 2 other routers") in seen
     assert (elsewhere, "it sees 0 of 2 other routers") in seen
     assert any(subject == elsewhere and "does not know the workers" in words for subject, words in seen)

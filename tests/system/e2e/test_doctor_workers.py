@@ -9,20 +9,20 @@ from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import ModelInput, Role
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
-from tests.support.examined import UNTIMED, chats, examined, found, names_of, the_finding
-from tests.support.fleets import card, decode_card, prefill_card
-from tests.support.front import open_house, says
-from tests.support.mock_fleets import alike, fleet_file, pairs
-from tests.support.scripted_transport import ScriptedStream
-from tests.support.served import served
-from tests.support.waits import until
+from tests.testing.doctor import UNTIMED, failed_checks, findings_of, only_finding, run_doctor, send_chats
+from tests.testing.frontend_harness import running_frontend, text_answer
+from tests.testing.mock_fleet import fleet_file, uniform_fleet, zoned_fleet
+from tests.testing.mock_server import mock_server
+from tests.testing.router_harness import card, decode_card, prefill_card
+from tests.testing.scripted_transport import ScriptedStream
+from tests.testing.waits import until
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 async def test_pairs_that_are_well_get_no_complaint(handoff: str) -> None:
-    async with served(pairs(handoff=handoff), router=UNTIMED) as here:
-        assert set(await chats(here, n=24)) == {200}
-        report = await examined(here)
+    async with mock_server(zoned_fleet(handoff=handoff), router=UNTIMED) as here:
+        assert set(await send_chats(here, n=24)) == {200}
+        report = await run_doctor(here)
     assert report.findings == []
     assert not report.has_problems
     (cache,) = report.cache
@@ -30,87 +30,87 @@ async def test_pairs_that_are_well_get_no_complaint(handoff: str) -> None:
 
 
 async def test_workers_that_are_well_get_no_complaint() -> None:
-    async with served(alike(replicas=3, dp_size=2), router=UNTIMED) as here:
-        assert set(await chats(here, n=12)) == {200}
-        assert (await examined(here)).findings == []
+    async with mock_server(uniform_fleet(replicas=3, dp_size=2), router=UNTIMED) as here:
+        assert set(await send_chats(here, n=12)) == {200}
+        assert (await run_doctor(here)).findings == []
 
 
 async def test_a_fleet_that_has_just_begun_gets_no_complaint() -> None:
-    async with served(alike(replicas=2)) as here:
-        report = await examined(here)
+    async with mock_server(uniform_fleet(replicas=2)) as here:
+        report = await run_doctor(here)
     assert [each for each in report.findings if each.severity is not Severity.NOTE] == []
 
 
 async def test_a_worker_that_is_refused() -> None:
-    async with open_house(card(1), replace(card(2), model_input=ModelInput.Text)) as house:
-        report = await examined(house)
-    finding = the_finding(report, "refused-workers", Severity.CRITICAL)
+    async with running_frontend(card(1), replace(card(2), model_input=ModelInput.Text)) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "refused-workers", Severity.CRITICAL)
     assert finding.subject.startswith("worker 2 ")
     assert "ModelInput.Tokens" in finding.seen
-    assert names_of(report) == {"refused-workers"}
+    assert failed_checks(report) == {"refused-workers"}
 
 
 async def test_a_worker_that_does_not_answer() -> None:
-    async with open_house(card(1), card(2)) as house:
-        house.plane.followers[card(2).address](False)
-        report = await examined(house)
-    finding = the_finding(report, "answering", Severity.CRITICAL)
+    async with running_frontend(card(1), card(2)) as frontend:
+        frontend.plane.followers[card(2).address](False)
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "answering", Severity.CRITICAL)
     assert finding.subject.startswith("worker 2 ")
     assert "does not answer on the request plane" in finding.seen
-    assert names_of(report) == {"answering"}
+    assert failed_checks(report) == {"answering"}
 
 
 async def test_a_worker_whose_lease_ran_out() -> None:
-    async with open_house(card(1), card(2)) as house:
-        house.plane.followers[card(2).address](True)
-        house.bench.discovery.drop(2, why=Gone.EXPIRED)
-        report = await examined(house)
-    assert "lease at discovery ran out" in the_finding(report, "answering", Severity.WARNING).seen
+    async with running_frontend(card(1), card(2)) as frontend:
+        frontend.plane.followers[card(2).address](True)
+        frontend.harness.discovery.drop(2, why=Gone.EXPIRED)
+        report = await run_doctor(frontend)
+    assert "lease at discovery ran out" in only_finding(report, "answering", Severity.WARNING).seen
 
 
 async def test_a_worker_whose_engine_is_silent() -> None:
-    async with open_house(card(1), replace(card(2), engine_silent=True)) as house:
-        report = await examined(house)
-    assert "its engine does not answer it" in the_finding(report, "answering", Severity.CRITICAL).seen
+    async with running_frontend(card(1), replace(card(2), engine_silent=True)) as frontend:
+        report = await run_doctor(frontend)
+    assert "its engine does not answer it" in only_finding(report, "answering", Severity.CRITICAL).seen
 
 
 async def test_a_router_that_knows_no_worker() -> None:
-    async with open_house() as house:
-        report = await examined(house)
-    assert "knows no worker" in the_finding(report, "roles", Severity.CRITICAL).seen
+    async with running_frontend() as frontend:
+        report = await run_doctor(frontend)
+    assert "knows no worker" in only_finding(report, "roles", Severity.CRITICAL).seen
 
 
 async def test_a_worker_that_drains_is_noted_and_is_no_problem() -> None:
-    async with open_house(card(1), card(2, draining=True)) as house:
-        report = await examined(house)
-    assert the_finding(report, "answering", Severity.NOTE).seen.startswith("it drains")
+    async with running_frontend(card(1), card(2, draining=True)) as frontend:
+        report = await run_doctor(frontend)
+    assert only_finding(report, "answering", Severity.NOTE).seen.startswith("it drains")
     assert not report.has_problems
 
 
 async def test_a_cordoned_worker_is_noted_and_a_model_without_others_is_a_problem() -> None:
-    async with open_house(card(1), card(2)) as house:
+    async with running_frontend(card(1), card(2)) as frontend:
         cordon = {"level": "worker", "name": "2", "reason": "new memory", "by": "ops"}
-        assert (await house.http.post("/v1/cordons", json=cordon)).status_code == 200
-        noted = await examined(house)
+        assert (await frontend.http.post("/v1/cordons", json=cordon)).status_code == 200
+        noted = await run_doctor(frontend)
         last = {"level": "worker", "name": "1", "force": True}
-        assert (await house.http.post("/v1/cordons", json=last)).status_code == 200
-        nobody = await examined(house)
-    finding = the_finding(noted, "answering", Severity.NOTE)
+        assert (await frontend.http.post("/v1/cordons", json=last)).status_code == 200
+        nobody = await run_doctor(frontend)
+    finding = only_finding(noted, "answering", Severity.NOTE)
     assert finding.seen == "worker 2 is cordoned by ops: new memory"
     assert "kvrouter uncordon worker 2" in finding.remedy
     assert not noted.has_problems
-    assert "none takes requests" in the_finding(nobody, "roles", Severity.CRITICAL).seen
+    assert "none takes requests" in only_finding(nobody, "roles", Severity.CRITICAL).seen
 
 
 async def test_an_engine_that_fails_again_and_again() -> None:
     config = KvRouterConfig(circuit_open_s=600.0, circuit_open_max_s=600.0)
-    async with served(alike(replicas=2), router=config) as here:
+    async with mock_server(uniform_fleet(replicas=2), router=config) as here:
         await here.system.fleet.workers[WorkerId(1)].engine.stop()  # its worker answers, and takes nothing
         (model,) = here.system.service.models()
-        await chats(here, n=8, backend_instance_id=1)
+        await send_chats(here, n=8, backend_instance_id=1)
         await until(lambda: model.placer.circuits.state_of(WorkerId(1), now_s=model.clock()).value == "open")
-        report = await examined(here)
-    finding = the_finding(report, "circuits", Severity.WARNING)
+        report = await run_doctor(here)
+    finding = only_finding(report, "circuits", Severity.WARNING)
     assert finding.subject.startswith("worker 1 ")
     assert "circuit is open" in finding.seen
 
@@ -123,72 +123,72 @@ async def test_a_pair_that_loses_its_kv() -> None:
         elif stream.request.leg is Leg.DECODE:
             stream.feed(EngineChunk(finish=FinishReason.ERROR, error="no way", kv_lost=KvLoss.UNREACHABLE))
         else:
-            says("ok")(stream)
+            text_answer("ok")(stream)
 
-    async with open_house(prefill_card(1), decode_card(2), script=lose) as house:
+    async with running_frontend(prefill_card(1), decode_card(2), script=lose) as frontend:
         for _ in range(4):
-            await house.chat()
-        report = await examined(house)
-    lost = the_finding(report, "transfers", Severity.WARNING)
+            await frontend.chat()
+        report = await run_doctor(frontend)
+    lost = only_finding(report, "transfers", Severity.WARNING)
     assert "(unreachable)" in lost.seen
     assert lost.subject == "workers 1 and 2"
-    pair = the_finding(report, "circuits", Severity.WARNING)
+    pair = only_finding(report, "circuits", Severity.WARNING)
     assert pair.subject == "workers 1 and 2 (mock)"
 
 
 async def test_a_worker_that_does_not_say_what_it_can_hold() -> None:
     unknown = replace(card(2), runtime_config=replace(card(2).runtime_config, total_kv_blocks=None))
-    async with open_house(card(1), unknown) as house:
-        report = await examined(house)
-    finding = the_finding(report, "capacity", Severity.WARNING)
+    async with running_frontend(card(1), unknown) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "capacity", Severity.WARNING)
     assert finding.subject.startswith("worker 2 ")
     assert "how many KV blocks" in finding.seen
-    assert names_of(report) == {"capacity"}
+    assert failed_checks(report) == {"capacity"}
 
 
 async def test_contexts_that_differ() -> None:
-    async with open_house(card(1), card(2), replace(card(3), context_length=1024)) as house:
-        report = await examined(house)
+    async with running_frontend(card(1), card(2), replace(card(3), context_length=1024)) as frontend:
+        report = await run_doctor(frontend)
     assert (
         "4096 tokens at some workers, 1024 tokens at 3"
-        in the_finding(report, "capacity", Severity.WARNING).seen
+        in only_finding(report, "capacity", Severity.WARNING).seen
     )
 
 
 async def test_a_model_whose_workers_all_left() -> None:
-    async with open_house(card(1), card(2)) as house:
+    async with running_frontend(card(1), card(2)) as frontend:
         for worker_id in (1, 2):
-            house.bench.discovery.drop(worker_id)
-        report = await examined(house)
-    finding = the_finding(report, "roles", Severity.CRITICAL)
+            frontend.harness.discovery.drop(worker_id)
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "roles", Severity.CRITICAL)
     assert (finding.subject, finding.seen) == ("model mock", "of 0 workers none takes requests")
 
 
 async def test_a_fleet_without_decode_workers() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         for worker_id in (2, 3, 5, 6):
             await here.kill(worker_id)
-        report = await examined(here)
-    assert "no worker decodes" in the_finding(report, "roles", Severity.CRITICAL).seen
+        report = await run_doctor(here)
+    assert "no worker decodes" in only_finding(report, "roles", Severity.CRITICAL).seen
 
 
 async def test_a_fleet_whose_prefill_workers_drain() -> None:
     draining = replace(prefill_card(1), draining=True)
-    async with open_house(draining, decode_card(2)) as house:
-        report = await examined(house)
-    assert "no worker of another role" in the_finding(report, "roles", Severity.CRITICAL).seen
+    async with running_frontend(draining, decode_card(2)) as frontend:
+        report = await run_doctor(frontend)
+    assert "no worker of another role" in only_finding(report, "roles", Severity.CRITICAL).seen
 
 
 async def test_decode_workers_that_never_had_prefill_workers() -> None:
-    async with open_house(card(1, Role.DECODE), card(2, Role.DECODE)) as house:
-        report = await examined(house)
-    the_finding(report, "roles", Severity.WARNING)
+    async with running_frontend(card(1, Role.DECODE), card(2, Role.DECODE)) as frontend:
+        report = await run_doctor(frontend)
+    only_finding(report, "roles", Severity.WARNING)
 
 
 async def test_a_model_without_a_tokenizer() -> None:
-    async with open_house(card(1), card(2, model="other")) as house:
-        report = await examined(house)
-    finding = the_finding(report, "roles", Severity.CRITICAL)
+    async with running_frontend(card(1), card(2, model="other")) as frontend:
+        report = await run_doctor(frontend)
+    finding = only_finding(report, "roles", Severity.CRITICAL)
     assert finding.subject == "model other"
     assert "no tokenizer" in finding.seen
 
@@ -199,8 +199,8 @@ async def test_an_engine_of_the_fleet_file_that_is_not_up() -> None:
         "  - {name: m, model: mock}\n"
         "  - {name: v, model: tiny, engine: {kind: vllm, url: 'http://127.0.0.1:1', kv_events: false}}\n"
     )
-    async with served(fleet_file(file)) as here:
-        report = await examined(here)
-    finding = the_finding(report, "roles", Severity.WARNING)
+    async with mock_server(fleet_file(file)) as here:
+        report = await run_doctor(here)
+    finding = only_finding(report, "roles", Severity.WARNING)
     assert finding.seen == "no worker yet for 1 engine"
-    assert found(report, "refusals") == []
+    assert findings_of(report, "refusals") == []

@@ -10,9 +10,9 @@ import pytest
 from kvrouter.cli import main
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.settings.recording_settings import RecordingSettings
-from tests.support.mock_fleets import pairs, revive
-from tests.support.served import MODEL, Served, served, word_ids
-from tests.support.waits import until
+from tests.testing.mock_fleet import revive, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, word_ids
+from tests.testing.waits import until
 
 FROM_A: Mapping[str, Any] = {"prefill_worker_id": 1}
 FROM_B: Mapping[str, Any] = {"prefill_worker_id": 4}
@@ -21,7 +21,7 @@ ASKED: Sequence[Mapping[str, Any]] = ({}, FROM_A, FROM_B, IN_B)
 """What requests of each phase ask of routing: nothing, the prefill worker of a zone, a zone for both legs."""
 
 
-async def statuses(here: Served) -> list[int]:
+async def statuses(here: MockServer) -> list[int]:
     """Send the same requests before, while and after zone b has no decode worker; return what came."""
     found: list[int] = []
 
@@ -53,11 +53,11 @@ async def statuses(here: Served) -> list[int]:
 async def test_the_dry_run_refuses_what_a_router_under_required_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with served(
-        pairs(enforcement="preferred"), recording=RecordingSettings(folder=str(tmp_path))
+    async with mock_server(
+        zoned_fleet(enforcement="preferred"), recording=RecordingSettings(folder=str(tmp_path))
     ) as here:
         under_preferred = await statuses(here)
-    async with served(pairs(enforcement="required")) as here:
+    async with mock_server(zoned_fleet(enforcement="required")) as here:
         under_required = await statuses(here)
     # in the middle phase: zone b prefills and its KV goes to zone a; who asks for zone b alone is refused
     assert under_preferred == [200] * 4 + [200, 200, 200, 503] + [200] * 4

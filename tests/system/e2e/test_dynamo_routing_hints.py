@@ -7,13 +7,15 @@ import openai
 import pytest
 
 from kvrouter.settings.tree import FrontendSettings, UnknownNvext
-from tests.support.mock_fleets import alike, pairs
-from tests.support.served import MODEL, Served, served, user, word_ids, words
+from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, word_ids, words
 
 WORKERS = "x-kvrouter-prefill-worker", "x-kvrouter-decode-worker"
 
 
-async def went(here: Served, *, headers: dict[str, str] | None = None, **nvext: object) -> tuple[str, ...]:
+async def went(
+    here: MockServer, *, headers: dict[str, str] | None = None, **nvext: object
+) -> tuple[str, ...]:
     raw = await here.openai.chat.completions.with_raw_response.create(
         model=MODEL,
         messages=user(words(n=80)),
@@ -25,7 +27,7 @@ async def went(here: Served, *, headers: dict[str, str] | None = None, **nvext: 
 
 
 async def test_both_legs_go_where_the_names_say() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         for _ in range(3):
             assert await went(here, decode_worker_id=6, prefill_worker_id=4) == ("4", "6")
             assert await went(here, backend_instance_id=2) == ("1", "2")
@@ -40,7 +42,7 @@ async def test_both_legs_go_where_the_names_say() -> None:
 
 async def test_a_question_is_answered_and_sent_nowhere() -> None:
     """As Dynamo's clients ask in two steps: where would it go, and then there with the same tokens."""
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         content = words(n=90)
         asking = {"nvext": {"annotations": ["query_instance_id:"]}}
         whole = await here.openai.chat.completions.create(
@@ -86,7 +88,7 @@ def _pinned(workers: dict[str, int]) -> dict[str, int]:
 
 
 async def test_one_worker_that_serves_it_all_is_named_for_both_legs() -> None:
-    async with served(alike(replicas=2)) as here:
+    async with mock_server(uniform_fleet(replicas=2)) as here:
         answer = await here.openai.completions.create(
             model=MODEL,
             prompt=words(n=40),
@@ -100,13 +102,13 @@ async def test_what_is_unknown_is_refused_or_left_out_as_the_setting_says(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hints = {"priority": 5}
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         with pytest.raises(openai.BadRequestError, match="has no effect here") as caught:
             await went(here, agent_hints=hints, worker_id=2)
         assert caught.value.param == "nvext.agent_hints"
     settings = FrontendSettings(unknown_nvext=UnknownNvext.IGNORE)
     with caplog.at_level(logging.WARNING, "kvrouter.frontend"):
-        async with served(pairs(), frontend=settings) as here:
+        async with mock_server(zoned_fleet(), frontend=settings) as here:
             for workers in await asyncio.gather(
                 *(went(here, agent_hints=hints, worker_id=2) for _ in range(4))
             ):

@@ -9,9 +9,9 @@ import pytest
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.engine_server import JSON, Answer, ScriptedEngine, event_of, scripted_engine
-from tests.support.served import Served
 from tests.system.e2e.test_passed_routes import before
+from tests.testing.mock_server import MockServer
+from tests.testing.scripted_engine import JSON, ScriptedAnswer, ScriptedEngine, event_of, scripted_engine
 
 CHAT = "/v1/chat/completions"
 PATHS = (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings")
@@ -39,12 +39,12 @@ CALLS_FAULT = (201, 202, 400, 404, 405, 409, 413, 415, 422, 431, 451, 498, 501)
 ENGINES_FAULT = (401, 403, 408, 421, 429, 499, 500, 502, 503, 504, 507, 599)
 
 
-async def ask(here: Served, path: str, **more: object) -> httpx.Response:
+async def ask(here: MockServer, path: str, **more: object) -> httpx.Response:
     return await here.http.post(path, json={"model": "tiny", **BODIES[path], **more})
 
 
-def refusal(status: int, body: bytes = BODY) -> Answer:
-    return Answer((body,), status=status, content_type="application/problem+json", headers=HEADERS)
+def refusal(status: int, body: bytes = BODY) -> ScriptedAnswer:
+    return ScriptedAnswer((body,), status=status, content_type="application/problem+json", headers=HEADERS)
 
 
 def asked(engines: Sequence[ScriptedEngine]) -> int:
@@ -76,10 +76,10 @@ async def test_a_client_that_streams_gets_the_error_event_of_its_engine_and_what
     failed = b'data: {"error" :{"message":"died","code":500}}\r\n\r\n: bye\n\ndata: [DONE]\n\n'
     before_it = event_of(role) + event_of(said)
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer((event_of(role), event_of(said), failed[:60], failed[60:])))
+        engine.answers.append(ScriptedAnswer((event_of(role), event_of(said), failed[:60], failed[60:])))
         response = await ask(here, CHAT, stream=True, seed=1)
         assert (response.status_code, response.content) == (200, before_it + failed)
-        engine.answers.append(Answer((event_of(role), failed)))  # before the first token
+        engine.answers.append(ScriptedAnswer((event_of(role), failed)))  # before the first token
         response = await ask(here, CHAT, stream=True)
         assert (response.status_code, response.content) == (200, event_of(role) + failed)
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -91,7 +91,7 @@ async def test_a_client_that_streams_gets_the_error_event_of_its_engine_and_what
 async def test_an_error_with_the_status_of_a_good_answer_passes_too() -> None:
     body = b'{"error": {"message":"died","code":500, "of_theirs":1}}'
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer((body,), content_type=JSON))
+        engine.answers.append(ScriptedAnswer((body,), content_type=JSON))
         response = await ask(here, CHAT)
         assert (response.status_code, response.content) == (200, body)
 
@@ -102,7 +102,7 @@ async def test_what_one_engine_refuses_another_answers() -> None:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines, router=OFTEN))
         for status in ENGINES_FAULT:
-            pair = [refusal(status), Answer((good,), content_type=JSON)]
+            pair = [refusal(status), ScriptedAnswer((good,), content_type=JSON)]
             for engine, answer in zip(engines, pair, strict=True):
                 engine.answers.clear()
                 engine.answers.extend([answer] * 2)
@@ -113,7 +113,9 @@ async def test_what_one_engine_refuses_another_answers() -> None:
 
 async def test_a_redirect_is_not_followed_and_tells_no_address() -> None:
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer((b"",), status=307, headers={"Location": engine.url + "/elsewhere"}))
+        engine.answers.append(
+            ScriptedAnswer((b"",), status=307, headers={"Location": engine.url + "/elsewhere"})
+        )
         response = await ask(here, CHAT)
         assert response.status_code == 503
         assert "answered 307" in response.json()["error"]["message"]
@@ -129,8 +131,8 @@ async def test_an_answer_that_its_engine_aborts_is_asked_for_elsewhere_and_else_
         for reason in ("abort", "length")
     )
     async with scripted_engine() as ending, scripted_engine() as running:
-        ending.answers.extend(Answer((aborted,), content_type=JSON) for _ in range(20))
-        running.answers.extend(Answer((whole,), content_type=JSON) for _ in range(20))
+        ending.answers.extend(ScriptedAnswer((aborted,), content_type=JSON) for _ in range(20))
+        running.answers.extend(ScriptedAnswer((whole,), content_type=JSON) for _ in range(20))
         async with before(ending, router=OFTEN) as here:
             answer = await ask(here, "/v1/completions")
             assert (answer.status_code, answer.content) == (200, aborted)
@@ -176,8 +178,8 @@ def named(*events: dict[str, object]) -> tuple[bytes, ...]:
 async def test_what_passes_and_was_aborted_is_asked_for_elsewhere_and_else_passes(path: str) -> None:
     aborted, whole = (json.dumps(answer).encode() for answer in WHOLE[path])
     async with scripted_engine() as ending, scripted_engine() as running:
-        ending.answers.extend(Answer((aborted,), content_type=JSON) for _ in range(20))
-        running.answers.extend(Answer((whole,), content_type=JSON) for _ in range(20))
+        ending.answers.extend(ScriptedAnswer((aborted,), content_type=JSON) for _ in range(20))
+        running.answers.extend(ScriptedAnswer((whole,), content_type=JSON) for _ in range(20))
         async with before(ending, router=OFTEN) as here:
             answer = await ask(here, path)
             assert (answer.status_code, answer.content) == (200, aborted)
@@ -196,8 +198,8 @@ async def test_a_stream_that_passes_and_was_aborted_does_not_look_whole(path: st
     whole = begun + b"".join(ended)
     async with scripted_engine() as ending, scripted_engine() as running:
         first = (begun,) if has_begun else ()
-        ending.answers.extend(Answer((*first, *aborted)) for _ in range(20))
-        running.answers.extend(Answer((begun, *ended)) for _ in range(20))
+        ending.answers.extend(ScriptedAnswer((*first, *aborted)) for _ in range(20))
+        running.answers.extend(ScriptedAnswer((begun, *ended)) for _ in range(20))
         async with before(ending, running, router=IN_TURN) as here:
             while len(ending.calls) < 3:
                 already = len(ending.calls)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_publisher import publisher, stored_event, vllm_batch
-from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, Answer, Ends, scripted_engine
-from tests.support.processes import ENDS_WITHIN_S, Fleet, Frontend, eventually, fleet
+from tests.testing.engine_publisher import publisher, stored_event, vllm_batch
+from tests.testing.processes import ENDS_WITHIN_S, Fleet, Frontend, eventually, fleet
+from tests.testing.scripted_engine import SGLANG_PAGES, VLLM_PAGES, AnswerEnd, ScriptedAnswer, scripted_engine
 
 SETTINGS = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "2"}
 
@@ -115,7 +115,7 @@ async def test_what_contradicts_the_engine_is_one_line_and_exit_code_2(
 
 async def test_an_engine_that_is_waited_for_may_be_given_up_by_a_signal() -> None:
     async with scripted_engine() as scripted, fleet(SETTINGS) as processes:
-        scripted.pages["/v1/models"] = Answer(ends=Ends.NO_HEADERS)
+        scripted.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         process = await start(processes, "vllm", "--url", scripted.url)
 
         async def is_asked() -> bool:

@@ -6,8 +6,8 @@ from collections import Counter
 import httpx
 
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.mock_fleets import fleet_file
-from tests.support.served import MODEL, Served, served
+from tests.testing.mock_fleet import fleet_file
+from tests.testing.mock_server import MODEL, MockServer, mock_server
 
 ONE = "version: 1\nmodels: [{name: mock}]\nworkers: [{name: w}]\n"
 JSON = {"content-type": "application/json"}
@@ -53,7 +53,7 @@ async def test_every_error_answer_is_counted_once_under_its_code_and_model() -> 
         assert reply.status_code >= 400, reply.text
         wanted[model, reply.json()["error"]["code"]] += 1
 
-    async with served(fleet_file(ONE), frontend=FrontendSettings(body_max_bytes=10_000)) as here:
+    async with mock_server(fleet_file(ONE), frontend=FrontendSettings(body_max_bytes=10_000)) as here:
         for path, body, model in REFUSED_CALLS:
             note(await here.http.post(path, content=body, headers=JSON), model)
         for method, path in OTHER_REQUESTS:
@@ -73,7 +73,7 @@ async def test_every_error_answer_is_counted_once_under_its_code_and_model() -> 
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_counted() -> None:
-    async with served(fleet_file(ONE + "speedup: 1\n")) as here:
+    async with mock_server(fleet_file(ONE + "speedup: 1\n")) as here:
         body = {
             "model": MODEL,
             "prompt": "a b c",
@@ -92,7 +92,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_counted() -> None:
         assert (await here.metrics()).value("errors_total", model=MODEL) == 1
 
 
-async def _send_raw(here: Served, data: bytes) -> None:
+async def _send_raw(here: MockServer, data: bytes) -> None:
     host, port = here.system.address
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(data)

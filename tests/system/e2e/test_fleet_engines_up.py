@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.engine_publisher import publisher, stored_event, vllm_batch
-from tests.support.engine_server import JSON, Answer, Ends, page, scripted_engine
-from tests.support.processes import ENDS_WITHIN_S, READY_WITHIN_S, eventually, fleet, free_ports
+from tests.testing.engine_publisher import publisher, stored_event, vllm_batch
+from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, eventually, fleet, free_ports
+from tests.testing.scripted_engine import JSON, AnswerEnd, ScriptedAnswer, page, scripted_engine
 
 MODEL = "version: 1\nmodels: [{name: tiny, tokenizer: mock}]\n"
 CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
@@ -72,7 +72,7 @@ async def test_it_serves_and_lets_a_running_stream_finish(tmp_path: Path) -> Non
             f"      kv_events_endpoint: {events.at.events}\n"
             f"      kv_events_replay_endpoint: {events.at.replay}\n"
         )
-        engine.answers.append(Answer((STREAM,), ends=Ends.NO_HEADERS))
+        engine.answers.append(ScriptedAnswer((STREAM,), ends=AnswerEnd.NO_HEADERS))
         async with (
             up(file, "--http-port", "0") as (process, (url,)),
             httpx.AsyncClient(base_url=url, timeout=60.0) as http,
@@ -122,7 +122,7 @@ async def test_a_contradiction_is_one_line_and_exit_code_2(tmp_path: Path) -> No
 async def test_a_signal_ends_it_while_an_engine_is_still_being_asked(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     async with scripted_engine() as engine, fleet() as processes:
-        engine.pages["/v1/models"] = Answer(ends=Ends.NO_HEADERS)
+        engine.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         file.write_text(f"{MODEL}workers: [{{name: a, engine: {{kind: vllm, url: '{engine.url}'}}}}]\n")
         process = await start(processes.environ, file, "--http-port", "0")
 
@@ -145,7 +145,7 @@ async def test_with_replicas_each_engine_has_a_worker_process(tmp_path: Path) ->
             f"    engine: {{kind: vllm, urls: {urls}, kv_events: false}}\n"
         )
         for engine in (one, other):
-            engine.answers += [Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)] * 4
+            engine.answers += [ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)] * 4
         first = str(free_ports())
         async with up(file, "--replicas", "2", "--http-port", first, doors=2) as (process, doors):
             assert process.stderr is not None

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.support.nats_server import NatsServer, TlsFiles, running_nats
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer, TlsFiles, running_nats
+from tests.testing.processes import Frontend, eventually, fleet
 
 TOKEN = "a long secret of this fleet"
 NATS_TOKEN = "letmein"

@@ -15,8 +15,8 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.mock_fleets import BLOCK, alike, fleet_file
-from tests.support.served import MODEL, served, word_ids
+from tests.testing.mock_fleet import BLOCK, fleet_file, uniform_fleet
+from tests.testing.mock_server import MODEL, mock_server, word_ids
 
 ALIKE = """
 version: 1
@@ -33,7 +33,7 @@ async def ask(
     """Send prompts one after the other; return how many of their tokens were cached, as clients heard."""
     cached_tokens = 0
     recording = RecordingSettings(folder=str(folder))
-    async with served(fleet, router=router, recording=recording) as here:
+    async with mock_server(fleet, router=router, recording=recording) as here:
         for ids in prompts:
             answer = await here.http.post(
                 "/v1/completions", json={"model": MODEL, "prompt": list(ids), "max_tokens": 4}
@@ -61,7 +61,7 @@ async def test_engines_that_hold_all_have_the_endless_cache_s_share(
 ) -> None:
     prompts = [word_ids(first=at % 3, n=90) for at in range(12)]
     router = KvRouterConfig(router_cost="blocks")  # times of a busy machine say nothing of caches
-    heard = await ask(tmp_path, alike(replicas=3), prompts, router)
+    heard = await ask(tmp_path, uniform_fleet(replicas=3), prompts, router)
     found = ladder(capsys, tmp_path)
     assert heard == tokens(found, "engines") == tokens(found, "endless") == 9 * 5 * BLOCK
     assert found["largest"] is None
@@ -97,7 +97,7 @@ async def test_a_router_that_asks_no_caches_is_named(
 ) -> None:
     prompts = [word_ids(first=at // 4, n=90) for at in range(16)]
     router = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
-    heard = await ask(tmp_path, alike(replicas=4), prompts, router)
+    heard = await ask(tmp_path, uniform_fleet(replicas=4), prompts, router)
     found = ladder(capsys, tmp_path)
     assert heard == tokens(found, "engines") == 0
     assert found["largest"] == "router_mode"
@@ -108,7 +108,7 @@ async def test_doctor_shows_the_ladder_of_a_recording_too(tmp_path: Path) -> Non
     prompts = [word_ids(n=100)] * 2
     recorded = tmp_path / "recorded"
     await ask(recorded, fleet_file(ALIKE % (1, 16)), prompts)
-    async with served(fleet_file(ALIKE % (1, 16))) as here:
+    async with mock_server(fleet_file(ALIKE % (1, 16))) as here:
         arguments = ["doctor", "--url", here.url, "--recording", str(recorded)]
         shown = await asyncio.to_thread(CliRunner().invoke, kvrouter, arguments)
         said = await asyncio.to_thread(CliRunner().invoke, kvrouter, [*arguments, "--output", "json"])

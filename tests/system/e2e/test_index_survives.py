@@ -6,9 +6,9 @@ import nats
 from nats.aio.client import Client
 from nats.js.api import StreamInfo
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Fleet, Frontend, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Fleet, Frontend, eventually, fleet
 
 THRESHOLD = 4
 BLOCKS = 3

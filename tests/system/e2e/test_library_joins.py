@@ -6,8 +6,8 @@ import pytest
 
 from kvrouter import KvRouter, KvRouterConfig, Runtime, Settings, mock_fleet
 from kvrouter.core.errors import ConfigError
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Fleet, eventually, fleet
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Fleet, eventually, fleet
 
 PROMPT = list(range(256, 256 + 320))
 

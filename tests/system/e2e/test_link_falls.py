@@ -16,8 +16,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.served import MODEL, TIMEOUT_S, Metrics, word_ids
-from tests.support.waits import LIMIT_S, until
+from tests.testing.mock_server import MODEL, TIMEOUT_S, Metrics, word_ids
+from tests.testing.waits import LIMIT_S, until
 
 FLEET = """
 version: 1

@@ -25,10 +25,10 @@ from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.traces.trace_request import TraceRequest
-from tests.support.mock_fleets import alike, pairs
-from tests.support.replays import row
-from tests.support.served import MODEL, Served, served
-from tests.support.waits import until
+from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server
+from tests.testing.replays import row
+from tests.testing.waits import until
 
 APART_S = 60.0
 """In the replay, no request comes before the answer to the one before it has ended."""
@@ -42,12 +42,12 @@ def by_blocks(fleet: FleetFile) -> FleetFile:
     return fleet.model_copy(update={"router": KvRouterConfig(router_cost="blocks")})
 
 
-OVERLAPPING = {"aggregated": by_blocks(alike(replicas=3, engine=SLOW, speedup=1.0))}
+OVERLAPPING = {"aggregated": by_blocks(uniform_fleet(replicas=3, engine=SLOW, speedup=1.0))}
 
 FLEETS = {
-    "aggregated": by_blocks(alike(replicas=3, speedup=20.0)),
-    "bootstrap": by_blocks(pairs(prefill=2, speedup=20.0)),
-    "synchronous": by_blocks(pairs(prefill=2, handoff="synchronous", speedup=20.0)),
+    "aggregated": by_blocks(uniform_fleet(replicas=3, speedup=20.0)),
+    "bootstrap": by_blocks(zoned_fleet(prefill=2, speedup=20.0)),
+    "synchronous": by_blocks(zoned_fleet(prefill=2, handoff="synchronous", speedup=20.0)),
 }
 
 
@@ -66,8 +66,8 @@ def conversations(n: int, *, apart_s: float) -> list[TraceRequest]:
 
 
 @asynccontextmanager
-async def watched(fleet: FleetFile) -> AsyncIterator[tuple[Served, Observer]]:
-    async with served(fleet) as here:
+async def watched(fleet: FleetFile) -> AsyncIterator[tuple[MockServer, Observer]]:
+    async with mock_server(fleet) as here:
         observer = Observer()
         here.system.fleet.cluster.watch_legs(observer.leg_ended)
         for model in here.system.service.models():
@@ -86,14 +86,14 @@ async def live_in_turn(fleet: FleetFile, rows: Sequence[TraceRequest]) -> Observ
     return observer.observed
 
 
-def indexed_blocks(here: Served) -> int:
+def indexed_blocks(here: MockServer) -> int:
     """What the router's index holds of all ranks."""
     (model,) = here.system.service.models()
     assert isinstance(model.cache, EventCacheView)
     return sum(model.cache.index.stats().blocks)
 
 
-def held_blocks(here: Served) -> int:
+def held_blocks(here: MockServer) -> int:
     """What the engines hold."""
     held = 0
     for worker in here.system.fleet.workers.values():
@@ -155,7 +155,7 @@ async def test_overlapping_answers_equal_views_make_equal_choices(shape: str) ->
 async def test_from_the_same_draw_the_replays_router_draws_what_the_live_one_drew(
     router: KvRouterConfig,
 ) -> None:
-    fleet = alike(replicas=5, speedup=20.0).model_copy(update={"router": router})
+    fleet = uniform_fleet(replicas=5, speedup=20.0).model_copy(update={"router": router})
     rows = conversations(20, apart_s=0.01)
     async with watched(fleet) as (here, observer):
         _, port = here.system.address

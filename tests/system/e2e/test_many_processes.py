@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import ENDS_WITHIN_S, READY_WITHIN_S, Frontend, eventually, fleet, free_ports
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, Frontend, eventually, fleet, free_ports
 
 PROMPT = words(n=200)
 PLANES = [

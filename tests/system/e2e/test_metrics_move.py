@@ -18,11 +18,11 @@ from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.constants import SetConstants
-from tests.support.engine_server import scripted_engine
-from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
-from tests.support.served import MODEL, Served, leave_recovery_unanswered, served, user, words
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.mock_fleet import LONG_TOKENS, PATIENT_S, fleet_file, uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, leave_recovery_unanswered, mock_server, user, words
+from tests.testing.scripted_engine import scripted_engine
+from tests.testing.waits import until
 
 ASSERTED_HERE = {
     "kvrouter_requests_total",
@@ -161,7 +161,9 @@ def test_no_metric_is_left_out_here() -> None:
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
 
-async def chat(here: Served, *, n: int = 100, first: int = 0, max_tokens: int = 8, **nvext: object) -> int:
+async def chat(
+    here: MockServer, *, n: int = 100, first: int = 0, max_tokens: int = 8, **nvext: object
+) -> int:
     body = {
         "model": MODEL,
         "messages": user(words(first=first, n=n)),
@@ -172,7 +174,7 @@ async def chat(here: Served, *, n: int = 100, first: int = 0, max_tokens: int = 
 
 
 async def test_what_every_answer_moves() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         before = await here.metrics()
         assert before.value("build_info") == 1
         assert before.value("worker_up", role="decode", domain="a") == 2
@@ -233,7 +235,7 @@ async def test_what_every_answer_moves() -> None:
 
 
 async def test_what_arrives_is_held_until_it_is_given_up() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         _, writer = await asyncio.open_connection(*here.system.address)
         begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n12345"
         writer.write(begun)
@@ -244,14 +246,14 @@ async def test_what_arrives_is_held_until_it_is_given_up() -> None:
 
 
 async def test_what_bodies_that_hold_too_much_move() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         for body, bound in (("[" * 100, "depth"), ('{"prompt":[' + '"",' * 9_000 + '""]}', "items")):
             assert (await here.http.post("/v1/completions", content=body)).status_code == 400
             assert (await here.metrics()).value("bodies_refused_total", bound=bound) == 1
 
 
 async def test_what_prompts_that_are_too_long_move() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         reply = await here.http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 3_000_000})
         assert reply.status_code == 400
         assert (await here.metrics()).value("prompts_refused_total", code="context_length_exceeded") == 1
@@ -274,9 +276,9 @@ async def test_a_model_whose_prompts_cannot_be_read() -> None:
     async with scripted_engine() as engine:
         line = f"{{name: v, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}"
         file = fleet_file(f"version: 1\nmodels: [{{name: tiny}}]\nworkers: [{line}]\n")
-        async with served(file) as here:
+        async with mock_server(file) as here:
             assert (await here.metrics()).value("model_routed_by_load", model="tiny") == 1
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         assert (await here.metrics()).value("model_routed_by_load", model=MODEL) == 0
 
 
@@ -285,7 +287,7 @@ async def test_a_prompt_that_an_engine_tokenizes() -> None:
         engine.tokens_of = lambda _body: [1, 2, 3]
         line = f"{{name: v, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}"
         file = fleet_file(f"version: 1\nmodels: [{{name: tiny, tokenizer: engine}}]\nworkers: [{line}]\n")
-        async with served(file) as here:
+        async with mock_server(file) as here:
             body = {"model": "tiny", "prompt": "hello"}
             assert (await here.http.post("/v1/route/explain", json=body)).json()["isl_tokens"] == 3
             counted = (await here.metrics()).value("engine_tokenize_total", model="tiny", outcome="answered")
@@ -293,7 +295,7 @@ async def test_a_prompt_that_an_engine_tokenizes() -> None:
 
 
 async def test_what_running_requests_hold() -> None:
-    async with served(alike(replicas=1, speedup=1.0)) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         streams = [
             await here.openai.completions.create(
                 model=MODEL, prompt=words(first=n, n=64), max_tokens=2000, stream=True
@@ -325,7 +327,7 @@ async def test_what_running_requests_hold() -> None:
 @pytest.mark.parametrize("enforcement", ["required", "fallback"])
 async def test_refusals_fallbacks_and_domain_waits(enforcement: str) -> None:
     config = KvRouterConfig(router_domain_wait_s=0.01)
-    async with served(pairs(enforcement=enforcement), router=config) as here:
+    async with mock_server(zoned_fleet(enforcement=enforcement), router=config) as here:
         taint = {"required_taints": ["gpu=h200"]}
         assert await chat(here, routing_constraints=taint) == 503
         for worker_id in (2, 3):
@@ -348,7 +350,7 @@ async def test_refusals_fallbacks_and_domain_waits(enforcement: str) -> None:
 
 async def test_the_queue() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=1.0)
-    async with served(alike(replicas=1, speedup=1.0), router=config) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.completions.create(
             model=MODEL, prompt=words(n=64), max_tokens=2000, stream=True
         )
@@ -373,7 +375,7 @@ async def test_the_queue() -> None:
 
 async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's events name ids that it cannot give again: its blocks do not count until it is known."""
-    async with served(alike(replicas=2)) as here:
+    async with mock_server(uniform_fleet(replicas=2)) as here:
         await chat(here)
         leave_recovery_unanswered(monkeypatch, here)
         worker = here.system.fleet.workers[WorkerId(1)]
@@ -391,7 +393,7 @@ async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch)
 async def test_a_worker_that_should_publish_and_never_does(set_constants: SetConstants) -> None:
     """Both answer the router's questions, and none has sent anything; then one begins."""
     set_constants(event_ingest, SILENT_AFTER_S=0.1)
-    async with served(alike(replicas=2)) as here:
+    async with mock_server(uniform_fleet(replicas=2)) as here:
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)
         ingest = model.cache.ingest
@@ -417,7 +419,7 @@ workers:
   - {{name: decode, role: decode, replicas: 3, engine: {engine}}}
 speedup: 40
 """
-    async with served(fleet_file(text)) as here:
+    async with mock_server(fleet_file(text)) as here:
         body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
         async with here.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
@@ -446,7 +448,7 @@ speedup: 40
 
 
 async def test_a_lost_discovery_and_a_refused_peer() -> None:
-    async with served(fleet_file("version: 1\nmodels: [{name: mock}]\nworkers: [{name: w}]\n")) as here:
+    async with mock_server(fleet_file("version: 1\nmodels: [{name: mock}]\nworkers: [{name: w}]\n")) as here:
         assert (await here.metrics()).value("discovery_up") == 1
         ServiceInstrumentation(here.system.telemetry).discovery(is_reachable=False, why="gone")
         refusals_on("tcp", here.system.telemetry)("a wrong token")

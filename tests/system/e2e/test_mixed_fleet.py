@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Frontend, eventually, fleet
 
 LANES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "jetstream": ((), {}),

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.support.processes import eventually, fleet
+from tests.testing.processes import eventually, fleet
 
 MANY = 60
 """The client waits the second that ``Retry-After`` asks for, or up to 8 s without one."""

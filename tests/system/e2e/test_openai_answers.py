@@ -6,13 +6,13 @@ import json
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.support.mock_fleets import alike, pairs
-from tests.support.served import MODEL, Served, served, user, word_ids, words
+from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, word_ids, words
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 
 
-async def streamed(here: Served, content: str, **options: object) -> list[ChatCompletionChunk]:
+async def streamed(here: MockServer, content: str, **options: object) -> list[ChatCompletionChunk]:
     stream = await here.openai.chat.completions.create(
         model=MODEL,
         messages=user(content),
@@ -29,7 +29,7 @@ def text_of(chunks: list[ChatCompletionChunk]) -> str:
 
 @HANDOFFS
 async def test_chats_and_completions_whole_and_streamed(handoff: str) -> None:
-    async with served(pairs(handoff=handoff)) as here:
+    async with mock_server(zoned_fleet(handoff=handoff)) as here:
         content = words(n=50)
         chat = await here.openai.chat.completions.create(
             model=MODEL, messages=user(content), max_tokens=20, temperature=0
@@ -67,7 +67,7 @@ async def test_chats_and_completions_whole_and_streamed(handoff: str) -> None:
 
 
 async def test_a_second_turn_finds_the_first_ones_blocks() -> None:
-    async with served(alike(replicas=3)) as here:
+    async with mock_server(uniform_fleet(replicas=3)) as here:
         content = words(n=200)
         for expect_cached in (False, True):
             chat = await here.openai.chat.completions.create(
@@ -81,7 +81,7 @@ async def test_a_second_turn_finds_the_first_ones_blocks() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_strings_end_the_answer_also_across_tokens(stream: bool) -> None:
-    async with served(alike()) as here:
+    async with mock_server(uniform_fleet()) as here:
         content = words(n=30)
         whole = text_of(await streamed(here, content, temperature=0))
         third, fourth = whole.split()[2:4]
@@ -102,7 +102,7 @@ async def test_stop_strings_end_the_answer_also_across_tokens(stream: bool) -> N
 
 
 async def test_models_are_listed_and_found() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         listed = await here.openai.models.list()
         assert [model.id for model in listed.data] == [MODEL]
         assert (await here.openai.models.retrieve(MODEL)).id == MODEL
@@ -110,7 +110,7 @@ async def test_models_are_listed_and_found() -> None:
 
 @HANDOFFS
 async def test_headers_and_nvext_name_the_workers(handoff: str) -> None:
-    async with served(pairs(handoff=handoff)) as here:
+    async with mock_server(zoned_fleet(handoff=handoff)) as here:
         raw = await here.openai.chat.completions.with_raw_response.create(
             model=MODEL,
             messages=user(words(n=100)),
@@ -133,7 +133,7 @@ async def test_headers_and_nvext_name_the_workers(handoff: str) -> None:
 
 
 async def test_a_request_says_where_it_may_go() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         for zone, workers in (("a", {"2", "3"}), ("b", {"5", "6"})):
             constraints = {"required_taints": [f"dynamo.topology/zone={zone}"]}
             for n in range(3):
@@ -152,7 +152,7 @@ async def test_a_request_says_where_it_may_go() -> None:
 
 
 async def test_an_explanation_tells_what_the_request_then_does() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         body = {"model": MODEL, "messages": user(words(n=80)), "max_tokens": 3}
         await here.http.post("/v1/chat/completions", json=body)
         headers = {"x-request-id": "the-same-id"}
@@ -167,7 +167,7 @@ async def test_an_explanation_tells_what_the_request_then_does() -> None:
 
 
 async def test_many_clients_at_once_each_get_their_own_answer() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
 
         async def ask(n: int) -> str:
             completion = await here.openai.completions.create(

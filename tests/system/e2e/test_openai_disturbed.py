@@ -8,16 +8,16 @@ import openai
 import pytest
 
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, pairs
-from tests.support.served import MODEL, Served, served, user, words
-from tests.support.waits import until
+from tests.testing.mock_fleet import BLOCK, LONG_TOKENS, uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.waits import until
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 SLOW_TOKENS = 150_000
 BODY = {"model": MODEL, "messages": user(words(n=64)), "temperature": 0, "max_tokens": LONG_TOKENS}
 
 
-async def events_of(here: Served, kill_leg: str | None) -> list[dict[str, object]]:
+async def events_of(here: MockServer, kill_leg: str | None) -> list[dict[str, object]]:
     """Stream one chat; at its first piece of text, kill the worker of that leg."""
     events: list[dict[str, object]] = []
     body = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
@@ -44,7 +44,7 @@ def deltas(events: list[dict[str, object]], field: str) -> list[str]:
 
 @HANDOFFS
 async def test_a_worker_killed_in_mid_stream_costs_no_token_and_no_second_role(handoff: str) -> None:
-    async with served(pairs(handoff=handoff, speedup=40.0)) as here:
+    async with mock_server(zoned_fleet(handoff=handoff, speedup=40.0)) as here:
         whole = (await here.http.post("/v1/chat/completions", json=BODY)).json()
         events = await events_of(here, "decode")
         assert "".join(deltas(events, "content")) == whole["choices"][0]["message"]["content"]
@@ -58,7 +58,7 @@ async def test_a_worker_killed_in_mid_stream_costs_no_token_and_no_second_role(h
 
 
 async def test_a_stream_whose_last_worker_dies_ends_with_one_error_event() -> None:
-    async with served(alike(replicas=1, speedup=40.0)) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=40.0)) as here:
         lines: list[str] = []
         body = {**BODY, "stream": True}
         async with here.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -74,7 +74,7 @@ async def test_a_stream_whose_last_worker_dies_ends_with_one_error_event() -> No
 
 @HANDOFFS
 async def test_a_client_that_disconnects_in_mid_stream_frees_both_engines(handoff: str) -> None:
-    async with served(pairs(handoff=handoff, speedup=1.0)) as here:
+    async with mock_server(zoned_fleet(handoff=handoff, speedup=1.0)) as here:
         stream = await here.openai.chat.completions.create(
             model=MODEL, messages=user(words(n=64)), max_tokens=2000, stream=True
         )
@@ -90,7 +90,7 @@ async def test_a_client_that_disconnects_in_mid_stream_frees_both_engines(handof
 
 
 async def test_clients_that_give_up_before_the_first_token_free_both_engines() -> None:
-    async with served(pairs(speedup=0.002)) as here:
+    async with mock_server(zoned_fleet(speedup=0.002)) as here:
         impatient = here.openai.with_options(timeout=0.1)
         for stream in (False, True):
             with pytest.raises(openai.APITimeoutError):
@@ -106,7 +106,7 @@ async def test_clients_that_give_up_before_the_first_token_free_both_engines() -
 async def test_a_slow_reader_stops_nobody_but_itself() -> None:
     """It reads nothing at all: its engine pauses, and answers next to it are whole."""
     settings = FrontendSettings(write_high_water_bytes=8192, write_low_water_bytes=4096)
-    async with served(alike(replicas=1), frontend=settings) as here:
+    async with mock_server(uniform_fleet(replicas=1), frontend=settings) as here:
         loop = asyncio.get_running_loop()
         with narrow_socket() as slow:
             listening = narrow_socket()

@@ -9,12 +9,12 @@ from pydantic import SecretStr
 
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.mock_fleets import alike, pairs
-from tests.support.served import MODEL, Served, served, user, words
-from tests.support.waits import until
+from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.waits import until
 
 
-async def raised(here: Served, **fields: object) -> APIStatusError:
+async def raised(here: MockServer, **fields: object) -> APIStatusError:
     with pytest.raises(APIStatusError) as caught:
         await here.openai.chat.completions.create(
             model=MODEL, messages=user(words(n=20)), max_tokens=4, extra_body=fields
@@ -23,7 +23,7 @@ async def raised(here: Served, **fields: object) -> APIStatusError:
 
 
 async def test_a_mistake_of_the_clients_names_its_field() -> None:
-    async with served(alike()) as here:
+    async with mock_server(uniform_fleet()) as here:
         unknown = await raised(here, model="another")
         assert isinstance(unknown, NotFoundError)
         assert (unknown.code, unknown.param, unknown.type) == (
@@ -51,7 +51,7 @@ async def test_a_mistake_of_the_clients_names_its_field() -> None:
 
 
 async def test_nobody_may_take_it() -> None:
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         error = await raised(here, nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
         assert isinstance(error, InternalServerError)
         assert (error.status_code, error.code) == (503, "no_eligible_worker")
@@ -68,7 +68,7 @@ async def test_nobody_may_take_it() -> None:
 
 
 async def test_everybody_is_busy_by_thresholds_that_are_set_while_serving() -> None:
-    async with served(alike(replicas=1, speedup=1.0)) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         stream = await here.openai.chat.completions.create(
             model=MODEL, messages=user(words(n=64)), max_tokens=2000, stream=True
         )
@@ -85,7 +85,7 @@ async def test_everybody_is_busy_by_thresholds_that_are_set_while_serving() -> N
 
 async def test_a_busy_request_waits_for_its_turn() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=30.0)
-    async with served(alike(replicas=1, speedup=1.0), router=config) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.chat.completions.create(
             model=MODEL, messages=user(words(n=64)), max_tokens=2000, stream=True
         )
@@ -108,7 +108,7 @@ async def test_a_busy_request_waits_for_its_turn() -> None:
 
 async def test_admin_routes_need_the_token_that_is_set() -> None:
     settings = FrontendSettings(admin_token=SecretStr("open sesame"))
-    async with served(alike(), frontend=settings) as here:
+    async with mock_server(uniform_fleet(), frontend=settings) as here:
         for path in ("/v1/fleet", "/busy_threshold", "/v1/decisions/r1"):
             assert (await here.http.get(path)).status_code == 401
         token = {"authorization": "Bearer open sesame"}
@@ -117,7 +117,7 @@ async def test_admin_routes_need_the_token_that_is_set() -> None:
 
 
 async def test_a_router_without_workers_says_so() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         await here.kill(1)
         assert (await here.http.get("/ready")).status_code == 503
         assert (await here.http.get("/health")).status_code == 200

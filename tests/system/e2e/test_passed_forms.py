@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
-from tests.support.engine_server import Answer, Ends, scripted_engine
-from tests.support.mock_fleets import alike
-from tests.support.served import Served, served
 from tests.system.e2e.test_passed_routes import before, behind_loss, pieces, whole
+from tests.testing.mock_fleet import uniform_fleet
+from tests.testing.mock_server import MockServer, mock_server
+from tests.testing.scripted_engine import AnswerEnd, ScriptedAnswer, scripted_engine
 
 FORMS = [route.route.value for route in PASSED_ROUTES if route.is_form]
 TYPE = "multipart/form-data; boundary=b"
@@ -24,7 +24,7 @@ def form(*fields: tuple[str, str]) -> bytes:
     return b"".join((*parts, file, b"\r\n--b--\r\nepilogue"))
 
 
-async def post(here: Served, path: str, data: bytes, **headers: str) -> httpx.Response:
+async def post(here: MockServer, path: str, data: bytes, **headers: str) -> httpx.Response:
     sent = {"content-type": TYPE, **{name.replace("_", "-"): value for name, value in headers.items()}}
     return await here.http.post(path, content=data, headers=sent)
 
@@ -53,12 +53,12 @@ async def test_openais_package_has_its_file_transcribed() -> None:
         answer = await here.openai.audio.transcriptions.create(model="tiny", file=("a.wav", AUDIO))
         assert answer.text == "hi"
         assert AUDIO in engine.calls[0].raw
-        engine.answers.append(Answer((b"bare text",), content_type="text/plain"))
+        engine.answers.append(ScriptedAnswer((b"bare text",), content_type="text/plain"))
         text = await here.openai.audio.transcriptions.create(
             model="tiny", file=("a.wav", AUDIO), response_format="text"
         )
         assert text == "bare text"
-        engine.answers.append(Answer((b"",), content_type="text/plain"))
+        engine.answers.append(ScriptedAnswer((b"",), content_type="text/plain"))
         silent = await post(here, FORMS[0], form(("model", "tiny"), ("response_format", "text")))
         assert (silent.status_code, silent.content) == (200, b"")
         assert silent.headers["content-type"].startswith("text/plain")
@@ -79,7 +79,7 @@ EVENTS = (
 @pytest.mark.parametrize("written", ["true", "True", "1"])
 async def test_its_events_pass_as_they_are(events: tuple[str, ...], written: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer(pieces(*events)))
+        engine.answers.append(ScriptedAnswer(pieces(*events)))
         response = await post(here, FORMS[0], form(("model", "tiny"), ("stream", written)))
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -89,7 +89,7 @@ async def test_its_events_pass_as_they_are(events: tuple[str, ...], written: str
 @pytest.mark.parametrize("events", [CHUNKS, EVENTS])
 async def test_a_stream_that_is_cut_ends_with_an_error(events: tuple[str, ...]) -> None:
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer(pieces(events[0]), ends=Ends.HELD))
+        engine.answers.append(ScriptedAnswer(pieces(events[0]), ends=AnswerEnd.HELD))
         call = {"content": form(("model", "tiny"), ("stream", "true")), "headers": {"content-type": TYPE}}
         rest = await behind_loss(here, engine, FORMS[0], events[0], **call)
         assert json.loads(rest.removeprefix("data: "))["error"]["code"] == "worker_failed"
@@ -99,7 +99,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error(events: tuple[str, ...]) 
 async def test_a_stream_passes_as_its_engine_ended_it(events: tuple[str, ...]) -> None:
     """Also where its last event is missing."""
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer(pieces(events[0]), ends=Ends.WHOLE))
+        engine.answers.append(ScriptedAnswer(pieces(events[0]), ends=AnswerEnd.WHOLE))
         response = await post(here, FORMS[0], form(("model", "tiny"), ("stream", "true")))
         assert response.text == events[0]
 
@@ -109,7 +109,9 @@ async def test_another_worker_takes_a_form_whose_answer_did_not_begin() -> None:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines))
         data = form(("model", "tiny"))
-        engines[0].answers.extend((Answer(ends=Ends.REFUSED),) * 2)  # on a kept connection, and a fresh one
+        engines[0].answers.extend(
+            (ScriptedAnswer(ends=AnswerEnd.REFUSED),) * 2
+        )  # on a kept connection, and a fresh one
         engines[1].answers.extend((whole({"text": "hi"}),) * 20)
         while not engines[0].calls:
             assert (await post(here, FORMS[0], data)).json() == {"text": "hi"}
@@ -173,7 +175,7 @@ async def test_hostile_bodies_are_answered_with_a_4xx() -> None:
 
 
 async def test_engines_that_take_tokens_serve_no_forms() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         with pytest.raises(openai.NotFoundError) as refused:
             await here.openai.audio.transcriptions.create(model="mock", file=("a.wav", AUDIO))
         assert refused.value.code == "route_not_served"

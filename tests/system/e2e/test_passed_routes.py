@@ -11,9 +11,16 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, event_of, scripted_engine
-from tests.support.mock_fleets import alike, fleet_file
-from tests.support.served import Served, served, user, words
+from tests.testing.mock_fleet import fleet_file, uniform_fleet
+from tests.testing.mock_server import MockServer, mock_server, user, words
+from tests.testing.scripted_engine import (
+    JSON,
+    AnswerEnd,
+    ScriptedAnswer,
+    ScriptedEngine,
+    event_of,
+    scripted_engine,
+)
 
 PATHS = [route.route.value for route in PASSED_ROUTES if not route.is_form]
 
@@ -28,19 +35,19 @@ def call_of(path: str) -> dict[str, object]:
     return CALLS.get(path, {"input": ["a", "b"], "field_of_tomorrow": {"deep": [1, None]}})
 
 
-def whole(value: object) -> Answer:
-    return Answer((json.dumps(value).encode(),), content_type=JSON)
+def whole(value: object) -> ScriptedAnswer:
+    return ScriptedAnswer((json.dumps(value).encode(),), content_type=JSON)
 
 
 @asynccontextmanager
-async def before(*engines: ScriptedEngine, router: KvRouterConfig | None = None) -> AsyncIterator[Served]:
+async def before(*engines: ScriptedEngine, router: KvRouterConfig | None = None) -> AsyncIterator[MockServer]:
     """The router before vLLM servers that have one model."""
     groups = "".join(
         f"  - {{name: w{number}, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}\n"
         for number, engine in enumerate(engines)
     )
     text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{groups}"
-    async with served(fleet_file(text), router=router) as here:
+    async with mock_server(fleet_file(text), router=router) as here:
         yield here
 
 
@@ -94,7 +101,7 @@ def pieces(*events: str) -> tuple[bytes, ...]:
 @pytest.mark.parametrize("path", STREAMS)
 async def test_events_pass_as_they_are(path: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer(pieces(*STREAMS[path])))
+        engine.answers.append(ScriptedAnswer(pieces(*STREAMS[path])))
         body = {"model": "tiny", **call_of(path), "stream": True}
         response = await here.http.post(path, json=body)
         assert response.status_code == 200
@@ -110,12 +117,12 @@ async def test_a_stream_passes_as_its_engine_ended_it(path: str) -> None:
     """Also where its last event is missing: the engine closed it as complete."""
     *begun, _ = STREAMS[path]
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer(pieces(*begun)))
+        engine.answers.append(ScriptedAnswer(pieces(*begun)))
         response = await here.http.post(path, json={"model": "tiny", **call_of(path), "stream": True})
         assert (response.status_code, response.text) == (200, "".join(begun))
 
 
-async def behind_loss(here: Served, engine: ScriptedEngine, path: str, begun: str, **call: Any) -> str:
+async def behind_loss(here: MockServer, engine: ScriptedEngine, path: str, begun: str, **call: Any) -> str:
     """Send a call whose engine holds its answer behind ``begun``, lose the connection once the client has so
     much, and return what the client gets behind it.
     """
@@ -133,7 +140,7 @@ async def behind_loss(here: Served, engine: ScriptedEngine, path: str, begun: st
 async def test_a_stream_whose_connection_is_lost_ends_with_an_error(path: str) -> None:
     *begun, _ = STREAMS[path]
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer(pieces(*begun), ends=Ends.HELD))
+        engine.answers.append(ScriptedAnswer(pieces(*begun), ends=AnswerEnd.HELD))
         body = {"model": "tiny", **call_of(path), "stream": True}
         rest = await behind_loss(here, engine, path, "".join(begun), json=body)
         head = "event: error\n" if path == "/v1/messages" else ""
@@ -146,7 +153,9 @@ async def test_another_worker_takes_a_call_whose_answer_did_not_begin(path: str)
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines))
-        engines[0].answers.extend((Answer(ends=Ends.REFUSED),) * 2)  # on a kept connection, and a fresh one
+        engines[0].answers.extend(
+            (ScriptedAnswer(ends=AnswerEnd.REFUSED),) * 2
+        )  # on a kept connection, and a fresh one
         engines[1].answers.extend((whole({"object": "list"}),) * 20)
         while not engines[0].calls:
             response = await here.http.post(path, json={"model": "tiny", **call_of(path)})
@@ -158,7 +167,9 @@ async def test_what_an_engine_refuses_is_passed_on() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         wrong = {"error": {"message": "input: too many", "param": "input", "type": "BadRequestError"}}
         for status in (400, 404):
-            engine.answers.append(Answer((json.dumps(wrong).encode(),), status=status, content_type=JSON))
+            engine.answers.append(
+                ScriptedAnswer((json.dumps(wrong).encode(),), status=status, content_type=JSON)
+            )
             response = await here.http.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
             assert (response.status_code, response.json()) == (status, wrong)
 
@@ -195,7 +206,7 @@ async def test_a_tenants_salt_reaches_the_engine() -> None:
 
 
 async def test_engines_that_take_tokens_serve_two_routes_alone() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         response = await here.http.post("/v1/responses", json={"model": "mock", "input": "hi"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "route_not_served")
         assert (await here.http.get("/v1/responses")).status_code == 405
@@ -207,7 +218,7 @@ async def test_an_answer_is_pulled_by_its_client() -> None:
         event_of({"type": "response.output_text.delta", "delta": "x" * 5000, "n": n}) for n in range(400)
     ]
     async with scripted_engine() as engine, before(engine) as here:
-        engine.answers.append(Answer((*events, *pieces(RESPONSES[-1]))))
+        engine.answers.append(ScriptedAnswer((*events, *pieces(RESPONSES[-1]))))
         body = {"model": "tiny", **CALLS["/v1/responses"], "stream": True}
         response = await here.http.post("/v1/responses", json=body)
         assert response.content == b"".join(events) + RESPONSES[-1].encode()
@@ -243,7 +254,7 @@ async def test_a_prompt_goes_where_the_same_chat_went() -> None:
 
 
 async def test_errors_of_anthropics_routes_have_its_form() -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             refused = await here.http.post(path, json={"model": "mock", **CALLS["/v1/messages"]})
             assert refused.status_code == 404

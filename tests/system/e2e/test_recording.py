@@ -15,9 +15,9 @@ from kvrouter.recording.files import recording_files
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.sim.traces.read import open_trace
-from tests.support.mock_fleets import BLOCK, alike, pairs
-from tests.support.served import MODEL, Served, served, word_ids
-from tests.support.waits import until
+from tests.testing.mock_fleet import BLOCK, uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, word_ids
+from tests.testing.waits import until
 
 KV_BYTES_PER_TOKEN = 131_072
 """Of mock engines."""
@@ -26,7 +26,7 @@ SECRET_SESSION = "session-of-a-customer"
 SECRET_PARENT = "parent-of-a-customer"
 
 
-async def complete(here: Served, ids: Sequence[int], *, tokens: int = 8, **more: Any) -> int:
+async def complete(here: MockServer, ids: Sequence[int], *, tokens: int = 8, **more: Any) -> int:
     response = await here.http.post(
         "/v1/completions",
         json={"model": MODEL, "prompt": list(ids), "max_tokens": tokens, **more.get("body", {})},
@@ -50,7 +50,7 @@ def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
     return n
 
 
-def n_written(here: Served) -> float:
+def n_written(here: MockServer) -> float:
     telemetry = here.system.telemetry
     telemetry.render()
     return telemetry.recording_records.value()
@@ -58,7 +58,9 @@ def n_written(here: Served) -> float:
 
 async def test_a_recording_is_replayed_with_the_lengths_and_prefixes_that_were_sent(tmp_path: Path) -> None:
     prompts = [word_ids(first=n % 3, n=40 + 16 * (n % 4)) + word_ids(first=50 + n, n=40) for n in range(12)]
-    async with served(alike(replicas=3), recording=RecordingSettings(folder=str(tmp_path))) as here:
+    async with mock_server(
+        uniform_fleet(replicas=3), recording=RecordingSettings(folder=str(tmp_path))
+    ) as here:
         for at, ids in enumerate(prompts):
             assert await complete(here, ids, tokens=3 + at) == 200
         await until(lambda: n_written(here) >= len(prompts))
@@ -94,7 +96,7 @@ async def test_no_text_no_token_and_no_id_of_a_client_is_in_the_files(tmp_path: 
         "x-request-id": "request-of-a-customer",
     }
     hints = {"routing_constraints": {"preferred_taints": {"client/of-a-customer": 0.5}}}
-    async with served(alike(), recording=RecordingSettings(folder=str(tmp_path))) as here:
+    async with mock_server(uniform_fleet(), recording=RecordingSettings(folder=str(tmp_path))) as here:
         for _ in range(2):
             assert await complete(here, ids, headers=headers, body={"nvext": hints}) == 200
         answer = await here.http.post(
@@ -129,7 +131,7 @@ async def test_no_text_no_token_and_no_id_of_a_client_is_in_the_files(tmp_path: 
 async def test_both_legs_of_a_pair_and_what_became_of_the_fleet(tmp_path: Path) -> None:
     settings = RecordingSettings(folder=str(tmp_path))
     from_worker_4 = {"nvext": {"prefill_worker_id": 4}}
-    async with served(pairs(handoff="synchronous"), recording=settings) as here:
+    async with mock_server(zoned_fleet(handoff="synchronous"), recording=settings) as here:
         assert await complete(here, word_ids(n=64), body={"nvext": {"worker_id": 2}}) == 200
         await here.kill(5)
         assert await complete(here, word_ids(n=64), body=from_worker_4) == 200
@@ -164,7 +166,7 @@ async def test_calls_that_were_never_read_are_refusals_with_their_status_and_not
 ) -> None:
     settings = RecordingSettings(folder=str(tmp_path))
     front = FrontendSettings(body_max_bytes=4096, header_max_bytes=1024)
-    async with served(alike(), recording=settings, frontend=front) as here:
+    async with mock_server(uniform_fleet(), recording=settings, frontend=front) as here:
         long = await here.http.post("/v1/completions", content=b"a" * 5000)
         assert long.status_code == 413
         elsewhere = await here.http.post("/v1/secret/customer", content=b"a" * 5000)

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from kvrouter.settings.tree import FrontendSettings
-from tests.support.logged import event_of
-from tests.support.mock_fleets import alike
-from tests.support.served import Served, served
+from tests.testing.log_events import event_of
+from tests.testing.mock_fleet import uniform_fleet
+from tests.testing.mock_server import MockServer, mock_server
 
 PAGE = "https://chat.example.com"
 PATHS = ("/v1/chat/completions", "/v1/messages")
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[str, bytes, int, str]] = {
 }
 
 
-async def answer_to(here: Served, sent: bytes) -> httpx.Response:
+async def answer_to(here: MockServer, sent: bytes) -> httpx.Response:
     host, port = here.system.address
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(sent)
@@ -109,7 +109,7 @@ async def test_what_no_handler_sees_is_answered_as_all_else(
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     method, rest, status, code = REFUSED[what]
-    async with served(alike(replicas=1), frontend=SETTINGS) as here:
+    async with mock_server(uniform_fleet(replicas=1), frontend=SETTINGS) as here:
         for path in PATHS:
             begin = f"{method} {path} HTTP/1.1\r\n{ASKED}".encode()
             answer = await answer_to(here, begin + (rest or b"\r\n"))
@@ -131,7 +131,7 @@ async def test_what_no_handler_sees_is_answered_as_all_else(
 
 async def test_what_names_no_path_that_is_served(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
-    async with served(alike(replicas=1), frontend=SETTINGS) as here:
+    async with mock_server(uniform_fleet(replicas=1), frontend=SETTINGS) as here:
         for sent, route, status in (
             (b"no request line\r\n\r\n", "unknown", 400),
             (b"GET /%s HTTP/1.1\r\n\r\n" % (b"x" * 9000), "unknown", 431),
@@ -151,7 +151,7 @@ async def test_what_names_no_path_that_is_served(caplog: pytest.LogCaptureFixtur
 
 
 @asynccontextmanager
-async def half_sent(here: Served, path: str, n_bytes: int) -> AsyncIterator[asyncio.StreamReader]:
+async def half_sent(here: MockServer, path: str, n_bytes: int) -> AsyncIterator[asyncio.StreamReader]:
     host, port = here.system.address
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST {path} HTTP/1.1\r\n{ASKED}content-length: {n_bytes + 1}\r\n\r\n"
@@ -168,7 +168,7 @@ async def test_a_page_reads_that_too_much_is_arriving(path: str, caplog: pytest.
     caplog.set_level(logging.INFO, logger="kvrouter")
     settings = FrontendSettings(cors_origins=PAGE, body_max_bytes=100_000, uploads_max_bytes=100_000)
     async with (
-        served(alike(replicas=1), frontend=settings) as here,
+        mock_server(uniform_fleet(replicas=1), frontend=settings) as here,
         half_sent(here, path, 60_000),
         half_sent(here, path, 90_000) as reader,
     ):
@@ -189,7 +189,7 @@ async def test_a_connection_too_many_is_for_the_only_page_that_may_call(
     """Nothing of it is read, so it says nothing of its page."""
     caplog.set_level(logging.INFO, logger="kvrouter")
     settings = FrontendSettings(cors_origins=origins, connections_max=1)
-    async with served(alike(replicas=1), frontend=settings) as here:
+    async with mock_server(uniform_fleet(replicas=1), frontend=settings) as here:
         assert (await here.http.get("/health")).status_code == 200
         answer = await answer_to(here, b"")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_connections")
@@ -198,7 +198,9 @@ async def test_a_connection_too_many_is_for_the_only_page_that_may_call(
 
 
 async def test_an_origin_that_may_not_call_is_shown_nothing() -> None:
-    async with served(alike(replicas=1), frontend=SETTINGS.model_copy(update={"cors_origins": PAGE})) as here:
+    async with mock_server(
+        uniform_fleet(replicas=1), frontend=SETTINGS.model_copy(update={"cors_origins": PAGE})
+    ) as here:
         sent = b"POST /v1/messages HTTP/1.1\r\nhost: h\r\norigin: https://evil.example\r\nhost: h\r\n\r\n"
         answer = await answer_to(here, sent)
         assert "access-control-allow-origin" not in answer.headers

@@ -4,9 +4,9 @@ import nats
 from nats.errors import Error
 from nats.js.api import ConsumerInfo
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Frontend, eventually, fleet
 
 SETTINGS = {"DYN_DISCOVERY_BACKEND": "nats", "DYN_EVENT_PLANE": "jetstream", "KVROUTER_REPLICA_NAME": "twin"}
 BLOCKS = 3

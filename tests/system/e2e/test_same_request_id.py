@@ -3,8 +3,8 @@
 import asyncio
 from functools import partial
 
-from tests.support.processes import eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.processes import eventually, fleet
 
 ASKED_AGAIN = {"x-request-id": "of-the-proxy"}
 BODY = {"model": "mock", "prompt": words(n=400), "max_tokens": 8}

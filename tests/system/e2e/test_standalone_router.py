@@ -8,10 +8,10 @@ from pathlib import Path
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, Sampling, TokenBuffer
 from kvrouter.transports.requests.tcp import TcpRequestTransport
-from tests.support.collector import collector, plain
-from tests.support.nats_server import NatsServer
-from tests.support.processes import ENDS_WITHIN_S, Frontend, eventually, fleet
-from tests.support.served import word_ids
+from tests.testing.mock_server import word_ids
+from tests.testing.nats_server import NatsServer
+from tests.testing.otlp_collector import otlp_collector, span_attributes
+from tests.testing.processes import ENDS_WITHIN_S, Frontend, eventually, fleet
 
 PAGE = (Path(__file__).parents[3] / "docs" / "standalone-router.md").read_text("utf-8")
 TOKENS = word_ids(n=200)
@@ -116,7 +116,7 @@ async def test_decode_by_somebody_else_gets_its_kv_from_a_prefill_of_ours(shared
 async def test_spans_of_decisions_and_of_a_prefill(shared_nats: NatsServer) -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": shared_nats.url}
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with collector() as found, fleet(environ) as processes:
+    async with otlp_collector() as found, fleet(environ) as processes:
         sends = {"OTEL_EXPORTER_OTLP_ENDPOINT": found.url}
         await processes.worker("--role", "prefill", "--speedup", "20")
         router = await processes.router("--component", "prefill", environ=sends)
@@ -136,6 +136,6 @@ async def test_spans_of_decisions_and_of_a_prefill(shared_nats: NatsServer) -> N
     routes = found.named("POST /v1/route")
     steps = ["decide", "queue", "receive", "tokenize"]
     assert [sorted(found.inside(route)) for route in routes] == [steps, steps, ["receive", "tokenize"]]
-    said = [plain(list(span.attributes)) for span in (found.one("prefill"), *found.named("decide"))]
+    said = [span_attributes(list(span.attributes)) for span in (found.one("prefill"), *found.named("decide"))]
     assert len({attributes["kvrouter.prefill.worker"] for attributes in said}) == 1
-    assert plain(list(routes[-1].attributes))["error.type"] == "invalid_request"
+    assert span_attributes(list(routes[-1].attributes))["error.type"] == "invalid_request"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Fleet, Frontend, Running, eventually, fleet, free_ports
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet, free_ports
 
 ROUND_ROBIN = ("--router-mode", "round-robin")
 NOWHERE = {"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": "nats://127.0.0.1:9"}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvrouter.text.source import DOWNLOAD_MAX_BYTES, MOCK_FOLDER
-from tests.support.local_hub import LocalHub, local_hub
-from tests.support.processes import fleet
-from tests.support.tokenizer_files import write_tiktoken
+from tests.testing.local_hub import LocalHub, local_hub
+from tests.testing.processes import fleet
+from tests.testing.tokenizer_files import write_tiktoken
 
 REPOSITORY = "acme/small"
 FILES = {path.name: path.read_bytes() for path in MOCK_FOLDER.iterdir() if path.name.endswith(".json")}

@@ -14,12 +14,12 @@ from kvrouter.app import trace_export
 from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.metrics import Telemetry
 from kvrouter.text.source import MOCK_FOLDER
-from tests.support.collector import Collector, collector, plain
-from tests.support.constants import SetConstants
-from tests.support.engine_server import Answer, ScriptedEngine, scripted_engine, sse
-from tests.support.logged import event_of, events_of
-from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, fleet_file, pairs
-from tests.support.served import MODEL, Served, served, user, words
+from tests.testing.constants import SetConstants
+from tests.testing.log_events import event_of, events_of
+from tests.testing.mock_fleet import LONG_TOKENS, PATIENT_S, fleet_file, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.otlp_collector import OtlpCollector, otlp_collector, span_attributes
+from tests.testing.scripted_engine import ScriptedAnswer, ScriptedEngine, scripted_engine, sse
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
@@ -42,15 +42,15 @@ pytestmark = pytest.mark.usefixtures("no_variables")
 
 
 @asynccontextmanager
-async def collecting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+async def collecting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtlpCollector]:
     """A collector that the router sends its spans to."""
-    async with collector() as found:
+    async with otlp_collector() as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
         yield found
 
 
 async def ask(
-    here: Served, headers: Mapping[str, str] | None = None, *, n: int = 40, max_tokens: int = 4
+    here: MockServer, headers: Mapping[str, str] | None = None, *, n: int = 40, max_tokens: int = 4
 ) -> httpx.Response:
     body = {"model": MODEL, "messages": user(words(n=n)), "max_tokens": max_tokens}
     response = await here.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -58,27 +58,27 @@ async def ask(
     return response
 
 
-def answered() -> Answer:
+def answered() -> ScriptedAnswer:
     event = {
         "id": "a", "object": "text_completion", "created": 1, "model": "tiny",
         "choices": [{"index": 0, "text": " a", "token_ids": [5], "finish_reason": "stop"}],
     }  # fmt: skip
-    return Answer((sse(event),))
+    return ScriptedAnswer((sse(event),))
 
 
 @asynccontextmanager
-async def before(engine: ScriptedEngine) -> AsyncIterator[Served]:
+async def before(engine: ScriptedEngine) -> AsyncIterator[MockServer]:
     """The router before an engine that takes calls as they are written."""
     text = f"""
 version: 1
 models: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]
 workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}]
 """
-    async with served(fleet_file(text)) as here:
+    async with mock_server(fleet_file(text)) as here:
         yield here
 
 
-async def stream(here: Served, **headers: str) -> str:
+async def stream(here: MockServer, **headers: str) -> str:
     body = {"model": "tiny", "prompt": words(), "max_tokens": 4, "stream": True}
     response = await here.http.post("/v1/completions", json=body, headers=headers)
     assert response.status_code == 200, response.text
@@ -111,7 +111,7 @@ async def test_an_engine_is_given_the_span_of_its_leg(monkeypatch: pytest.Monkey
 async def test_a_pairs_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
     async with collecting(monkeypatch) as found:
-        async with served(pairs(handoff="synchronous")) as here:
+        async with mock_server(zoned_fleet(handoff="synchronous")) as here:
             await ask(here, SENT)
         (resource,) = found.resources[:1]
         assert resource["service.name"] == "kvrouter"
@@ -131,21 +131,23 @@ async def test_a_pairs_spans(monkeypatch: pytest.MonkeyPatch) -> None:
         assert transfer.start_time_unix_nano == found.one("prefill").end_time_unix_nano
         (first,) = found.one("decode").events
         assert (first.name, first.time_unix_nano) == ("first_token", transfer.end_time_unix_nano)
-        decided = plain(list(found.one("decide").attributes))
-        prefill, decode = (plain(list(found.one(name).attributes)) for name in ("prefill", "decode"))
+        decided = span_attributes(list(found.one("decide").attributes))
+        prefill, decode = (
+            span_attributes(list(found.one(name).attributes)) for name in ("prefill", "decode")
+        )
         assert decided["kvrouter.prefill.worker"] == prefill["kvrouter.worker"]
         assert decided["kvrouter.decode.worker"] == decode["kvrouter.worker"]
         assert decided["kvrouter.constraint"] == "required"
         for term in ("cost", "overlap_blocks", "prefill_blocks", "candidates", "queue_ms", "expected_ms"):
             assert f"kvrouter.prefill.{term}" in decided
-        said = plain(list(call.attributes))
+        said = span_attributes(list(call.attributes))
         assert said["http.response.status_code"] == 200
         assert (said["kvrouter.attempts"], said["kvrouter.completion_tokens"]) == (1, 4)
 
 
 async def test_a_call_without_a_trace_begins_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting(monkeypatch) as found:
-        async with served(pairs()) as here:
+        async with mock_server(zoned_fleet()) as here:
             await ask(here)
             await ask(here)
         calls = found.named("POST /v1/chat/completions")
@@ -155,7 +157,7 @@ async def test_a_call_without_a_trace_begins_one(monkeypatch: pytest.MonkeyPatch
 
 async def test_what_a_client_does_not_want_sampled_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting(monkeypatch) as found:
-        async with served(pairs()) as here:
+        async with mock_server(zoned_fleet()) as here:
             await ask(here, {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-00"})
             await ask(here)
         assert TRACE_ID not in {span.trace_id.hex() for span in found.spans}
@@ -164,10 +166,10 @@ async def test_what_a_client_does_not_want_sampled_is_not_sent(monkeypatch: pyte
 
 async def test_a_refused_call_has_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting(monkeypatch) as found:
-        async with served(pairs()) as here:
+        async with mock_server(zoned_fleet()) as here:
             body = {"model": "nobody", "messages": user("a")}
             assert (await here.http.post("/v1/chat/completions", json=body)).status_code == 404
-        said = plain(list(found.one("POST /v1/chat/completions").attributes))
+        said = span_attributes(list(found.one("POST /v1/chat/completions").attributes))
         assert (said["http.response.status_code"], said["error.type"]) == (404, "model_not_found")
         assert not found.named("decide")
 
@@ -184,7 +186,7 @@ async def test_the_legs_of_another_attempt_are_linked_to_those_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with collecting(monkeypatch) as found:
-        async with served(fleet_file(RESUMED)) as here:
+        async with mock_server(fleet_file(RESUMED)) as here:
             body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
             async with here.http.stream("POST", "/v1/completions", json=body, headers=SENT) as response:
                 lines = response.aiter_lines()
@@ -198,12 +200,12 @@ async def test_the_legs_of_another_attempt_are_linked_to_those_before(
         assert again.status.code == again.status.STATUS_CODE_UNSET
         assert len(found.named("decide")) == 2
         call = found.one("POST /v1/completions")
-        assert plain(list(call.attributes))["kvrouter.attempts"] == 2
+        assert span_attributes(list(call.attributes))["kvrouter.attempts"] == 2
 
 
 async def test_lines_decisions_and_exemplars_name_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         response = await ask(here, SENT)
         await ask(here)
         decisions = await here.http.get(f"/v1/decisions/{response.headers['x-request-id']}")
@@ -231,7 +233,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 async def test_a_line_for_each_call_as_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         first = await ask(here, n=64, max_tokens=5)
         await ask(here, n=64, max_tokens=5)
         body = {"model": MODEL, "messages": user("a"), "max_tokens": -1}
@@ -262,11 +264,11 @@ async def test_a_line_for_each_call_as_it_ends(caplog: pytest.LogCaptureFixture)
 async def test_a_collector_that_is_gone_costs_no_request(
     monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with collector() as gone:
+    async with otlp_collector() as gone:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", gone.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     set_constants(trace_export, FLUSH_LIMIT_S=2.0)
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         for _ in range(3):
             await ask(here)
     assert "spans_not_sent" in events_of(caplog.records)
@@ -277,7 +279,7 @@ async def test_without_the_extra_it_is_said_and_nothing_is_sent(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         await ask(here, SENT)
     (warned,) = [record for record in caplog.records if event_of(record) == "config_warning"]
     assert "kvrouter[otel]" in str(_fields(warned)["detail"])
@@ -302,7 +304,7 @@ def test_what_asks_for_traces(variables: dict[str, str], asked: bool) -> None:
 async def test_gen_ai_names_behind_their_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"gen_ai" not in Telemetry().render()
     monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", "http, gen_ai_latest_experimental")
-    async with served(pairs()) as here:
+    async with mock_server(zoned_fleet()) as here:
         await ask(here, max_tokens=3)
         page = (await here.http.get("/metrics")).text
     labels = 'gen_ai_operation_name="chat",gen_ai_provider_name="kvrouter",gen_ai_request_model="mock"'
@@ -323,7 +325,7 @@ async def test_a_key_in_a_mistaken_variable_is_in_no_line(
 ) -> None:
     async with collecting(monkeypatch):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Bearer s3cr3t")
-        async with served(pairs()) as here:
+        async with mock_server(zoned_fleet()) as here:
             await ask(here)
     ours = [record for record in caplog.records if record.name.startswith("kvrouter")]
     assert "spans_not_sent" in events_of(ours)
@@ -347,5 +349,5 @@ async def test_a_wrong_variable_names_itself(monkeypatch: pytest.MonkeyPatch) ->
             with monkeypatch.context() as one:
                 one.setenv(name, value)
                 with pytest.raises(ConfigError, match="OTEL_"):
-                    async with served(pairs()):
+                    async with mock_server(zoned_fleet()):
                         pass

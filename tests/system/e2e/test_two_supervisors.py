@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.support.processes import ENDS_WITHIN_S, READY_WITHIN_S, fleet, free_ports
+from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, fleet, free_ports
 
 FLEET = "version: 1\nmodels: [{name: mock}]\nworkers: [{name: w, replicas: 1}]\nspeedup: 20\n"
 SETTINGS = {"KVROUTER_LEASE_S": "2"}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.served import words
+from tests.testing.mock_server import words
 
 FLEET = """
 version: 1

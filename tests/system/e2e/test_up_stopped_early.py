@@ -7,7 +7,7 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
-from tests.support.processes import ENDS_WITHIN_S, free_ports
+from tests.testing.processes import ENDS_WITHIN_S, free_ports
 
 
 async def test_it_ends_in_good_order(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import CLI, SETTINGS, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.processes import CLI, SETTINGS, eventually, fleet
 
 NOBODY = "nats://127.0.0.1:1"
 BODY = {"model": "mock", "prompt": words(n=200), "max_tokens": 4}

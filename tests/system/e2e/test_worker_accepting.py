@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.clients import Client
-from tests.support.processes import eventually, fleet, free_ports
+from tests.testing.processes import eventually, fleet, free_ports
+from tests.testing.streaming_client import StreamingClient
 
 
 async def test_it_accepts_from_its_announcement_to_its_drain(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ async def test_it_accepts_from_its_announcement_to_its_drain(tmp_path: Path) -> 
         assert await tells("ok", 200)
         frontend = await processes.frontend()
         await eventually(partial(frontend.serves, 1))
-        client = Client(frontend, max_tokens=5_000)
+        client = StreamingClient(frontend, max_tokens=5_000)
         await client.until(pieces=1)
         worker.process.send_signal(signal.SIGTERM)
         await eventually(drains)

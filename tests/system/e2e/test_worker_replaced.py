@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvrouter.app.lifetime import LOST_PLACE
-from tests.support.nats_server import NatsServer
-from tests.support.processes import ENDS_WITHIN_S, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import ENDS_WITHIN_S, eventually, fleet
 
 SHORT = {"model": "mock", "prompt": words(n=20), "max_tokens": 4}
 LONG = {**SHORT, "max_tokens": 8000, "ignore_eos": True, "stream": True}

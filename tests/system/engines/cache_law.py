@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import httpx
 import pytest_asyncio
 
-from tests.support.processes import Fleet, Frontend, eventually
 from tests.system.engines.calls import (
     attached,
     cached_tokens,
@@ -23,6 +22,7 @@ from tests.system.engines.calls import (
     worker_of,
 )
 from tests.system.engines.real_engine import RealEngine
+from tests.testing.processes import Fleet, Frontend, eventually
 
 ROOM_TOKENS = 1280
 CONTEXT_TOKENS = 1024

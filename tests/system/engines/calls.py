@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tests.support.processes import Fleet, Frontend, Running, eventually
 from tests.system.engines.real_engine import MODEL, RealEngine
 from tests.system.engines.vllm_server import BLOCK_SIZE
+from tests.testing.processes import Fleet, Frontend, Running, eventually
 
 EngineT = TypeVar("EngineT", bound=RealEngine)
 

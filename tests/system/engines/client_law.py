@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
 
-from tests.support.processes import Fleet, Frontend
 from tests.system.engines.calls import attached
 from tests.system.engines.real_engine import MODEL, RealEngine
+from tests.testing.processes import Fleet, Frontend
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You route requests."},

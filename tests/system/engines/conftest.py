@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet, fleet
 from tests.system.engines.shaped_network import why_not
+from tests.testing.processes import Fleet, fleet
 
 pytest.register_assert_rewrite(
     "tests.system.engines.cache_law", "tests.system.engines.calibrate_law", "tests.system.engines.client_law"

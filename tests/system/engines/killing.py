@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.support.processes import Fleet, Frontend
 from tests.system.engines.calls import Recorded, attached, chat_body, lines_of
 from tests.system.engines.real_engine import MODEL, RealEngine
+from tests.testing.processes import Fleet, Frontend
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"

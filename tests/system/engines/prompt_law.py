@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrouter.core.requests import CallRoute
-from tests.support.processes import Frontend
-from tests.support.prompt_shapes import SHAPES, Shape, lengthened
-from tests.support.prompt_templates import TEMPLATES
 from tests.system.engines.calls import index_is_settled
 from tests.system.engines.install import HERE, engines_dir
 from tests.system.engines.real_engine import MODEL
+from tests.testing.processes import Frontend
+from tests.testing.prompt_shapes import SHAPES, Shape, lengthened
+from tests.testing.prompt_templates import TEMPLATES
 
 WORDS = 120
 _ISL = re.compile(r" decision .*?isl_tokens=(\d+)")

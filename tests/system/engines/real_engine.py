@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import httpx
 
-from tests.support.processes import free_ports
 from tests.system.engines.install import VARIABLE, engines_dir
+from tests.testing.processes import free_ports
 
 READY_WITHIN_S = 300.0
 ENDS_WITHIN_S = 60.0

@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
-from tests.support.engine_flushed import flushed
 from tests.system.engines.install import HERE, engines_dir
 from tests.system.engines.real_engine import MODEL, RealEngine
+from tests.testing.sglang_cache import flush_cache
 
 PAGE_SIZE = 16
 
@@ -65,4 +65,4 @@ class SglangServer(RealEngine):
 
     async def forget(self) -> None:
         """Empty its cache; it tells so at once."""
-        await flushed(self.http)
+        await flush_cache(self.http)

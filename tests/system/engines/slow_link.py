@@ -22,12 +22,12 @@ import httpx
 import msgspec
 
 from benchmarks.http_replay.machine import ROOT, Commit, Machine, this_commit, this_machine
-from tests.support.processes import Fleet, Frontend, fleet
 from tests.system.engines.calls import companion, stopped, until_feeds
 from tests.system.engines.install import NIXL, VLLM
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.shaped_network import KV_DEVICE, ShapedNetwork, shaped_network
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet, Frontend, fleet
 
 RESULT = ROOT / "benchmarks" / "choice" / "results" / "vllm-slow-link.json"
 

@@ -7,8 +7,10 @@ import pytest
 import pytest_asyncio
 
 from kvrouter.core.requests import FinishReason
-from tests.support.engine_attached import AttachedEngine, attach_sglang, attach_vllm, served
-from tests.support.engine_laws import (
+from tests.system.engines.sglang_server import SglangServer
+from tests.system.engines.vllm_server import VllmServer
+from tests.testing.attached_engines import AttachedEngine, attach_sglang, attach_vllm, served
+from tests.testing.engine_laws import (
     AnswerLaws,
     CacheLaws,
     CallEndingLaws,
@@ -19,9 +21,7 @@ from tests.support.engine_laws import (
     answer,
     new_prompt,
 )
-from tests.support.engine_legs import written
-from tests.system.engines.sglang_server import SglangServer
-from tests.system.engines.vllm_server import VllmServer
+from tests.testing.engine_requests import completion_request
 
 CONTEXT_TOKENS = 1024
 VLLM_BLOCKS = 64
@@ -64,6 +64,6 @@ class TestEngine(AnswerLaws, RefusalLaws, CacheLaws, SaltLaws, EndingLaws, CallL
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prompt_that_is_only_echoed_comes_back(at: AttachedEngine, stream: bool) -> None:
-    chunks = await answer(at, written(new_prompt(20), stream=stream, max_tokens=0, echo=True))
+    chunks = await answer(at, completion_request(new_prompt(20), stream=stream, max_tokens=0, echo=True))
     assert b'"text":"' in b"".join(chunk.raw for chunk in chunks)
     assert chunks[-1].finish is FinishReason.LENGTH

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet, eventually
 from tests.system.engines.calls import (
     cached_tokens,
     complete,
@@ -31,6 +30,7 @@ from tests.system.engines.killing import (
 from tests.system.engines.real_engine import RealEngine
 from tests.system.engines.sglang_server import PAGE_SIZE, SglangServer
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet, eventually
 
 SEAM_CHARS = 220
 """How long the stop string is that begins before the engine is killed, and ends after that."""

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet
-from tests.support.prompt_shapes import SHAPES
-from tests.support.prompt_templates import TEMPLATES
 from tests.system.engines.calls import attached, stopped
 from tests.system.engines.prompt_law import blind_shapes, kept_prompts, made_again, model_with_template
 from tests.system.engines.sglang_server import PAGE_SIZE, SglangServer
+from tests.testing.processes import Fleet
+from tests.testing.prompt_shapes import SHAPES
+from tests.testing.prompt_templates import TEMPLATES
 
 _KEPT = kept_prompts("sglang-0.5.23")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import Fleet, Frontend, eventually
 from tests.system.engines.calls import attached, stopped, two_of
 from tests.system.engines.install import engines_dir
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
+from tests.testing.processes import Fleet, Frontend, eventually
 
 ADAPTER = "french"
 PROMPT = list(range(20, 20 + 8 * BLOCK_SIZE))

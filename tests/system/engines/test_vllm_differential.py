@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet, Frontend
 from tests.system.differential.calls import CHAT, RESPONSES, Call, field_calls, odd_calls, plain_calls
 from tests.system.differential.compare import Seen
 from tests.system.differential.run import Tally
@@ -22,6 +21,7 @@ from tests.system.engines.calls import attached, stopped
 from tests.system.engines.install import engines_dir
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet, Frontend
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

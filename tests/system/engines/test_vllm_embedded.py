@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.support.processes import ENDS_WITHIN_S, Fleet, eventually, fleet
 from tests.system.engines.install import VARIABLE, engines_dir
 from tests.system.engines.real_engine import MODEL, READY_WITHIN_S
 from tests.system.engines.vllm_server import BLOCK_SIZE, ENVIRON
+from tests.testing.processes import ENDS_WITHIN_S, Fleet, eventually, fleet
 
 ROOT = Path(__file__).parents[3]
 PROMPT = list(range(20, 20 + 8 * BLOCK_SIZE))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.processes import ENDS_WITHIN_S, READY_WITHIN_S, Fleet, eventually
 from tests.system.engines.install import engines_dir
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
+from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, Fleet, eventually
 
 PROMPT = list(range(20, 20 + 8 * BLOCK_SIZE))
 

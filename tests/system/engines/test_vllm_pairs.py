@@ -8,10 +8,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet, Frontend, eventually
 from tests.system.engines.calls import companion, until_feeds
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet, Frontend, eventually
 
 N_REQUESTS = 50
 ZONES = ("a", "b")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet
-from tests.support.prompt_shapes import SHAPES
-from tests.support.prompt_templates import TEMPLATES
 from tests.system.engines.calls import attached, stopped
 from tests.system.engines.prompt_law import blind_shapes, kept_prompts, made_again, model_with_template
 from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
+from tests.testing.processes import Fleet
+from tests.testing.prompt_shapes import SHAPES
+from tests.testing.prompt_templates import TEMPLATES
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,11 +12,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet, Frontend, eventually
-from tests.support.waits import until
 from tests.system.engines.calls import attached, stopped, two_of, worker_of
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet, Frontend, eventually
+from tests.testing.waits import until
 
 RESTARTS = 20
 CALLERS = 4

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import Fleet
 from tests.system.engines.calls import chat_body, companion, stopped, until_feeds
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.processes import Fleet
 
 PREFILL, DECODE = 1, 2
 """Worker ids."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.processes import fleet
 from tests.system.engines.slow_link import (
     BYTES_PER_MBIT,
     FAR,
@@ -20,6 +19,7 @@ from tests.system.engines.slow_link import (
     learn,
     slow_link,
 )
+from tests.testing.processes import fleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

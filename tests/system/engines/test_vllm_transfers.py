@@ -16,12 +16,12 @@ from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.transports.requests.port import EngineStream
-from tests.support.engine_legs import leg
-from tests.support.processes import Fleet, Frontend, eventually
 from tests.system.engines.calls import chat_body, companion, complete, prompt_of, stopped, until_feeds
 from tests.system.engines.client_law import SCHEMA, TOOL
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
+from tests.testing.engine_requests import engine_request
+from tests.testing.processes import Fleet, Frontend, eventually
 
 PREFILL, DECODE = 1, 2
 """Worker ids."""
@@ -149,7 +149,7 @@ async def test_several_prompts_of_one_call_get_their_own_answers(
 
 async def test_who_leaves_while_prefill_runs_leaves_nothing_behind(engines: dict[int, VllmServer]) -> None:
     async with _adapter(engines[PREFILL], Role.PREFILL) as prefill:
-        stream = await prefill(leg(prompt_of(202, 60 * 32), Leg.PREFILL, max_tokens=1))
+        stream = await prefill(engine_request(prompt_of(202, 60 * 32), Leg.PREFILL, max_tokens=1))
         await asyncio.sleep(0.005)
         stream.cancel("client left")
         assert [chunk async for chunk in stream][-1].finish is FinishReason.CANCELLED
@@ -166,11 +166,11 @@ async def test_who_leaves_between_the_legs_leaves_no_kv_waiting(
         _adapter(engines[PREFILL], Role.PREFILL) as prefill,
         _adapter(engines[DECODE], Role.DECODE) as decode,
     ):
-        stream = await prefill(leg(prompt, Leg.PREFILL, max_tokens=1))
+        stream = await prefill(engine_request(prompt, Leg.PREFILL, max_tokens=1))
         params = [chunk async for chunk in stream][-1].kv_transfer_params
         assert params is not None
         assert params["do_remote_prefill"] is True
-        fetching = await decode(leg(prompt, Leg.DECODE, kv_transfer_params=params, max_tokens=50))
+        fetching = await decode(engine_request(prompt, Leg.DECODE, kv_transfer_params=params, max_tokens=50))
         await asyncio.sleep(after_s)
         fetching.cancel("client left")
         assert [chunk async for chunk in fetching][-1].finish is FinishReason.CANCELLED

@@ -6,8 +6,8 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from tests.support.clients import Client
-from tests.support.processes import Frontend, eventually
+from tests.testing.processes import Frontend, eventually
+from tests.testing.streaming_client import StreamingClient
 
 STREAMS = 12
 HUNG_S = 20.0
@@ -36,7 +36,7 @@ class Bystanders:
 
     async def __aenter__(self) -> Self:
         await eventually(partial(self._frontend.serves, 1))
-        self._clients = [Client(self._frontend, max_tokens=self._max_tokens) for _ in range(self._n)]
+        self._clients = [StreamingClient(self._frontend, max_tokens=self._max_tokens) for _ in range(self._n)]
         for client in self._clients:
             await client.until(2)
         self._asking = asyncio.create_task(self._ask())

@@ -13,8 +13,8 @@ from kvrouter.transports.events.encoding import encode_batch, encode_load
 from kvrouter.transports.events.zmq import ZmqEventPublisher
 from kvrouter.transports.events.zmq.sockets import BATCH, LOAD, worker_topic
 from kvrouter.transports.records.file import FileDiscovery
-from tests.support.checks import BLOCK_SIZE
-from tests.support.processes import Fleet
+from tests.testing.fleet_checks import BLOCK_SIZE
+from tests.testing.processes import Fleet
 
 LIAR = WorkerId(66)
 

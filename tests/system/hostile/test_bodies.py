@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.processes import Frontend, fleet
 from tests.system.hostile.bodies import CHAT, LONG_BODY_BYTES, blank_bodies, filled, refused_bodies, said
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import Frontend, fleet
 
 JSON = {"content-type": "application/json"}
 BODY_BYTES = 20_000_000

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.processes import Frontend, eventually, fleet
+from tests.testing.processes import Frontend, eventually, fleet
 
 FILES_MAX = 128
 CALLERS = 200

@@ -5,8 +5,8 @@ import json
 import httpx
 
 from kvrouter.core.requests import CallRoute
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
+from tests.testing.mock_server import words
+from tests.testing.processes import Frontend, eventually, fleet
 
 DRIVE_BY = {
     "origin": "http://evil.example",

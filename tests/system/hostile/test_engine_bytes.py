@@ -12,7 +12,7 @@ from kvrouter.engines.openai.server import ANSWER_MAX_BYTES, EngineServer
 from kvrouter.engines.openai.sse import AnswerReading
 from kvrouter.engines.openai.streams import SseStream, WholeStream
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerUnreachable
-from tests.support.engine_server import JSON, Answer, ScriptedEngine
+from tests.testing.scripted_engine import JSON, ScriptedAnswer, ScriptedEngine
 
 PIECE = 1 << 20
 COMPLETIONS = "/v1/completions"
@@ -68,7 +68,7 @@ class Blocks:
 async def test_a_whole_answer_becomes_no_more_than_its_bytes(
     engine: ScriptedEngine, server: EngineServer, answer: tuple[bytes, ...]
 ) -> None:
-    engine.answers.append(Answer(answer, content_type=JSON))
+    engine.answers.append(ScriptedAnswer(answer, content_type=JSON))
     with Blocks() as held:
         stream = WholeStream(server.ask(COMPLETIONS, b"{}"), AnswerReading(passes_raw=True))
         try:
@@ -84,7 +84,7 @@ async def test_nothing_stays_of_an_answer_that_is_too_long(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
     """An error's traceback holds what its frames hold, until the garbage collector comes by."""
-    engine.answers.append(Answer(pieces(b'{"a":"', b"a", ANSWER_MAX_BYTES, b'"}'), content_type=JSON))
+    engine.answers.append(ScriptedAnswer(pieces(b'{"a":"', b"a", ANSWER_MAX_BYTES, b'"}'), content_type=JSON))
     with Blocks() as held:
         with pytest.raises(StreamBroken, match="bytes allowed") as failed:
             await server.ask(COMPLETIONS, b"{}")
@@ -94,7 +94,7 @@ async def test_nothing_stays_of_an_answer_that_is_too_long(
 
 
 async def test_an_event_becomes_no_more_than_its_bytes(engine: ScriptedEngine, server: EngineServer) -> None:
-    engine.answers.append(Answer(EVENT))
+    engine.answers.append(ScriptedAnswer(EVENT))
     with Blocks() as held:
         stream = SseStream(server.post(COMPLETIONS, b"{}"), AnswerReading(passes_raw=True))
         try:
@@ -109,8 +109,8 @@ async def test_an_event_becomes_no_more_than_its_bytes(engine: ScriptedEngine, s
 async def test_metrics_and_errors_are_read_up_to_a_limit(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
-    engine.pages["/metrics"] = Answer(pieces(b"", b"other 1\nwanted_x 2\nwanted 3\n", 60 << 20, b""))
-    engine.pages["/v1/models"] = Answer(OBJECTS, status=500)
+    engine.pages["/metrics"] = ScriptedAnswer(pieces(b"", b"other 1\nwanted_x 2\nwanted 3\n", 60 << 20, b""))
+    engine.pages["/v1/models"] = ScriptedAnswer(OBJECTS, status=500)
     turns = 0
 
     async def bystander() -> None:

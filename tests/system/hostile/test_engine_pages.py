@@ -4,9 +4,9 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from tests.support.engine_server import JSON, VLLM_PAGES, Answer, page, scripted_engine
-from tests.support.processes import fleet
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import fleet
+from tests.testing.scripted_engine import JSON, VLLM_PAGES, ScriptedAnswer, page, scripted_engine
 
 PAGE_BYTES = 60 * MIB
 MEMORY_MAX_BYTES = 50 * MIB
@@ -25,8 +25,8 @@ async def test_metrics_pages_without_end_stop_nothing(tmp_path: Path) -> None:
         workers = ""
         for number, (engine, unit) in enumerate(zip(engines, UNITS, strict=True)):
             pieces = (page(VLLM_PAGES["/metrics"]), *([unit * (MIB // len(unit))] * (PAGE_BYTES // MIB)))
-            engine.pages["/metrics"] = Answer(pieces, content_type="text/plain")
-            engine.answers.append(Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON))
+            engine.pages["/metrics"] = ScriptedAnswer(pieces, content_type="text/plain")
+            engine.answers.append(ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON))
             at = f"{{kind: vllm, url: '{engine.url}', kv_events: false}}"
             workers += f"- {{name: e{number}, engine: {at}}}\n"
         file.write_text(f"version: 1\nmodels: [{{name: tiny, tokenizer: mock}}]\nworkers:\n{workers}")

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.support.processes import fleet
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import fleet
 
 REQUESTS = 1_000
 AT_ONCE = 50

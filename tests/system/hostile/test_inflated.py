@@ -16,9 +16,9 @@ import httpx
 import pytest
 from aiohttp import web
 
-from tests.support.engine_server import EVENT_STREAM, JSON, VLLM_PAGES, page, sse
-from tests.support.processes import READY_WITHIN_S, fleet
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import READY_WITHIN_S, fleet
+from tests.testing.scripted_engine import EVENT_STREAM, JSON, VLLM_PAGES, page, sse
 
 BOMBS = 20
 BOMB_BYTES = 66_000_000

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from tests.support.engine_server import VLLM_PAGES, event_of, recorded
-from tests.support.processes import fleet
+from tests.testing.processes import fleet
+from tests.testing.scripted_engine import VLLM_PAGES, event_of, recorded
 
 WORD_S, TOKEN_S = 40e-6, 0.015
 """What one word of a prompt takes, of one prompt at a time, and one token of an answer."""

@@ -8,11 +8,11 @@ import numpy as np
 from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
 from tests.system.hostile.bystanders import ASK_EVERY_S
 from tests.system.hostile.liar import LIAR, Liar, admitted
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.mock_server import words
+from tests.testing.processes import Frontend, eventually, fleet
 
 TOKEN = "the token of the fleet"
 PLANES = {"KVROUTER_PLANE_TOKEN": TOKEN, "DYN_EVENT_PLANE": "zmq"}

@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any
 
-from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import words
 from tests.system.hostile.meter import Meter
+from tests.testing.mock_server import words
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import Frontend, eventually, fleet
 
 LEASE_S = 2.0
 FROZEN_CPU_MAX = 0.1

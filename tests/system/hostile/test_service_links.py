@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from tests.support.clients import expected_text
-from tests.support.processes import Frontend, eventually, fleet
-from tests.support.served import word_ids
-from tests.support.service_links import Service, ServicePort, links
+from tests.testing.mock_server import word_ids
+from tests.testing.processes import Frontend, eventually, fleet
+from tests.testing.service_variables import Service, ServicePort, service_variables
+from tests.testing.streaming_client import expected_text
 
 HTTP = ServicePort(8000, "http")
-SERVICE_LINKS = links(
+SERVICE_LINKS = service_variables(
     [
         Service("kvrouter", "10.0.0.1", (HTTP, ServicePort(9090, "metrics"))),
         Service("kvrouter-service", "10.0.0.2", (HTTP,)),

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from kvrouter.app.lifetime import allow_many_files
-from tests.support.processes import Frontend, Running, eventually, fleet, free_ports
-from tests.support.served import words
 from tests.system.hostile.meter import Meter
+from tests.testing.mock_server import words
+from tests.testing.processes import Frontend, Running, eventually, fleet, free_ports
 
 STRANGERS = 1_100
 AGAIN_AFTER_S = 5.0

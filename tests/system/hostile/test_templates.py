@@ -4,9 +4,9 @@ import shutil
 
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.template_budget import BYTES_MIN
-from tests.support.hostile_templates import TEMPLATES
-from tests.support.processes import Frontend, eventually, fleet
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.hostile_templates import TEMPLATES
+from tests.testing.processes import Frontend, eventually, fleet
 
 NEVER_COMPILES = {
     "a call block",

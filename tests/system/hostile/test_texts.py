@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvrouter.text.tokenizer import BYTES_PER_BYTE
-from tests.support.processes import Frontend, fleet
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import Frontend, fleet
 
 LETTERS_BYTES = 20_000_000
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from tests.support.processes import Frontend, eventually, fleet
+from tests.testing.processes import Frontend, eventually, fleet
 
 MIB = 1024 * 1024
 UPLOADS = 20

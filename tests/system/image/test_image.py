@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.repo.test_lock import lock
-from tests.support.processes import ENDS_WITHIN_S, READY_WITHIN_S
 from tests.system.image.install import IMAGE, buildah
+from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.support.processes import free_ports
 from tests.system.monitoring.install import prometheus_program
+from tests.testing.processes import free_ports
 
 ALERTS = Path(__file__).parents[3] / "deploy" / "monitoring" / "alerts.yaml"
 LIMIT_S = 90.0

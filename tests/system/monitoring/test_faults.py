@@ -26,19 +26,19 @@ from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import MetricsFormat
-from tests.support.constants import SetConstants
-from tests.support.deployments import DEFAULTS, deployment
-from tests.support.engine_server import VLLM_PAGES, scripted_engine
-from tests.support.fleets import Bench, decode_card, prefill_card, read_all
-from tests.support.mock_fleets import alike, pairs
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import NATS_TCP_JETSTREAM_SYNC
-from tests.support.processes import eventually, fleet
-from tests.support.quiet_cluster import QuietCluster
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
-from tests.support.served import MODEL, Served, leave_recovery_unanswered, served, user, words
-from tests.support.waits import until
 from tests.system.monitoring.prometheus import Prometheus
+from tests.testing.constants import SetConstants
+from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
+from tests.testing.mock_server import MODEL, MockServer, leave_recovery_unanswered, mock_server, user, words
+from tests.testing.nats_server import NatsServer
+from tests.testing.planned_deployments import DEFAULTS, deployment
+from tests.testing.process_transports import NATS_TCP_JETSTREAM_SYNC
+from tests.testing.processes import eventually, fleet
+from tests.testing.router_harness import RouterHarness, decode_card, prefill_card, read_all
+from tests.testing.scripted_engine import VLLM_PAGES, scripted_engine
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.static_cluster import StaticCluster
+from tests.testing.waits import until
 
 Send = Callable[[], Awaitable[int]]
 
@@ -59,12 +59,12 @@ async def until_scraped(prometheus: Prometheus, namespace: str) -> None:
     assert prometheus.alertmanager.fired(namespace) == set()
 
 
-def scrape(prometheus: Prometheus, namespace: str, here: Served) -> None:
+def scrape(prometheus: Prometheus, namespace: str, here: MockServer) -> None:
     host, port = here.system.address
     prometheus.scrape(namespace, f"{host}:{port}")
 
 
-async def chat(here: Served, *, first: int = 0, **nvext: object) -> int:
+async def chat(here: MockServer, *, first: int = 0, **nvext: object) -> int:
     body = {"model": MODEL, "messages": user(words(first=first, n=100)), "max_tokens": 2, "nvext": nvext}
     return (await here.http.post("/v1/chat/completions", json=body)).status_code
 
@@ -105,7 +105,7 @@ async def page_of(telemetry: Telemetry) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-class AcceptingCluster(QuietCluster):
+class AcceptingCluster(StaticCluster):
     """Takes every write, and runs no pods."""
 
     async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
@@ -116,7 +116,7 @@ class AcceptingCluster(QuietCluster):
 
 
 async def test_a_fleet_that_lost_its_decode_workers(prometheus: Prometheus) -> None:
-    async with served(pairs()) as here, sending(lambda: chat(here)):
+    async with mock_server(zoned_fleet()) as here, sending(lambda: chat(here)):
         scrape(prometheus, "lost-decode", here)
         await until_scraped(prometheus, "lost-decode")
         for worker_id in (2, 3, 5, 6):
@@ -130,7 +130,7 @@ async def test_a_fleet_that_lost_its_decode_workers(prometheus: Prometheus) -> N
 
 async def test_a_zone_without_decode_workers_under_fallback(prometheus: Prometheus) -> None:
     async with (
-        served(pairs(enforcement="fallback")) as here,
+        mock_server(zoned_fleet(enforcement="fallback")) as here,
         sending(lambda: chat(here, prefill_worker_id=1)),
     ):
         scrape(prometheus, "crosses", here)
@@ -143,7 +143,7 @@ async def test_a_zone_without_decode_workers_under_fallback(prometheus: Promethe
 
 async def test_a_queue_that_is_full(prometheus: Prometheus) -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=300.0)
-    async with served(alike(replicas=1, speedup=1.0), router=config) as here:
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         scrape(prometheus, "queue", here)
         await until_scraped(prometheus, "queue")
         stream = await here.openai.completions.create(
@@ -162,7 +162,7 @@ async def test_a_queue_that_is_full(prometheus: Prometheus) -> None:
 
 async def test_an_engine_that_fails_again_and_again(prometheus: Prometheus) -> None:
     config = KvRouterConfig(circuit_open_s=600.0, circuit_open_max_s=600.0)
-    async with served(alike(replicas=2), router=config) as here:
+    async with mock_server(uniform_fleet(replicas=2), router=config) as here:
         scrape(prometheus, "circuit", here)
         await until_scraped(prometheus, "circuit")
         await here.system.fleet.workers[WorkerId(1)].engine.stop()  # its worker answers, and takes nothing
@@ -172,7 +172,7 @@ async def test_an_engine_that_fails_again_and_again(prometheus: Prometheus) -> N
 
 async def test_ranks_whose_events_do_not_arrive(prometheus: Prometheus, set_constants: SetConstants) -> None:
     set_constants(event_ingest, SILENT_AFTER_S=0.1)
-    async with served(alike(replicas=2)) as here:
+    async with mock_server(uniform_fleet(replicas=2)) as here:
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)
         scrape(prometheus, "events", here)
@@ -182,7 +182,7 @@ async def test_ranks_whose_events_do_not_arrive(prometheus: Prometheus, set_cons
 async def test_a_rank_whose_blocks_cannot_be_had_again(
     prometheus: Prometheus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with served(alike(replicas=2)) as here:
+    async with mock_server(uniform_fleet(replicas=2)) as here:
         scrape(prometheus, "feed", here)
         await until_scraped(prometheus, "feed")
         await chat(here)
@@ -194,7 +194,7 @@ async def test_a_rank_whose_blocks_cannot_be_had_again(
 
 
 async def test_an_index_that_lacks_what_an_engine_holds(prometheus: Prometheus) -> None:
-    async with served(alike(replicas=1)) as here:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
         (model,) = here.system.service.models()
         cache = model.cache
         assert isinstance(cache, EventCacheView)
@@ -234,15 +234,15 @@ async def test_handoffs_that_lose_their_kv(prometheus: Prometheus) -> None:
         else:
             stream.tokens(5, 6, finish=FinishReason.STOP)
 
-    bench = Bench(ScriptedPlane(lose))
-    await bench.start(prefill_card(1), decode_card(2))
+    harness = RouterHarness(ScriptedPlane(lose))
+    await harness.start(prefill_card(1), decode_card(2))
     numbers = count()
 
     async def send() -> int:
-        await read_all(bench, request_id=f"r{next(numbers)}")
+        await read_all(harness, request_id=f"r{next(numbers)}")
         return 200
 
-    async with page_of(bench.telemetry) as address, sending(send):
+    async with page_of(harness.telemetry) as address, sending(send):
         prometheus.scrape("kv-lost", address)
         await fires(prometheus, "KvrouterKvLost", "kv-lost")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.processes import Frontend, fleet
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.processes import Frontend, fleet
 
 CASES = int(os.environ.get("NIGHTLY_HTTP_CASES", "1000000"))
 AT_ONCE = 16

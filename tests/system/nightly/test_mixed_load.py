@@ -14,12 +14,12 @@ from contextlib import suppress
 
 import aiohttp
 
-from tests.support.file_fleet import FileFleet, file_fleet
-from tests.support.load import Load
-from tests.support.nats_server import NatsServer
-from tests.support.process_transports import NATS_TCP_JETSTREAM_SYNC
-from tests.support.processes import Frontend
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.fleet_processes import FleetProcesses, fleet_processes
+from tests.testing.load_generator import LoadGenerator
+from tests.testing.nats_server import NatsServer
+from tests.testing.process_transports import NATS_TCP_JETSTREAM_SYNC
+from tests.testing.processes import Frontend
 
 LASTS_S = float(os.environ.get("NIGHTLY_LOAD_S", "3600"))
 WARM_SHARE = 0.2
@@ -52,8 +52,8 @@ workers:
 async def test_an_hour_of_mixed_load(
     shared_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
-    async with file_fleet(FLEET, NATS_TCP_JETSTREAM_SYNC, shared_nats, environ=CHECKED) as here:
-        load = Load(here.frontends, at_once=AT_ONCE)
+    async with fleet_processes(FLEET, NATS_TCP_JETSTREAM_SYNC, shared_nats, environ=CHECKED) as here:
+        load = LoadGenerator(here.frontends, at_once=AT_ONCE)
         over = asyncio.Event()
         hostile: Counter[str] = Counter()
         began_s = time.monotonic()
@@ -83,7 +83,7 @@ async def test_an_hour_of_mixed_load(
         await here.is_well(answers.prompts)
 
 
-async def _churn(here: FileFleet, over: asyncio.Event) -> None:
+async def _churn(here: FleetProcesses, over: asyncio.Event) -> None:
     """End one of two twins, bring it back, and so on; at the end all are there."""
     draw = random.Random(1)
     while not over.is_set():

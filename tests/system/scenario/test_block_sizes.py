@@ -13,10 +13,18 @@ from kvrouter.router import router_service
 from kvrouter.router.event_ingest import EventCacheView, EventIngest
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
-from tests.support.calls import WatchCalls
-from tests.support.constants import SetConstants
-from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
-from tests.support.scripted_transport import ScriptedPlane, address_of
+from tests.testing.calls import WatchCalls
+from tests.testing.constants import SetConstants
+from tests.testing.router_harness import (
+    BLOCK_SIZE,
+    RouterHarness,
+    card,
+    decode_card,
+    prefill_card,
+    read_all,
+    router_harness,
+)
+from tests.testing.scripted_transport import ScriptedPlane, address_of
 
 OTHER = 2 * BLOCK_SIZE
 
@@ -25,125 +33,129 @@ def odd(worker_id: int) -> WorkerCard:
     return structs.replace(card(worker_id), block_size=OTHER)
 
 
-def ids(bench: Bench) -> set[int]:
-    return {int(each.worker_id) for each in bench.model.fleet}
+def ids(harness: RouterHarness) -> set[int]:
+    return {int(each.worker_id) for each in harness.model.fleet}
 
 
-def bench_of_streams() -> Bench:
-    return Bench(ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
+def bench_of_streams() -> RouterHarness:
+    return RouterHarness(ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
 
 
 async def test_a_first_card_that_is_wrong_does_not_keep_the_right_ones_out() -> None:
-    bench = bench_of_streams()
-    await bench.start(odd(1))
-    bench.discovery.put(card(2))
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {1}), "one against one: the first stays"
-    bench.discovery.put(card(3))
-    assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {2, 3})
-    assert await read_all(bench) == [1]
-    bench.discovery.put(odd(4))
-    assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {2, 3}), "two against two"
+    harness = bench_of_streams()
+    await harness.start(odd(1))
+    harness.discovery.put(card(2))
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {1}), "one against one: the first stays"
+    harness.discovery.put(card(3))
+    assert (harness.model.fleet.block_size, ids(harness)) == (BLOCK_SIZE, {2, 3})
+    assert await read_all(harness) == [1]
+    harness.discovery.put(odd(4))
+    assert (harness.model.fleet.block_size, ids(harness)) == (BLOCK_SIZE, {2, 3}), "two against two"
 
 
 async def test_workers_that_do_not_say_theirs_join_any_and_count_for_none() -> None:
     unknown = [structs.replace(card(worker_id), block_size=None, context_length=None) for worker_id in (1, 2)]
-    bench = bench_of_streams()
-    await bench.start(*unknown)
-    assert (bench.model.fleet.block_size, bench.model.fleet.context_length_tokens) == (16, None)
-    assert await read_all(bench) == [1]
-    bench.discovery.put(structs.replace(card(3), block_size=64))
-    assert (bench.model.fleet.block_size, ids(bench)) == (64, {1, 2, 3})
-    assert await read_all(bench) == [1]
+    harness = bench_of_streams()
+    await harness.start(*unknown)
+    assert (harness.model.fleet.block_size, harness.model.fleet.context_length_tokens) == (16, None)
+    assert await read_all(harness) == [1]
+    harness.discovery.put(structs.replace(card(3), block_size=64))
+    assert (harness.model.fleet.block_size, ids(harness)) == (64, {1, 2, 3})
+    assert await read_all(harness) == [1]
 
 
 async def test_those_who_are_refused_take_over_when_they_are_more_than_who_is_left() -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1), card(2), odd(3), odd(4))
-    assert ids(bench) == {1, 2}
-    bench.discovery.drop(2)
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {3, 4})
-    bench.discovery.drop(3)
-    assert ids(bench) == {4}
-    bench.discovery.drop(4)
-    assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {1})
-    assert await read_all(bench) == [1]
+    harness = bench_of_streams()
+    await harness.start(card(1), card(2), odd(3), odd(4))
+    assert ids(harness) == {1, 2}
+    harness.discovery.drop(2)
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {3, 4})
+    harness.discovery.drop(3)
+    assert ids(harness) == {4}
+    harness.discovery.drop(4)
+    assert (harness.model.fleet.block_size, ids(harness)) == (BLOCK_SIZE, {1})
+    assert await read_all(harness) == [1]
 
 
 async def test_a_refused_worker_that_left_counts_no_more() -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1), odd(2))
-    bench.discovery.drop(2)
-    bench.discovery.put(odd(3))
-    assert ids(bench) == {1}
+    harness = bench_of_streams()
+    await harness.start(card(1), odd(2))
+    harness.discovery.drop(2)
+    harness.discovery.put(odd(3))
+    assert ids(harness) == {1}
 
 
 async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = await bench_of(plane, card(1), card(2))
+    harness = await router_harness(plane, card(1), card(2))
     for worker_id in (1, 2):
-        bench.discovery.drop(worker_id, why=Gone.EXPIRED)
-    assert ids(bench) == {1, 2}, "they answer"
-    bench.discovery.put(odd(3), odd(4), odd(5))
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {3, 4, 5})
+        harness.discovery.drop(worker_id, why=Gone.EXPIRED)
+    assert ids(harness) == {1, 2}, "they answer"
+    harness.discovery.put(odd(3), odd(4), odd(5))
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {3, 4, 5})
     for worker_id in (4, 5):
-        bench.discovery.drop(worker_id)
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {3})
-    assert await read_all(bench) == [1]
+        harness.discovery.drop(worker_id)
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {3})
+    assert await read_all(harness) == [1]
     assert plane.legs()[-1][1] == address_of(3)
-    bench.discovery.put(card(1), card(2))
-    assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {1, 2}), "announced again, they count"
-    assert not bench.service.liveness.has_lapsed(WorkerId(1))
+    harness.discovery.put(card(1), card(2))
+    assert (harness.model.fleet.block_size, ids(harness)) == (BLOCK_SIZE, {1, 2}), (
+        "announced again, they count"
+    )
+    assert not harness.service.liveness.has_lapsed(WorkerId(1))
 
 
 async def test_a_card_that_cannot_be_used_for_another_reason_has_no_say() -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1), odd(2))
-    bench.discovery.put(structs.replace(odd(2), model_input=ModelInput.Text))
-    bench.discovery.put(odd(3))
-    assert ids(bench) == {1}
+    harness = bench_of_streams()
+    await harness.start(card(1), odd(2))
+    harness.discovery.put(structs.replace(odd(2), model_input=ModelInput.Text))
+    harness.discovery.put(odd(3))
+    assert ids(harness) == {1}
 
 
 async def test_such_a_card_in_a_workers_place_lets_those_take_over_who_are_more_now() -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1), odd(2))
-    bench.discovery.put(structs.replace(card(1, incarnation=2), model_input=ModelInput.Text))
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
+    harness = bench_of_streams()
+    await harness.start(card(1), odd(2))
+    harness.discovery.put(structs.replace(card(1, incarnation=2), model_input=ModelInput.Text))
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {2})
 
 
 async def test_a_worker_that_dies_after_its_lease_lets_those_take_over_who_are_more_now() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = await bench_of(plane, card(1), odd(2))
-    bench.discovery.drop(1, why=Gone.EXPIRED)
-    assert ids(bench) == {1}, "it answers"
+    harness = await router_harness(plane, card(1), odd(2))
+    harness.discovery.drop(1, why=Gone.EXPIRED)
+    assert ids(harness) == {1}, "it answers"
     plane.followers[address_of(1)](False)
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {2})
 
 
 async def test_a_worker_that_takes_another_model_lets_those_take_over_who_are_more_now() -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1), odd(2))
-    bench.discovery.put(structs.replace(card(1, incarnation=2), model=ModelName("other")))
-    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
+    harness = bench_of_streams()
+    await harness.start(card(1), odd(2))
+    harness.discovery.put(structs.replace(card(1, incarnation=2), model=ModelName("other")))
+    assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {2})
 
 
 async def test_a_refused_worker_counts_until_its_own_start_is_gone() -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1), odd(2))
-    bench.discovery.drop(2, incarnation=7)
-    bench.discovery.put(odd(3))
-    assert ids(bench) == {2, 3}
+    harness = bench_of_streams()
+    await harness.start(card(1), odd(2))
+    harness.discovery.drop(2, incarnation=7)
+    harness.discovery.put(odd(3))
+    assert ids(harness) == {2, 3}
 
 
 @pytest.mark.parametrize("all_leave", [False, True])
 async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_leave: bool) -> None:
-    bench = bench_of_streams()
-    await bench.start(card(1))
-    bench.model.placer.set_busy_thresholds(decode_blocks=0.75, prefill_tokens=4096, now_s=bench.model.clock())
+    harness = bench_of_streams()
+    await harness.start(card(1))
+    harness.model.placer.set_busy_thresholds(
+        decode_blocks=0.75, prefill_tokens=4096, now_s=harness.model.clock()
+    )
     if all_leave:
-        bench.discovery.drop(1)
-    bench.discovery.put(odd(2), odd(3))
-    settings = bench.model.placer.settings
-    assert bench.model.fleet.block_size == OTHER
+        harness.discovery.drop(1)
+    harness.discovery.put(odd(2), odd(3))
+    settings = harness.model.placer.settings
+    assert harness.model.fleet.block_size == OTHER
     assert settings.active_decode_blocks_threshold == 0.75
     assert settings.active_prefill_tokens_threshold == 4096
 
@@ -151,14 +163,14 @@ async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_le
 @pytest.mark.parametrize("all_leave", [False, True])
 async def test_the_index_of_the_old_block_size_is_closed(all_leave: bool, watch_calls: WatchCalls) -> None:
     closed = watch_calls(EventIngest, "close")
-    bench = bench_of_streams()
-    await bench.start(card(1))
-    old = bench.model.cache
+    harness = bench_of_streams()
+    await harness.start(card(1))
+    old = harness.model.cache
     assert isinstance(old, EventCacheView)
     if all_leave:
-        bench.discovery.drop(1)
-    bench.discovery.put(odd(2), odd(3))
-    assert bench.model.fleet.block_size == OTHER
+        harness.discovery.drop(1)
+    harness.discovery.put(odd(2), odd(3))
+    assert harness.model.fleet.block_size == OTHER
     assert [call.arguments for call in closed] == [(old.ingest,)]
 
 
@@ -168,36 +180,36 @@ async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kep
     def of(model: str, worker_id: int) -> WorkerCard:
         return structs.replace(card(worker_id), model=ModelName(model))
 
-    def known(bench: Bench) -> list[str]:
-        return [model.fleet.model for model in bench.service.models()]
+    def known(harness: RouterHarness) -> list[str]:
+        return [model.fleet.model for model in harness.service.models()]
 
     set_constants(router_service, MODELS_MAX=2)
-    bench = bench_of_streams()
-    await bench.start(of("set", 1), of("plain", 2))
-    other = bench.service.model(ModelName("set"))
+    harness = bench_of_streams()
+    await harness.start(of("set", 1), of("plain", 2))
+    other = harness.service.model(ModelName("set"))
     other.placer.set_busy_thresholds(decode_blocks=0.75, prefill_tokens=None, now_s=other.clock())
-    bench.discovery.drop(1)
-    bench.discovery.drop(2)
-    bench.discovery.put(of("third", 3))
-    assert known(bench) == ["set", "third"]
-    bench.discovery.put(of("fourth", 4))
-    assert known(bench) == ["third", "fourth"], "there was no other"
+    harness.discovery.drop(1)
+    harness.discovery.drop(2)
+    harness.discovery.put(of("third", 3))
+    assert known(harness) == ["set", "third"]
+    harness.discovery.put(of("fourth", 4))
+    assert known(harness) == ["third", "fourth"], "there was no other"
 
 
 async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes() -> None:
     """An answer goes on where it is; one that needs another worker, or waits for one, is refused at once."""
     plane = ScriptedPlane()
     config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=600.0)
-    bench = await bench_of(plane, card(1), config=config)
-    first = asyncio.create_task(read_all(bench, max_tokens=2))
-    second = asyncio.create_task(read_all(bench, max_tokens=2, request_id="r2"))
+    harness = await router_harness(plane, card(1), config=config)
+    first = asyncio.create_task(read_all(harness, max_tokens=2))
+    second = asyncio.create_task(read_all(harness, max_tokens=2, request_id="r2"))
     one, two = await plane.wait_for(Leg.AGGREGATED), await plane.wait_for(Leg.AGGREGATED, nth=1)
     for stream in (one, two):
         stream.tokens(1)
-    bench.load(LoadReport(card(1).ranks()[0], active_blocks=900, total_blocks=1024))
-    waiting = asyncio.create_task(read_all(bench, request_id="r3"))
-    await bench.until_parked()
-    bench.discovery.put(odd(2), odd(3))
+    harness.load(LoadReport(card(1).ranks()[0], active_blocks=900, total_blocks=1024))
+    waiting = asyncio.create_task(read_all(harness, request_id="r3"))
+    await harness.until_parked()
+    harness.discovery.put(odd(2), odd(3))
     with pytest.raises(NoEligibleWorker):
         await asyncio.wait_for(waiting, 10)
     two.die()
@@ -205,14 +217,14 @@ async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes(
         await asyncio.wait_for(second, 10)
     one.tokens(2, finish=FinishReason.LENGTH)
     assert await asyncio.wait_for(first, 10) == [1, 2]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_a_request_that_waits_for_its_domain_is_refused_when_the_block_size_changes() -> None:
     config = KvRouterConfig(router_domain_wait_s=600.0)
-    bench = await bench_of(ScriptedPlane(), prefill_card(1), decode_card(2, zone="b"), config=config)
-    waiting = asyncio.create_task(read_all(bench))
-    await bench.until_parked()
-    bench.discovery.put(odd(3), odd(4), odd(5))
+    harness = await router_harness(ScriptedPlane(), prefill_card(1), decode_card(2, zone="b"), config=config)
+    waiting = asyncio.create_task(read_all(harness))
+    await harness.until_parked()
+    harness.discovery.put(odd(3), odd(4), odd(5))
     with pytest.raises(NoEligibleWorker):
         await asyncio.wait_for(waiting, 10)

@@ -11,11 +11,11 @@ from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
-from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt
-from tests.support.replicas import ReplicaRouter
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
-from tests.support.waits import until
+from tests.testing.mock_fleet import MockFleetHarness, prompt, running_mock_fleet, uniform_fleet
+from tests.testing.router_harness import BLOCK_SIZE, RouterHarness, card, generate_request, router_harness
+from tests.testing.router_replicas import ReplicaRouter
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.waits import until
 
 RANK = card(1).ranks()[0]
 BLOCKS = 10
@@ -30,14 +30,14 @@ def report(blocks: int) -> LoadReport:
     return LoadReport(RANK, active_blocks=blocks, total_blocks=TOTAL)
 
 
-async def ask(bench: Bench, number: int) -> int:
+async def ask(harness: RouterHarness, number: int) -> int:
     """Send one request of ten blocks that shares none; return how many tokens came."""
     first = 1000 * (number + 1)
     request = replace(
         generate_request(request_id=f"r{number}"),
         token_ids=array("I", range(first, first + BLOCKS * BLOCK_SIZE)),
     )
-    async with bench.service.requests.generate(request) as generation:
+    async with harness.service.requests.generate(request) as generation:
         return len([token async for chunk in generation for token in chunk.token_ids])
 
 
@@ -47,23 +47,23 @@ async def settled(plane: ScriptedPlane, asked: list[asyncio.Task[int]]) -> int:
     return len(plane.opened)
 
 
-def held(bench: Bench) -> int:
+def held(harness: RouterHarness) -> int:
     """Blocks of the worker that are booked."""
-    return int(bench.model.ledger.columns().active_blocks.sum())
+    return int(harness.model.ledger.columns().active_blocks.sum())
 
 
 async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported_to_be_idle() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=HALF)
-    bench.load(report(0))
-    asked = [asyncio.create_task(ask(bench, number)) for number in range(8)]
+    harness = await router_harness(plane, card(1), config=HALF)
+    harness.load(report(0))
+    asked = [asyncio.create_task(ask(harness, number)) for number in range(8)]
     assert await settled(plane, asked) == 4
     refused = await asyncio.gather(*asked[4:], return_exceptions=True)
     assert all(isinstance(each, AllWorkersBusy) for each in refused)
-    assert held(bench) == 4 * BLOCKS
-    bench.load(report(0))  # taken before they were there: it changes nothing
+    assert held(harness) == 4 * BLOCKS
+    harness.load(report(0))  # taken before they were there: it changes nothing
     with pytest.raises(AllWorkersBusy):
-        await ask(bench, 8)
+        await ask(harness, 8)
     for stream in plane.opened:
         stream.tokens(1, finish=FinishReason.STOP)
     assert await asyncio.gather(*asked[:4]) == [1] * 4
@@ -72,15 +72,15 @@ async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported
 
 async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=HALF)
-    bench.load(report(20))
-    asked = [asyncio.create_task(ask(bench, number)) for number in range(8)]
+    harness = await router_harness(plane, card(1), config=HALF)
+    harness.load(report(20))
+    asked = [asyncio.create_task(ask(harness, number)) for number in range(8)]
     assert await settled(plane, asked) == 2, "20, 30, and then 40"
     refused = await asyncio.gather(*asked[2:], return_exceptions=True)
     assert all(isinstance(each, AllWorkersBusy) for each in refused)
     plane.opened[0].tokens(1, finish=FinishReason.STOP)
     assert await asked[0] == 1
-    asked.append(asyncio.create_task(ask(bench, 8)))
+    asked.append(asyncio.create_task(ask(harness, 8)))
     await until(lambda: len(plane.opened) == 3)  # what ended since the report counts too
     for stream in plane.opened[1:]:
         stream.tokens(1, finish=FinishReason.STOP)
@@ -90,15 +90,15 @@ async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
 async def test_whoever_is_released_together_counts_each_other() -> None:
     opened: asyncio.Queue[ScriptedStream] = asyncio.Queue()
     plane = ScriptedPlane(opened.put_nowait)
-    bench = await bench_of(plane, card(1), config=QUEUE)
-    bench.load(report(TOTAL))
-    waiting = [asyncio.create_task(ask(bench, number)) for number in range(40)]
-    await until(lambda: len(bench.model.placer.waiting) == 40)
+    harness = await router_harness(plane, card(1), config=QUEUE)
+    harness.load(report(TOTAL))
+    waiting = [asyncio.create_task(ask(harness, number)) for number in range(40)]
+    await until(lambda: len(harness.model.placer.waiting) == 40)
     most = 0
     for _ in range(40):
-        bench.load(report(0))  # which calls all who wait
+        harness.load(report(0))  # which calls all who wait
         stream = await opened.get()
-        most = max(most, held(bench))
+        most = max(most, held(harness))
         stream.tokens(1, finish=FinishReason.STOP)
     assert await asyncio.gather(*waiting) == [1] * 40
     assert most == 4 * BLOCKS
@@ -106,15 +106,19 @@ async def test_whoever_is_released_together_counts_each_other() -> None:
 
 async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=KvRouterConfig())
-    bench.load(report(0))
-    asked = [asyncio.create_task(ask(bench, number)) for number in range(4)]
+    harness = await router_harness(plane, card(1), config=KvRouterConfig())
+    harness.load(report(0))
+    asked = [asyncio.create_task(ask(harness, number)) for number in range(4)]
     await until(lambda: len(plane.opened) == 4)
-    bench.model.placer.set_busy_thresholds(decode_blocks=0.5, prefill_tokens=None, now_s=bench.model.clock())
+    harness.model.placer.set_busy_thresholds(
+        decode_blocks=0.5, prefill_tokens=None, now_s=harness.model.clock()
+    )
     with pytest.raises(AllWorkersBusy):
-        await ask(bench, 4)
-    bench.model.placer.set_busy_thresholds(decode_blocks=None, prefill_tokens=None, now_s=bench.model.clock())
-    asked.append(asyncio.create_task(ask(bench, 5)))
+        await ask(harness, 4)
+    harness.model.placer.set_busy_thresholds(
+        decode_blocks=None, prefill_tokens=None, now_s=harness.model.clock()
+    )
+    asked.append(asyncio.create_task(ask(harness, 5)))
     await until(lambda: len(plane.opened) == 5)
     for stream in plane.opened:
         stream.tokens(1, finish=FinishReason.STOP)
@@ -141,17 +145,18 @@ async def test_what_other_routers_book_after_a_report_counts_with_it() -> None:
 
 async def test_engines_that_report_are_never_given_more_than_the_threshold_and_one_request() -> None:
     """A hundred requests of 12 blocks on two engines of 64 blocks that report each step."""
-    async with mock_bench(
-        alike(engine="{total_kv_blocks: 64}"), config=QUEUE.model_copy(update={"admission_queue_max": 100})
-    ) as bench:
+    async with running_mock_fleet(
+        uniform_fleet(engine="{total_kv_blocks: 64}"),
+        config=QUEUE.model_copy(update={"admission_queue_max": 100}),
+    ) as harness:
         most = 0
 
-        async def answer(here: MockBench, number: int) -> None:
+        async def answer(here: MockFleetHarness, number: int) -> None:
             nonlocal most
             request = here.request(prompt(tokens=12 * 16, first=number + 1), max_tokens=8)
             async with here.service.requests.generate(request) as generation:
                 async for _ in generation:
                     most = max(most, int(here.model.ledger.columns().active_blocks.max()))
 
-        await asyncio.gather(*(answer(bench, number) for number in range(100)))
+        await asyncio.gather(*(answer(harness, number) for number in range(100)))
     assert 32 < most <= 32 + 13

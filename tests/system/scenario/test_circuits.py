@@ -17,10 +17,18 @@ from kvrouter.frontend.fleet_state import Gauges, fleet_state
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
-from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all
-from tests.support.logged import event_of, events_of
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
-from tests.support.waits import until
+from tests.testing.log_events import event_of, events_of
+from tests.testing.router_harness import (
+    RouterHarness,
+    card,
+    decode_card,
+    generate_request,
+    prefill_card,
+    read_all,
+    router_harness,
+)
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.waits import until
 
 ONE = WorkerId(1)
 BLOCKS = "blocks"
@@ -47,115 +55,117 @@ class Script:
             stream.tokens(1, finish=FinishReason.STOP)
 
 
-async def send(bench: Bench, times: int = 1, *, pinned: int | None = None) -> list[list[int]]:
-    return [await read_all(bench, request_id=f"r{number}", pinned=pinned) for number in range(times)]
+async def send(harness: RouterHarness, times: int = 1, *, pinned: int | None = None) -> list[list[int]]:
+    return [await read_all(harness, request_id=f"r{number}", pinned=pinned) for number in range(times)]
 
 
-def state(bench: Bench, worker_id: int = 1) -> CircuitState:
-    return bench.circuit_state(WorkerId(worker_id))
+def state(harness: RouterHarness, worker_id: int = 1) -> CircuitState:
+    return harness.circuit_state(WorkerId(worker_id))
 
 
 def sent_to(plane: ScriptedPlane, worker_id: int) -> int:
     return sum(stream.address == address_of(worker_id) for stream in plane.opened)
 
 
-async def fail(bench: Bench, times: int, *, worker: int = 1) -> None:
+async def fail(harness: RouterHarness, times: int, *, worker: int = 1) -> None:
     """Send requests that are pinned to the worker, and fail there."""
     for number in range(times):
         with pytest.raises(KvrouterError):
-            await read_all(bench, request_id=f"failing-{number}", pinned=worker)
+            await read_all(harness, request_id=f"failing-{number}", pinned=worker)
 
 
-async def until_half_open(bench: Bench, worker_id: int = 1) -> None:
-    await until(lambda: state(bench, worker_id) is CircuitState.HALF_OPEN)
+async def until_half_open(harness: RouterHarness, worker_id: int = 1) -> None:
+    await until(lambda: state(harness, worker_id) is CircuitState.HALF_OPEN)
 
 
 async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane = ScriptedPlane(Script(1))
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
     with caplog.at_level(logging.INFO, "kvrouter.router"):
-        await fail(bench, 3)
-    assert state(bench) is CircuitState.OPEN
+        await fail(harness, 3)
+    assert state(harness) is CircuitState.OPEN
     before = sent_to(plane, 1)
-    assert await send(bench, 20) == 20 * [[1]]
+    assert await send(harness, 20) == 20 * [[1]]
     assert sent_to(plane, 1) == before
-    assert bench.telemetry.circuits_opened.value("mock", "1", "lost") == 1
+    assert harness.telemetry.circuits_opened.value("mock", "1", "lost") == 1
     (line,) = (each for each in caplog.records if event_of(each) == "circuit_opened")
     fields = getattr(line, "kvrouter_fields", {})
     assert (fields["worker"], fields["reason"]) == ("1", "lost")
     assert 750 <= fields["duration_s"] <= 1000
-    bench.discovery.drop(1)
-    assert bench.telemetry.circuits_opened.value("mock", "1", "lost") == 0, "it left the page with its worker"
+    harness.discovery.drop(1)
+    assert harness.telemetry.circuits_opened.value("mock", "1", "lost") == 0, (
+        "it left the page with its worker"
+    )
 
 
 async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:
     plane = ScriptedPlane(Script())
     plane.unreachable = {address_of(1)}
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
-    await fail(bench, 3)
-    assert state(bench) is CircuitState.OPEN
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
+    await fail(harness, 3)
+    assert state(harness) is CircuitState.OPEN
 
 
 async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
     script = Script(1)
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, card(1), card(2), config=BRIEF)
-    await fail(bench, 3)
-    await until_half_open(bench)
+    harness = await router_harness(plane, card(1), card(2), config=BRIEF)
+    await fail(harness, 3)
+    await until_half_open(harness)
     script.does = lambda _stream: None  # it accepts the next one, and takes its time
     before = sent_to(plane, 1)
-    tasks = [asyncio.create_task(read_all(bench, request_id=f"p{number}")) for number in range(12)]
+    tasks = [asyncio.create_task(read_all(harness, request_id=f"p{number}")) for number in range(12)]
     await until(lambda: sum(task.done() for task in tasks) == 11)
     assert sent_to(plane, 1) == before + 1
     trying = [stream for stream in plane.opened if stream.address == address_of(1)][-1]
     trying.tokens(1, finish=FinishReason.STOP)
     assert await asyncio.gather(*tasks) == 12 * [[1]]
-    assert state(bench) is CircuitState.CLOSED
+    assert state(harness) is CircuitState.CLOSED
     script.bad.clear()
-    await send(bench, 12)
+    await send(harness, 12)
     assert sent_to(plane, 1) > before + 1
 
 
 async def test_half_open_it_gets_another_request_when_the_first_one_reported_nothing() -> None:
     script = Script(1)
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, card(1), card(2), config=BRIEF)
-    await fail(bench, 3)
-    await until_half_open(bench)
+    harness = await router_harness(plane, card(1), card(2), config=BRIEF)
+    await fail(harness, 3)
+    await until_half_open(harness)
     script.does = lambda _stream: None
-    reading = asyncio.create_task(read_all(bench, pinned=1))
+    reading = asyncio.create_task(read_all(harness, pinned=1))
     before = sent_to(plane, 1)
     await until(lambda: sent_to(plane, 1) > before)
-    assert bench.model.fleet.columns.circuit_open.any(), "nobody else is let in meanwhile"
+    assert harness.model.fleet.columns.circuit_open.any(), "nobody else is let in meanwhile"
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    assert state(bench) is CircuitState.HALF_OPEN
-    assert not bench.model.fleet.columns.circuit_open.any()
+    assert state(harness) is CircuitState.HALF_OPEN
+    assert not harness.model.fleet.columns.circuit_open.any()
 
 
 async def test_the_last_one_left_is_tried_rather_than_refused() -> None:
     script = Script(1)
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, card(1), config=LONG)
-    await fail(bench, 3)
-    assert state(bench) is CircuitState.OPEN
+    harness = await router_harness(plane, card(1), config=LONG)
+    await fail(harness, 3)
+    assert state(harness) is CircuitState.OPEN
     script.bad.clear()
-    decision = bench.model.explain(generate_request())
+    decision = harness.model.explain(generate_request())
     assert decision.last_resort
-    assert await send(bench) == [[1]]
-    assert state(bench) is CircuitState.CLOSED, "it is well"
+    assert await send(harness) == [[1]]
+    assert state(harness) is CircuitState.CLOSED, "it is well"
 
 
 async def test_one_that_is_busy_is_somebody_else() -> None:
     plane = ScriptedPlane(Script(1))
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
-    await fail(bench, 3)
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
+    await fail(harness, 3)
     before = sent_to(plane, 1)
     plane.full = {address_of(2)}
     with pytest.raises(KvrouterError):
-        await send(bench)  # the full worker is excluded for this request, so the other one is asked
+        await send(harness)  # the full worker is excluded for this request, so the other one is asked
     assert sent_to(plane, 1) == before + 1
 
 
@@ -174,58 +184,58 @@ async def test_what_is_no_failure_of_the_worker_opens_nothing(step: Exception) -
         async def open(self, address: str, request: object) -> ScriptedStream:
             raise step
 
-    bench = await bench_of(Refusing(), card(1), config=LONG)
-    await fail(bench, 10)
-    assert state(bench) is CircuitState.CLOSED
-    assert bench.model.fleet.columns.circuit_open.sum() == 0
+    harness = await router_harness(Refusing(), card(1), config=LONG)
+    await fail(harness, 10)
+    assert state(harness) is CircuitState.CLOSED
+    assert harness.model.fleet.columns.circuit_open.sum() == 0
 
 
 async def test_clients_that_leave_open_nothing() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=LONG)
+    harness = await router_harness(plane, card(1), config=LONG)
     for number in range(10):
-        async with bench.service.requests.generate(generate_request(request_id=f"r{number}")) as generation:
+        async with harness.service.requests.generate(generate_request(request_id=f"r{number}")) as generation:
             reading = asyncio.create_task(anext(generation))
             await plane.wait_for(Leg.AGGREGATED, nth=number)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-    assert state(bench) is CircuitState.CLOSED
+    assert state(harness) is CircuitState.CLOSED
 
 
 async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedPlane(Script(1, does=lambda _stream: None))
-    bench = await bench_of(plane, card(1), card(2), config=config)
+    harness = await router_harness(plane, card(1), card(2), config=config)
     failed = await asyncio.gather(
-        *(read_all(bench, request_id=f"r{number}") for number in range(12)), return_exceptions=True
+        *(read_all(harness, request_id=f"r{number}") for number in range(12)), return_exceptions=True
     )
     assert any(isinstance(each, DeadlineExceeded) for each in failed)
     before = sent_to(plane, 1)
     assert before >= 3
-    assert state(bench) is CircuitState.OPEN
-    assert bench.telemetry.circuits_opened.value("mock", "1", "silent") == 1
-    assert await send(bench, 10) == 10 * [[1]]
+    assert state(harness) is CircuitState.OPEN
+    assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
+    assert await send(harness, 10) == 10 * [[1]]
     assert sent_to(plane, 1) == before
 
 
 async def test_a_worker_that_is_slow_with_some_and_answers_others_is_none() -> None:
     config = KvRouterConfig(ttft_timeout_s=3.0, circuit_failures=2)
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=config)
-    slow = [asyncio.create_task(read_all(bench, request_id=f"slow-{number}")) for number in range(6)]
+    harness = await router_harness(plane, card(1), config=config)
+    slow = [asyncio.create_task(read_all(harness, request_id=f"slow-{number}")) for number in range(6)]
     await plane.wait_for(Leg.AGGREGATED, nth=5)
-    quick = asyncio.create_task(read_all(bench, request_id="quick"))
+    quick = asyncio.create_task(read_all(harness, request_id="quick"))
     (await plane.wait_for(Leg.AGGREGATED, nth=6)).tokens(1, finish=FinishReason.STOP)
     assert await quick == [1]
     failed = await asyncio.gather(*slow, return_exceptions=True)
     assert all(isinstance(each, DeadlineExceeded) for each in failed)
-    assert state(bench) is CircuitState.CLOSED
+    assert state(harness) is CircuitState.CLOSED
 
 
 async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
-    tasks = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(10)]
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
+    tasks = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(10)]
     await plane.wait_for(Leg.AGGREGATED, nth=9)
     dying = [stream for stream in plane.opened if stream.address == address_of(1)]
     assert len(dying) > 3
@@ -235,56 +245,56 @@ async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
     for stream in plane.opened:
         stream.tokens(1, finish=FinishReason.STOP)
     assert await asyncio.gather(*tasks) == 10 * [[1]]
-    assert state(bench) is CircuitState.CLOSED
+    assert state(harness) is CircuitState.CLOSED
 
 
 async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
     config = KvRouterConfig(circuit_failures=1, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2), config=config)
-    reading = asyncio.create_task(read_all(bench))
+    harness = await router_harness(plane, card(1), card(2), config=config)
+    reading = asyncio.create_task(read_all(harness))
     first = await plane.wait_for(Leg.AGGREGATED)
     plane.followers[first.address](False)
     first.die()
     (await plane.wait_for(Leg.AGGREGATED, nth=1)).tokens(1, finish=FinishReason.STOP)
     assert await reading == [1]
-    assert state(bench, 1) is state(bench, 2) is CircuitState.CLOSED
+    assert state(harness, 1) is state(harness, 2) is CircuitState.CLOSED
 
 
 async def test_a_new_start_of_a_worker_begins_again() -> None:
     plane = ScriptedPlane(Script(1))
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
-    await fail(bench, 3)
-    bench.discovery.put(card(1, incarnation=2))
-    assert state(bench) is CircuitState.CLOSED
-    assert not bench.model.fleet.columns.circuit_open.any()
-    bench.discovery.drop(1, incarnation=2)
-    assert state(bench) is CircuitState.CLOSED
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
+    await fail(harness, 3)
+    harness.discovery.put(card(1, incarnation=2))
+    assert state(harness) is CircuitState.CLOSED
+    assert not harness.model.fleet.columns.circuit_open.any()
+    harness.discovery.drop(1, incarnation=2)
+    assert state(harness) is CircuitState.CLOSED
 
 
 async def test_the_pages_tell_of_circuits_and_of_pairs() -> None:
     plane = ScriptedPlane(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
-    bench = await bench_of(plane, *cards, config=LONG)
-    await send(bench, 20)
+    harness = await router_harness(plane, *cards, config=LONG)
+    await send(harness, 20)
     plane.unreachable = {address_of(4)}
-    await fail(bench, 3, worker=4)
-    page = fleet_state(bench.service)
+    await fail(harness, 3, worker=4)
+    page = fleet_state(harness.service)
     circuits = {each.worker_id: each.circuit for each in page.workers}
     assert circuits == {1: "closed", 2: "closed", 3: "closed", 4: "open"}
     (model,) = page.models
     assert model.parted_pairs == [BrokenPair(prefill_worker_id=1, decode_worker_id=3, circuit="open")]
-    Gauges(bench.telemetry, bench.service).refresh()
-    states = [bench.telemetry.worker_circuit.value("4", each) for each in ("closed", "open", "half_open")]
+    Gauges(harness.telemetry, harness.service).refresh()
+    states = [harness.telemetry.worker_circuit.value("4", each) for each in ("closed", "open", "half_open")]
     assert states == [0, 1, 0]
-    assert bench.telemetry.pairs_parted.value("mock") == 1
+    assert harness.telemetry.pairs_parted.value("mock") == 1
 
 
 async def test_circuits_can_be_switched_off() -> None:
     plane = ScriptedPlane(Script(1))
-    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(circuit_failures=0))
-    await fail(bench, 20)
-    assert state(bench) is CircuitState.CLOSED
+    harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(circuit_failures=0))
+    await fail(harness, 20)
+    assert state(harness) is CircuitState.CLOSED
 
 
 def lost_kv(stream: ScriptedStream) -> None:
@@ -317,17 +327,17 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
 ) -> None:
     plane = ScriptedPlane(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
-    bench = await bench_of(plane, *cards, config=LONG)
+    harness = await router_harness(plane, *cards, config=LONG)
     with caplog.at_level(logging.INFO, "kvrouter.router"):
-        assert await send(bench, 40) == 40 * [[1]]
+        assert await send(harness, 40) == 40 * [[1]]
     cut = (1, address_of(3))
     assert pairs(plane).count(cut) == 1
     assert {(1, address_of(4)), (2, address_of(3)), (2, address_of(4))} <= set(pairs(plane))
     assert events_of(caplog.records).count("circuit_opened") == 1
-    assert bench.telemetry.kv_lost.value("mock", "1", "3", "unreachable") == 1
-    assert state(bench, 1) is state(bench, 3) is CircuitState.CLOSED, "both serve others"
-    assert [(tuple(pair), each) for pair, each in bench.broken_pairs()] == [((1, 3), CircuitState.OPEN)]
-    explained = bench.model.explain(generate_request())
+    assert harness.telemetry.kv_lost.value("mock", "1", "3", "unreachable") == 1
+    assert state(harness, 1) is state(harness, 3) is CircuitState.CLOSED, "both serve others"
+    assert [(tuple(pair), each) for pair, each in harness.broken_pairs()] == [((1, 3), CircuitState.OPEN)]
+    explained = harness.model.explain(generate_request())
     assert {row.refused for row in explained.rows} <= {None, "kv_lost"}
 
 
@@ -335,31 +345,31 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
     link = Link()
     plane = ScriptedPlane(link)
     config = BRIEF
-    bench = await bench_of(plane, prefill_card(1), prefill_card(2), decode_card(3), config=config)
+    harness = await router_harness(plane, prefill_card(1), prefill_card(2), decode_card(3), config=config)
     async with asyncio.timeout(20):
-        while not bench.model.fleet.broken_pairs:
-            await send(bench)
+        while not harness.model.fleet.broken_pairs:
+            await send(harness)
     link.is_cut = False
     before = pairs(plane).count((1, address_of(3)))
     async with asyncio.timeout(20):
         while pairs(plane).count((1, address_of(3))) == before:
-            await send(bench)
+            await send(harness)
             await asyncio.sleep(0.005)
-    assert bench.broken_pairs() == []
-    assert not bench.model.fleet.broken_pairs
+    assert harness.broken_pairs() == []
+    assert not harness.model.fleet.broken_pairs
 
 
 async def test_the_only_pair_that_lost_kv_is_tried_when_its_time_has_come() -> None:
     """Until then its decode worker serves alone, and no request spends a try on the pair."""
     link = Link()
     plane = ScriptedPlane(link)
-    bench = await bench_of(plane, prefill_card(1), decode_card(3), config=BRIEF)
-    await send(bench)
-    assert bench.model.fleet.broken_pairs
+    harness = await router_harness(plane, prefill_card(1), decode_card(3), config=BRIEF)
+    await send(harness)
+    assert harness.model.fleet.broken_pairs
     link.is_cut = False
     async with asyncio.timeout(20):
-        while bench.model.fleet.broken_pairs:
-            assert await send(bench) == [[1]]
+        while harness.model.fleet.broken_pairs:
+            assert await send(harness) == [[1]]
     assert pairs(plane)[-1] == (1, address_of(3))
 
 
@@ -368,45 +378,45 @@ async def test_after_lost_kv_a_worker_that_is_passed_over_comes_last() -> None:
     link = Link()
     script = Script(2)
     plane = ScriptedPlane(lambda stream: (script if stream.address == address_of(2) else link)(stream))
-    bench = await bench_of(plane, prefill_card(1), prefill_card(2), decode_card(3), config=LONG)
+    harness = await router_harness(plane, prefill_card(1), prefill_card(2), decode_card(3), config=LONG)
     for number in range(3):
         with pytest.raises(KvrouterError):
-            await send_prefill_to(bench, 2, number)
-    assert state(bench, 2) is CircuitState.OPEN
+            await send_prefill_to(harness, 2, number)
+    assert state(harness, 2) is CircuitState.OPEN
     before = sent_to(plane, 2)
-    assert await send(bench) == [[1]]
+    assert await send(harness) == [[1]]
     assert sent_to(plane, 2) == before
     assert plane.opened[-1].request.leg is Leg.AGGREGATED, "the last try needs no KV"
 
 
-async def send_prefill_to(bench: Bench, worker_id: int, number: int) -> None:
+async def send_prefill_to(harness: RouterHarness, worker_id: int, number: int) -> None:
     pin = Pin(WorkerId(worker_id))
     request = structs.replace(generate_request(request_id=f"pinned-{number}"), prefill_pin=pin)
-    async with bench.service.requests.generate(request) as generation:
+    async with harness.service.requests.generate(request) as generation:
         await anext(generation)
 
 
 async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
     plane = ScriptedPlane(Link())
-    bench = await bench_of(plane, prefill_card(1), decode_card(3), config=LONG)
-    await send(bench)
-    assert bench.model.fleet.broken_pairs
-    bench.discovery.put(card(3, Role.DECODE, zone="a", incarnation=2))
-    assert not bench.model.fleet.broken_pairs
-    assert bench.broken_pairs() == []
+    harness = await router_harness(plane, prefill_card(1), decode_card(3), config=LONG)
+    await send(harness)
+    assert harness.model.fleet.broken_pairs
+    harness.discovery.put(card(3, Role.DECODE, zone="a", incarnation=2))
+    assert not harness.model.fleet.broken_pairs
+    assert harness.broken_pairs() == []
 
 
 async def test_decode_that_is_picked_again_may_keep_the_worker_that_is_tried() -> None:
     """After a synchronous prefill decode is decided afresh: the half-open worker is not in its own way."""
     script = Script(3)
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, prefill_card(1), decode_card(3), decode_card(4), config=BRIEF)
-    await fail(bench, 3, worker=3)
-    await until_half_open(bench, 3)
+    harness = await router_harness(plane, prefill_card(1), decode_card(3), decode_card(4), config=BRIEF)
+    await fail(harness, 3, worker=3)
+    await until_half_open(harness, 3)
     script.bad.clear()
     async with asyncio.timeout(20):
-        while state(bench, 3) is not CircuitState.CLOSED:
-            await send(bench)
+        while state(harness, 3) is not CircuitState.CLOSED:
+            await send(harness)
     assert sent_to(plane, 3) == 4
 
 
@@ -416,10 +426,10 @@ async def test_an_answer_that_broke_off_is_a_failure_however_well_it_began() -> 
         stream.feed(StreamBroken("gone"))
 
     plane = ScriptedPlane(Script(1, does=breaks_off))
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
     async with asyncio.timeout(20):
-        while state(bench) is CircuitState.CLOSED:
-            await send(bench, 4)
+        while state(harness) is CircuitState.CLOSED:
+            await send(harness, 4)
     before = sent_to(plane, 1)
-    await send(bench, 4)
+    await send(harness, 4)
     assert sent_to(plane, 1) == before == 3

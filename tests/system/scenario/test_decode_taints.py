@@ -5,8 +5,8 @@ from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.kernel.routing.masks import required_taints
-from tests.support.fleets import card
-from tests.support.front import error_of, open_house, takeover_instructions
+from tests.testing.frontend_harness import error_of, handoff_script, running_frontend
+from tests.testing.router_harness import card
 
 LARGE = "gpu=h200"
 WISH = {"nvext": {"routing_constraints": {"required_decode_taints": [LARGE]}}}
@@ -18,21 +18,21 @@ PAIRS = [
 
 
 async def test_decode_goes_where_the_taint_is_and_prefill_anywhere() -> None:
-    async with open_house(*PAIRS, script=takeover_instructions) as house:
+    async with running_frontend(*PAIRS, script=handoff_script) as frontend:
         for number in range(6):
-            response = await house.chat(f"hello {number}", fields=WISH)
+            response = await frontend.chat(f"hello {number}", fields=WISH)
             assert response.status_code == 200
             headers = response.headers
             assert (headers["x-kvrouter-prefill-worker"], headers["x-kvrouter-decode-worker"]) == ("1", "3")
         both = {"nvext": {"routing_constraints": {"required_taints": [LARGE]}}}
-        refused = await house.chat(fields=both)
+        refused = await frontend.chat(fields=both)
         assert refused.status_code == 503, "required of both legs, and no prefill worker carries it"
 
 
 async def test_one_worker_that_serves_it_all_must_carry_it() -> None:
-    async with open_house(card(1), card(2, taints=(LARGE,)), script=takeover_instructions) as house:
+    async with running_frontend(card(1), card(2, taints=(LARGE,)), script=handoff_script) as frontend:
         for number in range(6):
-            response = await house.chat(f"hello {number}", fields=WISH)
+            response = await frontend.chat(f"hello {number}", fields=WISH)
             assert response.headers["x-kvrouter-decode-worker"] == "2"
 
 
@@ -44,23 +44,23 @@ async def test_prefill_stays_in_the_domain_of_the_decode_workers_that_carry_it()
         card(3, Role.DECODE, zone="a"),
         card(4, Role.DECODE, zone="b", taints=(LARGE,)),
     ]
-    async with open_house(*cards, script=takeover_instructions) as house:
+    async with running_frontend(*cards, script=handoff_script) as frontend:
         for number in range(6):
-            headers = (await house.chat(f"hello {number}", fields=WISH)).headers
+            headers = (await frontend.chat(f"hello {number}", fields=WISH)).headers
             assert (headers["x-kvrouter-prefill-worker"], headers["x-kvrouter-decode-worker"]) == ("2", "4")
 
 
 async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
-    async with open_house(*PAIRS, script=takeover_instructions) as house:
+    async with running_frontend(*PAIRS, script=handoff_script) as frontend:
         field = "nvext.routing_constraints.required_decode_taints"
         pinned = {"nvext": {**WISH["nvext"], "worker_id": 2}}
-        error = error_of(await house.chat(fields=pinned))
+        error = error_of(await frontend.chat(fields=pinned))
         assert error["param"] == field
         sender = {"nvext": {**WISH["nvext"], "prefill_worker_id": 1}}
-        assert (await house.chat(fields=sender)).status_code == 200
+        assert (await frontend.chat(fields=sender)).status_code == 200
         two = [f"dynamo.topology/zone={zone}" for zone in "ab"]
         contradicting = {"required_taints": two[:1], "required_decode_taints": two[1:]}
-        error = error_of(await house.chat(fields={"nvext": {"routing_constraints": contradicting}}))
+        error = error_of(await frontend.chat(fields={"nvext": {"routing_constraints": contradicting}}))
         assert error["param"] == field
     constraints = RoutingConstraints(required_decode_taints=frozenset({Taint(LARGE)}))
     assert required_taints(constraints, prefill=True) == frozenset()
@@ -68,9 +68,9 @@ async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
 
 
 async def test_a_refusal_counts_decode_ranks_without_it() -> None:
-    async with open_house(*PAIRS[:2], script=takeover_instructions) as house:
-        assert (await house.chat(fields=WISH)).status_code == 503
-        explained = await house.http.post(
+    async with running_frontend(*PAIRS[:2], script=handoff_script) as frontend:
+        assert (await frontend.chat(fields=WISH)).status_code == 503
+        explained = await frontend.http.post(
             "/v1/route/explain", json={"model": "mock", "prompt": "hello", **WISH}
         )
         rows = explained.json()["decode"]["candidates"]

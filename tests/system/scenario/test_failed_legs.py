@@ -12,9 +12,16 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, StreamBroken, WorkerUnreachable
-from tests.support.fleets import Bench, bench_of, card, decode_card, prefill_card, read_all
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
-from tests.support.waits import until
+from tests.testing.router_harness import (
+    RouterHarness,
+    card,
+    decode_card,
+    prefill_card,
+    read_all,
+    router_harness,
+)
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.waits import until
 
 LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
 BRIEF = KvRouterConfig(router_cost="blocks", circuit_open_s=0.5, circuit_open_max_s=1000.0)
@@ -54,23 +61,23 @@ class Engines:
         self.held.clear()
 
 
-async def send(bench: Bench, times: int = 1) -> None:
+async def send(harness: RouterHarness, times: int = 1) -> None:
     for number in range(times):
-        assert await read_all(bench, request_id=f"plain-{number}") == [1]
+        assert await read_all(harness, request_id=f"plain-{number}") == [1]
 
 
-async def poison(bench: Bench, times: int = 1, *, pinned: int | None = None) -> None:
+async def poison(harness: RouterHarness, times: int = 1, *, pinned: int | None = None) -> None:
     for number in range(times):
         with pytest.raises(KvrouterError):
-            await read_all(bench, request_id=f"poison-{number}", pinned=pinned)
+            await read_all(harness, request_id=f"poison-{number}", pinned=pinned)
 
 
 def sent_to(plane: ScriptedPlane, worker: int) -> int:
     return sum(each.address == address_of(worker) for each in plane.opened)
 
 
-def circuits_open(bench: Bench, *workers: int) -> set[int]:
-    states = {worker: bench.circuit_state(WorkerId(worker)) for worker in workers}
+def circuits_open(harness: RouterHarness, *workers: int) -> set[int]:
+    states = {worker: harness.circuit_state(WorkerId(worker)) for worker in workers}
     return {worker for worker, state in states.items() if state is not CircuitState.CLOSED}
 
 
@@ -84,13 +91,13 @@ async def test_a_call_that_every_engine_fails_sets_none_aside(
     failure: EngineChunk | KvrouterError, cards: list[WorkerCard]
 ) -> None:
     plane = ScriptedPlane(Engines(failure))
-    bench = await bench_of(plane, *cards, config=LONG)
-    await poison(bench, 12)
-    assert circuits_open(bench, 1, 2, 3, 4) == set()
+    harness = await router_harness(plane, *cards, config=LONG)
+    await poison(harness, 12)
+    assert circuits_open(harness, 1, 2, 3, 4) == set()
     asked = {each.address for each in plane.opened if each.request.request_id == "poison-0"}
     assert len(asked) == len(cards)
-    await send(bench, 6)
-    assert bench.booked() == 0
+    await send(harness, 6)
+    assert harness.booked() == 0
 
 
 @each_failure
@@ -98,50 +105,50 @@ async def test_an_engine_that_fails_what_others_answer_is_set_aside_after_three_
     failure: EngineChunk | KvrouterError,
 ) -> None:
     plane = ScriptedPlane(Engines(failure, 1))
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
-    await send(bench, 40)
-    assert circuits_open(bench, 1, 2) == {1}
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
+    await send(harness, 40)
+    assert circuits_open(harness, 1, 2) == {1}
     assert sent_to(plane, 1) == 3
 
 
 async def test_a_decode_engine_that_fails_what_others_answer_is_set_aside() -> None:
-    bench = await bench_of(ScriptedPlane(Engines(FAILURES[2], 2)), *PAIRS, config=LONG)
-    await send(bench, 40)
-    assert circuits_open(bench, 1, 2, 3, 4) == {2}
+    harness = await router_harness(ScriptedPlane(Engines(FAILURES[2], 2)), *PAIRS, config=LONG)
+    await send(harness, 40)
+    assert circuits_open(harness, 1, 2, 3, 4) == {2}
 
 
 async def test_two_engines_that_fail_what_a_third_answers_are_set_aside() -> None:
-    bench = await bench_of(ScriptedPlane(Engines(FAILURES[0], 1, 2)), *AGGREGATED, config=LONG)
-    await send(bench, 60)
-    assert circuits_open(bench, 1, 2, 3) == {1, 2}
+    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0], 1, 2)), *AGGREGATED, config=LONG)
+    await send(harness, 60)
+    assert circuits_open(harness, 1, 2, 3) == {1, 2}
 
 
 async def test_a_lone_engine_that_only_fails_is_seen_to() -> None:
-    bench = await bench_of(ScriptedPlane(Engines(FAILURES[0], 1)), card(1), config=LONG)
-    await poison(bench, 3)
-    assert circuits_open(bench, 1) == {1}
+    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0], 1)), card(1), config=LONG)
+    await poison(harness, 3)
+    assert circuits_open(harness, 1) == {1}
 
 
 async def test_a_lone_engine_that_answers_others_is_not_set_aside_for_one_caller() -> None:
-    bench = await bench_of(ScriptedPlane(Engines(FAILURES[0])), card(1), config=LONG)
-    await send(bench)
-    await poison(bench, 12)
-    assert circuits_open(bench, 1) == set()
+    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0])), card(1), config=LONG)
+    await send(harness)
+    await poison(harness, 12)
+    assert circuits_open(harness, 1) == set()
 
 
 async def test_nor_is_one_that_a_caller_names() -> None:
-    bench = await bench_of(ScriptedPlane(Engines(FAILURES[0])), card(1), card(2), config=LONG)
-    await send(bench, 12)
-    await poison(bench, 12, pinned=1)
-    assert circuits_open(bench, 1, 2) == set()
+    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0])), card(1), card(2), config=LONG)
+    await send(harness, 12)
+    await poison(harness, 12, pinned=1)
+    assert circuits_open(harness, 1, 2) == set()
 
 
 async def test_an_engine_that_cannot_be_reached_is_set_aside_whoever_else_cannot() -> None:
     """Its connection is refused: it had nothing of the call."""
     refused = WorkerUnreachable("the engine is not reached: nothing listens at its host and port")
-    bench = await bench_of(ScriptedPlane(Engines(refused)), card(1), card(2), config=LONG)
-    await poison(bench, 3)
-    assert circuits_open(bench, 1, 2) == {1, 2}
+    harness = await router_harness(ScriptedPlane(Engines(refused)), card(1), card(2), config=LONG)
+    await poison(harness, 3)
+    assert circuits_open(harness, 1, 2) == {1, 2}
 
 
 async def test_what_failed_counts_from_when_it_failed_however_long_the_next_engine_takes() -> None:
@@ -149,30 +156,30 @@ async def test_what_failed_counts_from_when_it_failed_however_long_the_next_engi
     engines = Engines(FAILURES[0], 1)
     engines.holds = True
     plane = ScriptedPlane(engines)
-    bench = await bench_of(plane, card(1), card(2), config=LONG)
+    harness = await router_harness(plane, card(1), card(2), config=LONG)
     tasks: list[asyncio.Task[list[int]]] = []
     async with asyncio.timeout(20):
         while sent_to(plane, 1) < 3:
-            tasks.append(asyncio.create_task(read_all(bench, request_id=f"plain-{len(tasks)}")))
+            tasks.append(asyncio.create_task(read_all(harness, request_id=f"plain-{len(tasks)}")))
             await until(lambda: len(engines.held) == len(tasks))
-    assert circuits_open(bench, 1, 2) == set()
+    assert circuits_open(harness, 1, 2) == set()
     engines.let_go()
     await asyncio.gather(*tasks)
-    assert circuits_open(bench, 1, 2) == {1}
+    assert circuits_open(harness, 1, 2) == {1}
 
 
 async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
     engines = Engines(FAILURES[0], 1)
     plane = ScriptedPlane(engines)
-    bench = await bench_of(plane, card(1), card(2), config=BRIEF)
-    await send(bench, 20)
-    await until(lambda: bench.circuit_state(WorkerId(1)) is CircuitState.HALF_OPEN)
-    bench.model.placer.circuits.refresh(now_s=time.monotonic())
+    harness = await router_harness(plane, card(1), card(2), config=BRIEF)
+    await send(harness, 20)
+    await until(lambda: harness.circuit_state(WorkerId(1)) is CircuitState.HALF_OPEN)
+    harness.model.placer.circuits.refresh(now_s=time.monotonic())
     engines.holds = True
     before = sent_to(plane, 1)
     tasks: list[asyncio.Task[list[int]]] = []
     for number in range(12):
-        tasks.append(asyncio.create_task(read_all(bench, request_id=f"plain-{number}")))
+        tasks.append(asyncio.create_task(read_all(harness, request_id=f"plain-{number}")))
         await until(lambda: len(engines.held) == len(tasks))
     assert sent_to(plane, 1) == before + 1, "the next engine has answered nothing yet"
     engines.let_go()
@@ -183,8 +190,8 @@ async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
 async def test_a_call_that_kills_engines_gets_as_many_as_it_has_tries(retries_max: int) -> None:
     plane = ScriptedPlane(Engines(FAILURES[2]))
     config = KvRouterConfig(router_cost="blocks", retries_max=retries_max)
-    bench = await bench_of(plane, *map(card, range(1, 7)), config=config)
-    await poison(bench)
+    harness = await router_harness(plane, *map(card, range(1, 7)), config=config)
+    await poison(harness)
     assert len({each.address for each in plane.opened}) == len(plane.opened) == retries_max + 1
 
 
@@ -205,15 +212,15 @@ class Pairs(Engines):
 
 
 async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
-    bench = await bench_of(ScriptedPlane(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG)
-    await poison(bench, 12)
-    assert bench.broken_pairs() == []
-    assert circuits_open(bench, 1, 2, 3, 4, 5) == set()
+    harness = await router_harness(ScriptedPlane(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG)
+    await poison(harness, 12)
+    assert harness.broken_pairs() == []
+    assert circuits_open(harness, 1, 2, 3, 4, 5) == set()
 
 
 async def test_a_pair_whose_call_is_answered_without_its_kv_is_parted() -> None:
     engines = Pairs(FAILURES[0])
     engines.cut = address_of(2)
-    bench = await bench_of(ScriptedPlane(engines), *PAIRS, config=LONG)
-    await send(bench, 20)
-    assert {pair.decode for pair, _ in bench.broken_pairs()} == {2}
+    harness = await router_harness(ScriptedPlane(engines), *PAIRS, config=LONG)
+    await send(harness, 20)
+    assert {pair.decode for pair, _ in harness.broken_pairs()} == {2}

@@ -17,24 +17,24 @@ from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.router import engine_reports
 from kvrouter.router.event_ingest import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.constants import SetConstants
-from tests.support.fleets import Bench
-from tests.support.fleets import card as worker_card
-from tests.support.logged import events_of
-from tests.support.mock_fleets import (
+from tests.testing.constants import SetConstants
+from tests.testing.log_events import events_of
+from tests.testing.mock_fleet import (
     BLOCK,
     LONG_TOKENS,
     MOCK,
-    MockBench,
+    MockFleetHarness,
     accepted,
-    alike,
-    mock_bench,
-    once,
-    pairs,
+    on_first,
     prompt,
+    running_mock_fleet,
+    uniform_fleet,
+    zoned_fleet,
 )
-from tests.support.scripted_transport import ScriptedPlane
-from tests.support.waits import until
+from tests.testing.router_harness import RouterHarness
+from tests.testing.router_harness import card as worker_card
+from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.waits import until
 
 SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"
 """Caches that overflow all the time."""
@@ -54,26 +54,26 @@ def conversations(*, turns: int, seed: int) -> list[TokenBuffer]:
 @pytest.mark.parametrize(
     "fleet",
     [
-        alike(replicas=3, dp_size=2),
-        alike(replicas=2, engine=SMALL),
-        pairs(handoff="bootstrap"),
-        pairs(handoff="synchronous"),
+        uniform_fleet(replicas=3, dp_size=2),
+        uniform_fleet(replicas=2, engine=SMALL),
+        zoned_fleet(handoff="bootstrap"),
+        zoned_fleet(handoff="synchronous"),
     ],
     ids=["aggregated-dp2", "evicting-opaque", "bootstrap", "synchronous"],
 )
 async def test_after_traffic_the_index_is_what_the_engines_hold(fleet: FleetFile) -> None:
-    async with mock_bench(fleet) as bench:
+    async with running_mock_fleet(fleet) as harness:
         prompts = conversations(turns=40, seed=1)
         for n in range(0, 40, 8):
-            requests = [bench.request(each, max_tokens=30) for each in prompts[n : n + 8]]
-            await asyncio.gather(*(bench.read(request) for request in requests))
-        await bench.until_index_is_true()
-        index = bench.cache_of().index
-        total = sum(sum(bench.held(rank).values()) for rank in bench.ranks())
+            requests = [harness.request(each, max_tokens=30) for each in prompts[n : n + 8]]
+            await asyncio.gather(*(harness.read(request) for request in requests))
+        await harness.until_index_is_true()
+        index = harness.cache_of().index
+        total = sum(sum(harness.held(rank).values()) for rank in harness.ranks())
         assert total > 0
-        slots = [bench.model.fleet.slot_of(rank) for rank in bench.ranks()]
+        slots = [harness.model.fleet.slot_of(rank) for rank in harness.ranks()]
         assert sum(index.held(slot) for slot in slots if slot is not None) == index.stats().blocks[0]
-        counted = bench.telemetry.feed_events
+        counted = harness.telemetry.feed_events
         assert counted.value(MOCK, "blocks_stored") > 0
         assert counted.value(MOCK, "blocks_orphaned") == counted.value(MOCK, "gaps") == 0
 
@@ -82,94 +82,94 @@ async def test_after_traffic_the_index_is_what_the_engines_hold(fleet: FleetFile
 @pytest.mark.parametrize("engine", ["{}", "{engine_hashing: opaque, total_kv_blocks: 128}"])
 async def test_the_overlap_that_is_counted_on_is_what_the_engine_finds(dp_size: int, engine: str) -> None:
     """On a quiet fleet a prediction is exact: whole blocks, less the block of which one token is computed."""
-    async with mock_bench(alike(replicas=2, dp_size=dp_size, engine=engine)) as bench:
+    async with running_mock_fleet(uniform_fleet(replicas=2, dp_size=dp_size, engine=engine)) as harness:
         for each in conversations(turns=30, seed=2):
-            await bench.until_index_is_true()
-            _, generation = await bench.read(bench.request(each, max_tokens=5))
+            await harness.until_index_is_true()
+            _, generation = await harness.read(harness.request(each, max_tokens=5))
             assert generation.placement is not None
             predicted = generation.placement.decision.decode.overlap_blocks * BLOCK
             if predicted == len(each):
                 predicted -= BLOCK
             assert generation.usage.cached_tokens == predicted
-        telemetry = bench.telemetry
+        telemetry = harness.telemetry
         assert telemetry.cached_tokens.value(MOCK) > 0
         assert telemetry.prompt_tokens.value(MOCK) > telemetry.cached_tokens.value(MOCK)
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 async def test_a_pairs_overlap_is_what_the_prefill_engine_finds(handoff: str) -> None:
-    async with mock_bench(pairs(handoff=handoff, prefill=2)) as bench:
+    async with running_mock_fleet(zoned_fleet(handoff=handoff, prefill=2)) as harness:
         for each in conversations(turns=20, seed=3):
-            await bench.until_index_is_true()
-            _, generation = await bench.read(bench.request(each, max_tokens=5))
+            await harness.until_index_is_true()
+            _, generation = await harness.read(harness.request(each, max_tokens=5))
             assert generation.placement is not None
             predicted = generation.placement.prefill_pick.overlap_blocks * BLOCK
             if predicted == len(each):
                 predicted -= BLOCK
             assert generation.usage.cached_tokens == predicted
-        assert bench.telemetry.cached_tokens.value(MOCK) > 0
+        assert harness.telemetry.cached_tokens.value(MOCK) > 0
 
 
 async def test_tenants_do_not_share_blocks() -> None:
-    async with mock_bench(alike(replicas=1)) as bench:
+    async with running_mock_fleet(uniform_fleet(replicas=1)) as harness:
         overlaps = []
         for namespace in (None, "a", "b", "a", None):
-            _, generation = await bench.read(bench.request(cache_namespace=namespace))
+            _, generation = await harness.read(harness.request(cache_namespace=namespace))
             assert generation.placement is not None
             overlap = generation.placement.decision.decode.overlap_blocks
             assert generation.usage.cached_tokens == overlap * BLOCK
             overlaps.append(overlap)
-            await bench.until_index_is_true()
+            await harness.until_index_is_true()
         assert overlaps == [0, 0, 0, 6, 6]
 
 
 async def test_a_dead_workers_blocks_go_and_its_next_start_begins_empty() -> None:
-    async with mock_bench(alike(replicas=2)) as bench:
+    async with running_mock_fleet(uniform_fleet(replicas=2)) as harness:
         for n in range(6):
-            await bench.read(bench.request(prompt(first=n), worker_id=1 + n % 2))
-        await bench.until_index_is_true()
-        old = bench.fleet.workers[WorkerId(1)]
+            await harness.read(harness.request(prompt(first=n), worker_id=1 + n % 2))
+        await harness.until_index_is_true()
+        old = harness.fleet.workers[WorkerId(1)]
         rank = WorkerRank(WorkerId(1), old.card.ranks()[0].dp_rank)
-        assert bench.held(rank)
-        blocks = bench.cache_of().index.stats().blocks[0]
-        gone = sum(bench.held(rank).values())
-        await bench.fleet.kill(WorkerId(1))
-        assert bench.cache_of().index.stats().blocks[0] == blocks - gone
-        assert bench.cache_of().index.stats().ranks == 1
-        new = await bench.revive(old)
+        assert harness.held(rank)
+        blocks = harness.cache_of().index.stats().blocks[0]
+        gone = sum(harness.held(rank).values())
+        await harness.fleet.kill(WorkerId(1))
+        assert harness.cache_of().index.stats().blocks[0] == blocks - gone
+        assert harness.cache_of().index.stats().ranks == 1
+        new = await harness.revive(old)
         assert new.card.incarnation != old.card.incarnation
-        await bench.until_index_is_true()
-        assert not bench.believed(rank)
-        slot = bench.model.fleet.slot_of(rank)
-        feeds = dict(bench.cache_of().ingest.feed_readings())
+        await harness.until_index_is_true()
+        assert not harness.believed(rank)
+        slot = harness.model.fleet.slot_of(rank)
+        feeds = dict(harness.cache_of().ingest.feed_readings())
         assert slot is not None
         assert feeds[slot].state is FeedState.LIVE
-        await bench.read(bench.request(worker_id=1))
-        await bench.until_index_is_true()
-        assert bench.believed(rank)
+        await harness.read(harness.request(worker_id=1))
+        await harness.until_index_is_true()
+        assert harness.believed(rank)
 
 
 async def test_a_worker_that_restarts_in_mid_traffic_is_known_truly() -> None:
-    async with mock_bench(alike(replicas=2)) as bench:
+    async with running_mock_fleet(uniform_fleet(replicas=2)) as harness:
 
         async def restart(_: object) -> None:
-            old = bench.fleet.workers[WorkerId(1)]
-            await bench.fleet.kill(WorkerId(1))
-            await bench.revive(old)
+            old = harness.fleet.workers[WorkerId(1)]
+            await harness.fleet.kill(WorkerId(1))
+            await harness.revive(old)
 
         for n in range(4):
-            bench.plane.hook = once(accepted(Leg.AGGREGATED), restart)
-            requests = [bench.request(prompt(first=n * 10 + m), max_tokens=50) for m in range(6)]
-            answers = await asyncio.gather(*(bench.read(request) for request in requests))
+            harness.plane.hook = on_first(accepted(Leg.AGGREGATED), restart)
+            requests = [harness.request(prompt(first=n * 10 + m), max_tokens=50) for m in range(6)]
+            answers = await asyncio.gather(*(harness.read(request) for request in requests))
             assert all(len(tokens) == 50 for tokens, _ in answers)
-        await bench.until_index_is_true()
+        await harness.until_index_is_true()
 
 
 async def test_a_router_that_starts_late_learns_what_is_there() -> None:
-    async with mock_bench(pairs()) as first:
+    async with running_mock_fleet(zoned_fleet()) as first:
         for n in range(6):
             await first.read(first.request(prompt(first=n)))
-        second = MockBench(first.fleet)
+        second = MockFleetHarness(first.fleet)
         await second.service.start()
         try:
             await second.until_index_is_true()
@@ -180,18 +180,18 @@ async def test_a_router_that_starts_late_learns_what_is_there() -> None:
 
 
 async def test_without_events_decisions_predict_the_caches() -> None:
-    async with mock_bench(alike(replicas=3), KvRouterConfig(kv_events=False)) as bench:
-        assert isinstance(bench.model.cache, PredictedCacheView)
-        first, generation = await bench.read(bench.request())
+    async with running_mock_fleet(uniform_fleet(replicas=3), KvRouterConfig(kv_events=False)) as harness:
+        assert isinstance(harness.model.cache, PredictedCacheView)
+        first, generation = await harness.read(harness.request())
         assert generation.usage.cached_tokens == 0
-        again, generation = await bench.read(bench.request())
+        again, generation = await harness.read(harness.request())
         assert again == first
         assert generation.placement is not None
         assert generation.placement.decision.decode.overlap_blocks == 6
         assert generation.usage.cached_tokens == 96
-        assert len(set(bench.legs(Leg.AGGREGATED))) == 1
-        await bench.fleet.kill(bench.legs(Leg.AGGREGATED)[0])
-        _, generation = await bench.read(bench.request())
+        assert len(set(harness.legs(Leg.AGGREGATED))) == 1
+        await harness.fleet.kill(harness.legs(Leg.AGGREGATED)[0])
+        _, generation = await harness.read(harness.request())
         assert generation.placement is not None
         assert generation.placement.decision.decode.overlap_blocks == 0, (
             "a dead worker's blocks are forgotten"
@@ -199,14 +199,14 @@ async def test_without_events_decisions_predict_the_caches() -> None:
 
 
 async def test_a_prediction_covers_both_workers_of_a_pair() -> None:
-    async with mock_bench(pairs(decode=1), KvRouterConfig(kv_events=False)) as bench:
+    async with running_mock_fleet(zoned_fleet(decode=1), KvRouterConfig(kv_events=False)) as harness:
         for _ in range(3):
-            _, generation = await bench.read(bench.request())
+            _, generation = await harness.read(harness.request())
         assert generation.usage.cached_tokens == 96
-        assert len(set(bench.legs(Leg.PREFILL))) == 1
-        explained = bench.model.explain(bench.request())
+        assert len(set(harness.legs(Leg.PREFILL))) == 1
+        explained = harness.model.explain(harness.request())
         overlaps = {row.rank.worker_id: row.overlap_blocks for row in explained.rows}
-        expected = {bench.legs(Leg.PREFILL)[0]: 6, bench.legs(Leg.DECODE)[0]: 6}
+        expected = {harness.legs(Leg.PREFILL)[0]: 6, harness.legs(Leg.DECODE)[0]: 6}
         assert {worker_id: blocks for worker_id, blocks in overlaps.items() if blocks} == expected
 
 
@@ -219,23 +219,23 @@ async def test_a_prediction_covers_both_workers_of_a_pair() -> None:
     ],
 )
 async def test_where_overlap_weighs_nothing_no_index_is_built(config: KvRouterConfig) -> None:
-    async with mock_bench(alike(), config) as bench:
-        assert isinstance(bench.model.cache, NoCacheView)
+    async with running_mock_fleet(uniform_fleet(), config) as harness:
+        assert isinstance(harness.model.cache, NoCacheView)
         for _ in range(4):
-            _, generation = await bench.read(bench.request())
+            _, generation = await harness.read(harness.request())
             assert generation.placement is not None
             assert generation.placement.decision.decode.overlap_blocks == 0
 
 
 async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> None:
     """Requests that overlap in time find less in the index than in the engine; the counters say how much."""
-    async with mock_bench(alike(replicas=1)) as bench:
-        requests = [bench.request(max_tokens=LONG_TOKENS) for _ in range(4)]
-        answers = await asyncio.gather(*(bench.read(request) for request in requests))
+    async with running_mock_fleet(uniform_fleet(replicas=1)) as harness:
+        requests = [harness.request(max_tokens=LONG_TOKENS) for _ in range(4)]
+        answers = await asyncio.gather(*(harness.read(request) for request in requests))
         assert len({tuple(tokens) for tokens, _ in answers}) == 1
-        await bench.until_index_is_true()
-        assert isinstance(bench.model.cache, EventCacheView)
-        await until(lambda: bench.fleet.cluster.idle)
+        await harness.until_index_is_true()
+        assert isinstance(harness.model.cache, EventCacheView)
+        await until(lambda: harness.fleet.cluster.idle)
 
 
 async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
@@ -243,20 +243,20 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
 ) -> None:
     set_constants(engine_reports, SPAN_S=0.0)
     caplog.set_level("WARNING")
-    async with mock_bench(alike(replicas=1)) as bench:
+    async with running_mock_fleet(uniform_fleet(replicas=1)) as harness:
         asked = prompt(tokens=20 * BLOCK)
-        await bench.read(bench.request(asked))
-        await bench.until_index_is_true()
-        slot = bench.model.fleet.slot_of(bench.ranks()[0])
+        await harness.read(harness.request(asked))
+        await harness.until_index_is_true()
+        slot = harness.model.fleet.slot_of(harness.ranks()[0])
         assert slot is not None
-        bench.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
+        harness.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
         for _ in range(engine_reports.WINDOW_ANSWERS):
-            await bench.read(bench.request(asked))
-        await bench.until_index_is_true()
-        rank = bench.ranks()[0]
+            await harness.read(harness.request(asked))
+        await harness.until_index_is_true()
+        rank = harness.ranks()[0]
         labels = (MOCK, str(rank.worker_id), str(rank.dp_rank))
-        assert bench.telemetry.index_wrong.value(*labels) == 1
-        assert bench.telemetry.feed_events.value(MOCK, "doubts") == 1
+        assert harness.telemetry.index_wrong.value(*labels) == 1
+        assert harness.telemetry.feed_events.value(MOCK, "doubts") == 1
         assert events_of(caplog.records).count("index_wrong") == 1
 
 
@@ -266,36 +266,36 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     reported: int, state: FeedState, is_card_published_again: bool
 ) -> None:
     """A worker may register before its engine knows how many blocks it has."""
-    bench = Bench(ScriptedPlane(lambda _stream: None))
+    harness = RouterHarness(ScriptedPlane(lambda _stream: None))
     known = structs.replace(
         worker_card(1),
         publishes_kv_events=True,
         runtime_config=ModelRuntimeConfig(total_kv_blocks=2_500),
     )
-    await bench.start(known)
-    view, rank = bench.model.cache, WorkerRank(WorkerId(1), DpRank(0))
+    await harness.start(known)
+    view, rank = harness.model.cache, WorkerRank(WorkerId(1), DpRank(0))
     assert isinstance(view, EventCacheView)
     ((_, feed),) = view.ingest.feeds()
     await until(lambda: feed.state is FeedState.LIVE)
-    bench.load(LoadReport(rank, active_blocks=0, total_blocks=reported))
+    harness.load(LoadReport(rank, active_blocks=0, total_blocks=reported))
     if is_card_published_again:
-        bench.discovery.put(structs.replace(known, cache_is_partial=True))
+        harness.discovery.put(structs.replace(known, cache_is_partial=True))
     blocks = pack_hashes(range(1, 10_001))
-    bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (Stored(None, blocks, blocks),)))
+    harness.events.batch(KvBatch(rank, Epoch(1), EventId(0), (Stored(None, blocks, blocks),)))
     settled = (FeedState.LIVE, FeedState.OVER_LIMIT)
     await until(lambda: dict(view.ingest.feed_readings())[Slot(0)].state in settled)
     assert feed.state is state
-    bench.service.stop()
+    harness.service.stop()
 
 
 async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
-    bench = Bench(ScriptedPlane(lambda _stream: None))
+    harness = RouterHarness(ScriptedPlane(lambda _stream: None))
     known = structs.replace(
         worker_card(1, dp_size=16), publishes_kv_events=True, runtime_config=ModelRuntimeConfig()
     )
-    await bench.start(known)
-    view = bench.model.cache
+    await harness.start(known)
+    view = harness.model.cache
     assert isinstance(view, EventCacheView)
     capacities = [view.ingest._by_slot[Slot(at)].capacity for at in range(16)]
     assert sum(each.gpu for each in capacities) == sum(each.other for each in capacities) == 4 * 2**24
-    bench.service.stop()
+    harness.service.stop()

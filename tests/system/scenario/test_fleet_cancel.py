@@ -8,30 +8,30 @@ from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Role
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.mock_fleets import (
+from tests.testing.mock_fleet import (
     LONG_TOKENS,
     MOCK,
-    MockBench,
+    ChunkCondition,
+    MockFleetHarness,
     Pause,
-    When,
     accepted,
-    alike,
     ended,
-    mock_bench,
-    pairs,
     prompt,
+    running_mock_fleet,
     streaming,
+    uniform_fleet,
+    zoned_fleet,
 )
-from tests.support.waits import until
+from tests.testing.waits import until
 
 SLOW_LINK_S = 1_000.0
 """Simulated: no KV arrives while a test of a waiting decode leg runs."""
 
 
-async def leave_when(bench: MockBench, when: When, request: GenerateRequest) -> None:
+async def leave_when(harness: MockFleetHarness, when: ChunkCondition, request: GenerateRequest) -> None:
     """Let the client leave at that moment, as a front door does: its task is cancelled in mid-read."""
-    pause = bench.plane.hook = Pause(when)
-    reading = asyncio.create_task(bench.read(request))
+    pause = harness.plane.hook = Pause(when)
+    reading = asyncio.create_task(harness.read(request))
     await pause.reached.wait()
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -51,56 +51,56 @@ async def leave_when(bench: MockBench, when: When, request: GenerateRequest) -> 
     ],
     ids=["prefill-sent", "prefill-done", "decode-sent", "first-token", "streaming", "last-chunk"],
 )
-async def test_a_client_of_a_pair_leaves(handoff: str, when: When, stage: str) -> None:
-    async with mock_bench(pairs(handoff=handoff)) as bench:
-        await leave_when(bench, when, bench.request(max_tokens=LONG_TOKENS))
-        await bench.until_quiet()
-        assert bench.telemetry.cancellations.value(MOCK, stage) == 1
-        legs = {stream.request.leg: stream for stream in bench.plane.opened}
+async def test_a_client_of_a_pair_leaves(handoff: str, when: ChunkCondition, stage: str) -> None:
+    async with running_mock_fleet(zoned_fleet(handoff=handoff)) as harness:
+        await leave_when(harness, when, harness.request(max_tokens=LONG_TOKENS))
+        await harness.until_quiet()
+        assert harness.telemetry.cancellations.value(MOCK, stage) == 1
+        legs = {stream.request.leg: stream for stream in harness.plane.opened}
         if Leg.DECODE in legs:
             assert legs[Leg.DECODE].cancelled_for is not None
         if stage == "prefill":
             assert legs[Leg.PREFILL].cancelled_for is not None
-        bench.plane.hook = None
-        tokens, _ = await bench.read(bench.request(max_tokens=LONG_TOKENS))
+        harness.plane.hook = None
+        tokens, _ = await harness.read(harness.request(max_tokens=LONG_TOKENS))
         assert len(tokens) == LONG_TOKENS, "the fleet serves on"
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 async def test_a_client_leaves_while_kv_is_on_its_way(handoff: str) -> None:
-    async with mock_bench(pairs(handoff=handoff, latency_s=SLOW_LINK_S)) as bench:
-        reading = asyncio.create_task(bench.read(bench.request()))
-        await until(lambda: any(what.transfers for what in bench.fleet.cluster.carried().values()))
-        assert not bench.fleet.cluster.idle, "the prefill worker's KV waits for the transfer"
+    async with running_mock_fleet(zoned_fleet(handoff=handoff, latency_s=SLOW_LINK_S)) as harness:
+        reading = asyncio.create_task(harness.read(harness.request()))
+        await until(lambda: any(what.transfers for what in harness.fleet.cluster.carried().values()))
+        assert not harness.fleet.cluster.idle, "the prefill worker's KV waits for the transfer"
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await bench.until_quiet()
-        assert all(what.arrived_bytes == 0 for what in bench.fleet.cluster.carried().values())
-        assert bench.telemetry.handoffs.value("a", "a") + bench.telemetry.handoffs.value("b", "b") == 0
+        await harness.until_quiet()
+        assert all(what.arrived_bytes == 0 for what in harness.fleet.cluster.carried().values())
+        assert harness.telemetry.handoffs.value("a", "a") + harness.telemetry.handoffs.value("b", "b") == 0
 
 
 @pytest.mark.parametrize(
     "when", [accepted(Leg.AGGREGATED), streaming(Leg.AGGREGATED)], ids=["sent", "streaming"]
 )
-async def test_a_client_of_one_worker_leaves(when: When) -> None:
-    async with mock_bench(alike()) as bench:
-        await leave_when(bench, when, bench.request(max_tokens=LONG_TOKENS))
-        await bench.until_quiet()
+async def test_a_client_of_one_worker_leaves(when: ChunkCondition) -> None:
+    async with running_mock_fleet(uniform_fleet()) as harness:
+        await leave_when(harness, when, harness.request(max_tokens=LONG_TOKENS))
+        await harness.until_quiet()
 
 
 async def test_many_clients_leave_at_once_while_others_stay() -> None:
-    async with mock_bench(pairs()) as bench:
-        alone, _ = await bench.read(bench.request(prompt(first=5), max_tokens=LONG_TOKENS))
+    async with running_mock_fleet(zoned_fleet()) as harness:
+        alone, _ = await harness.read(harness.request(prompt(first=5), max_tokens=LONG_TOKENS))
         leaving = [
-            asyncio.create_task(bench.read(bench.request(prompt(first=n), max_tokens=LONG_TOKENS)))
+            asyncio.create_task(harness.read(harness.request(prompt(first=n), max_tokens=LONG_TOKENS)))
             for n in range(8)
         ]
         staying = [
-            asyncio.create_task(bench.read(bench.request(prompt(first=5), max_tokens=LONG_TOKENS)))
+            asyncio.create_task(harness.read(harness.request(prompt(first=5), max_tokens=LONG_TOKENS)))
             for _ in range(4)
         ]
-        await until(lambda: len(bench.legs(Leg.DECODE)) == 13)
+        await until(lambda: len(harness.legs(Leg.DECODE)) == 13)
         for task in leaving:
             task.cancel()
         left = await asyncio.gather(*leaving, return_exceptions=True)
@@ -109,40 +109,42 @@ async def test_many_clients_leave_at_once_while_others_stay() -> None:
 
 
 async def test_a_client_leaves_the_wait_for_its_domain() -> None:
-    async with mock_bench(pairs(decode=1), KvRouterConfig(router_domain_wait_s=30.0)) as bench:
-        for worker_id in bench.workers(Role.DECODE):
-            await bench.fleet.kill(worker_id)
-        reading = asyncio.create_task(bench.read(bench.request()))
-        await until(lambda: len(bench.model.placer.waiting) == 1)
+    async with running_mock_fleet(
+        zoned_fleet(decode=1), KvRouterConfig(router_domain_wait_s=30.0)
+    ) as harness:
+        for worker_id in harness.workers(Role.DECODE):
+            await harness.fleet.kill(worker_id)
+        reading = asyncio.create_task(harness.read(harness.request()))
+        await until(lambda: len(harness.model.placer.waiting) == 1)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await until(lambda: len(bench.model.placer.waiting) == 0)
-        assert bench.telemetry.cancellations.value(MOCK, "queued") == 1
-        assert bench.plane.opened == []
+        await until(lambda: len(harness.model.placer.waiting) == 0)
+        assert harness.telemetry.cancellations.value(MOCK, "queued") == 1
+        assert harness.plane.opened == []
 
 
 async def test_a_router_that_shuts_down_cuts_what_runs_too_long() -> None:
-    async with mock_bench(pairs()) as bench:
-        pause = bench.plane.hook = Pause(streaming(Leg.DECODE))
-        reading = asyncio.create_task(bench.read(bench.request(max_tokens=LONG_TOKENS)))
+    async with running_mock_fleet(zoned_fleet()) as harness:
+        pause = harness.plane.hook = Pause(streaming(Leg.DECODE))
+        reading = asyncio.create_task(harness.read(harness.request(max_tokens=LONG_TOKENS)))
         await pause.reached.wait()
-        assert await bench.service.requests.drain(0.0) == 1
+        assert await harness.service.requests.drain(0.0) == 1
         pause.go.set()
         with pytest.raises(ShuttingDown, match="before the answer was complete"):
             await reading
-        await bench.until_quiet()
+        await harness.until_quiet()
         with pytest.raises(ShuttingDown):
-            bench.service.requests.generate(bench.request())
+            harness.service.requests.generate(harness.request())
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 async def test_a_request_id_is_free_again_when_its_client_has_left(handoff: str) -> None:
     """Nothing reads a leg that was cancelled; the plane must not keep it in mind for that."""
-    async with mock_bench(pairs(handoff=handoff, prefill=1, decode=1)) as bench:
-        request = bench.request(max_tokens=LONG_TOKENS, prefill_worker_id=1)
+    async with running_mock_fleet(zoned_fleet(handoff=handoff, prefill=1, decode=1)) as harness:
+        request = harness.request(max_tokens=LONG_TOKENS, prefill_worker_id=1)
         for when in (accepted(Leg.PREFILL), accepted(Leg.DECODE), streaming(Leg.DECODE)):
-            await leave_when(bench, when, request)
-        bench.plane.hook = None
-        tokens, _ = await bench.read(request)
+            await leave_when(harness, when, request)
+        harness.plane.hook = None
+        tokens, _ = await harness.read(request)
         assert len(tokens) == LONG_TOKENS

@@ -16,89 +16,91 @@ from kvrouter.frontend.fleet_state import fleet_state
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.events.port import DropReason, EventSubscriber
 from kvrouter.transports.records.port import Gone
-from tests.support.fleets import Bench, HandEvents, card, read_all
-from tests.support.scripted_transport import ScriptedPlane, address_of
+from tests.testing.router_harness import RouterHarness, ScriptedEvents, card, read_all
+from tests.testing.scripted_transport import ScriptedPlane, address_of
 
 
-async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> tuple[Bench, ScriptedPlane]:
+async def bench_of(
+    *cards: WorkerCard, config: KvRouterConfig | None = None
+) -> tuple[RouterHarness, ScriptedPlane]:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = Bench(plane, config)
-    await bench.start(*cards)
-    return bench, plane
+    harness = RouterHarness(plane, config)
+    await harness.start(*cards)
+    return harness, plane
 
 
 @pytest.mark.parametrize("mode", list(RouterMode))
 async def test_a_worker_that_does_not_answer_gets_no_new_requests_until_it_does(mode: RouterMode) -> None:
-    bench, plane = await bench_of(card(1), card(2), config=KvRouterConfig(router_mode=mode))
+    harness, plane = await bench_of(card(1), card(2), config=KvRouterConfig(router_mode=mode))
     plane.followers[address_of(1)](False)
     for number in range(6):
-        await read_all(bench, request_id=f"r{number}")
+        await read_all(harness, request_id=f"r{number}")
     assert {address for _, address in plane.legs()} == {address_of(2)}
     plane.followers[address_of(2)](False)
     with pytest.raises(NoEligibleWorker) as refused:
-        await read_all(bench, request_id="nobody")
+        await read_all(harness, request_id="nobody")
     assert refused.value.refusals == {Reason.NOT_ALIVE: 2}
     plane.followers[address_of(1)](True)
-    await read_all(bench, request_id="again")
+    await read_all(harness, request_id="again")
     assert plane.legs()[-1][1] == address_of(1)
 
 
 async def test_a_worker_whose_lease_ran_out_is_kept_while_it_answers_and_goes_when_it_does_not() -> None:
-    bench, plane = await bench_of(card(1), card(2))
-    bench.discovery.drop(1, why=Gone.EXPIRED)
-    assert bench.service.liveness.has_lapsed(WorkerId(1))
-    page = msgspec.json.decode(msgspec.json.encode(fleet_state(bench.service)))
+    harness, plane = await bench_of(card(1), card(2))
+    harness.discovery.drop(1, why=Gone.EXPIRED)
+    assert harness.service.liveness.has_lapsed(WorkerId(1))
+    page = msgspec.json.decode(msgspec.json.encode(fleet_state(harness.service)))
     assert [worker["lapsed"] for worker in page["workers"]] == [True, False]
-    await read_all(bench)
+    await read_all(harness)
     plane.followers[address_of(1)](False)
-    assert [each.worker_id for each in bench.model.fleet] == [2]
+    assert [each.worker_id for each in harness.model.fleet] == [2]
     assert address_of(1) not in plane.followers
 
 
 async def test_a_worker_that_did_not_answer_goes_with_its_lease() -> None:
-    bench, plane = await bench_of(card(1), card(2))
+    harness, plane = await bench_of(card(1), card(2))
     plane.followers[address_of(1)](False)
-    bench.discovery.drop(1, why=Gone.EXPIRED)
-    assert [each.worker_id for each in bench.model.fleet] == [2]
+    harness.discovery.drop(1, why=Gone.EXPIRED)
+    assert [each.worker_id for each in harness.model.fleet] == [2]
 
 
 async def test_a_lapsed_worker_that_is_announced_again_is_as_before() -> None:
-    bench, plane = await bench_of(card(1))
-    bench.discovery.drop(1, why=Gone.EXPIRED)
-    bench.discovery.put(card(1))
-    assert not bench.service.liveness.has_lapsed(WorkerId(1))
+    harness, plane = await bench_of(card(1))
+    harness.discovery.drop(1, why=Gone.EXPIRED)
+    harness.discovery.put(card(1))
+    assert not harness.service.liveness.has_lapsed(WorkerId(1))
     plane.followers[address_of(1)](False)
-    assert [each.worker_id for each in bench.model.fleet] == [1]
+    assert [each.worker_id for each in harness.model.fleet] == [1]
 
 
 @pytest.mark.parametrize("why", [Gone.WITHDRAWN, Gone.REPLACED])
 async def test_a_worker_that_says_goodbye_goes_though_it_answers(why: Gone) -> None:
-    bench, _ = await bench_of(card(1))
-    bench.discovery.drop(1, why=why)
-    assert list(bench.model.fleet) == []
+    harness, _ = await bench_of(card(1))
+    harness.discovery.drop(1, why=why)
+    assert list(harness.model.fleet) == []
 
 
 async def test_a_new_incarnation_is_followed_and_the_old_ones_life_is_nobodys_business() -> None:
-    bench, plane = await bench_of(card(1))
+    harness, plane = await bench_of(card(1))
     old = plane.followers[address_of(1)]
-    bench.discovery.put(replace(card(1), incarnation=Epoch(2)))
+    harness.discovery.put(replace(card(1), incarnation=Epoch(2)))
     old(False)
-    assert bench.model.fleet.is_alive(WorkerId(1))
+    assert harness.model.fleet.is_alive(WorkerId(1))
     plane.followers[address_of(1)](False)
-    assert not bench.model.fleet.is_alive(WorkerId(1))
+    assert not harness.model.fleet.is_alive(WorkerId(1))
 
 
 async def test_a_lost_discovery_is_reported_and_changes_nothing() -> None:
-    bench, _ = await bench_of(card(1))
-    assert bench.discovery.on_store is not None
-    bench.discovery.on_store(False, "the directory is gone")
-    assert bench.service.store_lost == "the directory is gone"
-    assert fleet_state(bench.service).discovery == Discovery(reachable=False, why="the directory is gone")
-    assert bench.telemetry.discovery_up.value() == 0
-    await read_all(bench)
-    bench.discovery.on_store(True, "")
-    lost: str | None = bench.service.store_lost
-    assert (lost, bench.telemetry.discovery_up.value()) == (None, 1.0)
+    harness, _ = await bench_of(card(1))
+    assert harness.discovery.on_store is not None
+    harness.discovery.on_store(False, "the directory is gone")
+    assert harness.service.store_lost == "the directory is gone"
+    assert fleet_state(harness.service).discovery == Discovery(reachable=False, why="the directory is gone")
+    assert harness.telemetry.discovery_up.value() == 0
+    await read_all(harness)
+    harness.discovery.on_store(True, "")
+    lost: str | None = harness.service.store_lost
+    assert (lost, harness.telemetry.discovery_up.value()) == (None, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +109,21 @@ async def test_a_lost_discovery_is_reported_and_changes_nothing() -> None:
 )
 async def test_every_worker_is_followed_for_its_load_and_left_when_it_goes(config: KvRouterConfig) -> None:
     quiet = replace(card(2), publishes_kv_events=False)
-    bench, plane = await bench_of(card(1), quiet, config=config)
-    assert bench.events.followed == [1, 2]
-    bench.discovery.put(replace(card(1), draining=True))
-    assert bench.events.followed == [1, 2]
-    bench.discovery.drop(1)
-    assert (bench.events.followed, list(plane.followers)) == ([2], [address_of(2)])
-    bench.service.stop()
-    assert (bench.events.followed, plane.followers) == ([], {})
+    harness, plane = await bench_of(card(1), quiet, config=config)
+    assert harness.events.followed == [1, 2]
+    harness.discovery.put(replace(card(1), draining=True))
+    assert harness.events.followed == [1, 2]
+    harness.discovery.drop(1)
+    assert (harness.events.followed, list(plane.followers)) == ([2], [address_of(2)])
+    harness.service.stop()
+    assert (harness.events.followed, plane.followers) == ([], {})
 
 
 class Lanes:
     """Two event transports, each with its subscriber."""
 
     def __init__(self) -> None:
-        self.zmq, self.stream = HandEvents(), HandEvents()
+        self.zmq, self.stream = ScriptedEvents(), ScriptedEvents()
         lanes: dict[EventTransport, EventSubscriber] = {
             EventTransport.ZMQ: self.zmq,
             EventTransport.JETSTREAM: self.stream,
@@ -177,7 +179,7 @@ async def test_a_worker_on_a_lane_that_is_not_heard_is_reported_of_and_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = Bench(plane, subscriber=Lanes().both)
-    await bench.start(on(EventTransport.NATS, 1))
+    harness = RouterHarness(plane, subscriber=Lanes().both)
+    await harness.start(on(EventTransport.NATS, 1))
     assert "config_warning" in caplog.text
-    await read_all(bench)
+    await read_all(harness)

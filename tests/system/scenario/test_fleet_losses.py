@@ -11,21 +11,21 @@ from kvrouter.core.requests import Leg, Sampling
 from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.mock_fleets import (
+from tests.testing.mock_fleet import (
     BLOCK,
     LONG_TOKENS,
     MOCK,
-    MockBench,
-    Seen,
-    When,
+    ChunkCondition,
+    MockFleetHarness,
+    SeenChunk,
     accepted,
-    alike,
     ended,
-    mock_bench,
-    once,
-    pairs,
+    on_first,
     prompt,
+    running_mock_fleet,
     streaming,
+    uniform_fleet,
+    zoned_fleet,
 )
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
@@ -35,37 +35,37 @@ SLOW_LINK_S = 1_000.0
 
 async def undisturbed(fleet: FleetFile, *, max_tokens: int = LONG_TOKENS) -> list[int]:
     """What the fleet answers when nobody dies."""
-    async with mock_bench(fleet) as bench:
-        tokens, _ = await bench.read(bench.request(max_tokens=max_tokens))
+    async with running_mock_fleet(fleet) as harness:
+        tokens, _ = await harness.read(harness.request(max_tokens=max_tokens))
     return tokens
 
 
-async def answer_despite(bench: MockBench, when: When, legs: Sequence[Leg]) -> list[int]:
+async def answer_despite(harness: MockFleetHarness, when: ChunkCondition, legs: Sequence[Leg]) -> list[int]:
     """Answer a request while the worker dies that is seen ``when``; check what must hold of any answer."""
-    bench.plane.hook = once(when, bench.kill())
-    tokens, generation = await bench.read(bench.request(max_tokens=LONG_TOKENS))
+    harness.plane.hook = on_first(when, harness.kill())
+    tokens, generation = await harness.read(harness.request(max_tokens=LONG_TOKENS))
     assert generation.usage.completion_tokens == len(tokens) == LONG_TOKENS
     assert generation.usage.prompt_tokens == 100
     assert generation.attempts == 2
-    telemetry = bench.telemetry
+    telemetry = harness.telemetry
     assert telemetry.completion_tokens.value(MOCK) == LONG_TOKENS
     assert telemetry.prompt_tokens.value(MOCK) == 100
     assert telemetry.requests_active.value(MOCK) == 0
     assert telemetry.ttft.count(MOCK) == 1
-    assert Counter(stream.request.leg for stream in bench.plane.opened) == Counter(legs)
-    assert bench.crossed() == 0
+    assert Counter(stream.request.leg for stream in harness.plane.opened) == Counter(legs)
+    assert harness.crossed() == 0
     return tokens
 
 
 @HANDOFFS
 async def test_a_prefill_worker_that_dies_before_its_answer_is_replaced(handoff: str) -> None:
-    fleet = pairs(handoff=handoff, prefill=2)
+    fleet = zoned_fleet(handoff=handoff, prefill=2)
     legs = [Leg.PREFILL, Leg.DECODE, Leg.PREFILL, Leg.DECODE]
     if handoff == "synchronous":
         legs = [Leg.PREFILL, Leg.PREFILL, Leg.DECODE]
-    async with mock_bench(fleet) as bench:
-        tokens = await answer_despite(bench, accepted(Leg.PREFILL), legs)
-        assert bench.telemetry.retries.value(MOCK, "prefill") == 1
+    async with running_mock_fleet(fleet) as harness:
+        tokens = await answer_despite(harness, accepted(Leg.PREFILL), legs)
+        assert harness.telemetry.retries.value(MOCK, "prefill") == 1
     assert tokens == await undisturbed(fleet)
 
 
@@ -78,120 +78,122 @@ async def test_a_prefill_worker_that_dies_before_its_answer_is_replaced(handoff:
     ],
     ids=["bootstrap", "synchronous-before-decode", "synchronous-after-decode"],
 )
-async def test_a_prefill_worker_that_dies_with_its_kv_under_way_is_replaced(handoff: str, when: When) -> None:
+async def test_a_prefill_worker_that_dies_with_its_kv_under_way_is_replaced(
+    handoff: str, when: ChunkCondition
+) -> None:
     """The decode worker is the one that tells of it: its zone, which has no other, must not lose it."""
-    fleet = pairs(handoff=handoff, prefill=2, decode=1, latency_s=SLOW_LINK_S)
-    async with mock_bench(fleet) as bench:
-        for worker_id in bench.workers(Role.DECODE, "b"):
-            await bench.fleet.kill(worker_id)
+    fleet = zoned_fleet(handoff=handoff, prefill=2, decode=1, latency_s=SLOW_LINK_S)
+    async with running_mock_fleet(fleet) as harness:
+        for worker_id in harness.workers(Role.DECODE, "b"):
+            await harness.fleet.kill(worker_id)
 
-        async def kill_sender(_: Seen) -> None:
-            await bench.fleet.kill(bench.legs(Leg.PREFILL)[0])
+        async def kill_sender(_: SeenChunk) -> None:
+            await harness.fleet.kill(harness.legs(Leg.PREFILL)[0])
 
-        bench.plane.hook = once(when, kill_sender)
-        tokens, generation = await bench.read(bench.request(max_tokens=24))
+        harness.plane.hook = on_first(when, kill_sender)
+        tokens, generation = await harness.read(harness.request(max_tokens=24))
         assert generation.attempts == 2
-        assert len(set(bench.legs(Leg.PREFILL))) == 2
-        assert len(bench.legs(Leg.DECODE)) == 2
-        assert len(set(bench.legs(Leg.DECODE))) == 1
-        assert bench.telemetry.retries.value(MOCK, "prefill") == 1
+        assert len(set(harness.legs(Leg.PREFILL))) == 2
+        assert len(harness.legs(Leg.DECODE)) == 2
+        assert len(set(harness.legs(Leg.DECODE))) == 1
+        assert harness.telemetry.retries.value(MOCK, "prefill") == 1
     assert tokens == await undisturbed(fleet, max_tokens=24)
 
 
 @HANDOFFS
 async def test_a_decode_worker_that_dies_before_the_first_token_is_replaced(handoff: str) -> None:
-    fleet = pairs(handoff=handoff)
+    fleet = zoned_fleet(handoff=handoff)
     legs = [Leg.PREFILL, Leg.DECODE] * 2
     if handoff == "bootstrap":
         legs.remove(Leg.PREFILL)  # decode is sent first, and dies before the first prefill leg is
-    async with mock_bench(fleet) as bench:
-        tokens = await answer_despite(bench, accepted(Leg.DECODE), legs)
-        assert len(set(bench.legs(Leg.DECODE))) == 2
-        assert bench.telemetry.retries.value(MOCK, "decode") == 1
-        assert bench.telemetry.resumes.value(MOCK) == 0
+    async with running_mock_fleet(fleet) as harness:
+        tokens = await answer_despite(harness, accepted(Leg.DECODE), legs)
+        assert len(set(harness.legs(Leg.DECODE))) == 2
+        assert harness.telemetry.retries.value(MOCK, "decode") == 1
+        assert harness.telemetry.resumes.value(MOCK) == 0
     assert tokens == await undisturbed(fleet)
 
 
 async def test_decode_is_picked_again_when_its_worker_dies_during_prefill() -> None:
     """Nothing was sent to it: no try is spent, the new worker is booked, and KV still keeps to its zone."""
-    async with mock_bench(pairs(handoff="synchronous")) as bench:
+    async with running_mock_fleet(zoned_fleet(handoff="synchronous")) as harness:
 
-        async def kill_picked(seen: Seen) -> None:
+        async def kill_picked(seen: SeenChunk) -> None:
             assert generation.placement is not None
-            await bench.fleet.kill(generation.placement.decision.decode.rank.worker_id)
+            await harness.fleet.kill(generation.placement.decision.decode.rank.worker_id)
 
         booked: list[int] = []
 
-        async def note_booked(seen: Seen) -> None:
-            booked.append(bench.booked())
+        async def note_booked(seen: SeenChunk) -> None:
+            booked.append(harness.booked())
 
-        kill, note = once(accepted(Leg.PREFILL), kill_picked), once(accepted(Leg.DECODE), note_booked)
+        kill, note = on_first(accepted(Leg.PREFILL), kill_picked), on_first(accepted(Leg.DECODE), note_booked)
 
-        async def hook(seen: Seen) -> None:
+        async def hook(seen: SeenChunk) -> None:
             await kill(seen)
             await note(seen)
 
-        bench.plane.hook = hook
-        async with bench.service.requests.generate(bench.request()) as generation:
+        harness.plane.hook = hook
+        async with harness.service.requests.generate(harness.request()) as generation:
             tokens = [token async for chunk in generation for token in chunk.token_ids]
         assert generation.attempts == 1
-        assert len(bench.legs(Leg.DECODE)) == 1
+        assert len(harness.legs(Leg.DECODE)) == 1
         assert booked == [-(-100 // BLOCK)], "the prompt's blocks, at the worker that has the request now"
-        assert bench.crossed() == 0
-    assert tokens == await undisturbed(pairs(handoff="synchronous"), max_tokens=8)
+        assert harness.crossed() == 0
+    assert tokens == await undisturbed(zoned_fleet(handoff="synchronous"), max_tokens=8)
 
 
 @HANDOFFS
 async def test_a_decode_worker_that_dies_in_mid_answer_is_replaced_token_for_token(handoff: str) -> None:
-    fleet = pairs(handoff=handoff)
-    async with mock_bench(fleet) as bench:
+    fleet = zoned_fleet(handoff=handoff)
+    async with running_mock_fleet(fleet) as harness:
         legs = [Leg.PREFILL, Leg.DECODE] * 2
-        tokens = await answer_despite(bench, streaming(Leg.DECODE), legs)
-        first, second = (stream for stream in bench.plane.opened if stream.request.leg is Leg.DECODE)
+        tokens = await answer_despite(harness, streaming(Leg.DECODE), legs)
+        first, second = (stream for stream in harness.plane.opened if stream.request.leg is Leg.DECODE)
         resumed = second.request.resumed_tokens
         assert 0 < resumed < LONG_TOKENS
         assert list(second.request.token_ids) == [*first.request.token_ids, *tokens[:resumed]]
         assert second.request.sampling.max_tokens == LONG_TOKENS - resumed
-        assert bench.telemetry.resumes.value(MOCK) == 1
-        assert bench.telemetry.retries.value(MOCK, "decode") == 0
+        assert harness.telemetry.resumes.value(MOCK) == 1
+        assert harness.telemetry.retries.value(MOCK, "decode") == 0
     assert tokens == await undisturbed(fleet)
 
 
 @HANDOFFS
 async def test_a_prefill_worker_that_dies_in_mid_answer_does_not_matter(handoff: str) -> None:
-    fleet = pairs(handoff=handoff)
-    async with mock_bench(fleet) as bench:
+    fleet = zoned_fleet(handoff=handoff)
+    async with running_mock_fleet(fleet) as harness:
 
-        async def kill_sender(_: Seen) -> None:
-            await bench.fleet.kill(bench.legs(Leg.PREFILL)[0])
+        async def kill_sender(_: SeenChunk) -> None:
+            await harness.fleet.kill(harness.legs(Leg.PREFILL)[0])
 
-        bench.plane.hook = once(streaming(Leg.DECODE), kill_sender)
-        tokens, generation = await bench.read(bench.request(max_tokens=LONG_TOKENS))
+        harness.plane.hook = on_first(streaming(Leg.DECODE), kill_sender)
+        tokens, generation = await harness.read(harness.request(max_tokens=LONG_TOKENS))
         assert generation.attempts == 1
     assert tokens == await undisturbed(fleet)
 
 
 async def test_an_aggregated_answer_survives_two_deaths_and_no_third() -> None:
-    fleet = alike(replicas=4)
+    fleet = uniform_fleet(replicas=4)
     expected = await undisturbed(fleet, max_tokens=4 * LONG_TOKENS)
 
     async def answer(deaths: int, got: list[int]) -> None:
-        async with mock_bench(fleet) as bench:
+        async with running_mock_fleet(fleet) as harness:
             left = [deaths]
 
-            async def hook(seen: Seen) -> None:
+            async def hook(seen: SeenChunk) -> None:
                 if left[0] and streaming(Leg.AGGREGATED)(seen):
                     left[0] -= 1
-                    await bench.fleet.kill(seen.worker_id)
+                    await harness.fleet.kill(seen.worker_id)
 
-            bench.plane.hook = hook
-            async with bench.service.requests.generate(
-                bench.request(max_tokens=4 * LONG_TOKENS)
+            harness.plane.hook = hook
+            async with harness.service.requests.generate(
+                harness.request(max_tokens=4 * LONG_TOKENS)
             ) as generation:
                 async for chunk in generation:
                     got.extend(chunk.token_ids)
             assert generation.resumes == deaths
-            assert bench.telemetry.completion_tokens.value(MOCK) == 4 * LONG_TOKENS
+            assert harness.telemetry.completion_tokens.value(MOCK) == 4 * LONG_TOKENS
 
     got: list[int] = []
     await answer(2, got)
@@ -212,9 +214,9 @@ async def test_an_aggregated_answer_survives_two_deaths_and_no_third() -> None:
     ids=["seeded", "penalised"],
 )
 async def test_an_answer_that_cannot_be_resumed_ends_with_one_error(sampling: Sampling) -> None:
-    async with mock_bench(pairs()) as bench:
-        bench.plane.hook = once(streaming(Leg.DECODE), bench.kill())
-        async with bench.service.requests.generate(bench.request(sampling=sampling)) as generation:
+    async with running_mock_fleet(zoned_fleet()) as harness:
+        harness.plane.hook = on_first(streaming(Leg.DECODE), harness.kill())
+        async with harness.service.requests.generate(harness.request(sampling=sampling)) as generation:
             errors: list[KvrouterError] = []
             for _ in range(10):
                 try:
@@ -223,53 +225,55 @@ async def test_an_answer_that_cannot_be_resumed_ends_with_one_error(sampling: Sa
                 except KvrouterError as error:
                     errors.append(error)
         assert [type(error) for error in errors] == [WorkerFailed]
-        assert len(bench.legs(Leg.DECODE)) == 1
+        assert len(harness.legs(Leg.DECODE)) == 1
 
 
 @pytest.mark.parametrize("when", [accepted(Leg.DECODE), streaming(Leg.DECODE)], ids=["early", "late"])
-async def test_when_nobody_is_left_there_is_one_clear_error(when: When) -> None:
-    async with mock_bench(pairs()) as bench:
+async def test_when_nobody_is_left_there_is_one_clear_error(when: ChunkCondition) -> None:
+    async with running_mock_fleet(zoned_fleet()) as harness:
 
-        async def kill_decode(_: Seen) -> None:
-            for worker_id in bench.workers(Role.DECODE):
-                await bench.fleet.kill(worker_id)
+        async def kill_decode(_: SeenChunk) -> None:
+            for worker_id in harness.workers(Role.DECODE):
+                await harness.fleet.kill(worker_id)
 
-        bench.plane.hook = once(when, kill_decode)
+        harness.plane.hook = on_first(when, kill_decode)
         with pytest.raises(NoEligibleWorker, match="decode"):
-            await bench.read(bench.request(max_tokens=LONG_TOKENS))
+            await harness.read(harness.request(max_tokens=LONG_TOKENS))
 
 
 async def test_retries_can_be_forbidden() -> None:
-    async with mock_bench(pairs(), KvRouterConfig(retries_max=0)) as bench:
-        bench.plane.hook = once(accepted(Leg.DECODE), bench.kill("a power cut"))
+    async with running_mock_fleet(zoned_fleet(), KvRouterConfig(retries_max=0)) as harness:
+        harness.plane.hook = on_first(accepted(Leg.DECODE), harness.kill("a power cut"))
         with pytest.raises(WorkerFailed, match="a power cut"):
-            await bench.read(bench.request())
+            await harness.read(harness.request())
 
 
 async def test_many_answers_survive_a_fleet_that_falls_apart() -> None:
     """Half of the workers die while forty answers are under way: each one is what it would have been."""
-    fleet = pairs(prefill=2, decode=3)
+    fleet = zoned_fleet(prefill=2, decode=3)
     prompts = [prompt(tokens=60 + 7 * n, first=n) for n in range(40)]
-    async with mock_bench(fleet) as bench:
-        expected = [(await bench.read(bench.request(each, max_tokens=700)))[0] for each in prompts]
-    async with mock_bench(fleet, KvRouterConfig(retries_max=10)) as bench:
+    async with running_mock_fleet(fleet) as harness:
+        expected = [(await harness.read(harness.request(each, max_tokens=700)))[0] for each in prompts]
+    async with running_mock_fleet(fleet, KvRouterConfig(retries_max=10)) as harness:
         victims = [
-            bench.workers(Role.PREFILL, "a")[0],
-            *bench.workers(Role.DECODE, "a")[:2],
-            *bench.workers(Role.DECODE, "b")[:1],
+            harness.workers(Role.PREFILL, "a")[0],
+            *harness.workers(Role.DECODE, "a")[:2],
+            *harness.workers(Role.DECODE, "b")[:1],
         ]
         n_seen = 0
 
-        async def hook(_: Seen) -> None:
+        async def hook(_: SeenChunk) -> None:
             nonlocal n_seen
             n_seen += 1
             if n_seen % 30 == 0 and victims:
-                await bench.fleet.kill(victims.pop(0))
+                await harness.fleet.kill(victims.pop(0))
 
-        bench.plane.hook = hook
-        answers = await asyncio.gather(*(bench.read(bench.request(each, max_tokens=700)) for each in prompts))
+        harness.plane.hook = hook
+        answers = await asyncio.gather(
+            *(harness.read(harness.request(each, max_tokens=700)) for each in prompts)
+        )
         assert not victims
         assert [tokens for tokens, _ in answers] == expected
-        assert bench.crossed() == 0
-        assert bench.telemetry.completion_tokens.value(MOCK) == 40 * 700
-        await bench.until_index_is_true()
+        assert harness.crossed() == 0
+        assert harness.telemetry.completion_tokens.value(MOCK) == 40 * 700
+        await harness.until_index_is_true()

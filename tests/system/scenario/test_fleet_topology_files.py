@@ -15,7 +15,7 @@ from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import generate_request
+from tests.testing.router_harness import generate_request
 
 FLEET = """
 version: 1

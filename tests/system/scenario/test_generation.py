@@ -9,29 +9,36 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown,
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import WorkerFull
-from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request, read_all
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
-from tests.support.waits import until
+from tests.testing.router_harness import (
+    BLOCK_SIZE,
+    RouterHarness,
+    card,
+    generate_request,
+    read_all,
+    router_harness,
+)
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.waits import until
 
 
 async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1))
-    async with bench.service.requests.generate(generate_request()) as generation:
+    harness = await router_harness(plane, card(1))
+    async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
-        assert bench.booked() == 40 + 3, "40 tokens to prefill, 3 blocks with the tail"
+        assert harness.booked() == 40 + 3, "40 tokens to prefill, 3 blocks with the tail"
         stream.tokens(1, 2, cached=32)
         assert (await reading).token_ids == (1, 2)
-        assert bench.booked() == 3, "the first token moves load from prefill to decode"
+        assert harness.booked() == 3, "the first token moves load from prefill to decode"
         stream.tokens(*range(3, 20))
         await anext(generation)
-        assert bench.booked() == 4, "a block of output that became full counts"
+        assert harness.booked() == 4, "a block of output that became full counts"
         stream.tokens(20, finish=FinishReason.STOP)
         assert (await anext(generation)).finish is FinishReason.STOP
         with pytest.raises(StopAsyncIteration):
             await anext(generation)
-    assert bench.booked() == 0
+    assert harness.booked() == 0
     assert generation.usage.completion_tokens == 20
     assert generation.usage.cached_tokens == 32
     assert stream.cancelled_for is None
@@ -40,12 +47,12 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
 async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> None:
     last = EngineChunk(raw=b"data: [DONE]", finish=FinishReason.LENGTH, completion_tokens=9)
     plane = ScriptedPlane(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))
-    bench = await bench_of(plane, card(1))
-    async with bench.service.requests.generate(generate_request()) as generation:
+    harness = await router_harness(plane, card(1))
+    async with harness.service.requests.generate(generate_request()) as generation:
         while (await anext(generation)).finish is None:
             assert generation.usage.completion_tokens == 0
     assert generation.usage.completion_tokens == 9
-    assert bench.telemetry.completion_tokens.value("mock") == 9
+    assert harness.telemetry.completion_tokens.value("mock") == 9
 
 
 @pytest.mark.parametrize(("more_tokens", "prediction"), [(0, "too_few"), (1, "other_prompt")])
@@ -54,16 +61,16 @@ async def test_an_engine_that_made_another_prompt_of_the_call_does_not_contradic
 ) -> None:
     prompt_tokens = len(generate_request().token_ids) + more_tokens
     reported = EngineChunk((1,), FinishReason.STOP, cached_tokens=32, prompt_tokens=prompt_tokens)
-    bench = await bench_of(ScriptedPlane(lambda stream: stream.feed(reported)), card(1))
-    await read_all(bench)
-    assert bench.telemetry.index_predictions.value("mock", "1", "0", prediction) == 1
+    harness = await router_harness(ScriptedPlane(lambda stream: stream.feed(reported)), card(1))
+    await read_all(harness)
+    assert harness.telemetry.index_predictions.value("mock", "1", "0", prediction) == 1
 
 
 async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane)
-    await bench.start(card(1), card(2), card(3))
-    reading = asyncio.create_task(read_all(bench, sampling=Sampling(max_tokens=4, seed=1)))
+    harness = RouterHarness(plane)
+    await harness.start(card(1), card(2), card(3))
+    reading = asyncio.create_task(read_all(harness, sampling=Sampling(max_tokens=4, seed=1)))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.die()
     second = await plane.wait_for(Leg.AGGREGATED, nth=1)
@@ -71,23 +78,23 @@ async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
     assert second.request.attempt == 1
     second.tokens(5, 6, finish=FinishReason.STOP)
     assert await reading == [5, 6]
-    assert bench.booked() == 0
-    assert bench.telemetry.retries.value("mock", "aggregated") == 1
+    assert harness.booked() == 0
+    assert harness.telemetry.retries.value("mock", "aggregated") == 1
 
 
 async def test_an_unreachable_worker_costs_a_try_and_no_more() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = await bench_of(plane, card(1), card(2))
+    harness = await router_harness(plane, card(1), card(2))
     plane.unreachable = {address_of(1)}
     for number in range(4):
-        assert await read_all(bench, request_id=f"r{number}") == [1]
+        assert await read_all(harness, request_id=f"r{number}") == [1]
     assert {address for _, address in plane.legs()} == {address_of(2)}
 
 
 async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2))
-    reading = asyncio.create_task(read_all(bench, max_tokens=6))
+    harness = await router_harness(plane, card(1), card(2))
+    reading = asyncio.create_task(read_all(harness, max_tokens=6))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1, 2, 3, cached=16)
     first.die()
@@ -97,16 +104,16 @@ async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
     assert second.request.sampling.max_tokens == 3
     second.tokens(4, 5, 6, finish=FinishReason.LENGTH, cached=40)
     assert await reading == [1, 2, 3, 4, 5, 6]
-    assert bench.booked() == 0
-    assert bench.telemetry.resumes.value("mock") == 1
-    assert bench.telemetry.completion_tokens.value("mock") == 6
+    assert harness.booked() == 0
+    assert harness.telemetry.resumes.value("mock") == 1
+    assert harness.telemetry.completion_tokens.value("mock") == 6
 
 
 async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2))
+    harness = await router_harness(plane, card(1), card(2))
     sampling = Sampling(max_tokens=6, temperature=0.5, seed=3)
-    async with bench.service.requests.generate(generate_request(sampling=sampling)) as generation:
+    async with harness.service.requests.generate(generate_request(sampling=sampling)) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
         stream.tokens(1)
@@ -118,37 +125,37 @@ async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(generation)
     assert len(plane.opened) == 1
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_three_workers_at_most_meet_one_request() -> None:
     plane = ScriptedPlane(ScriptedStream.die)
-    bench = Bench(plane)
-    await bench.start(*(card(number) for number in range(1, 7)))
+    harness = RouterHarness(plane)
+    await harness.start(*(card(number) for number in range(1, 7)))
     with pytest.raises(WorkerFailed, match="try 3 of 3"):
-        await read_all(bench)
+        await read_all(harness)
     assert len({address for _, address in plane.legs()}) == 3
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_when_nobody_is_left_the_refusal_counts_who_failed() -> None:
     plane = ScriptedPlane(ScriptedStream.die)
-    bench = await bench_of(plane, card(1))
+    harness = await router_harness(plane, card(1))
     with pytest.raises(NoEligibleWorker, match=r"worker 1 failed .* died\); after that") as refused:
-        await read_all(bench)
+        await read_all(harness)
     assert {str(reason): n for reason, n in refused.value.refusals.items()} == {"excluded": 1}
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1))
-    reading = asyncio.create_task(read_all(bench))
+    harness = await router_harness(plane, card(1))
+    reading = asyncio.create_task(read_all(harness))
     stream = await plane.wait_for(Leg.AGGREGATED)
-    draining = asyncio.create_task(bench.service.requests.drain(30.0))
+    draining = asyncio.create_task(harness.service.requests.drain(30.0))
     await asyncio.sleep(0)
     with pytest.raises(ShuttingDown):
-        bench.service.requests.generate(generate_request(request_id="r2"))
+        harness.service.requests.generate(generate_request(request_id="r2"))
     stream.tokens(1, finish=FinishReason.STOP)
     assert await reading == [1]
     assert await draining == 0
@@ -156,12 +163,12 @@ async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> Non
 
 async def test_explaining_changes_nothing_and_tells_the_next_decision_where_nothing_is_drawn() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = Bench(plane, KvRouterConfig())
-    await bench.start(*(card(number) for number in range(1, 6)))
+    harness = RouterHarness(plane, KvRouterConfig())
+    await harness.start(*(card(number) for number in range(1, 6)))
     for number in range(6):
         request = generate_request(request_id=f"r{number}")
-        reported = [bench.model.explain(request).decode.rank for _ in range(3)]
-        async with bench.service.requests.generate(request) as generation:
+        reported = [harness.model.explain(request).decode.rank for _ in range(3)]
+        async with harness.service.requests.generate(request) as generation:
             await anext(generation)
         placement = generation.placement
         assert placement is not None
@@ -170,26 +177,26 @@ async def test_explaining_changes_nothing_and_tells_the_next_decision_where_noth
 
 async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2))
+    harness = await router_harness(plane, card(1), card(2))
     plane.full = {address_of(1), address_of(2)}
     with pytest.raises(AllWorkersBusy, match="queue is full"):
-        await read_all(bench)
+        await read_all(harness)
 
 
 async def test_a_worker_that_says_only_later_that_it_is_full_is_as_full() -> None:
     plane = ScriptedPlane(lambda stream: stream.feed(WorkerFull("its queue is full")))
-    bench = await bench_of(plane, card(1), card(2))
+    harness = await router_harness(plane, card(1), card(2))
     with pytest.raises(AllWorkersBusy, match="queue is full"):
-        await read_all(bench)
+        await read_all(harness)
 
 
 async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1))
+    harness = await router_harness(plane, card(1))
     plane.accepts.clear()
-    reading = asyncio.create_task(read_all(bench))
-    await until(lambda: bench.booked() > 0)
-    assert await bench.service.requests.drain(0.0) == 1
+    reading = asyncio.create_task(read_all(harness))
+    await until(lambda: harness.booked() > 0)
+    assert await harness.service.requests.drain(0.0) == 1
     plane.accepts.set()
     with pytest.raises(ShuttingDown):
         await reading
@@ -198,16 +205,16 @@ async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
 
 async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() -> None:
     plane = ScriptedPlane(ScriptedStream.die)
-    bench = await bench_of(plane, card(1), card(2))
+    harness = await router_harness(plane, card(1), card(2))
     with pytest.raises(NoEligibleWorker):
-        await read_all(bench)
-    assert bench.telemetry.retries.value("mock", "aggregated") == 1
+        await read_all(harness)
+    assert harness.telemetry.retries.value("mock", "aggregated") == 1
 
 
 async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> None:
-    bench = Bench(ScriptedPlane())
-    await bench.start(card(1), card(2))
-    bench.discovery.put(structs.replace(card(1, incarnation=2), block_size=BLOCK_SIZE * 2))
-    assert len(bench.model.fleet) == 1
-    bench.discovery.put(card(1, incarnation=3))
-    assert len(bench.model.fleet) == 2
+    harness = RouterHarness(ScriptedPlane())
+    await harness.start(card(1), card(2))
+    harness.discovery.put(structs.replace(card(1, incarnation=2), block_size=BLOCK_SIZE * 2))
+    assert len(harness.model.fleet) == 1
+    harness.discovery.put(card(1, incarnation=3))
+    assert len(harness.model.fleet) == 2

@@ -3,25 +3,25 @@
 import gc
 
 from kvrouter.core.requests import FinishReason
-from tests.support.fleets import Bench, bench_of, card, generate_request
-from tests.support.scripted_transport import ScriptedPlane
+from tests.testing.router_harness import RouterHarness, card, generate_request, router_harness
+from tests.testing.scripted_transport import ScriptedPlane
 
 
-async def read_one(bench: Bench) -> None:
-    async with bench.service.requests.generate(generate_request()) as generation:
+async def read_one(harness: RouterHarness) -> None:
+    async with harness.service.requests.generate(generate_request()) as generation:
         async for _ in generation:
             pass
 
 
 async def test_an_answer_leaves_no_circle_behind() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, 2, 3, finish=FinishReason.STOP))
-    bench = await bench_of(plane, card(1))
-    await read_one(bench)
+    harness = await router_harness(plane, card(1))
+    await read_one(harness)
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        await read_one(bench)
+        await read_one(harness)
         plane.opened.clear()
         gc.collect()
         left = {

@@ -10,23 +10,23 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.router import request_run
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.constants import SetConstants
-from tests.support.fleets import (
-    Bench,
-    bench_of,
+from tests.testing.constants import SetConstants
+from tests.testing.router_harness import (
+    RouterHarness,
     decode_card,
     generate_request,
     prefill_card,
     read_all,
+    router_harness,
 )
-from tests.support.scripted_transport import ScriptedPlane, address_of
-from tests.support.waits import until
+from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.waits import until
 
 
 async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1), decode_card(2))
-    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    harness = await router_harness(plane, prefill_card(1), decode_card(2))
+    reading = asyncio.create_task(read_all(harness, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
     assert prefill.request.sampling.max_tokens == 1
     assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL], "decode waits for the prefill answer"
@@ -37,14 +37,14 @@ async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens()
     assert decode.request.prefill_worker_id == 1
     decode.tokens(1, 2, finish=FinishReason.LENGTH)
     assert await reading == [1, 2]
-    assert bench.booked() == 0
-    assert bench.telemetry.handoffs.value("a", "a") == 1
+    assert harness.booked() == 0
+    assert harness.telemetry.handoffs.value("a", "a") == 1
 
 
 async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1, bootstrap=True, dp_size=4), decode_card(2))
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    harness = await router_harness(plane, prefill_card(1, bootstrap=True, dp_size=4), decode_card(2))
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
     assert prefill.request.bootstrap == decode.request.bootstrap
     assert prefill.request.bootstrap is not None
@@ -52,14 +52,14 @@ async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> No
     prefill.tokens(9, finish=FinishReason.LENGTH)
     decode.tokens(1, finish=FinishReason.LENGTH)
     assert await reading == [1]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
 async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1, bootstrap=bootstrap), decode_card(2))
-    async with bench.service.requests.generate(generate_request()) as generation:
+    harness = await router_harness(plane, prefill_card(1, bootstrap=bootstrap), decode_card(2))
+    async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         prefill = await plane.wait_for(Leg.PREFILL)
         if not bootstrap:
@@ -70,14 +70,14 @@ async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
             await reading
     assert decode.cancelled_for is not None
     assert prefill.cancelled_for is not None, "KV that waits on the prefill worker is given back"
-    assert bench.booked() == 0
-    assert bench.telemetry.cancellations.value("mock", "prefill") == 1
+    assert harness.booked() == 0
+    assert harness.telemetry.cancellations.value("mock", "prefill") == 1
 
 
 async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1), decode_card(2))
-    async with bench.service.requests.generate(generate_request()) as generation:
+    harness = await router_harness(plane, prefill_card(1), decode_card(2))
+    async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         prefill = await plane.wait_for(Leg.PREFILL)
         plane.accepts.clear()
@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() 
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-    assert bench.booked() == 0
+    assert harness.booked() == 0
     plane.accepts.set()
     decode = await plane.wait_for(Leg.DECODE)
     assert decode.request.kv_transfer_params == {"block": 7}
@@ -95,26 +95,26 @@ async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() 
 
 async def test_kv_that_a_decode_engine_finds_by_itself_needs_no_word() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1), decode_card(2))
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    harness = await router_harness(plane, prefill_card(1), decode_card(2))
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
     prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={}))
     decode = await plane.wait_for(Leg.DECODE)
     assert decode.request.kv_transfer_params == {}
     decode.tokens(4, finish=FinishReason.LENGTH)
     assert await reading == [4]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsewhere() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(
+    harness = await router_harness(
         plane,
         prefill_card(1, bootstrap=True),
         prefill_card(3, bootstrap=True),
         decode_card(2),
     )
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
     prefill.die()
     again = await plane.wait_for(Leg.PREFILL, nth=1)
@@ -123,28 +123,28 @@ async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsew
     again.tokens(9, finish=FinishReason.LENGTH)
     (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, finish=FinishReason.LENGTH)
     assert await reading == [4]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1, zone="b"), decode_card(2))
+    harness = await router_harness(plane, prefill_card(1, zone="b"), decode_card(2))
     with pytest.raises(NoEligibleWorker) as refused:
-        await read_all(bench)
+        await read_all(harness)
     assert refused.value.domain == "zone"
     assert plane.opened == []
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1), decode_card(2), decode_card(3))
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    harness = await router_harness(plane, prefill_card(1), decode_card(2), decode_card(3))
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
-    first = bench.service.decisions.get(generate_request().request_id)
+    first = harness.service.decisions.get(generate_request().request_id)
     assert first is not None
     booked = first[0][1].decode.rank
-    other = asyncio.create_task(read_all(bench, max_tokens=1, request_id="other", pinned=booked.worker_id))
+    other = asyncio.create_task(read_all(harness, max_tokens=1, request_id="other", pinned=booked.worker_id))
     await plane.wait_for(Leg.PREFILL, nth=1)
     prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
     decode = await plane.wait_for(Leg.DECODE)
@@ -156,18 +156,18 @@ async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now(
     other.cancel()
     with pytest.raises(asyncio.CancelledError):
         await other
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1), *(decode_card(number) for number in range(2, 6)))
+    harness = await router_harness(plane, prefill_card(1), *(decode_card(number) for number in range(2, 6)))
     for number in range(8):
-        reading = asyncio.create_task(read_all(bench, max_tokens=1, request_id=f"r{number}"))
+        reading = asyncio.create_task(read_all(harness, max_tokens=1, request_id=f"r{number}"))
         prefill = await plane.wait_for(Leg.PREFILL, nth=number)
         prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
         decode = await plane.wait_for(Leg.DECODE, nth=number)
-        kept = bench.service.decisions.get(RequestId(f"r{number}"))
+        kept = harness.service.decisions.get(RequestId(f"r{number}"))
         assert kept is not None
         assert len(kept) == 1, "one decision: decode was not moved"
         decode.tokens(1, finish=FinishReason.LENGTH)
@@ -176,30 +176,30 @@ async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
 
 async def test_a_decode_worker_that_leaves_during_prefill_is_replaced_and_booked() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1), decode_card(2), decode_card(3))
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    harness = await router_harness(plane, prefill_card(1), decode_card(2), decode_card(3))
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
-    kept = bench.service.decisions.get(generate_request().request_id)
+    kept = harness.service.decisions.get(generate_request().request_id)
     assert kept is not None
     left = kept[0][1].decode.rank.worker_id
-    bench.discovery.drop(left)
+    harness.discovery.drop(left)
     prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
     decode = await plane.wait_for(Leg.DECODE)
     assert decode.address == address_of(5 - left)
-    assert bench.booked() == 3, "its blocks are booked at the other worker"
+    assert harness.booked() == 3, "its blocks are booked at the other worker"
     decode.tokens(1, finish=FinishReason.LENGTH)
     assert await reading == [1]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(active_decode_blocks_threshold=0.5))
+    harness = RouterHarness(plane, KvRouterConfig(active_decode_blocks_threshold=0.5))
     decode = decode_card(2)
-    await bench.start(prefill_card(1), decode)
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    await harness.start(prefill_card(1), decode)
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
-    bench.load(LoadReport(decode.ranks()[0], active_blocks=1000, total_blocks=1024))
+    harness.load(LoadReport(decode.ranks()[0], active_blocks=1000, total_blocks=1024))
     prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
     (await plane.wait_for(Leg.DECODE)).tokens(1, finish=FinishReason.LENGTH)
     assert await reading == [1]
@@ -207,17 +207,17 @@ async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() ->
 
 async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_a_new_pair() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(
+    harness = await router_harness(
         plane,
         prefill_card(1),
         decode_card(2),
         prefill_card(3, zone="b"),
         decode_card(4, zone="b"),
     )
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     first = await plane.wait_for(Leg.PREFILL)
     left, stays = (2, 4) if first.address == address_of(1) else (4, 2)
-    bench.discovery.drop(left)
+    harness.discovery.drop(left)
     first.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
     second = await plane.wait_for(Leg.PREFILL, nth=1)
     assert first.cancelled_for is not None, "its KV would wait for nobody"
@@ -226,14 +226,14 @@ async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_
     assert decode.address == address_of(stays)
     decode.tokens(1, finish=FinishReason.LENGTH)
     assert await reading == [1]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the_last_token() -> None:
     """Two workers, two connections: the prefill leg said its last word first, and it may come last."""
     plane = ScriptedPlane()
-    bench = await bench_of(plane, prefill_card(1, bootstrap=True), decode_card(2))
-    async with bench.service.requests.generate(generate_request(max_tokens=2)) as generation:
+    harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2))
+    async with harness.service.requests.generate(generate_request(max_tokens=2)) as generation:
         reading = asyncio.create_task(anext(generation))
         prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
         decode.tokens(1)
@@ -245,7 +245,7 @@ async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the
         assert (await last).token_ids == (2,)
         assert generation.usage.cached_tokens == 48
         assert prefill.cancelled_for is None
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_an_answer_does_not_wait_for_ever_for_a_prefill_leg_that_says_nothing(
@@ -257,7 +257,7 @@ async def test_an_answer_does_not_wait_for_ever_for_a_prefill_leg_that_says_noth
             stream.tokens(1, finish=FinishReason.STOP) if stream.request.leg is Leg.DECODE else None
         )
     )
-    bench = await bench_of(plane, prefill_card(1, bootstrap=True), decode_card(2))
-    assert await read_all(bench) == [1]
+    harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2))
+    assert await read_all(harness) == [1]
     assert (await plane.wait_for(Leg.PREFILL)).cancelled_for is not None
-    assert bench.booked() == 0
+    assert harness.booked() == 0

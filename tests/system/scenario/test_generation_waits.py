@@ -9,18 +9,18 @@ from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import CallRoute, ClientCall, EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import (
+from tests.testing.router_harness import (
     BLOCK_SIZE,
-    Bench,
-    bench_of,
+    RouterHarness,
     card,
     decode_card,
     generate_request,
     prefill_card,
     read_all,
+    router_harness,
 )
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
-from tests.support.waits import until
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.waits import until
 
 RANK = card(1).ranks()[0]
 BUSY, QUIET = (LoadReport(RANK, active_blocks=active, total_blocks=1024) for active in (900, 1))
@@ -35,44 +35,46 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
             EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
         )
     )
-    bench = await bench_of(plane, PREFILL, ELSEWHERE, config=KvRouterConfig(router_domain_wait_s=30.0))
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
-    await bench.until_parked()
-    bench.discovery.put(THERE)
+    harness = await router_harness(
+        plane, PREFILL, ELSEWHERE, config=KvRouterConfig(router_domain_wait_s=30.0)
+    )
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
+    await harness.until_parked()
+    harness.discovery.put(THERE)
     assert await reading == [1]
-    assert bench.telemetry.domain_waits.value("joined") == 1
-    assert bench.telemetry.queue_wait.count("mock") == 0, "that is no time in the queue"
+    assert harness.telemetry.domain_waits.value("joined") == 1
+    assert harness.telemetry.queue_wait.count("mock") == 0, "that is no time in the queue"
 
 
 async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=QUEUE)
-    bench.load(BUSY)
-    parked = asyncio.create_task(read_all(bench))
-    await bench.until_parked()
+    harness = await router_harness(plane, card(1), config=QUEUE)
+    harness.load(BUSY)
+    parked = asyncio.create_task(read_all(harness))
+    await harness.until_parked()
     with pytest.raises(AllWorkersBusy):
-        await read_all(bench, request_id="r2")
-    assert bench.telemetry.queue_refusals.value("mock", "full") == 1
-    assert bench.telemetry.queue_refusals.value("mock", "timeout") == 0
-    bench.load(QUIET)
+        await read_all(harness, request_id="r2")
+    assert harness.telemetry.queue_refusals.value("mock", "full") == 1
+    assert harness.telemetry.queue_refusals.value("mock", "timeout") == 0
+    harness.load(QUIET)
     (await plane.wait_for(Leg.AGGREGATED)).tokens(1, finish=FinishReason.STOP)
     assert await parked == [1]
 
 
 async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=0.05))
+    harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
-        await read_all(bench)
+        await read_all(harness)
     assert len(plane.opened) == 1
     assert plane.opened[0].cancelled_for is not None
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(stall_timeout_s=0.05))
-    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(stall_timeout_s=0.05))
+    reading = asyncio.create_task(read_all(harness, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
     second = await plane.wait_for(Leg.AGGREGATED, nth=1)
@@ -83,16 +85,16 @@ async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
 
 async def test_the_whole_request_has_a_deadline() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1))
-    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=0.05))
+    harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded):
-        await read_all(bench)
-    assert bench.booked() == 0
+        await read_all(harness)
+    assert harness.booked() == 0
 
 
 async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=500.0))
-    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=500.0))
+    reading = asyncio.create_task(read_all(harness, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
     await asyncio.sleep(0.02)
@@ -108,37 +110,37 @@ async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
 
 async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = await bench_of(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
-    bench.load(BUSY)
-    parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: len(bench.model.placer.waiting) == 3)
+    harness = await router_harness(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
+    harness.load(BUSY)
+    parked = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(3)]
+    await until(lambda: len(harness.model.placer.waiting) == 3)
     for _ in range(5):  # a change that helps nobody costs nobody its place
-        bench.load(BUSY)
+        harness.load(BUSY)
         with pytest.raises(AllWorkersBusy):
-            await read_all(bench, request_id="late")
-    assert len(bench.model.placer.waiting) == 3
-    bench.load(QUIET)
+            await read_all(harness, request_id="late")
+    assert len(harness.model.placer.waiting) == 3
+    harness.load(QUIET)
     assert await asyncio.gather(*parked) == [[1]] * 3
     assert [stream.request.request_id for stream in plane.opened] == ["r0", "r1", "r2"]
-    assert len(bench.model.placer.waiting) == 0
+    assert len(harness.model.placer.waiting) == 0
 
 
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
     config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
-    bench = await bench_of(ScriptedPlane(), PREFILL, ELSEWHERE, config=config)
-    waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: len(bench.model.placer.waiting) == 3)
-    assert len(bench.model.placer.waiting.admission) == 0
+    harness = await router_harness(ScriptedPlane(), PREFILL, ELSEWHERE, config=config)
+    waits = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(3)]
+    await until(lambda: len(harness.model.placer.waiting) == 3)
+    assert len(harness.model.placer.waiting.admission) == 0
     for each in waits:
         each.cancel()
     await asyncio.gather(*waits, return_exceptions=True)
-    assert len(bench.model.placer.waiting) == 0
+    assert len(harness.model.placer.waiting) == 0
 
 
 async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=1.0))
-    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=1.0))
+    reading = asyncio.create_task(read_all(harness, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
     await asyncio.sleep(1.1)  # the limit of the first token passes; the client has had it
@@ -149,20 +151,20 @@ async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_
 
 async def test_waiting_never_outlasts_the_request() -> None:
     config = QUEUE.model_copy(update={"request_timeout_s": 0.05})
-    bench = await bench_of(ScriptedPlane(), card(1), config=config)
-    bench.load(BUSY)
+    harness = await router_harness(ScriptedPlane(), card(1), config=config)
+    harness.load(BUSY)
     with pytest.raises(AllWorkersBusy):
-        await asyncio.wait_for(read_all(bench), 30)
-    assert len(bench.model.placer.waiting) == 0
+        await asyncio.wait_for(read_all(harness), 30)
+    assert len(harness.model.placer.waiting) == 0
 
 
 async def test_a_model_may_come_back_with_another_block_size() -> None:
-    bench = Bench(ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
-    await bench.start(card(1))
-    bench.discovery.drop(1)
-    bench.discovery.put(structs.replace(card(2), block_size=2 * BLOCK_SIZE))
-    assert bench.model.fleet.block_size == 2 * BLOCK_SIZE
-    assert await read_all(bench) == [1]
+    harness = RouterHarness(ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
+    await harness.start(card(1))
+    harness.discovery.drop(1)
+    harness.discovery.put(structs.replace(card(2), block_size=2 * BLOCK_SIZE))
+    assert harness.model.fleet.block_size == 2 * BLOCK_SIZE
+    assert await read_all(harness) == [1]
 
 
 async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_reported(
@@ -173,24 +175,24 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_report
             stream.feed(ZeroDivisionError("a mistake"))
 
     plane = ScriptedPlane(script)
-    bench = await bench_of(plane, prefill_card(1, bootstrap=True), DECODE)
+    harness = await router_harness(plane, prefill_card(1, bootstrap=True), DECODE)
     with pytest.raises(InternalError):
-        await asyncio.wait_for(read_all(bench), 30)
-    assert bench.booked() == 0
+        await asyncio.wait_for(read_all(harness), 30)
+    assert harness.booked() == 0
     assert "internal_error" in caplog.text
 
 
 async def test_without_tracked_blocks_loads_are_reported_as_if_all_were_new() -> None:
-    bench = await bench_of(ScriptedPlane(), card(1), config=KvRouterConfig(track_active_blocks=False))
+    harness = await router_harness(ScriptedPlane(), card(1), config=KvRouterConfig(track_active_blocks=False))
     request = generate_request()
-    assert bench.model.view(bench.model.hash_prompt(request.token_ids)).not_active is None
+    assert harness.model.view(harness.model.hash_prompt(request.token_ids)).not_active is None
 
 
 async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedPlane()
     plane.accepts = asyncio.Event()
-    bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
-    async with bench.service.requests.generate(generate_request()) as generation:
+    harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
+    async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         await until(lambda: generation.error is not None)
         plane.accepts.set()
@@ -198,14 +200,14 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
             await asyncio.wait_for(reading, 30)
     (prefill,) = plane.opened
     assert prefill.cancelled_for is not None
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_worker() -> None:
     """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
     plane = ScriptedPlane()
-    bench = await bench_of(plane, PREFILL, prefill_card(3), DECODE)
-    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    harness = await router_harness(plane, PREFILL, prefill_card(3), DECODE)
+    reading = asyncio.create_task(read_all(harness, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
     prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
     decode = await plane.wait_for(Leg.DECODE)
@@ -216,7 +218,7 @@ async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_wor
     again.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 8}))
     (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, 5, finish=FinishReason.LENGTH)
     assert await reading == [4, 5]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 def asked_at_once() -> GenerateRequest:
@@ -228,8 +230,8 @@ def asked_at_once() -> GenerateRequest:
 
 async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_may() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
-    async with bench.service.requests.generate(asked_at_once()) as generation:
+    harness = await router_harness(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
+    async with harness.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
         stream = await plane.wait_for(Leg.AGGREGATED)
         await asyncio.sleep(0.1)  # the deadline passes, and nothing is to happen
@@ -240,32 +242,32 @@ async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_m
 async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_request_may_take() -> None:
     plane = ScriptedPlane()
     config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
-    bench = await bench_of(plane, card(1), config=config)
-    async with bench.service.requests.generate(asked_at_once()) as generation:
+    harness = await router_harness(plane, card(1), config=config)
+    async with harness.service.requests.generate(asked_at_once()) as generation:
         with pytest.raises(DeadlineExceeded, match=r"took longer than 1 s"):
             await anext(generation)
     assert plane.opened[0].cancelled_for is not None
-    assert bench.booked() == 0
-    assert bench.telemetry.circuits_opened.value("mock", "1", "silent") == 1
+    assert harness.booked() == 0
+    assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
 
 
 async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
     plane = ScriptedPlane()
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
-    bench = await bench_of(plane, PREFILL, DECODE, config=config)
-    async with bench.service.requests.generate(asked_at_once()) as generation:
+    harness = await router_harness(plane, PREFILL, DECODE, config=config)
+    async with harness.service.requests.generate(asked_at_once()) as generation:
         with pytest.raises(DeadlineExceeded, match=r"no prefill within 1 s"):
             await anext(generation)
     assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL]
     assert plane.opened[0].cancelled_for is not None
-    assert bench.booked() == 0
-    assert bench.telemetry.circuits_opened.value("mock", "1", "silent") == 1
+    assert harness.booked() == 0
+    assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
 
 
 async def test_its_answer_may_take_longer_once_it_is_prefilled() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
-    async with bench.service.requests.generate(asked_at_once()) as generation:
+    harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
+    async with harness.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
         (await plane.wait_for(Leg.PREFILL)).feed(
             EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.golden_replays import FOLDER, REPLAYS, ROOT, figures_of
+from tests.testing.golden_replays import FOLDER, REPLAYS, ROOT, figures_of
 
 
 @pytest.mark.parametrize("name", REPLAYS)

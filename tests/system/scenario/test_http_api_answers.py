@@ -30,14 +30,14 @@ from tests.app.unit.test_fleet_engines import up
 from tests.frontend.unit.test_standalone_app import TOKENS, open_router, pair, prefills
 from tests.oracles.sync import MemorySyncTransport
 from tests.router.unit.test_routed_by_load import before
-from tests.support.calls import MakeFail
-from tests.support.constants import SetConstants
-from tests.support.engine_server import JSON, Answer, page, scripted_engine
-from tests.support.fleets import MODEL, card, decode_card, prefill_card
-from tests.support.front import House, open_house, says, takeover_instructions
-from tests.support.golden import Golden, check
-from tests.support.processes import free_ports
-from tests.support.scripted_transport import ScriptedStream
+from tests.testing.calls import MakeFail
+from tests.testing.constants import SetConstants
+from tests.testing.frontend_harness import FrontendHarness, handoff_script, running_frontend, text_answer
+from tests.testing.golden_http import GoldenAnswers, check
+from tests.testing.processes import free_ports
+from tests.testing.router_harness import MODEL, card, decode_card, prefill_card
+from tests.testing.scripted_engine import JSON, ScriptedAnswer, page, scripted_engine
+from tests.testing.scripted_transport import ScriptedStream
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": MODEL, "prompt": [5] * 40}
@@ -82,10 +82,10 @@ def losing(stream: ScriptedStream) -> None:
     if stream.request.leg is Leg.DECODE and stream.request.request_id == "lost":
         stream.feed(EngineChunk(finish=FinishReason.ERROR, error="no way", kv_lost=KvLoss.UNREACHABLE))
     else:
-        takeover_instructions(stream)
+        handoff_script(stream)
 
 
-async def chat(here: House, request_id: str, **fields: object) -> int:
+async def chat(here: FrontendHarness, request_id: str, **fields: object) -> int:
     headers = {"x-request-id": request_id}
     return (
         await here.http.post("/v1/chat/completions", json={**CHAT, **fields}, headers=headers)
@@ -98,7 +98,7 @@ def needs(taint: str) -> dict[str, object]:
 
 async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
     set_constants(model_router, WATCHED_S=3600.0, TABLE_PAUSE_S=3600.0)
-    async with open_house(
+    async with running_frontend(
         *two_zones(),
         script=losing,
         config=KvRouterConfig(
@@ -106,15 +106,15 @@ async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
         ),
         place={"zone": "a"},
         sync=ReplicaSync(MemorySyncTransport(), RouterId("first")),
-    ) as house:
-        g = Golden(house.address)
+    ) as frontend:
+        g = GoldenAnswers(frontend.address)
         answers = [await g.ask("GET", path) for path in ("/v1/decisions", "/v1/flows", "/v1/refusals")]
-        assert await chat(house, "well", nvext={"worker_id": 2, "prefill_worker_id": 1}) == 200
-        assert await chat(house, "lost", nvext={"prefill_worker_id": 1}) == 502
-        assert await chat(house, "refused", **needs("gpu=none")) == 503
-        house.bench.events.batch(KvBatch(rank(2), Epoch(1), EventId(0), (), published_s=1.0))
-        house.bench.events.load(LoadReport(rank(3, 1), 7, 1000, 3, 2, 1))
-        house.bench.discovery.put(msgspec.structs.replace(decode_card(2), engine_silent=True))
+        assert await chat(frontend, "well", nvext={"worker_id": 2, "prefill_worker_id": 1}) == 200
+        assert await chat(frontend, "lost", nvext={"prefill_worker_id": 1}) == 502
+        assert await chat(frontend, "refused", **needs("gpu=none")) == 503
+        frontend.harness.events.batch(KvBatch(rank(2), Epoch(1), EventId(0), (), published_s=1.0))
+        frontend.harness.events.load(LoadReport(rank(3, 1), 7, 1000, 3, 2, 1))
+        frontend.harness.discovery.put(msgspec.structs.replace(decode_card(2), engine_silent=True))
         answers += [
             await g.ask("GET", "/v1/fleet"),
             await g.ask("GET", "/v1/decisions"),
@@ -130,8 +130,8 @@ async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
             ),
             await g.ask("POST", "/v1/chat/completions", {**CHAT, **needs("gpu=none")}, x_request_id="asked"),
         ]
-        house.bench.discovery.put(msgspec.structs.replace(decode_card(2), draining=True))
-        lost = house.bench.discovery.on_store
+        frontend.harness.discovery.put(msgspec.structs.replace(decode_card(2), draining=True))
+        lost = frontend.harness.discovery.on_store
         assert lost is not None
         lost(False, "no route to it")
         answers.append(await g.ask("GET", "/v1/fleet"))
@@ -139,8 +139,8 @@ async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
 
 
 async def test_cordons_and_thresholds() -> None:
-    async with open_house(card(1, zone="a"), card(2, zone="b"), script=says("ok")) as house:
-        g = Golden(house.address)
+    async with running_frontend(card(1, zone="a"), card(2, zone="b"), script=text_answer("ok")) as frontend:
+        g = GoldenAnswers(frontend.address)
         zone = {"level": "zone", "name": "a", "reason": "rack 4", "by": "ann"}
         answers = [
             await g.ask("GET", "/v1/cordons"),
@@ -220,16 +220,16 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
         on_stopped=lambda error: pytest.fail(repr(error)),
     )
     recorder.start()
-    async with open_house(
+    async with running_frontend(
         card(1, taints=("own",)),
         card(2, zone="b"),
         config=KvRouterConfig(router_cost="time"),
-        script=says("ok", cached=16),
+        script=text_answer("ok", cached=16),
         traffic=TrafficRecorder(recorder),
-    ) as house:
-        model = house.bench.model
+    ) as frontend:
+        model = frontend.harness.model
         for _ in range(3):
-            await house.complete([5] * 40, **needs("own"))
+            await frontend.complete([5] * 40, **needs("own"))
         learned, link = model.placer.transfers.learned, SharedLink((("zone", "a"),), "b")
         for at_s in range(40):
             learned.note(TransferSample(link, Link(1e-3, 1e9), at_s - 1.0, float(at_s), 0.1, 1.0))
@@ -238,7 +238,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
             fetched = KvTransfers(10 * n, 10**9 * n, 1.0 * n, n)
             skipped = {"orphan": n + 1}
             report = LoadReport(rank(1), 7, 1000, kv_transfers=fetched, kv_events_skipped=skipped)
-            house.bench.events.load(report)
+            frontend.harness.events.load(report)
         for _ in range(10):
             model.placer.transfers.engine_sums.observed(
                 Slot(0), kv_bytes=1e8, seconds=0.3, now_s=model.clock()
@@ -252,7 +252,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
                 prompt_tokens=400,
                 now_s=model.clock(),
             )
-        g = Golden(house.address, TIMED)
+        g = GoldenAnswers(frontend.address, TIMED)
         answers = [
             await g.ask("GET", "/v1/fleet"),
             await g.ask("POST", "/v1/route/explain", {**COMPLETION, **needs("own")}, x_request_id="asked"),
@@ -268,21 +268,21 @@ async def test_calls_that_go_to_an_engine_as_they_are(tmp_path: Path) -> None:
     call = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
     async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
         engine.answers += [
-            Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON),
-            Answer((page("vllm-0.32.0-chat.sse"),)),
+            ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON),
+            ScriptedAnswer((page("vllm-0.32.0-chat.sse"),)),
         ]
         assert (await here.http.post("/v1/completions", json=call)).status_code == 200
         chat = {"model": "tiny", "messages": CHAT["messages"], "stream": True}
         assert (await here.http.post("/v1/chat/completions", json=chat)).status_code == 200
-        g = Golden(here.system.address, (*TIMED, "requests"))
+        g = GoldenAnswers(here.system.address, (*TIMED, "requests"))
         answers = [await g.ask("GET", path) for path in ("/v1/models", "/version", "/ready", "/v1/fleet")]
         answers.append(await g.ask("POST", "/v1/route/explain", call, x_request_id="asked"))
     check("passed", answers)
 
 
 async def test_pages_and_their_edges() -> None:
-    async with open_house(*two_zones(), script=takeover_instructions) as house:
-        g = Golden(house.address)
+    async with running_frontend(*two_zones(), script=handoff_script) as frontend:
+        g = GoldenAnswers(frontend.address)
         pages = ("/health", "/ready", "/accepting", "/ping", "/load", "/version", "/v1/models")
         answers = [await g.ask("GET", path) for path in pages]
         answers += [await g.ask("HEAD", path) for path in (*pages, "/v1/fleet", "/metrics", "/ui", "/docs")]
@@ -368,23 +368,23 @@ async def test_pages_and_their_edges() -> None:
 
 
 async def test_a_router_without_workers_and_one_that_drains() -> None:
-    async with open_house(settle_s=0.0) as house:
-        g = Golden(house.address)
+    async with running_frontend(settle_s=0.0) as frontend:
+        g = GoldenAnswers(frontend.address)
         paths = ("/health", "/ready", "/accepting", "/ping", "/load", "/version", "/v1/models", "/v1/fleet")
         answers = [await g.ask("GET", path) for path in paths]
         answers += [await g.ask("POST", "/v1/route/explain", CHAT), await g.ask("GET", "/busy_threshold")]
-        await house.bench.service.requests.drain(0.0)
+        await frontend.harness.service.requests.drain(0.0)
         answers += [await g.ask("GET", path) for path in ("/health", "/ready", "/accepting", "/ping")]
-    async with open_house() as house:
-        g = Golden(house.address)
+    async with running_frontend() as frontend:
+        g = GoldenAnswers(frontend.address)
         answers += [await g.ask("GET", path) for path in ("/ready", "/accepting")]
     check("no-workers", answers)
 
 
 async def test_a_mistake_of_ours(make_fail: MakeFail) -> None:
-    async with open_house(card(1)) as house:
-        make_fail(house.bench.model, "explain", RuntimeError("hello"))
-        answers = [await Golden(house.address).ask("POST", "/v1/route/explain", CHAT)]
+    async with running_frontend(card(1)) as frontend:
+        make_fail(frontend.harness.model, "explain", RuntimeError("hello"))
+        answers = [await GoldenAnswers(frontend.address).ask("POST", "/v1/route/explain", CHAT)]
     check("mistake", answers)
 
 
@@ -392,8 +392,8 @@ async def test_who_may_ask() -> None:
     token = FrontendSettings(admin_token=SecretStr("s3cret"), cors_origins="https://console.example")
     closed = FrontendSettings(admin_routes=AdminAccess.CLOSED)
     answers = []
-    async with open_house(card(1), settings=token) as house:
-        g = Golden(house.address)
+    async with running_frontend(card(1), settings=token) as frontend:
+        g = GoldenAnswers(frontend.address)
         answers += [
             await g.ask("GET", "/v1/flows"),
             await g.ask("GET", "/v1/flows", authorization="Bearer wrong"),
@@ -412,8 +412,8 @@ async def test_who_may_ask() -> None:
             ),
             await g.ask("PUT", "/v1/flows", origin="https://console.example"),
         ]
-    async with open_house(card(1), settings=closed) as house:
-        g = Golden(house.address)
+    async with running_frontend(card(1), settings=closed) as frontend:
+        g = GoldenAnswers(frontend.address)
         answers += [await g.ask("GET", path) for path in ("/v1/flows", "/busy_threshold", "/v1/decisions/x")]
     check("access", answers)
 
@@ -424,7 +424,7 @@ async def test_a_standalone_router() -> None:
         open_router(*pair(), config=blocks) as router,
         open_router(*pair(), prefill_alone=True, script=prefills, config=blocks) as prefiller,
     ):
-        g = Golden(router.router.server.addresses[0])
+        g = GoldenAnswers(router.router.server.addresses[0])
         mine = {**TOKENS, "request_id": "mine"}
         answers = [
             await g.ask("POST", "/v1/route?book=false", TOKENS, x_request_id="asked"),
@@ -454,7 +454,7 @@ async def test_a_standalone_router() -> None:
             await g.ask("GET", "/v1/fleet"),
             await g.ask("DELETE", "/v1/prefill/x"),
         ]
-        g = Golden(prefiller.router.server.addresses[0])
+        g = GoldenAnswers(prefiller.router.server.addresses[0])
         answers += [
             await g.ask("POST", "/v1/prefill", mine),
             await g.ask("GET", "/v1/decisions/mine"),
@@ -473,7 +473,8 @@ async def test_probes_of_a_worker() -> None:
     async with health_pages(PlaneSettings(health_port=port), lambda: healths[0]):
         while healths:
             answers += [
-                await Golden(("127.0.0.1", port)).ask("GET", path) for path in ("/health", "/accepting")
+                await GoldenAnswers(("127.0.0.1", port)).ask("GET", path)
+                for path in ("/health", "/accepting")
             ]
             healths.pop(0)
     check("worker-probes", answers)

@@ -7,7 +7,7 @@ import nats
 import pytest
 
 from kvrouter.transports.events.jetstream.consumer import HEARTBEAT_S, UNACKED_MAX, PushConsumer
-from tests.support.nats_server import NatsServer
+from tests.testing.nats_server import NatsServer
 
 MESSAGES = 8 * UNACKED_MAX
 

@@ -9,8 +9,8 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from kvrouter.transports.events.jetstream.stream import ComponentNames
-from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
-from tests.support.nats_server import NatsServer
+from tests.testing.jetstream_fleet import Fleet, Replica, Worker, fleet_on
+from tests.testing.nats_server import NatsServer
 
 STEPS = 60
 LIMIT_S = 120.0

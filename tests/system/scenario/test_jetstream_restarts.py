@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.blocks import blocks
-from tests.support.jetstream_fleet import Fleet, fleet_on
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.blocks import blocks
+from tests.testing.jetstream_fleet import Fleet, fleet_on
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber
-from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.jetstream_fleet import Fleet, Replica, Worker, fleet_on
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 STEPS = ["claim", "tidy", "part", "list", "commit", "purge", "remove"]
 

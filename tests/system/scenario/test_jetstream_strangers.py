@@ -15,13 +15,13 @@ from kvrouter.transports.events.encoding import encode_batch
 from kvrouter.transports.events.jetstream import JetStreamPublisher, snapshot_store
 from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.port import DropReason
-from tests.support.constants import SetConstants
-from tests.support.event_ends_jetstream import jetstream_ends
-from tests.support.event_ends_nats import TOKEN
-from tests.support.event_waits import card, until_heard
-from tests.support.jetstream_fleet import Fleet, Worker, fleet_on
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.event_delivery import card, until_delivered
+from tests.testing.event_transport_jetstream import jetstream_transport
+from tests.testing.event_transport_nats import TOKEN
+from tests.testing.jetstream_fleet import Fleet, Worker, fleet_on
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 GARBAGE = [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"rank": [1, 0]}), b"\xff" * 4096]
 
@@ -59,25 +59,29 @@ async def test_what_is_no_batch_is_reported_and_let_go_live_and_in_a_replay(flee
 async def test_a_followed_worker_counts_in_the_stream_of_its_own_component_alone(
     shared_nats: NatsServer,
 ) -> None:
-    async with jetstream_ends(shared_nats.url, f"other-{uuid4().hex}") as ends:
+    async with jetstream_transport(shared_nats.url, f"other-{uuid4().hex}") as transport:
         heard: list[object] = []
-        ends.subscriber.subscribe(heard.append, heard.append)
+        transport.subscriber.subscribe(heard.append, heard.append)
         other = JetStreamPublisher(
-            ends.worker, namespace=ends.namespace, component="prefill", token=TOKEN, observer=ends.notes
+            transport.worker,
+            namespace=transport.namespace,
+            component="prefill",
+            token=TOKEN,
+            observer=transport.notes,
         )
         somebody = structs.replace(card(WorkerId(6), other.source), component="prefill")
-        ends.subscriber.follow(somebody)
-        await until_heard(other, ends.subscriber, somebody.worker_id)
+        transport.subscriber.follow(somebody)
+        await until_delivered(other, transport.subscriber, somebody.worker_id)
         heard.clear()
         rank = WorkerRank(WorkerId(4), DpRank(0))
         lie = KvBatch(rank, Epoch(1), EventId(7), ())
         other.publish(lie)
         other.publish_load(LoadReport(rank, 1, 100))
-        await until(lambda: len(ends.foreign) == 2)
-        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_COMPONENT}
-        assert all(str(rank) in error.message for error in ends.foreign)
+        await until(lambda: len(transport.foreign) == 2)
+        assert {error.reason for error in transport.foreign} == {DropReason.OTHER_COMPONENT}
+        assert all(str(rank) in error.message for error in transport.foreign)
         truth = KvBatch(rank, Epoch(1), EventId(8), ())
-        ends.publisher.publish(truth)
+        transport.publisher.publish(truth)
         await until(lambda: bool(heard))
         assert heard == [truth]
         await other.close()

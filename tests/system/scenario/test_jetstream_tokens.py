@@ -6,9 +6,9 @@ import pytest
 
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.transports.events.jetstream.stream import ComponentNames
-from tests.support.jetstream_fleet import Fleet, fleet_on
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.jetstream_fleet import Fleet, fleet_on
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 
 @pytest.fixture

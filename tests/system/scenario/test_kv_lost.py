@@ -12,8 +12,8 @@ from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.support.fleets import Bench, card, generate_request, read_all
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.router_harness import RouterHarness, card, generate_request, read_all
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 
 HANDOFFS = pytest.mark.parametrize("bootstrap", [False, True], ids=["synchronous", "bootstrap"])
 DECODE = card(2, Role.DECODE, zone="a")
@@ -55,20 +55,20 @@ async def test_another_prefill_worker_serves_the_same_decode_worker(
     bootstrap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plane = losing(1)
-    bench = Bench(plane)
-    await bench.start(prefill(1, bootstrap=bootstrap), prefill(3, bootstrap=bootstrap), DECODE)
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1, bootstrap=bootstrap), prefill(3, bootstrap=bootstrap), DECODE)
     with caplog.at_level(logging.WARNING, "kvrouter.router"):
-        assert await read_all(bench) == [5, 6]
+        assert await read_all(harness) == [5, 6]
     first, second = (address for leg, address in plane.legs() if leg is Leg.PREFILL)
     assert {first, second} == {address_of(1), address_of(3)}
     assert [address for leg, address in plane.legs() if leg is Leg.DECODE] == 2 * [address_of(2)]
     sender = first.removeprefix("scripted://")
-    assert bench.telemetry.kv_lost.value("mock", sender, "2", "unreachable") == 1
-    assert bench.telemetry.retries.value("mock", "prefill") == 1
+    assert harness.telemetry.kv_lost.value("mock", sender, "2", "unreachable") == 1
+    assert harness.telemetry.retries.value("mock", "prefill") == 1
     lost, _, sent_again = (getattr(record, "kvrouter_fields", {}) for record in caplog.records)
     assert (lost["prefill_worker"], lost["decode_worker"], lost["reason"]) == (sender, "2", "unreachable")
     assert (sent_again["worker"], sent_again["stage"]) == (sender, "prefill")
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 @HANDOFFS
@@ -76,30 +76,30 @@ async def test_a_lone_prefill_worker_is_asked_once_more_and_then_the_decode_work
     bootstrap: bool,
 ) -> None:
     plane = losing(2)
-    bench = Bench(plane)
-    await bench.start(prefill(1, bootstrap=bootstrap), DECODE)
-    assert await read_all(bench) == [5, 6]
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1, bootstrap=bootstrap), DECODE)
+    assert await read_all(harness) == [5, 6]
     legs = [leg for leg, _ in plane.legs()]
     assert sorted(legs[:4]) == [Leg.DECODE, Leg.DECODE, Leg.PREFILL, Leg.PREFILL]
     assert plane.legs()[4:] == [(Leg.AGGREGATED, address_of(2))]
     last = plane.opened[-1].request
     assert (last.kv_transfer_params, last.bootstrap, last.prefill_worker_id) == (None, None, None)
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_the_last_try_is_one_that_needs_no_kv() -> None:
     plane = losing(9)
-    bench = Bench(plane, KvRouterConfig(retries_max=1))
-    await bench.start(prefill(1), DECODE)
-    assert await read_all(bench) == [5, 6]
+    harness = RouterHarness(plane, KvRouterConfig(retries_max=1))
+    await harness.start(prefill(1), DECODE)
+    assert await read_all(harness) == [5, 6]
     assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED]
 
 
 async def test_two_prefill_workers_that_cannot_be_reached_are_asked_once_each() -> None:
     plane = losing(9)
-    bench = Bench(plane)
-    await bench.start(prefill(1), prefill(3), DECODE)
-    assert await read_all(bench) == [5, 6]
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), prefill(3), DECODE)
+    assert await read_all(harness) == [5, 6]
     prefills = [address for leg, address in plane.legs() if leg is Leg.PREFILL]
     assert sorted(prefills) == [address_of(1), address_of(3)]
     assert plane.legs()[-1] == (Leg.AGGREGATED, address_of(2))
@@ -107,17 +107,17 @@ async def test_two_prefill_workers_that_cannot_be_reached_are_asked_once_each() 
 
 async def test_a_prefill_worker_that_a_client_insists_on_is_asked_until_the_tries_are_used_up() -> None:
     plane = losing(9)
-    bench = Bench(plane)
-    await bench.start(prefill(1), prefill(3), DECODE)
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), prefill(3), DECODE)
     request = structs.replace(generate_request(), prefill_pin=Pin(WorkerId(1)))
-    async with bench.service.requests.generate(request) as generation:
+    async with harness.service.requests.generate(request) as generation:
         with pytest.raises(
             WorkerFailed, match=r"worker 1 failed \(worker 2 did not get its KV.*try 3 of 3"
         ) as failed:
             await anext(generation)
     assert address_of(2) not in failed.value.message
     assert plane.legs() == 3 * [(Leg.PREFILL, address_of(1)), (Leg.DECODE, address_of(2))]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 def cut_off(*, alone: bool = True) -> ScriptedPlane:
@@ -142,9 +142,9 @@ ZONES = tuple(prefill(n, zone=zone) for n, zone in ((1, "a"), (3, "a"), (5, "b")
 IN_ZONE_A = RoutingConstraints(frozenset({Taint("dynamo.topology/zone=a")}))
 
 
-async def ask_in_zone_a(bench: Bench, number: int) -> list[int]:
+async def ask_in_zone_a(harness: RouterHarness, number: int) -> list[int]:
     request = structs.replace(generate_request(request_id=f"r{number}"), constraints=IN_ZONE_A)
-    async with bench.service.requests.generate(request) as generation:
+    async with harness.service.requests.generate(request) as generation:
         return [token for chunk in [chunk async for chunk in generation] for token in chunk.token_ids]
 
 
@@ -154,56 +154,56 @@ async def test_where_every_pair_lost_kv_requests_begin_with_a_worker_that_needs_
 ) -> None:
     """Four pairs of a zone, each found out once: from then on nobody spends a try on them."""
     plane = cut_off()
-    bench = Bench(
+    harness = RouterHarness(
         plane, KvRouterConfig(retries_max=retries_max, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     )
-    await bench.start(*ZONES)
+    await harness.start(*ZONES)
     for number in range(12):
-        assert await ask_in_zone_a(bench, number) == [5, 6]
-    assert len(list(bench.model.fleet.broken_pairs)) == 4
+        assert await ask_in_zone_a(harness, number) == [5, 6]
+    assert len(list(harness.model.fleet.broken_pairs)) == 4
     before = len(plane.legs())
     for number in range(12, 20):
-        assert await ask_in_zone_a(bench, number) == [5, 6]
+        assert await ask_in_zone_a(harness, number) == [5, 6]
     assert {(leg, address) for leg, address in plane.legs()[before:]} <= {
         (Leg.AGGREGATED, address_of(2)),
         (Leg.AGGREGATED, address_of(4)),
     }
     assert len(plane.legs()) == before + 8
-    explained = bench.model.explain(structs.replace(generate_request(), constraints=IN_ZONE_A))
+    explained = harness.model.explain(structs.replace(generate_request(), constraints=IN_ZONE_A))
     assert explained.prefill is None
     senders = {row.rank.worker_id: row.refused for row in explained.rows if row.leg is Leg.PREFILL}
     assert senders == {1: Reason.KV_LOST, 3: Reason.KV_LOST, 5: Reason.TAINT_MISSING}
     assert [row.rank for row in explained.rows if row.picked] == [explained.decode.rank]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_where_no_worker_can_do_without_kv_requests_begin_with_pairs() -> None:
     plane = cut_off(alone=False)
-    bench = Bench(
+    harness = RouterHarness(
         plane, KvRouterConfig(circuit_failures=100, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     )
-    await bench.start(prefill(1), DECODE)
+    await harness.start(prefill(1), DECODE)
     for number in range(4):
         before = len(plane.legs())
         with pytest.raises(WorkerFailed):
-            await read_all(bench, request_id=f"r{number}")
+            await read_all(harness, request_id=f"r{number}")
         assert plane.legs()[before][0] is Leg.PREFILL
 
 
 async def test_retries_can_be_forbidden() -> None:
     plane = losing(1)
-    bench = Bench(plane, KvRouterConfig(retries_max=0))
-    await bench.start(prefill(1), DECODE)
+    harness = RouterHarness(plane, KvRouterConfig(retries_max=0))
+    await harness.start(prefill(1), DECODE)
     with pytest.raises(WorkerFailed, match="did not get its KV"):
-        await read_all(bench)
+        await read_all(harness)
 
 
 async def test_the_next_pair_keeps_to_its_domain_too() -> None:
     """The other prefill worker is in zone b: so is its decode worker, however free the one in zone a is."""
     plane = losing(1)
-    bench = Bench(plane)
-    await bench.start(prefill(1), prefill(3, zone="b"), DECODE, card(4, Role.DECODE, zone="b"))
-    assert await read_all(bench) == [5, 6]
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), prefill(3, zone="b"), DECODE, card(4, Role.DECODE, zone="b"))
+    assert await read_all(harness) == [5, 6]
     partner = {address_of(1): address_of(2), address_of(3): address_of(4)}
     addresses = [address for _, address in plane.legs()]
     assert addresses[1] == partner[addresses[0]]
@@ -213,9 +213,9 @@ async def test_the_next_pair_keeps_to_its_domain_too() -> None:
 
 async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane)
-    await bench.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
-    reading = asyncio.create_task(read_all(bench, sampling=Sampling(max_tokens=6, temperature=0.0)))
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
+    reading = asyncio.create_task(read_all(harness, sampling=Sampling(max_tokens=6, temperature=0.0)))
     prefilled(await plane.wait_for(Leg.PREFILL))
     first = await plane.wait_for(Leg.DECODE)
     first.tokens(1, 2, 3)
@@ -228,14 +228,14 @@ async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
     assert list(last.request.token_ids[-3:]) == [1, 2, 3]
     last.tokens(4, 5, 6, finish=FinishReason.LENGTH)
     assert await reading == [1, 2, 3, 4, 5, 6]
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_blame() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane)
-    await bench.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
-    reading = asyncio.create_task(read_all(bench, max_tokens=3))
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
+    reading = asyncio.create_task(read_all(harness, max_tokens=3))
     prefilled(await plane.wait_for(Leg.PREFILL))
     first = await plane.wait_for(Leg.DECODE)
     first.tokens(1)
@@ -245,14 +245,14 @@ async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_bl
     assert second.address != first.address
     second.tokens(2, 3, finish=FinishReason.LENGTH)
     assert await reading == [1, 2, 3]
-    assert bench.telemetry.resumes.value("mock") == 1
+    assert harness.telemetry.resumes.value("mock") == 1
 
 
 async def test_a_prefill_leg_that_failed_is_the_better_reason_of_a_bootstrap_handoff() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane)
-    await bench.start(prefill(1, bootstrap=True), prefill(3, bootstrap=True), DECODE)
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1, bootstrap=True), prefill(3, bootstrap=True), DECODE)
+    reading = asyncio.create_task(read_all(harness, max_tokens=1))
     sender, receiver = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
     sender.die()
     kv_lost(receiver, KvLoss.BROKEN)
@@ -261,4 +261,4 @@ async def test_a_prefill_leg_that_failed_is_the_better_reason_of_a_bootstrap_han
     prefilled(again)
     (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, finish=FinishReason.LENGTH)
     assert await reading == [4]
-    assert bench.booked() == 0
+    assert harness.booked() == 0

@@ -5,8 +5,8 @@ import pytest
 from kvrouter.core.errors import WorkerFailed
 from kvrouter.core.requests import EngineRequest, FinishReason
 from kvrouter.transports.requests.port import LegRepeated
-from tests.support.fleets import Bench, card, read_all
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.router_harness import RouterHarness, card, read_all
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
 
 
 class Repeating(ScriptedPlane):
@@ -26,19 +26,19 @@ class Repeating(ScriptedPlane):
 
 async def test_the_only_worker_is_asked_again_with_the_next_attempt() -> None:
     plane = Repeating(1)
-    bench = Bench(plane)
-    await bench.start(card(1))
-    assert await read_all(bench) == [1]
+    harness = RouterHarness(plane)
+    await harness.start(card(1))
+    assert await read_all(harness) == [1]
     ((first, zero), (second, one)) = plane.arrived
     assert (first, zero, one) == (second, 0, 1)
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_a_request_whose_legs_all_repeat_comes_to_an_end() -> None:
     plane = Repeating(100)
-    bench = Bench(plane)
-    await bench.start(card(1))
+    harness = RouterHarness(plane)
+    await harness.start(card(1))
     with pytest.raises(WorkerFailed, match="ran here before"):
-        await read_all(bench)
+        await read_all(harness)
     assert len(plane.arrived) == 3
-    assert bench.booked() == 0
+    assert harness.booked() == 0

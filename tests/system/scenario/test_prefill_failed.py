@@ -10,8 +10,15 @@ from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
-from tests.support.fleets import Bench, bench_of, decode_card, generate_request, prefill_card, read_all
-from tests.support.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.router_harness import (
+    RouterHarness,
+    decode_card,
+    generate_request,
+    prefill_card,
+    read_all,
+    router_harness,
+)
+from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
 
 LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
 FAILED = EngineFailed("the engine answered 500: Internal server error")
@@ -40,17 +47,17 @@ class Engines:
             stream.tokens(1, finish=FinishReason.STOP)
 
 
-async def send(bench: Bench, kind: str, times: int = 1) -> None:
+async def send(harness: RouterHarness, kind: str, times: int = 1) -> None:
     for number in range(times):
-        assert await read_all(bench, request_id=f"{kind}-{number}") == [1]
+        assert await read_all(harness, request_id=f"{kind}-{number}") == [1]
 
 
 def legs_of(plane: ScriptedPlane, request_id: str) -> list[Leg]:
     return [each.request.leg for each in plane.opened if each.request.request_id == request_id]
 
 
-def open_circuits(bench: Bench, *workers: int) -> set[int]:
-    states = {worker: bench.circuit_state(WorkerId(worker)) for worker in workers}
+def open_circuits(harness: RouterHarness, *workers: int) -> set[int]:
+    states = {worker: harness.circuit_state(WorkerId(worker)) for worker in workers}
     return {worker for worker, state in states.items() if state is not CircuitState.CLOSED}
 
 
@@ -59,42 +66,42 @@ async def test_a_request_that_fails_wherever_it_is_prefilled_is_answered_whole_a
     error: KvrouterError,
 ) -> None:
     plane = ScriptedPlane(Engines(1, 2, error=error))
-    bench = await bench_of(plane, *map(prefill_card, (1, 2)), *map(decode_card, (3, 4)), config=LONG)
-    await send(bench, "poison", 12)
+    harness = await router_harness(plane, *map(prefill_card, (1, 2)), *map(decode_card, (3, 4)), config=LONG)
+    await send(harness, "poison", 12)
     for number in range(12):
         assert legs_of(plane, f"poison-{number}") == [Leg.PREFILL, Leg.PREFILL, Leg.AGGREGATED]
-    assert open_circuits(bench, 1, 2, 3, 4) == set()
-    await send(bench, "plain", 4)
+    assert open_circuits(harness, 1, 2, 3, 4) == set()
+    await send(harness, "plain", 4)
     for number in range(4):
         assert legs_of(plane, f"plain-{number}") == [Leg.PREFILL, Leg.DECODE], "others are not hurt"
-    assert bench.booked() == 0
+    assert harness.booked() == 0
 
 
 async def test_a_prefill_leg_that_is_refused_is_answered_whole_at_once() -> None:
     plane = ScriptedPlane(Engines(1, 2, error=REFUSED))
-    bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
-    await send(bench, "poison", 6)
+    harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
+    await send(harness, "poison", 6)
     assert legs_of(plane, "poison-0") == [Leg.PREFILL, Leg.AGGREGATED]
-    assert open_circuits(bench, 1, 2, 3) == set()
-    assert bench.booked() == 0
+    assert open_circuits(harness, 1, 2, 3) == set()
+    assert harness.booked() == 0
 
 
 async def test_what_the_worker_that_does_it_all_says_is_the_answer() -> None:
     engines = Engines(1, error=REFUSED)
     engines.decode_error = InvalidRequest("tools: odd", param="tools")
-    bench = await bench_of(ScriptedPlane(engines), prefill_card(1), decode_card(2), config=LONG)
+    harness = await router_harness(ScriptedPlane(engines), prefill_card(1), decode_card(2), config=LONG)
     with pytest.raises(InvalidRequest, match="odd"):
-        await send(bench, "poison")
-    assert bench.booked() == 0
+        await send(harness, "poison")
+    assert harness.booked() == 0
 
 
 async def test_where_no_worker_may_do_it_all_the_prefill_engines_word_is_the_answer() -> None:
     only_decodes = structs.replace(decode_card(2), decode_only=True)
     plane = ScriptedPlane(Engines(1, error=REFUSED))
-    bench = await bench_of(plane, prefill_card(1), only_decodes, config=LONG)
+    harness = await router_harness(plane, prefill_card(1), only_decodes, config=LONG)
     with pytest.raises(InvalidRequest, match="FunctionDefinition"):
-        await send(bench, "poison")
-    assert bench.booked() == 0
+        await send(harness, "poison")
+    assert harness.booked() == 0
 
 
 async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_nobody() -> None:
@@ -104,45 +111,45 @@ async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_n
                 super().__call__(stream)  # decode waits for KV that never comes
 
     plane = ScriptedPlane(Pairs(1, error=REFUSED))
-    bench = await bench_of(plane, prefill_card(1, bootstrap=True), decode_card(2), config=LONG)
+    harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2), config=LONG)
     for number in range(6):
         with pytest.raises(InvalidRequest, match="FunctionDefinition"):
-            await read_all(bench, request_id=f"poison-{number}")
+            await read_all(harness, request_id=f"poison-{number}")
     assert sorted(legs_of(plane, "poison-0")) == [Leg.DECODE, Leg.PREFILL]
-    assert open_circuits(bench, 1, 2) == set()
-    assert bench.booked() == 0
+    assert open_circuits(harness, 1, 2) == set()
+    assert harness.booked() == 0
 
 
 async def test_a_worker_that_fails_what_another_prefills_is_passed_over() -> None:
     plane = ScriptedPlane(Engines(1, error=FAILED))
-    bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
-    await send(bench, "poison", 40)
-    assert open_circuits(bench, 1, 2, 3) == {1}
+    harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
+    await send(harness, "poison", 40)
+    assert open_circuits(harness, 1, 2, 3) == {1}
     assert {Leg.AGGREGATED} & set().union(*(legs_of(plane, f"poison-{n}") for n in range(40))) == set()
 
 
 async def test_a_lone_prefill_worker_that_was_well_lately_is_not_passed_over_for_one_request() -> None:
     plane = ScriptedPlane(Engines(1, error=FAILED))
-    bench = await bench_of(plane, prefill_card(1), decode_card(2), config=LONG)
-    await send(bench, "plain")
-    await send(bench, "poison", 12)
+    harness = await router_harness(plane, prefill_card(1), decode_card(2), config=LONG)
+    await send(harness, "plain")
+    await send(harness, "poison", 12)
     assert legs_of(plane, "poison-11") == [Leg.PREFILL, Leg.AGGREGATED]
-    assert open_circuits(bench, 1, 2) == set()
+    assert open_circuits(harness, 1, 2) == set()
 
 
 async def test_a_lone_prefill_worker_that_only_fails_is_passed_over() -> None:
     plane = ScriptedPlane(Engines(1, error=FAILED))
-    bench = await bench_of(plane, prefill_card(1), decode_card(2), config=LONG)
-    await send(bench, "poison", 4)
-    assert open_circuits(bench, 1, 2) == {1}
+    harness = await router_harness(plane, prefill_card(1), decode_card(2), config=LONG)
+    await send(harness, "poison", 4)
+    assert open_circuits(harness, 1, 2) == {1}
     assert legs_of(plane, "poison-3") == [Leg.AGGREGATED]
 
 
 async def test_a_client_that_named_its_prefill_worker_gets_no_other() -> None:
     plane = ScriptedPlane(Engines(1, 2, error=FAILED))
-    bench = await bench_of(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
+    harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     pinned = structs.replace(generate_request(request_id="poison-0"), prefill_pin=Pin(WorkerId(1)))
-    async with bench.service.requests.generate(pinned) as generation:
+    async with harness.service.requests.generate(pinned) as generation:
         with pytest.raises(NoEligibleWorker, match="Internal server error"):
             await anext(generation)
     assert legs_of(plane, "poison-0") == [Leg.PREFILL]

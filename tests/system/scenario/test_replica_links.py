@@ -7,10 +7,10 @@ from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.topology.link_table import LinkLoad, SharedLink
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.fleets import card
-from tests.support.replicas import ReplicaRouter
-from tests.support.sync_transports import MakeTransport, make_transport
-from tests.support.waits import until
+from tests.testing.router_harness import card
+from tests.testing.router_replicas import ReplicaRouter
+from tests.testing.sync_transports import MakeTransport, make_transport
+from tests.testing.waits import until
 
 __all__ = ["make_transport"]  # the fixture
 

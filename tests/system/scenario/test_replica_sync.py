@@ -14,10 +14,10 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.sync.nats import NatsSyncTransport
 from kvrouter.transports.sync.port import MessageSink
 from tests.oracles.sync import MemorySyncTransport
-from tests.support.nats_server import NatsServer
-from tests.support.replicas import ReplicaRouter
-from tests.support.sync_transports import MakeTransport, make_transport
-from tests.support.waits import until
+from tests.testing.nats_server import NatsServer
+from tests.testing.router_replicas import ReplicaRouter
+from tests.testing.sync_transports import MakeTransport, make_transport
+from tests.testing.waits import until
 
 __all__ = ["make_transport"]  # the fixture
 

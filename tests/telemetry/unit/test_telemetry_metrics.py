@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.telemetry import CounterFamily, GaugeFamily, HistogramFamily, Telemetry, families
-from tests.support.constants import SetConstants
+from tests.testing.constants import SetConstants
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

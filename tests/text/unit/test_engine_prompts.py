@@ -21,9 +21,9 @@ from kvrouter.text.prompts.fields import (
     PromptFields,
     TemplateTraits,
 )
-from tests.support.parsed import parse_passed_chat
-from tests.support.prompt_shapes import SHAPES, Shape
-from tests.support.prompt_templates import TEMPLATES
+from tests.testing.body_parsers import parse_passed_chat
+from tests.testing.prompt_shapes import SHAPES, Shape
+from tests.testing.prompt_templates import TEMPLATES
 
 _DATA = Path(__file__).parents[2] / "data" / "engine-prompts"
 ENGINES = {path.name.partition("-")[0]: json.loads(path.read_text("utf-8")) for path in _DATA.glob("*.json")}

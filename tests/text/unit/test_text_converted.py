@@ -13,7 +13,7 @@ from kvrouter.text.model import TextModel
 from kvrouter.text.prompts.fields import Prompt
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import EncodePool, Tokenizer
-from tests.support.tokenizer_files import (
+from tests.testing.tokenizer_files import (
     FORMATS,
     SPECIALS,
     TEMPLATE,

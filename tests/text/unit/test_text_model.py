@@ -18,8 +18,8 @@ from kvrouter.text.tokenizer import (
     PromptOverBudget,
     Tokenizer,
 )
-from tests.support.calls import MakeFail, WatchCalls
-from tests.support.waits import until
+from tests.testing.calls import MakeFail, WatchCalls
+from tests.testing.waits import until
 
 
 class Gate:

@@ -12,8 +12,8 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.text.source import MOCK_FOLDER, MOCK_TOKENIZER
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool
 from kvrouter.transports.records.port import Gone
-from tests.support.constants import SetConstants
-from tests.support.fleets import card
+from tests.testing.constants import SetConstants
+from tests.testing.router_harness import card
 
 
 def serving(model: str, worker_id: int, *, tokenizer: str | None = MOCK_TOKENIZER) -> WorkerCard:

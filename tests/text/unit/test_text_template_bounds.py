@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.text.chat import ChatTemplate, GenerationBlock, to_json
 from kvrouter.text.template_budget import CPU_S_MAX_ON_LOOP, TemplateOverBounds
-from tests.support.hostile_templates import TEMPLATES
+from tests.testing.hostile_templates import TEMPLATES
 
 GO = [{"role": "user", "content": "go"}]
 ENDS_BY_ITSELF = {"doubling by escape", "doubling by urlencode", "lipsum"}

@@ -14,7 +14,7 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.text.prompts import prompt_maker
 from kvrouter.text.prompts.fields import PLAIN_TEMPLATE, Prompt, PromptFields, TemplateTraits
 from kvrouter.text.prompts.tokenize import tokenize_chat
-from tests.support.prompt_shapes import SHAPES, Shape
+from tests.testing.prompt_shapes import SHAPES, Shape
 
 TRAITS = {
     "plain": PLAIN_TEMPLATE,

@@ -22,12 +22,12 @@ from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.nats import NatsCordons
 from kvrouter.transports.records.nats import cordons as cordons_of_nats
 from kvrouter.transports.records.port import CordonStore
-from tests.support.constants import SetConstants
-from tests.support.cordon_laws import ZONE, CordonLaws
-from tests.support.discovery_stores import card, nobody
-from tests.support.nats_server import NatsServer
-from tests.support.processes import eventually
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.cordon_laws import ZONE, CordonLaws
+from tests.testing.discovery_stores import card, ignore_reports
+from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually
+from tests.testing.waits import until
 
 End = Callable[[], CordonStore]
 
@@ -46,17 +46,17 @@ class TestEveryStore(CordonLaws):
             clients = [await nats.connect(server.url) for _ in range(2)]
             turn = iter(range(1000))
             yield lambda: NatsCordons(
-                clients[next(turn) % 2], namespace=namespace, token="t0p", on_refused=nobody
+                clients[next(turn) % 2], namespace=namespace, token="t0p", on_refused=ignore_reports
             )
             for client in clients:
                 await client.close()
         else:
 
             def file_end() -> CordonStore:
-                own = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+                own = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
                 if request.param == "file":
                     return own
-                return ClustersCordons({"here": own, "there": MemoryCordons()}, on_refused=nobody)
+                return ClustersCordons({"here": own, "there": MemoryCordons()}, on_refused=ignore_reports)
 
             yield file_end
 
@@ -72,7 +72,7 @@ class Refusals:
 
 
 async def test_a_directory_that_cannot_be_written_fails_the_call_and_changes_nothing(tmp_path: Path) -> None:
-    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
     (tmp_path / "cards").rename(tmp_path / "aside")
     (tmp_path / "cards").write_text("in the way")
@@ -106,7 +106,7 @@ async def test_files_that_hold_no_cordon_are_said_once_and_the_others_count(tmp_
 
 
 async def test_a_cordon_is_removed_also_where_its_file_holds_none_any_more(tmp_path: Path) -> None:
-    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
     (bad,) = (tmp_path / "cards" / "space").glob("cordon-*.json")
     bad.write_bytes(b"{")
@@ -116,12 +116,12 @@ async def test_a_cordon_is_removed_also_where_its_file_holds_none_any_more(tmp_p
 
 async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
     troubles = Refusals()
-    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
     discovery = FileDiscovery(
         tmp_path / "cards",
         namespace="space",
-        on_trouble=nobody,
+        on_trouble=ignore_reports,
         on_refused=troubles,
         lease_s=0.1,
         poll_s=0.01,
@@ -130,7 +130,12 @@ async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
     gone = asyncio.Event()
     end = await discovery.watch(lambda _: None, lambda *_: gone.set())
     other = FileDiscovery(
-        tmp_path / "cards", namespace="space", on_trouble=nobody, on_refused=nobody, lease_s=0.1, poll_s=0.01
+        tmp_path / "cards",
+        namespace="space",
+        on_trouble=ignore_reports,
+        on_refused=ignore_reports,
+        lease_s=0.1,
+        poll_s=0.01,
     )
     await other.publish(card())
     await other.close()
@@ -150,7 +155,7 @@ async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     set_constants(cordons_of_files, ANSWER_S=0.05)
-    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=nobody)
+    store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
     assert await store.read() == (ZONE,)
     threads = threading.active_count()
@@ -177,7 +182,9 @@ async def test_marks_of_what_was_removed_hide_no_cordon_of_nats(
 ) -> None:
     set_constants(cordons_of_nats, CORDONS=replace(CORDONS, records_max=4))
     client = await nats.connect(shared_nats.url)
-    store = NatsCordons(client, namespace=f"test-{secrets.token_hex(8)}", token="t0p", on_refused=nobody)
+    store = NatsCordons(
+        client, namespace=f"test-{secrets.token_hex(8)}", token="t0p", on_refused=ignore_reports
+    )
     kept = {Cordon("zone", name) for name in "abc"}
     for cordon in (*(Cordon("worker", str(number)) for number in range(12)), *kept):
         await store.put(cordon)
@@ -204,7 +211,7 @@ async def test_a_cluster_that_does_not_answer_holds_up_nobody(set_constants: Set
     here, there = MemoryCordons(), Silent()
     await there.put(Cordon("node", "n1"))
     await here.put(ZONE)
-    both = ClustersCordons({"here": here, "there": there}, on_refused=nobody)
+    both = ClustersCordons({"here": here, "there": there}, on_refused=ignore_reports)
     assert await both.read() == (ZONE,)
     set_constants(clusters, OTHERS_WITHIN_S=3600.0)
     assert await both.read() == (ZONE,), "it is not waited for again"
@@ -220,7 +227,7 @@ async def test_another_token_opens_no_cordon_of_nats(shared_nats: NatsServer) ->
     client = await nats.connect(shared_nats.url)
     namespace, refused = f"test-{secrets.token_hex(8)}", Refusals()
     mine = NatsCordons(client, namespace=namespace, token="mine", on_refused=refused)
-    other = NatsCordons(client, namespace=namespace, token="other", on_refused=nobody)
+    other = NatsCordons(client, namespace=namespace, token="other", on_refused=ignore_reports)
     await other.put(ZONE)
     assert await mine.read() == ()
     assert await mine.read() == ()
@@ -239,7 +246,7 @@ async def test_nats_that_is_away_fails_the_call(own_nats: NatsServer) -> None:
     client = await nats.connect(
         own_nats.url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, reconnected_cb=is_back
     )
-    store = NatsCordons(client, namespace="space", token="t", on_refused=nobody)
+    store = NatsCordons(client, namespace="space", token="t", on_refused=ignore_reports)
     await store.put(ZONE)
     own_nats.stop()
     for ask in (store.read(), store.put(Cordon("zone", "b")), store.remove(ZONE)):
@@ -253,8 +260,8 @@ async def test_nats_that_is_away_fails_the_call(own_nats: NatsServer) -> None:
 
 
 async def test_a_cordon_of_another_cluster_holds_for_its_own_workers(tmp_path: Path) -> None:
-    here = FileCordons(tmp_path / "here", namespace="space", on_refused=nobody)
-    there = FileCordons(tmp_path / "there", namespace="space", on_refused=nobody)
+    here = FileCordons(tmp_path / "here", namespace="space", on_refused=ignore_reports)
+    there = FileCordons(tmp_path / "there", namespace="space", on_refused=ignore_reports)
     refused = Refusals()
     both = ClustersCordons({"here": here, "there": there}, on_refused=refused)
     await both.put(ZONE)

@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 
 from kvrouter.transports.records.port import Gone
-from tests.support.discovery_stores import FileStore, NatsStore, card, file_store, listen, nats_store
-from tests.support.nats_server import NatsServer
+from tests.testing.discovery_stores import (
+    FileStore,
+    NatsStore,
+    card,
+    file_store,
+    nats_store,
+    record_discovery,
+)
+from tests.testing.nats_server import NatsServer
 
 FILE_WORKER = """
 import asyncio, sys
 from pathlib import Path
 from kvrouter.transports.records.file import FileDiscovery
-from tests.support.discovery_stores import LEASE_S, card, nobody
+from tests.testing.discovery_stores import LEASE_S, card, nobody
 
 async def live():
     end = FileDiscovery(
@@ -37,7 +44,7 @@ NATS_WORKER = """
 import asyncio, sys
 import nats
 from kvrouter.transports.records.nats import NatsDiscovery
-from tests.support.discovery_stores import LEASE_S, TOKEN, card, nobody
+from tests.testing.discovery_stores import LEASE_S, TOKEN, card, nobody
 
 async def live():
     client = await nats.connect(sys.argv[1])
@@ -70,12 +77,12 @@ def command(store: FileStore | NatsStore) -> tuple[str, ...]:
 
 
 async def test_a_worker_that_is_killed_expires(store: FileStore | NatsStore) -> None:
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", *command(store))
     try:
-        await ear.until_heard(card())
+        await recorder.until_heard(card())
         worker.send_signal(signal.SIGKILL)
-        await ear.until_heard(card(), (1, 9, Gone.EXPIRED))
+        await recorder.until_heard(card(), (1, 9, Gone.EXPIRED))
     finally:
         if worker.returncode is None:
             worker.kill()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.discovery_laws import LeaseLaws
-from tests.support.discovery_stores import STORES, Store
-from tests.support.nats_server import NatsServer
+from tests.testing.discovery_laws import LeaseLaws
+from tests.testing.discovery_stores import STORES, Store
+from tests.testing.nats_server import NatsServer
 
 
 class TestEveryLease(LeaseLaws):

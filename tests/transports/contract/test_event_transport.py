@@ -11,8 +11,8 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Rem
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.port import DropReason, ForeignRank
-from tests.support.event_ends import ENDS, Ends
-from tests.support.waits import until
+from tests.testing.event_transports import EVENT_TRANSPORTS, EventTransportSetup
+from tests.testing.waits import until
 
 RANK = WorkerRank(WorkerId(4), DpRank(1))
 OTHER = WorkerRank(WorkerId(5), DpRank(0))
@@ -41,31 +41,31 @@ class Source:
         return KvSnapshot(rank, EPOCH, EventId(9), self.held) if self.has else None
 
 
-@pytest.fixture(params=list(ENDS))
-async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
-    kind = ENDS[request.param]
+@pytest.fixture(params=list(EVENT_TRANSPORTS))
+async def transport(request: pytest.FixtureRequest) -> AsyncIterator[EventTransportSetup]:
+    kind = EVENT_TRANSPORTS[request.param]
     url = request.getfixturevalue("shared_nats").url if kind.needs_nats else ""
     async with kind.open(url, f"test-{uuid4().hex}") as opened:
         yield opened
 
 
 class Received:
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, transport: EventTransportSetup) -> None:
         self.batches: list[KvBatch] = []
         self.loads: list[LoadReport] = []
-        self.end = ends.subscriber.subscribe(self.batches.append, self.loads.append)
+        self.end = transport.subscriber.subscribe(self.batches.append, self.loads.append)
 
 
-async def test_every_subscriber_gets_every_batch_in_order(ends: Ends) -> None:
-    first, second = Received(ends), Received(ends)
+async def test_every_subscriber_gets_every_batch_in_order(transport: EventTransportSetup) -> None:
+    first, second = Received(transport), Received(transport)
     for event_id in range(5):
-        ends.publisher.publish(batch(event_id))
+        transport.publisher.publish(batch(event_id))
     await until(lambda: len(first.batches) == len(second.batches) == 5)
     assert first.batches == second.batches == [batch(event_id) for event_id in range(5)]
 
 
-async def test_every_kind_of_event_arrives_as_it_was(ends: Ends) -> None:
-    received = Received(ends)
+async def test_every_kind_of_event_arrives_as_it_was(transport: EventTransportSetup) -> None:
+    received = Received(transport)
     hashes, largest = pack_hashes([1, 2**64 - 1]), EngineHash(2**64 - 1)
     sent = KvBatch(
         RANK,
@@ -74,23 +74,23 @@ async def test_every_kind_of_event_arrives_as_it_was(ends: Ends) -> None:
         (Stored(largest, hashes, hashes, Medium.DISK), Removed(hashes, Medium.CPU), Cleared()),
         1.5,
     )
-    ends.publisher.publish(sent)
+    transport.publisher.publish(sent)
     await until(lambda: bool(received.batches))
     assert received.batches == [sent]
 
 
-async def test_a_batch_without_events_arrives_too(ends: Ends) -> None:
-    received = Received(ends)
-    ends.publisher.publish(batch(3, 0))
+async def test_a_batch_without_events_arrives_too(transport: EventTransportSetup) -> None:
+    received = Received(transport)
+    transport.publisher.publish(batch(3, 0))
     await until(lambda: bool(received.batches))
     assert received.batches == [batch(3, 0)]
 
 
-async def test_a_batch_of_any_size_arrives_whole_or_in_parts(ends: Ends) -> None:
-    received = Received(ends)
+async def test_a_batch_of_any_size_arrives_whole_or_in_parts(transport: EventTransportSetup) -> None:
+    received = Received(transport)
     column = pack_hashes(range(5_000))
     large = KvBatch(RANK, EPOCH, EventId(7), (Stored(None, column, column),) * 60)
-    ends.publisher.publish(large)
+    transport.publisher.publish(large)
     await until(lambda: sum(len(part.events) for part in received.batches) == 60)
     next_id = 7
     for part in received.batches:
@@ -99,25 +99,27 @@ async def test_a_batch_of_any_size_arrives_whole_or_in_parts(ends: Ends) -> None
     assert tuple(event for part in received.batches for event in part.events) == large.events
 
 
-async def test_the_newest_load_of_each_rank_arrives(ends: Ends) -> None:
-    received = Received(ends)
+async def test_the_newest_load_of_each_rank_arrives(transport: EventTransportSetup) -> None:
+    received = Received(transport)
     for active_blocks in (1, 2, 3):
         for rank in (RANK, OTHER):
-            ends.publisher.publish_load(LoadReport(rank, active_blocks, 100))
+            transport.publisher.publish_load(LoadReport(rank, active_blocks, 100))
     newest = {RANK: 3, OTHER: 3}
     await until(lambda: {load.rank: load.active_blocks for load in received.loads} == newest)
 
 
-async def test_what_has_ended_gets_nothing_and_may_end_twice(ends: Ends) -> None:
-    ended, stays = Received(ends), Received(ends)
+async def test_what_has_ended_gets_nothing_and_may_end_twice(transport: EventTransportSetup) -> None:
+    ended, stays = Received(transport), Received(transport)
     ended.end()
     ended.end()
-    ends.publisher.publish(batch(0))
+    transport.publisher.publish(batch(0))
     await until(lambda: bool(stays.batches))
     assert (ended.batches, stays.batches) == ([], [batch(0)])
 
 
-async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(ends: Ends) -> None:
+async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(
+    transport: EventTransportSetup,
+) -> None:
     seen: list[KvBatch] = []
     later: list[Received] = []
 
@@ -125,31 +127,31 @@ async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(ends: End
         seen.append(batch)
         later[0].end()
 
-    ends.subscriber.subscribe(end_later, lambda _report: None)
-    later.append(Received(ends))
-    ends.publisher.publish(batch(0))
-    ends.publisher.publish(batch(1))
+    transport.subscriber.subscribe(end_later, lambda _report: None)
+    later.append(Received(transport))
+    transport.publisher.publish(batch(0))
+    transport.publisher.publish(batch(1))
     await until(lambda: len(seen) == 2)
     assert batch(1) not in later[0].batches
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ENDS.items() if kind.has_channels])
+@pytest.mark.parametrize("name", [name for name, kind in EVENT_TRANSPORTS.items() if kind.has_channels])
 async def test_what_a_worker_says_counts_only_for_its_own_ranks(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    kind = ENDS[name]
+    kind = EVENT_TRANSPORTS[name]
     url = request.getfixturevalue("shared_nats").url if kind.needs_nats else ""
-    async with kind.open(url, f"test-{uuid4().hex}") as ends:
-        received = Received(ends)
+    async with kind.open(url, f"test-{uuid4().hex}") as transport:
+        received = Received(transport)
         cleared = KvBatch(RANK, EPOCH, EventId(1), (Cleared(),))
-        await ends.lie(OTHER, batch=cleared, load=LoadReport(RANK, 99, 100))
-        await until(lambda: len(ends.foreign) == 2)
-        ends.publisher.publish(batch(0))
-        ends.publisher.publish_load(LoadReport(RANK, 1, 100))
+        await transport.lie(OTHER, batch=cleared, load=LoadReport(RANK, 99, 100))
+        await until(lambda: len(transport.foreign) == 2)
+        transport.publisher.publish(batch(0))
+        transport.publisher.publish_load(LoadReport(RANK, 1, 100))
         await until(lambda: bool(received.batches and received.loads))
         assert (received.batches, received.loads) == ([batch(0)], [LoadReport(RANK, 1, 100)])
-        assert all(str(RANK) in error.message for error in ends.foreign)
-        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_WORKER}
+        assert all(str(RANK) in error.message for error in transport.foreign)
+        assert {error.reason for error in transport.foreign} == {DropReason.OTHER_WORKER}
 
 
 class Impostor(Source):
@@ -162,49 +164,53 @@ class Impostor(Source):
         return super().recover_snapshot(OTHER)
 
 
-async def test_an_answer_counts_only_for_the_rank_that_was_asked_for(ends: Ends) -> None:
-    ends.serve_recovery(RANK.worker_id, Impostor())
+async def test_an_answer_counts_only_for_the_rank_that_was_asked_for(transport: EventTransportSetup) -> None:
+    transport.serve_recovery(RANK.worker_id, Impostor())
     with pytest.raises(ForeignRank):
-        await ends.subscriber.recover_range(RANK, EventId(2), EventId(4))
+        await transport.subscriber.recover_range(RANK, EventId(2), EventId(4))
     with pytest.raises(ForeignRank):
-        await ends.subscriber.recover_snapshot(RANK)
+        await transport.subscriber.recover_snapshot(RANK)
 
 
-async def test_publishing_to_nobody_is_no_error(ends: Ends) -> None:
-    ends.publisher.publish(batch(0))
-    ends.publisher.publish_load(LoadReport(RANK, 0, 1))
+async def test_publishing_to_nobody_is_no_error(transport: EventTransportSetup) -> None:
+    transport.publisher.publish(batch(0))
+    transport.publisher.publish_load(LoadReport(RANK, 0, 1))
 
 
-async def test_recovery_is_answered_by_the_worker_itself(ends: Ends) -> None:
+async def test_recovery_is_answered_by_the_worker_itself(transport: EventTransportSetup) -> None:
     source = Source()
-    ends.serve_recovery(RANK.worker_id, source)
-    assert await ends.subscriber.recover_range(RANK, EventId(2), EventId(4)) == batch(2, 3)
-    assert await ends.subscriber.recover_snapshot(RANK) == KvSnapshot(RANK, EPOCH, EventId(9), ())
+    transport.serve_recovery(RANK.worker_id, source)
+    assert await transport.subscriber.recover_range(RANK, EventId(2), EventId(4)) == batch(2, 3)
+    assert await transport.subscriber.recover_snapshot(RANK) == KvSnapshot(RANK, EPOCH, EventId(9), ())
     assert source.asked == [(RANK, 2, 4), (RANK,)]
 
 
-async def test_a_snapshot_of_a_rank_that_holds_very_much_arrives_whole(ends: Ends) -> None:
+async def test_a_snapshot_of_a_rank_that_holds_very_much_arrives_whole(
+    transport: EventTransportSetup,
+) -> None:
     names = pack_hashes(range(300_000))
     held = (Held(names, names), Held(names, names, Medium.CPU))
-    ends.serve_recovery(RANK.worker_id, Source(held=held))
-    snapshot = await ends.subscriber.recover_snapshot(RANK)
+    transport.serve_recovery(RANK.worker_id, Source(held=held))
+    snapshot = await transport.subscriber.recover_snapshot(RANK)
     assert snapshot == KvSnapshot(RANK, EPOCH, EventId(9), held)
 
 
-async def test_no_worker_and_no_history_are_none(ends: Ends) -> None:
-    ends.serve_recovery(RANK.worker_id, Source(has=False))
+async def test_no_worker_and_no_history_are_none(transport: EventTransportSetup) -> None:
+    transport.serve_recovery(RANK.worker_id, Source(has=False))
     for rank in (RANK, OTHER):
-        assert await ends.subscriber.recover_range(rank, EventId(0), EventId(0)) is None
-        assert await ends.subscriber.recover_snapshot(rank) is None
+        assert await transport.subscriber.recover_range(rank, EventId(0), EventId(0)) is None
+        assert await transport.subscriber.recover_snapshot(rank) is None
 
 
-async def test_a_newer_start_of_a_worker_answers_and_the_older_one_leaves_it_alone(ends: Ends) -> None:
+async def test_a_newer_start_of_a_worker_answers_and_the_older_one_leaves_it_alone(
+    transport: EventTransportSetup,
+) -> None:
     older, newer = Source(), Source()
-    end_older = ends.serve_recovery(RANK.worker_id, older)
-    end_newer = ends.serve_recovery(RANK.worker_id, newer)
+    end_older = transport.serve_recovery(RANK.worker_id, older)
+    end_newer = transport.serve_recovery(RANK.worker_id, newer)
     end_older()
-    assert await ends.subscriber.recover_snapshot(RANK) is not None
+    assert await transport.subscriber.recover_snapshot(RANK) is not None
     assert (older.asked, newer.asked) == ([], [(RANK,)])
     end_newer()
     await asyncio.sleep(0.05)  # a question that overtakes the end on the way may wait for its answer in vain
-    assert await ends.subscriber.recover_snapshot(RANK) is None
+    assert await transport.subscriber.recover_snapshot(RANK) is None

@@ -16,10 +16,10 @@ from kvrouter.transports.records.file.folder import Folder
 from kvrouter.transports.records.file.store import FileRecords
 from kvrouter.transports.records.nats.store import BucketRecords
 from kvrouter.transports.records.store import RecordKind
-from tests.support.discovery_stores import nobody
-from tests.support.memory_records import MemoryRecords
-from tests.support.nats_server import NatsServer
-from tests.support.record_laws import Ends, RecordLaws
+from tests.testing.discovery_stores import ignore_reports
+from tests.testing.memory_records import MemoryRecords
+from tests.testing.nats_server import NatsServer
+from tests.testing.record_laws import RecordLaws, RecordStores
 
 T = TypeVar("T")
 
@@ -28,10 +28,10 @@ class TestEveryStore(RecordLaws):
     """All stores without an API server."""
 
     @pytest.fixture(params=["memory", "file", "nats"])
-    async def ends(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ends]:
+    async def ends(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RecordStores]:
         if request.param == "memory":
             cards, cordons = MemoryRecords(CARDS), MemoryRecords(CORDONS)
-            yield Ends(lambda: cards, lambda: cordons)
+            yield RecordStores(lambda: cards, lambda: cordons)
         elif request.param == "nats":
             async with buckets(request.getfixturevalue("shared_nats")) as found:
                 yield found
@@ -42,7 +42,13 @@ class TestEveryStore(RecordLaws):
             def card_end() -> FileRecords[CardRecord]:
                 made.append(
                     end := FileRecords(
-                        CARDS, folder, is_host=True, what="it", answer_s=60.0, poll_s=0.02, on_refused=nobody
+                        CARDS,
+                        folder,
+                        is_host=True,
+                        what="it",
+                        answer_s=60.0,
+                        poll_s=0.02,
+                        on_refused=ignore_reports,
                     )
                 )
                 return end
@@ -50,19 +56,19 @@ class TestEveryStore(RecordLaws):
             def cordon_end() -> FileRecords[Cordon]:
                 made.append(
                     end := FileRecords(
-                        CORDONS, folder, is_host=False, what="it", answer_s=60.0, on_refused=nobody
+                        CORDONS, folder, is_host=False, what="it", answer_s=60.0, on_refused=ignore_reports
                     )
                 )
                 return end
 
             folder.open()
-            yield Ends(card_end, cordon_end)
+            yield RecordStores(card_end, cordon_end)
             for end in made:
                 await end.close()
 
 
 @asynccontextmanager
-async def buckets(server: NatsServer) -> AsyncIterator[Ends]:
+async def buckets(server: NatsServer) -> AsyncIterator[RecordStores]:
     """Ends by two connections, in turn."""
     namespace = f"test-{secrets.token_hex(8)}"
     clients = [await nats.connect(server.url) for _ in range(2)]
@@ -77,10 +83,12 @@ async def buckets(server: NatsServer) -> AsyncIterator[Ends]:
             token="t0p",
             replicas=1,
             answer_s=60.0,
-            on_refused=nobody,
+            on_refused=ignore_reports,
             lease_s=lease_s,
         )
 
-    yield Ends(lambda: end(CARDS, "discovery", lease_s=60.0), lambda: end(CORDONS, "cordons", lease_s=None))
+    yield RecordStores(
+        lambda: end(CARDS, "discovery", lease_s=60.0), lambda: end(CORDONS, "cordons", lease_s=None)
+    )
     for client in clients:
         await client.close()

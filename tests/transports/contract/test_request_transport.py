@@ -21,10 +21,10 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 from kvrouter.worker.worker import TimedStream
-from tests.support.constants import SetConstants
-from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
-from tests.support.waits import until
-from tests.support.wires import WIRES, Wire
+from tests.testing.constants import SetConstants
+from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.testing.waits import until
 
 
 class TimedWorker(ScriptedWorker):
@@ -35,24 +35,26 @@ class TimedWorker(ScriptedWorker):
         return TimedStream(await super().submit(request), request.time_left_s, grace_s=0.0)
 
 
-@pytest.fixture(params=sorted(WIRES))
-async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
-    of = await WIRES[request.param]()
+@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
+    of = await REQUEST_TRANSPORTS[request.param]()
     yield of
     await of.close()
 
 
-async def test_the_request_arrives_unchanged(wire: Wire) -> None:
+async def test_the_request_arrives_unchanged(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    await setup.transport.open(address, leg())
     assert worker.requests == [leg()]
 
 
-async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wire: Wire) -> None:
+async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
 
     async def produce() -> None:
         for token in range(1, 500):
@@ -76,11 +78,11 @@ async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wi
 
 
 async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_a_long_chunk(
-    wire: Wire,
+    setup: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     long = EngineChunk(tuple(range(5_000)), cached_tokens=64, kv_bytes=4096, finish=FinishReason.LENGTH)
     await worker.streams[0].put(long)
     parts = [chunk async for chunk in stream]
@@ -90,10 +92,10 @@ async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_
     assert parts[-1].finish is FinishReason.LENGTH
 
 
-async def test_an_engines_own_bytes_come_whole_and_in_order(wire: Wire) -> None:
+async def test_an_engines_own_bytes_come_whole_and_in_order(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     events = [f"data: {n}\n\n".encode() * (n % 7 + 1) for n in range(3000)]
 
     async def produce() -> None:
@@ -114,20 +116,22 @@ async def test_an_engines_own_bytes_come_whole_and_in_order(wire: Wire) -> None:
     assert chunks[-1].finish is FinishReason.STOP
 
 
-async def test_streams_do_not_mix(wire: Wire) -> None:
+async def test_streams_do_not_mix(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    streams = [await wire.transport.open(address, leg(f"r{n}")) for n in range(5)]
+    address, _ = await setup.serve(worker)
+    streams = [await setup.transport.open(address, leg(f"r{n}")) for n in range(5)]
     for n, inner in enumerate(worker.streams):
         await inner.put(EngineChunk(token_ids=(n, n), finish=FinishReason.STOP))
     for n in reversed(range(5)):
         assert (await read_all(streams[n]))[0] == [n, n]
 
 
-async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(wire: Wire) -> None:
+async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     stream.cancel("client left")
@@ -139,10 +143,10 @@ async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(wire:
     assert set(worker.streams[0].reasons) == {"client left"}
 
 
-async def test_a_leg_that_has_ended_can_still_be_cancelled(wire: Wire) -> None:
+async def test_a_leg_that_has_ended_can_still_be_cancelled(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg(which=Leg.PREFILL))
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg(which=Leg.PREFILL))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
     await read_all(stream)
     stream.cancel("nobody will decode")
@@ -150,11 +154,11 @@ async def test_a_leg_that_has_ended_can_still_be_cancelled(wire: Wire) -> None:
         await worker.streams[0].cancelled.wait()
 
 
-async def test_a_slow_reader_stops_its_own_producer_only(wire: Wire) -> None:
+async def test_a_slow_reader_stops_its_own_producer_only(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    slow = await wire.transport.open(address, leg("slow"))
-    quick = await wire.transport.open(address, leg("quick"))
+    address, _ = await setup.serve(worker)
+    slow = await setup.transport.open(address, leg("slow"))
+    quick = await setup.transport.open(address, leg("quick"))
 
     async def produce(inner: ScriptedStream) -> None:
         for token in range(20_000):
@@ -170,63 +174,67 @@ async def test_a_slow_reader_stops_its_own_producer_only(wire: Wire) -> None:
     await asyncio.gather(*producers)
 
 
-async def test_a_refusal_keeps_its_class_its_words_and_its_field(wire: Wire) -> None:
+async def test_a_refusal_keeps_its_class_its_words_and_its_field(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     worker.refusal = InvalidRequest("token_ids: too many", param="token_ids")
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     with pytest.raises(InvalidRequest, match="too many") as refused:
-        await wire.transport.open(address, leg())
+        await setup.transport.open(address, leg())
     assert refused.value.param == "token_ids"
     worker.refusal = None
-    await wire.transport.open(address, leg(attempt=1))
+    await setup.transport.open(address, leg(attempt=1))
 
 
-async def test_a_leg_whose_time_is_up_at_its_worker_says_so_and_is_alone_in_that(wire: Wire) -> None:
+async def test_a_leg_whose_time_is_up_at_its_worker_says_so_and_is_alone_in_that(
+    setup: RequestTransportSetup,
+) -> None:
     worker = TimedWorker()
-    address, _ = await wire.serve(worker)
-    patient = await wire.transport.open(address, leg("patient"))
-    late = await wire.transport.open(address, replace(leg("late"), time_left_s=0.0))
+    address, _ = await setup.serve(worker)
+    patient = await setup.transport.open(address, leg("patient"))
+    late = await setup.transport.open(address, replace(leg("late"), time_left_s=0.0))
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(DeadlineExceeded):
             await read_all(late)
-    await until(lambda: wire.places[address].running_legs == 1)
+    await until(lambda: setup.places[address].running_legs == 1)
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(patient))[0] == [7]
 
 
-async def test_a_worker_that_is_full_is_unreachable(wire: Wire) -> None:
+async def test_a_worker_that_is_full_is_unreachable(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     worker.refusal = WorkerUnreachable("full")
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     with pytest.raises(WorkerUnreachable, match="full"):
-        await wire.transport.open(address, leg())
+        await setup.transport.open(address, leg())
 
 
-async def test_nobody_there_is_unreachable(wire: Wire) -> None:
+async def test_nobody_there_is_unreachable(setup: RequestTransportSetup) -> None:
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await wire.transport.open(wire.nowhere, leg())
+            await setup.transport.open(setup.nowhere, leg())
 
 
-async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire: Wire) -> None:
+async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
     worker.answers.clear()
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await wire.transport.open(address, leg())
+            await setup.transport.open(address, leg())
     worker.answers.set()
     async with asyncio.timeout(IN_TIME_S):
         for attempt in count(1):  # so short a timeout may end before a busy machine has answered
             with suppress(WorkerUnreachable):
-                await wire.transport.open(address, leg(attempt=attempt))
+                await setup.transport.open(address, leg(attempt=attempt))
                 return
 
 
-async def test_death_breaks_a_read_that_waits(wire: Wire) -> None:
+async def test_death_breaks_a_read_that_waits(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, die = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, die = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     await worker.streams[0].put(EngineChunk(token_ids=(1,)))
     assert (await stream.__anext__()).token_ids == (1,)
     reader = asyncio.create_task(read_all(stream))
@@ -239,17 +247,19 @@ async def test_death_breaks_a_read_that_waits(wire: Wire) -> None:
     stream.cancel("too late")
 
 
-async def test_after_death_new_legs_are_refused(wire: Wire) -> None:
+async def test_after_death_new_legs_are_refused(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, die = await wire.serve(worker)
+    address, die = await setup.serve(worker)
     await die()
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await wire.transport.open(address, leg())
+            await setup.transport.open(address, leg())
     assert worker.requests == []
 
 
-async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(wire: Wire) -> None:
+async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(
+    setup: RequestTransportSetup,
+) -> None:
     class Breaking(ScriptedStream):
         async def __anext__(self) -> EngineChunk:
             raise StreamBroken("the engine died")
@@ -258,77 +268,83 @@ async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(wire
         async def submit(self, request: EngineRequest) -> EngineStream:
             return Breaking()
 
-    address, _ = await wire.serve(Worker())
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(Worker())
+    stream = await setup.transport.open(address, leg())
     with pytest.raises(StreamBroken):
         await read_all(stream)
 
 
-async def test_a_leg_that_arrives_again_is_dropped_and_other_legs_are_served(wire: Wire) -> None:
+async def test_a_leg_that_arrives_again_is_dropped_and_other_legs_are_served(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    await setup.transport.open(address, leg())
     with pytest.raises(LegRepeated, match="already"):
-        await wire.transport.open(address, leg())
-    await wire.transport.open(address, leg(attempt=1))
-    await wire.transport.open(address, leg(which=Leg.PREFILL))
-    await wire.transport.open(address, leg("y"))
+        await setup.transport.open(address, leg())
+    await setup.transport.open(address, leg(attempt=1))
+    await setup.transport.open(address, leg(which=Leg.PREFILL))
+    await setup.transport.open(address, leg("y"))
     assert len(worker.requests) == 4
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
 
 
-async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_ended(wire: Wire) -> None:
+async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_ended(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    place = wire.places[address]
+    address, _ = await setup.serve(worker)
+    place = setup.places[address]
     answered, cancelled = [
-        await wire.transport.open(address, leg(name)) for name in ("answered", "cancelled")
+        await setup.transport.open(address, leg(name)) for name in ("answered", "cancelled")
     ]
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
     await read_all(answered)
     cancelled.cancel("the client left")
     worker.refusal = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
-        await wire.transport.open(address, leg("refused"))
+        await setup.transport.open(address, leg("refused"))
     worker.refusal = None
     assert await place.wait_idle(IN_TIME_S)
     for name in ("answered", "cancelled", "refused"):
         with pytest.raises(LegRepeated, match="before"):
-            await wire.transport.open(address, leg(name))
+            await setup.transport.open(address, leg(name))
     assert (place.running_legs, len(worker.requests)) == (0, 2)
-    await wire.transport.open(address, leg("answered", attempt=1))
+    await setup.transport.open(address, leg("answered", attempt=1))
 
 
-async def test_a_worker_remembers_the_last_legs_that_ended(wire: Wire, set_constants: SetConstants) -> None:
+async def test_a_worker_remembers_the_last_legs_that_ended(
+    setup: RequestTransportSetup, set_constants: SetConstants
+) -> None:
     set_constants(legs, ENDED_MAX=2)
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     for n, name in enumerate("abc"):
-        stream = await wire.transport.open(address, leg(name))
+        stream = await setup.transport.open(address, leg(name))
         await worker.streams[n].put(EngineChunk(finish=FinishReason.STOP))
         await read_all(stream)
     for name in "bc":
         with pytest.raises(LegRepeated):
-            await wire.transport.open(address, leg(name))
-    await wire.transport.open(address, leg("a"))
+            await setup.transport.open(address, leg(name))
+    await setup.transport.open(address, leg("a"))
     assert len(worker.requests) == 4
 
 
-async def test_two_requests_that_clients_gave_one_id_are_both_served(wire: Wire) -> None:
+async def test_two_requests_that_clients_gave_one_id_are_both_served(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     requests = [replace(leg(), intake=intake) for intake in ("of one router", "of another")]
-    streams = [await wire.transport.open(address, request) for request in requests]
+    streams = [await setup.transport.open(address, request) for request in requests]
     assert worker.requests == requests
     for token, inner in enumerate(worker.streams):
         await inner.put(EngineChunk(token_ids=(token,), finish=FinishReason.STOP))
     assert [(await read_all(stream))[0] for stream in streams] == [[0], [1]]
 
 
-async def test_a_readers_own_cancellation_stays_its_own(wire: Wire) -> None:
+async def test_a_readers_own_cancellation_stays_its_own(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     reader.cancel()
@@ -341,15 +357,15 @@ async def test_a_readers_own_cancellation_stays_its_own(wire: Wire) -> None:
     assert (await read_all(stream))[0] == [5]
 
 
-async def test_the_worker_knows_how_many_legs_run_and_when_none_does(wire: Wire) -> None:
+async def test_the_worker_knows_how_many_legs_run_and_when_none_does(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    place = wire.places[address]
+    address, _ = await setup.serve(worker)
+    place = setup.places[address]
     assert (place.running_legs, await place.wait_idle(0.0)) == (0, True)
-    read, left = [await wire.transport.open(address, leg(name)) for name in "xy"]
+    read, left = [await setup.transport.open(address, leg(name)) for name in "xy"]
     worker.refusal = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
-        await wire.transport.open(address, leg("z"))
+        await setup.transport.open(address, leg("z"))
     assert (place.running_legs, await place.wait_idle(0.0)) == (2, False)
     idle = asyncio.create_task(place.wait_idle(IN_TIME_S))
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
@@ -361,7 +377,7 @@ async def test_the_worker_knows_how_many_legs_run_and_when_none_does(wire: Wire)
     assert place.running_legs == 0
 
 
-async def test_a_leg_that_its_worker_fails_runs_no_longer(wire: Wire) -> None:
+async def test_a_leg_that_its_worker_fails_runs_no_longer(setup: RequestTransportSetup) -> None:
     class Failing(ScriptedStream):
         async def __anext__(self) -> EngineChunk:
             raise WorkerUnreachable("the engine made a mistake")
@@ -370,14 +386,14 @@ async def test_a_leg_that_its_worker_fails_runs_no_longer(wire: Wire) -> None:
         async def submit(self, request: EngineRequest) -> EngineStream:
             return Failing()
 
-    address, _ = await wire.serve(Worker())
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(Worker())
+    stream = await setup.transport.open(address, leg())
     with pytest.raises(WorkerUnreachable):
         await read_all(stream)
-    assert await wire.places[address].wait_idle(IN_TIME_S)
+    assert await setup.places[address].wait_idle(IN_TIME_S)
 
 
-async def test_a_leg_whose_engine_is_full_after_all_says_so(wire: Wire) -> None:
+async def test_a_leg_whose_engine_is_full_after_all_says_so(setup: RequestTransportSetup) -> None:
     class Full(ScriptedStream):
         async def __anext__(self) -> EngineChunk:
             raise WorkerFull("the engine takes no more")
@@ -386,9 +402,9 @@ async def test_a_leg_whose_engine_is_full_after_all_says_so(wire: Wire) -> None:
         async def submit(self, request: EngineRequest) -> EngineStream:
             return Full()
 
-    address, _ = await wire.serve(Worker())
+    address, _ = await setup.serve(Worker())
     with pytest.raises(WorkerFull, match="takes no more"):
-        await read_all(await wire.transport.open(address, leg()))
+        await read_all(await setup.transport.open(address, leg()))
 
 
 ANSWER = EngineAnswer(
@@ -400,7 +416,7 @@ ANSWER = EngineAnswer(
 @pytest.mark.parametrize("kind", [InvalidRequest, WorkerFull, WorkerDeclined, WorkerUnreachable])
 @pytest.mark.parametrize("is_accepted", [False, True])
 async def test_what_an_engine_answered_travels_byte_for_byte(
-    wire: Wire, kind: type[KvrouterError], is_accepted: bool
+    setup: RequestTransportSetup, kind: type[KvrouterError], is_accepted: bool
 ) -> None:
     error = kind("w" * 530, param="p" * 500, answer=ANSWER)
 
@@ -411,26 +427,26 @@ async def test_what_an_engine_answered_travels_byte_for_byte(
     worker = ScriptedWorker()
     worker.refusal = None if is_accepted else error
     worker.next_stream = Failing
-    address, _ = await wire.serve(worker)
+    address, _ = await setup.serve(worker)
     with pytest.raises(KvrouterError) as caught:
-        await read_all(await wire.transport.open(address, leg()))
+        await read_all(await setup.transport.open(address, leg()))
     assert caught.value.answer == ANSWER
     assert isinstance(caught.value, kind)
-    assert wire.places[address].running_legs == 0
+    assert setup.places[address].running_legs == 0
     worker.refusal, worker.next_stream = None, ScriptedStream
-    await wire.transport.open(address, leg("y"))
+    await setup.transport.open(address, leg("y"))
 
 
-async def test_closing_the_plane_breaks_streams_and_tells_the_workers(wire: Wire) -> None:
+async def test_closing_the_plane_breaks_streams_and_tells_the_workers(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
-    await wire.transport.close()
+    await setup.transport.close()
     with pytest.raises(StreamBroken):
         await reader
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
     with pytest.raises(WorkerUnreachable):
-        await wire.transport.open(address, leg("y"))
+        await setup.transport.open(address, leg("y"))

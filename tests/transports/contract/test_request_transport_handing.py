@@ -7,17 +7,21 @@ import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import HandingStream, StreamBroken
-from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
-from tests.support.waits import until
-from tests.support.wires import WIRES, WIRES_WITH_NETWORK, Wire
+from tests.testing.request_transports import (
+    PROXIED_REQUEST_TRANSPORTS,
+    REQUEST_TRANSPORTS,
+    RequestTransportSetup,
+)
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.waits import until
 
 ENOUGH = 100_000
 """The token after which a reader wants no more that way."""
 
 
-@pytest.fixture(params=sorted(WIRES_WITH_NETWORK))
-async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
-    of = await WIRES[request.param]()
+@pytest.fixture(params=sorted(PROXIED_REQUEST_TRANSPORTS))
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
+    of = await REQUEST_TRANSPORTS[request.param]()
     yield of
     await of.close()
 
@@ -32,10 +36,10 @@ class Handed:
         self.handing = asyncio.create_task(stream.hand_over(self._take))
 
     @classmethod
-    async def begin(cls, wire: Wire) -> "Handed":
+    async def begin(cls, setup: RequestTransportSetup) -> "Handed":
         worker = ScriptedWorker()
-        address, _ = await wire.serve(worker)
-        stream = await wire.transport.open(address, leg())
+        address, _ = await setup.serve(worker)
+        stream = await setup.transport.open(address, leg())
         assert isinstance(stream, HandingStream)
         handed = cls(worker, stream)
         await asyncio.sleep(0)
@@ -46,8 +50,10 @@ class Handed:
         return self.tokens[-1] != ENOUGH
 
 
-async def test_tokens_are_handed_over_until_the_last_chunk_which_is_read(wire: Wire) -> None:
-    handed = await Handed.begin(wire)
+async def test_tokens_are_handed_over_until_the_last_chunk_which_is_read(
+    setup: RequestTransportSetup,
+) -> None:
+    handed = await Handed.begin(setup)
 
     async def produce() -> None:
         for token in range(5_000):
@@ -64,8 +70,8 @@ async def test_tokens_are_handed_over_until_the_last_chunk_which_is_read(wire: W
     assert last.finish is FinishReason.LENGTH
 
 
-async def test_a_reader_that_has_enough_reads_on(wire: Wire) -> None:
-    handed = await Handed.begin(wire)
+async def test_a_reader_that_has_enough_reads_on(setup: RequestTransportSetup) -> None:
+    handed = await Handed.begin(setup)
     await handed.inner.put(EngineChunk(token_ids=(ENOUGH,)))
     async with asyncio.timeout(IN_TIME_S):
         await handed.handing
@@ -74,9 +80,9 @@ async def test_a_reader_that_has_enough_reads_on(wire: Wire) -> None:
     assert (await read_all(handed.stream))[0] == [2]
 
 
-async def test_what_is_no_bare_token_is_left_to_the_reader(wire: Wire) -> None:
+async def test_what_is_no_bare_token_is_left_to_the_reader(setup: RequestTransportSetup) -> None:
     for reported in (EngineChunk((1,), cached_tokens=64), EngineChunk((1,), kv_bytes=4096)):
-        handed = await Handed.begin(wire)
+        handed = await Handed.begin(setup)
         await handed.inner.put(reported)
         async with asyncio.timeout(IN_TIME_S):
             await handed.handing
@@ -84,10 +90,10 @@ async def test_what_is_no_bare_token_is_left_to_the_reader(wire: Wire) -> None:
         assert handed.tokens == []
 
 
-async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(wire: Wire) -> None:
+async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     assert isinstance(stream, HandingStream)
 
     def take(_: Sequence[int]) -> bool:
@@ -103,8 +109,8 @@ async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(wire: Wire
     assert (await read_all(stream))[0] == [2]
 
 
-async def test_death_and_cancellation_end_the_handing_over(wire: Wire) -> None:
-    handed = await Handed.begin(wire)
+async def test_death_and_cancellation_end_the_handing_over(setup: RequestTransportSetup) -> None:
+    handed = await Handed.begin(setup)
     await handed.inner.put(EngineChunk(token_ids=(1,)))
     await until(lambda: handed.tokens == [1])
     handed.stream.cancel("the client left")
@@ -112,8 +118,8 @@ async def test_death_and_cancellation_end_the_handing_over(wire: Wire) -> None:
         await handed.handing
     assert (await handed.stream.__anext__()).finish is FinishReason.CANCELLED
     worker = ScriptedWorker()
-    address, die = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, die = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     assert isinstance(stream, HandingStream)
     lost = Handed(worker, stream)
     await asyncio.sleep(0)

@@ -3,18 +3,18 @@
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
-from tests.support.scripted_worker import ScriptedWorker, leg, read_all
-from tests.support.wires import WIRES
+from tests.testing.request_transports import REQUEST_TRANSPORTS
+from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 
 
-@pytest.mark.parametrize("kind", sorted(WIRES))
+@pytest.mark.parametrize("kind", sorted(REQUEST_TRANSPORTS))
 async def test_the_last_word_says_why_the_kv_is_lost(kind: str) -> None:
-    wire = await WIRES[kind]()
+    setup = await REQUEST_TRANSPORTS[kind]()
     try:
         worker = ScriptedWorker()
-        address, _ = await wire.serve(worker)
+        address, _ = await setup.serve(worker)
         for n, loss in enumerate(KvLoss):
-            stream = await wire.transport.open(address, leg(f"r{n}", which=Leg.DECODE))
+            stream = await setup.transport.open(address, leg(f"r{n}", which=Leg.DECODE))
             last = EngineChunk(finish=FinishReason.ERROR, error="no KV came", kv_lost=loss)
             await worker.streams[n].put(EngineChunk(token_ids=(n,), cached_tokens=16))
             await worker.streams[n].put(last)
@@ -26,4 +26,4 @@ async def test_the_last_word_says_why_the_kv_is_lost(kind: str) -> None:
                 loss,
             )
     finally:
-        await wire.close()
+        await setup.close()

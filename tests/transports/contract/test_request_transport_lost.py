@@ -13,37 +13,41 @@ from kvrouter.transports.requests.port import (
     StreamBroken,
     WorkerUnreachable,
 )
-from tests.support.proxy import Proxy
-from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
-from tests.support.waits import until
-from tests.support.wires import WIRES, WIRES_WITH_NETWORK, Wire
+from tests.testing.request_transports import (
+    PROXIED_REQUEST_TRANSPORTS,
+    REQUEST_TRANSPORTS,
+    RequestTransportSetup,
+)
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.tcp_proxy import TcpProxy
+from tests.testing.waits import until
 
 
-@pytest.fixture(params=sorted(WIRES))
-async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
-    of = await WIRES[request.param]()
+@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
+    of = await REQUEST_TRANSPORTS[request.param]()
     yield of
     await of.close()
 
 
-@pytest.fixture(params=sorted(WIRES_WITH_NETWORK))
-async def far(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
-    of = await WIRES_WITH_NETWORK[request.param]()
+@pytest.fixture(params=sorted(PROXIED_REQUEST_TRANSPORTS))
+async def far(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
+    of = await PROXIED_REQUEST_TRANSPORTS[request.param]()
     yield of
     await of.close()
 
 
-def network_of(wire: Wire) -> Proxy:
-    assert wire.network is not None
-    return wire.network
+def network_of(setup: RequestTransportSetup) -> TcpProxy:
+    assert setup.network is not None
+    return setup.network
 
 
-def lose_router(wire: Wire) -> None:
+def lose_router(setup: RequestTransportSetup) -> None:
     """Take the router from the worker, and the worker from the router."""
-    if wire.reset_is_loss:
-        network_of(wire).cut()
+    if setup.reset_is_loss:
+        network_of(setup).cut()
     else:
-        network_of(wire).pause()
+        network_of(setup).pause()
 
 
 class Watch:
@@ -75,56 +79,58 @@ async def broken(stream: EngineStream) -> StreamBroken:
     return lost.value
 
 
-async def test_a_follower_hears_of_death_and_of_the_return(wire: Wire) -> None:
-    address, die = await wire.serve(ScriptedWorker())
+async def test_a_follower_hears_of_death_and_of_the_return(setup: RequestTransportSetup) -> None:
+    address, die = await setup.serve(ScriptedWorker())
     watch = Watch()
-    end = wire.transport.follow(address, watch)
-    await wire.transport.open(address, leg())
+    end = setup.transport.follow(address, watch)
+    await setup.transport.open(address, leg())
     assert watch.reported == []
     await die()
     await watch.until(False)
-    assert wire.serve_again is not None
-    await wire.serve_again(address, ScriptedWorker())
+    assert setup.serve_again is not None
+    await setup.serve_again(address, ScriptedWorker())
     await watch.until(False, True)
-    await wire.transport.open(address, leg())
+    await setup.transport.open(address, leg())
     end()
     end()
 
 
-async def test_a_follower_that_left_hears_nothing_and_others_still_do(wire: Wire) -> None:
-    address, die = await wire.serve(ScriptedWorker())
+async def test_a_follower_that_left_hears_nothing_and_others_still_do(setup: RequestTransportSetup) -> None:
+    address, die = await setup.serve(ScriptedWorker())
     gone, stays = Watch(), Watch()
-    end = wire.transport.follow(address, gone)
-    wire.transport.follow(address, stays)
+    end = setup.transport.follow(address, gone)
+    setup.transport.follow(address, stays)
     end()
     await die()
     await stays.until(False)
     assert gone.reported == []
 
 
-async def test_who_follows_a_worker_that_was_never_there_hears_so(wire: Wire) -> None:
+async def test_who_follows_a_worker_that_was_never_there_hears_so(setup: RequestTransportSetup) -> None:
     watch = Watch()
-    wire.transport.follow(wire.nowhere, watch)
+    setup.transport.follow(setup.nowhere, watch)
     await watch.until(False)
 
 
-async def test_a_request_given_up_before_the_worker_took_it_runs_nowhere(wire: Wire) -> None:
+async def test_a_request_given_up_before_the_worker_took_it_runs_nowhere(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
     worker.answers.clear()
-    address, _ = await wire.serve(worker)
-    place = wire.places[address]
-    opening = asyncio.create_task(wire.transport.open(address, leg()))
+    address, _ = await setup.serve(worker)
+    place = setup.places[address]
+    opening = asyncio.create_task(setup.transport.open(address, leg()))
     await until(lambda: place.running_legs == 1)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert await idle(place)
     worker.answers.set()
-    await wire.transport.open(address, leg(attempt=1))
+    await setup.transport.open(address, leg(attempt=1))
     assert len(worker.requests) == 1 or worker.streams[0].reasons
 
 
-async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Wire) -> None:
+async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     reading, waiting = [await far.transport.open(address, leg(name)) for name in "xy"]
@@ -143,7 +149,7 @@ async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Wi
     await far.transport.open(address, leg("x", attempt=1))
 
 
-async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) -> None:
+async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     watch = Watch()
@@ -164,7 +170,7 @@ async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) ->
     assert (await read_all(again))[0] == [7]
 
 
-async def test_silence_is_no_death(far: Wire) -> None:
+async def test_silence_is_no_death(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     watch = Watch()
@@ -176,7 +182,9 @@ async def test_silence_is_no_death(far: Wire) -> None:
     assert (await read_all(stream))[0] == [7]
 
 
-async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(far: Wire) -> None:
+async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(
+    far: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     await far.transport.open(address, leg("before"))
@@ -191,7 +199,7 @@ async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(far
     assert (await read_all(late))[0] == [7]
 
 
-async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: Wire) -> None:
+async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     slow = await far.transport.open(address, leg("slow"))
@@ -207,7 +215,9 @@ async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: Wire) -> None:
     assert (await read_all(waits))[0] == [7]
 
 
-async def test_a_prefill_that_waits_for_its_decode_is_freed_when_its_router_is_lost(far: Wire) -> None:
+async def test_a_prefill_that_waits_for_its_decode_is_freed_when_its_router_is_lost(
+    far: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     stream = await far.transport.open(address, leg(which=Leg.PREFILL))

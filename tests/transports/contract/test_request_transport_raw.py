@@ -7,15 +7,15 @@ import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import EngineStream
-from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg
-from tests.support.wires import WIRES, Wire
+from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg
 
 N_CHUNKS = 8_000
 
 
-@pytest.fixture(params=sorted(WIRES))
-async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
-    of = await WIRES[request.param]()
+@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
+    of = await REQUEST_TRANSPORTS[request.param]()
     yield of
     await of.close()
 
@@ -29,10 +29,10 @@ def joined(chunks: list[EngineChunk]) -> bytes:
     return b"".join(chunk.raw for chunk in chunks)
 
 
-async def test_a_long_piece_goes_whole_whatever_its_tokens(wire: Wire) -> None:
+async def test_a_long_piece_goes_whole_whatever_its_tokens(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     tokens = tuple(range(5_000))
     await worker.streams[0].put(EngineChunk(token_ids=tokens, raw=b"x" * 500_000, text_chars=9))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), raw=b"y", finish=FinishReason.LENGTH))
@@ -42,11 +42,11 @@ async def test_a_long_piece_goes_whole_whatever_its_tokens(wire: Wire) -> None:
     assert chunks[0].token_ids[:5_000] == tokens
 
 
-async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(wire: Wire) -> None:
+async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    slow = await wire.transport.open(address, leg("slow"))
-    quick = await wire.transport.open(address, leg("quick"))
+    address, _ = await setup.serve(worker)
+    slow = await setup.transport.open(address, leg("slow"))
+    quick = await setup.transport.open(address, leg("quick"))
     piece = b"data: " + b"." * 300
 
     async def produce(inner: ScriptedStream) -> None:
@@ -61,10 +61,10 @@ async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(wire: Wire) ->
     await asyncio.gather(*producers)
 
 
-async def test_comments_travel_before_an_answer_and_in_their_place(wire: Wire) -> None:
+async def test_comments_travel_before_an_answer_and_in_their_place(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
-    address, _ = await wire.serve(worker)
-    stream = await wire.transport.open(address, leg())
+    address, _ = await setup.serve(worker)
+    stream = await setup.transport.open(address, leg())
     inner = worker.streams[0]
     ping = EngineChunk(comments=b": keep-alive\n\n")
     await inner.put(ping)

@@ -12,7 +12,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
-from tests.support.scripted_worker import ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 
 TOKEN = "t0p"
 CONNECT_LIMIT_S = 1.0

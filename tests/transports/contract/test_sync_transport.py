@@ -26,9 +26,9 @@ from kvrouter.core.sync import (
     SyncMessage,
 )
 from kvrouter.transports.sync.nats import NatsSyncTransport
-from tests.support.cancelled import cancelled_at_each_await
-from tests.support.nats_server import NatsServer, running_nats
-from tests.support.sync_transports import MakeTransport, make_transport
+from tests.testing.cancellation import cancelled_at_each_await
+from tests.testing.nats_server import NatsServer, running_nats
+from tests.testing.sync_transports import MakeTransport, make_transport
 
 __all__ = ["make_transport"]  # the fixture
 

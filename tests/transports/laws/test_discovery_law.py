@@ -10,7 +10,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.records.card_tracker import CardLeases, Change, Left, claim, still_claims
 from kvrouter.transports.records.encoding import CardRecord, decode_record, encode_record
 from kvrouter.transports.records.port import Gone
-from tests.support.discovery_stores import card
+from tests.testing.discovery_stores import card
 
 LEASE_S = 3.0
 STEPS = st.lists(

@@ -43,7 +43,7 @@ from kvrouter.transports.requests.worker_session import (
     WorkerSession,
     WorkerSide,
 )
-from tests.support.tcp_peers import encode_open
+from tests.testing.tcp_peers import encode_open
 
 CREDIT_TOKENS = 8
 ROUTER_LIMITS = RouterLimits(

@@ -13,8 +13,8 @@ from kvrouter.transports.records.card_publisher import WRITE_TRIES, HeldCards
 from kvrouter.transports.records.encoding import CARDS, RECORD_MAX_BYTES, CardRecord
 from kvrouter.transports.records.port import Gone
 from kvrouter.transports.records.store import VersionConflict
-from tests.support.discovery_stores import card
-from tests.support.memory_records import MemoryRecords
+from tests.testing.discovery_stores import card
+from tests.testing.memory_records import MemoryRecords
 
 ONE = WorkerId(1)
 

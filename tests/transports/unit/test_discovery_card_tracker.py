@@ -4,7 +4,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.transports.records.card_tracker import REPLACED_MAX, CardLeases, Left, claim, still_claims
 from kvrouter.transports.records.encoding import CardRecord
 from kvrouter.transports.records.port import Gone
-from tests.support.discovery_stores import card
+from tests.testing.discovery_stores import card
 
 LEASE_S = 10.0
 

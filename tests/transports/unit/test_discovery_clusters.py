@@ -16,10 +16,10 @@ from kvrouter.transports.records import clusters
 from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in
 from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
-from tests.support.constants import SetConstants
-from tests.support.discovery_stores import Ear, listen
-from tests.support.fleets import Bench, HandDiscovery, card, generate_request
-from tests.support.scripted_transport import ScriptedPlane
+from tests.testing.constants import SetConstants
+from tests.testing.discovery_stores import DiscoveryRecorder, record_discovery
+from tests.testing.router_harness import RouterHarness, ScriptedDiscovery, card, generate_request
+from tests.testing.scripted_transport import ScriptedPlane
 
 EAST, WEST = "east", "west"
 
@@ -28,7 +28,7 @@ class Clusters:
     """Two clusters, whose cards a test turns by hand."""
 
     def __init__(self) -> None:
-        self.east, self.west = HandDiscovery(), HandDiscovery()
+        self.east, self.west = ScriptedDiscovery(), ScriptedDiscovery()
         self.refused: list[tuple[str, str]] = []
         self.discovery = ClustersDiscovery(
             {EAST: self.east, WEST: self.west},
@@ -49,10 +49,10 @@ def with_cluster(given: WorkerCard, level: str, value: str) -> WorkerCard:
 
 async def test_every_worker_is_in_its_cluster_which_is_its_broadest_level() -> None:
     here = Clusters()
-    ear = await listen(here.discovery)
+    recorder = await record_discovery(here.discovery)
     here.east.put(card(1, zone="a"))
     here.west.put(with_cluster(card(2, zone="a"), " cluster ", "somewhere"))
-    places = [each.runtime_config for each in ear.heard if isinstance(each, WorkerCard)]
+    places = [each.runtime_config for each in recorder.events if isinstance(each, WorkerCard)]
     assert [dict(each.topology_domains) for each in places] == [
         {"cluster": EAST, "zone": "a"},
         {"cluster": WEST, "zone": "a"},
@@ -77,14 +77,17 @@ def test_a_link_within_the_cluster_is_one_and_the_same_zone_of_another_cluster_i
 
 
 async def test_required_on_the_cluster_keeps_kv_in_it_though_zones_have_the_same_names() -> None:
-    here, bench = Clusters(), Bench(ScriptedPlane(None), KvRouterConfig(kv_transfer_topology_level="cluster"))
-    await bench.start()
-    end = await here.discovery.watch(bench.discovery.put, bench.discovery.drop)
+    here, harness = (
+        Clusters(),
+        RouterHarness(ScriptedPlane(None), KvRouterConfig(kv_transfer_topology_level="cluster")),
+    )
+    await harness.start()
+    end = await here.discovery.watch(harness.discovery.put, harness.discovery.drop)
     for number, cluster in ((1, here.east), (3, here.west)):
         cluster.put(card(number, Role.PREFILL, zone="a"), card(number + 1, Role.DECODE, zone="a"))
 
     def pair(request_id: str) -> tuple[int, int]:
-        decision = bench.model.placer.explain(
+        decision = harness.model.placer.explain(
             generate_request(request_id=request_id), Draw(0, 0, 0), now_s=0.0
         )
         assert decision.prefill is not None
@@ -105,51 +108,51 @@ async def test_required_on_the_cluster_keeps_kv_in_it_though_zones_have_the_same
         assert refused.value.refusals == {Reason.DOMAIN_MISMATCH: 1}
     finally:
         end()
-        bench.service.stop()
+        harness.service.stop()
 
 
 async def test_an_id_is_of_the_cluster_that_had_it_first_until_its_worker_is_gone() -> None:
     here = Clusters()
-    ear, other = await listen(here.discovery), await listen(here.discovery)
+    recorder, other = await record_discovery(here.discovery), await record_discovery(here.discovery)
     here.east.put(card(1))
     here.west.put(card(1, incarnation=2))
     here.west.put(card(1, incarnation=2, draining=True))
-    assert ear.heard == [placed_in(EAST, card(1))]
+    assert recorder.events == [placed_in(EAST, card(1))]
     ((what, why),) = here.refused
     assert what == "worker 1 of cluster west"
     assert why == "cluster east has a worker of this id: start one of them with another --worker-id"
 
     here.east.drop(1, why=Gone.REPLACED)
     here.east.put(card(1, incarnation=3))
-    assert ear.heard[1:] == [(1, 1, Gone.REPLACED), placed_in(EAST, card(1, incarnation=3))]
+    assert recorder.events[1:] == [(1, 1, Gone.REPLACED), placed_in(EAST, card(1, incarnation=3))]
 
     here.east.drop(1, incarnation=3, why=Gone.EXPIRED)
     late = placed_in(WEST, card(1, incarnation=2, draining=True))
-    assert ear.heard[3:] == [(1, 3, Gone.EXPIRED), late]
-    assert other.heard == ear.heard
+    assert recorder.events[3:] == [(1, 3, Gone.EXPIRED), late]
+    assert other.events == recorder.events
     here.east.drop(1, incarnation=3, why=Gone.REPLACED)
-    assert len(ear.heard) == 5
+    assert len(recorder.events) == 5
     here.west.drop(1, incarnation=2)
-    assert ear.heard[5:] == [(1, 2, Gone.WITHDRAWN)]
+    assert recorder.events[5:] == [(1, 2, Gone.WITHDRAWN)]
     assert len(here.refused) == 1
 
 
 async def test_one_that_was_passed_over_and_left_does_not_come_in_later() -> None:
     here = Clusters()
-    ear = await listen(here.discovery)
+    recorder = await record_discovery(here.discovery)
     here.east.put(card(1))
     here.west.put(card(1, incarnation=2))
     here.west.drop(1, incarnation=2)
     here.east.drop(1)
-    assert ear.heard == [placed_in(EAST, card(1)), (1, 1, Gone.WITHDRAWN)]
+    assert recorder.events == [placed_in(EAST, card(1)), (1, 1, Gone.WITHDRAWN)]
     here.west.put(card(1, incarnation=4))
-    assert ear.heard[2:] == [placed_in(WEST, card(1, incarnation=4))]
+    assert recorder.events[2:] == [placed_in(WEST, card(1, incarnation=4))]
 
 
 async def test_a_lost_store_is_reported_with_its_cluster_and_takes_nobody_away() -> None:
     here, said = Clusters(), list[tuple[bool, str]]()
-    ear = Ear()
-    await here.discovery.watch(ear.take, ear.gone, lambda *store: said.append(store))
+    recorder = DiscoveryRecorder()
+    await here.discovery.watch(recorder.add, recorder.gone, lambda *store: said.append(store))
     here.east.put(card(1))
     here.west.put(card(2))
     assert here.east.on_store is not None
@@ -159,8 +162,8 @@ async def test_a_lost_store_is_reported_with_its_cluster_and_takes_nobody_away()
     here.east.on_store(False, "refused")
     here.west.on_store(True, "")
     here.east.on_store(True, "")
-    assert ear.losses == []
-    assert [each.worker_id for each in ear.heard if isinstance(each, WorkerCard)] == [1, 2, 3]
+    assert recorder.losses == []
+    assert [each.worker_id for each in recorder.events if isinstance(each, WorkerCard)] == [1, 2, 3]
     assert said == [
         (False, "cluster west: no route"),
         (False, "cluster west: no route; cluster east: refused"),
@@ -192,16 +195,16 @@ async def test_a_cluster_that_does_not_answer_holds_up_no_start_and_comes_in_lat
     await both.publish(card(1))
     await west.publish(card(2))
     async with asyncio.timeout(30.0):
-        ear, deaf = await listen(both), await listen(both)
-    assert ear.heard == [placed_in(EAST, card(1))]
+        recorder, deaf = await record_discovery(both), await record_discovery(both)
+    assert recorder.events == [placed_in(EAST, card(1))]
     deaf.end()
     west.answers.set()
-    await ear.until_heard(placed_in(EAST, card(1)), placed_in(WEST, card(2)))
-    ear.end()
+    await recorder.until_heard(placed_in(EAST, card(1)), placed_in(WEST, card(2)))
+    recorder.end()
     await both.publish(card(3))
     await west.publish(card(4))
-    assert len(ear.heard) == 2
-    assert deaf.heard == [placed_in(EAST, card(1))]
+    assert len(recorder.events) == 2
+    assert deaf.events == [placed_in(EAST, card(1))]
     await both.close()
 
 
@@ -209,8 +212,8 @@ async def test_cards_are_published_in_the_own_cluster_and_withdrawn_there() -> N
     east, west = MemoryDiscovery(), MemoryDiscovery()
     both = ClustersDiscovery({EAST: east, WEST: west}, on_refused=lambda *_: None)
     await both.publish(card(1))
-    own, other = await listen(east), await listen(west)
-    assert own.heard == [card(1)]
+    own, other = await record_discovery(east), await record_discovery(west)
+    assert own.events == [card(1)]
     await both.withdraw(WorkerId(1), card(1).incarnation)
-    assert own.heard[1:] == [(1, 1, Gone.WITHDRAWN)]
-    assert other.heard == []
+    assert own.events[1:] == [(1, 1, Gone.WITHDRAWN)]
+    assert other.events == []

@@ -22,10 +22,10 @@ from kvrouter.transports.records.file.store import FileRecords
 from kvrouter.transports.records.leased_watch import LeasedWatch
 from kvrouter.transports.records.port import Gone
 from kvrouter.transports.records.store import PolledFeed, RecordKind
-from tests.support.calls import MakeFail
-from tests.support.constants import SetConstants
-from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
-from tests.support.waits import until
+from tests.testing.calls import MakeFail
+from tests.testing.constants import SetConstants
+from tests.testing.discovery_stores import FileStore, card, file_store, ignore_reports, record_discovery
+from tests.testing.waits import until
 
 LEASE_S = 10.0
 
@@ -58,7 +58,7 @@ def files(folder: Folder, refused: list[tuple[str, str]]) -> Iterator[FileRecord
 
 
 def files_of(
-    folder: Folder, on_refused: TroubleSink = nobody, *, kind: RecordKind[CardRecord] = CARDS
+    folder: Folder, on_refused: TroubleSink = ignore_reports, *, kind: RecordKind[CardRecord] = CARDS
 ) -> FileRecords[CardRecord]:
     return FileRecords(
         kind,
@@ -159,32 +159,32 @@ async def test_a_worker_more_than_are_followed_is_reported_and_comes_when_there_
     first, second = store.end(), store.end()
     await first.publish(card(1))
     await second.publish(card(2))
-    ear = await listen(store.end())
-    assert ear.heard == [card(1)]
+    recorder = await record_discovery(store.end())
+    assert recorder.events == [card(1)]
     await until(lambda: bool(store.refusals))
     await first.close()
     (store.directory / "space" / "worker-1.json").unlink()
-    await ear.until_heard(card(1), (1, 9, Gone.EXPIRED), card(2))
+    await recorder.until_heard(card(1), (1, 9, Gone.EXPIRED), card(2))
     assert store.refusals == [(str(store.directory / "space" / "worker-2.json"), "more than 1 workers")]
 
 
 async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: FileStore) -> None:
     (store.directory / "space").mkdir(parents=True, mode=0o700)
     (store.directory / "space" / "worker-1.json").write_text("{")
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.end().publish(card())
-    await ear.until_heard(card())
+    await recorder.until_heard(card())
     assert [what for what, _ in store.refusals] == [str(store.directory / "space" / "worker-1.json")]
 
 
 async def test_two_watches_of_a_process_tell_once(store: FileStore) -> None:
     end = store.end()
-    ears = [await listen(end), await listen(end)]
+    ears = [await record_discovery(end), await record_discovery(end)]
     (store.directory / "space" / "notes.txt").write_text("hello")
     (store.directory / "space" / "worker-7.json").write_text("{")
     await store.end().publish(card())
-    for ear in ears:
-        await ear.until_heard(card())
+    for recorder in ears:
+        await recorder.until_heard(card())
     assert sorted(Path(what).name for what, _ in store.refusals) == ["notes.txt", "worker-7.json"]
     assert store.troubles == []
 
@@ -198,7 +198,12 @@ async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
     for worker_id in (1, 2, 3):
         await files.put(record(worker_id))
     (folder.path / ".worker-4.0123456789abcdef.half").touch()
-    watch = LeasedWatch(files, WatcherSinks(nobody, nobody, None), remove_after_s=0.0, on_trouble=nobody)
+    watch = LeasedWatch(
+        files,
+        WatcherSinks(ignore_reports, ignore_reports, None),
+        remove_after_s=0.0,
+        on_trouble=ignore_reports,
+    )
     assert isinstance(watch.feed, PolledFeed)
     await watch.feed.poll()
     lives, version = await files.read("1")
@@ -223,11 +228,11 @@ async def test_a_folder_whose_files_cannot_be_looked_at_is_a_lost_store(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.end().publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     with monkeypatch.context() as folder:
         folder.setattr(Path, "lstat", raises(errno.EACCES))
-        await ear.until_heard(card(), False)
-    await ear.until_heard(card(), False, True)
+        await recorder.until_heard(card(), False)
+    await recorder.until_heard(card(), False, True)
 
 
 # Who keeps the place
@@ -254,41 +259,41 @@ async def test_of_two_that_started_at_once_exactly_one_keeps_the_file(store: Fil
     (store.directory / "space" / "worker-1.json").unlink()
     await ends[1].publish(card(1, starts[1]))
     await until(lambda: bool(lost))
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     (winner,) = set(starts) - set(lost)
-    assert ear.heard == [card(1, winner)]
+    assert recorder.events == [card(1, winner)]
 
 
 async def test_a_worker_that_lost_its_place_says_so_once(store: FileStore) -> None:
     old = store.end()
     await old.publish(card())
     await store.end().publish(card(1, 2))
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await until(lambda: bool(store.troubles))
     assert store.troubles == [("worker 1", "replaced by a newer start of the same id")]
     await old.close()
-    assert ear.heard == [card(1, 2)]
+    assert recorder.events == [card(1, 2)]
 
 
 async def test_a_card_whose_file_somebody_removed_is_written_again(store: FileStore) -> None:
     await store.end().publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     file = store.directory / "space" / "worker-1.json"
     file.unlink()
     await until(file.exists)
-    assert ear.heard == [card()]
+    assert recorder.events == [card()]
 
 
 async def test_an_update_that_cannot_be_written_is_written_later(store: FileStore) -> None:
     end = store.end()
     await end.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.lose()
-    await ear.until_heard(card(), False)
+    await recorder.until_heard(card(), False)
     await end.publish(card(draining=True))
     assert [what for what, _ in store.troubles] == ["worker 1"]
     await store.bring_back(is_empty=False)
-    await ear.until_heard(card(), False, True, card(draining=True))
+    await recorder.until_heard(card(), False, True, card(draining=True))
 
 
 async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_written_later(
@@ -296,7 +301,7 @@ async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_writt
 ) -> None:
     end, fdopen = store.end(), os.fdopen
     await end.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
 
     def on_a_full_disk(file: int, mode: str) -> IO[bytes]:
         if mode != "wb":
@@ -312,7 +317,7 @@ async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_writt
     [(what, why)] = store.troubles
     assert what == "worker 1"
     assert re.search(r"cannot be written: .*No space left on device: .*worker-1", why)
-    await ear.until_heard(card(), card(draining=True))
+    await recorder.until_heard(card(), card(draining=True))
 
 
 async def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
@@ -347,13 +352,13 @@ async def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_ca
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:
     end = store.end()
     await end.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.lose()
-    await ear.until_heard(card(), False)
+    await recorder.until_heard(card(), False)
     await end.withdraw(WorkerId(1), card().incarnation)
     assert [what for what, _ in store.troubles] == ["worker 1"]
     await store.bring_back(is_empty=False)
-    await ear.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
+    await recorder.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
 
 
 async def test_what_a_sink_raises_ends_no_watch(store: FileStore) -> None:
@@ -366,7 +371,7 @@ async def test_what_a_sink_raises_ends_no_watch(store: FileStore) -> None:
     end = store.end()
     await end.watch(refuse, lambda *_: None)
     await end.publish(card(1))
-    ear = await listen(end)
+    recorder = await record_discovery(end)
     await end.publish(card(2))
-    await ear.until_heard(card(1), card(2))
+    await recorder.until_heard(card(1), card(2))
     assert {type(each) for each in raised} == {ArithmeticError}

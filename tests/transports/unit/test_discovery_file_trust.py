@@ -10,7 +10,7 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.transports.records.file import FileDiscovery
 from kvrouter.transports.records.file.folder import MARKER
-from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
+from tests.testing.discovery_stores import FileStore, card, file_store, ignore_reports, record_discovery
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def test_a_directory_where_everybody_may_write_is_refused(store: FileStore
     (store.directory / "space").mkdir(parents=True)
     (store.directory / MARKER).touch()
     (store.directory / which).chmod(0o777)
-    for act in (store.end().publish(card()), listen(store.end())):
+    for act in (store.end().publish(card()), record_discovery(store.end())):
         with pytest.raises(ConfigError, match="everybody may write"):
             await act
 
@@ -44,21 +44,21 @@ async def test_a_directory_of_another_user_is_refused(
     store.directory.mkdir()
     monkeypatch.setattr(os, "geteuid", lambda: store.directory.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
-        await listen(store.end())
+        await record_discovery(store.end())
 
 
 async def test_a_directory_that_others_may_write_later_is_a_lost_store(store: FileStore) -> None:
     await store.end().publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     store.directory.chmod(0o777)
-    await ear.until_heard(card(), False)
+    await recorder.until_heard(card(), False)
     store.directory.chmod(0o700)
-    await ear.until_heard(card(), False, True)
+    await recorder.until_heard(card(), False, True)
 
 
 async def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_settings(store: FileStore) -> None:
     store.directory.write_text("a file")
-    for act in (store.end().publish(card()), listen(store.end())):
+    for act in (store.end().publish(card()), record_discovery(store.end())):
         with pytest.raises(ConfigError, match="cards"):
             await act
 
@@ -69,7 +69,7 @@ async def test_a_directory_of_something_else_is_refused_and_let_alone(store: Fil
     there.parent.mkdir(parents=True, exist_ok=True)
     there.mkdir() if name.endswith("/") else there.write_text("not ours")
     before = sorted(store.directory.rglob("*"))
-    for act in (store.end().publish(card()), listen(store.end())):
+    for act in (store.end().publish(card()), record_discovery(store.end())):
         with pytest.raises(ConfigError, match="is not empty, and no directory of worker cards"):
             await act
     assert sorted(store.directory.rglob("*")) == before
@@ -79,14 +79,14 @@ async def test_a_directory_that_is_empty_or_lost_its_marker_is_taken(store: File
     store.directory.mkdir(mode=0o700)
     await store.end().publish(card())
     (store.directory / MARKER).unlink()
-    ear = await listen(store.end())
-    await ear.until_heard(card())
+    recorder = await record_discovery(store.end())
+    await recorder.until_heard(card())
     assert (store.directory / MARKER).exists()
 
 
 async def test_only_the_last_folder_of_the_path_is_made(tmp_path: Path) -> None:
     async with file_store(tmp_path / "mistyped") as store:
-        for act in (store.end().publish(card()), listen(store.end())):
+        for act in (store.end().publish(card()), record_discovery(store.end())):
             with pytest.raises(ConfigError, match=r"mistyped/cards: No such file or directory"):
                 await act
     assert not (tmp_path / "mistyped").exists()
@@ -95,7 +95,7 @@ async def test_only_the_last_folder_of_the_path_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("namespace", ["", "..", "a/b", "a.b", "a b", "x" * 65])
 def test_a_namespace_is_no_path(tmp_path: Path, namespace: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
-        FileDiscovery(tmp_path, namespace=namespace, on_trouble=nobody, on_refused=nobody)
+        FileDiscovery(tmp_path, namespace=namespace, on_trouble=ignore_reports, on_refused=ignore_reports)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_times_out_of_range_are_refused(tmp_path: Path, param: str, changes: dic
         FileDiscovery(
             tmp_path,
             namespace="space",
-            on_trouble=nobody,
-            on_refused=nobody,
+            on_trouble=ignore_reports,
+            on_refused=ignore_reports,
             **changes,  # type: ignore[arg-type]
         )
     assert refused.value.param == param

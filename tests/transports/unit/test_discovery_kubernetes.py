@@ -27,7 +27,7 @@ from kvrouter.transports.records.kubernetes.objects import (
     checked_fleet,
     encode_object,
 )
-from tests.support.discovery_stores import card, nobody
+from tests.testing.discovery_stores import card, ignore_reports
 
 RECORD = CardRecord(card(5), 60.0, (), False)
 
@@ -61,7 +61,7 @@ async def test_a_connection_outlives_the_time_between_two_renewals(
 
 def objects_of(folder: Path, fleet: str) -> WorkerObjects:
     user = Account("https://nowhere", folder, "default")
-    return WorkerObjects(user, fleet=fleet, lease_s=60.0, on_refused=nobody, pod=None)
+    return WorkerObjects(user, fleet=fleet, lease_s=60.0, on_refused=ignore_reports, pod=None)
 
 
 def found_as(name: str, *, fleet: str) -> StoredObject:
@@ -127,7 +127,7 @@ def test_a_fleet_of_an_operators_deployment_has_objects_of_its_own(folder: Path)
     ],
 )
 def test_arguments_out_of_range_are_refused(folder: Path, param: str, changes: dict[str, object]) -> None:
-    arguments = {"namespace": "space", "on_trouble": nobody, "on_refused": nobody, **changes}
+    arguments = {"namespace": "space", "on_trouble": ignore_reports, "on_refused": ignore_reports, **changes}
     with pytest.raises(ConfigError) as refused:
         KubernetesDiscovery(Account("https://nowhere", folder, "default"), **arguments)  # type: ignore[arg-type]
     assert refused.value.param == param

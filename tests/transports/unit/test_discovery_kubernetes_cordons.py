@@ -12,7 +12,7 @@ from kvrouter.kube.account import Account
 from kvrouter.kube.client import CONFLICT, JSON, KubeClient, Query, RequestRefused
 from kvrouter.kube.objects import cordon_object
 from kvrouter.transports.records.kubernetes import KubernetesCordons
-from tests.support.discovery_stores import nobody
+from tests.testing.discovery_stores import ignore_reports
 
 NODE = Cordon("node", "n1", at_s=1.0)
 
@@ -51,7 +51,7 @@ class WrittenMeanwhile(KubeClient):
 
 async def test_a_cordon_that_is_written_while_it_is_removed_stays_and_the_call_fails() -> None:
     store = KubernetesCordons(
-        Account("https://nowhere", Path(), "default"), namespace="space", on_refused=nobody
+        Account("https://nowhere", Path(), "default"), namespace="space", on_refused=ignore_reports
     )
     api = WrittenMeanwhile()
     store._store._client = api  # type: ignore[attr-defined]

@@ -26,9 +26,9 @@ from kvrouter.transports.records.kubernetes.store import QUIET_LEASES, ObjectVer
 from kvrouter.transports.records.leased_watch import LeasedWatch
 from kvrouter.transports.records.port import Gone
 from kvrouter.transports.records.store import VersionConflict
-from tests.support.constants import SetConstants
-from tests.support.discovery_stores import Ear, card
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.discovery_stores import DiscoveryRecorder, card
+from tests.testing.waits import until
 
 FLEET = "space"
 LONG_S = 60.0
@@ -115,7 +115,7 @@ class Scene:
     """A scripted API server, and one who watches it."""
 
     api: ScriptedApi = field(default_factory=ScriptedApi)
-    ear: Ear = field(default_factory=Ear)
+    recorder: DiscoveryRecorder = field(default_factory=DiscoveryRecorder)
     _watches: list[LeasedWatch[ObjectVersion]] = field(default_factory=list)
 
     @property
@@ -126,7 +126,7 @@ class Scene:
         self.api.lease_s = quiet_s / QUIET_LEASES
         watch = LeasedWatch(
             self.api,
-            WatcherSinks(self.ear.take, self.ear.gone, self.ear.store),
+            WatcherSinks(self.recorder.add, self.recorder.gone, self.recorder.store),
             remove_after_s=remove_after_s,
             on_trouble=lambda *trouble: self.troubles.append(trouble),
         )
@@ -151,13 +151,13 @@ async def test_a_watch_that_is_too_old_begins_again_and_nobody_is_lost_or_double
     scene.api.write(card(1))
     await scene.listen()
     scene.api.tell([scene.api.write(card(2))])
-    await scene.ear.until_heard(card(1), card(2))
+    await scene.recorder.until_heard(card(1), card(2))
     scene.api.write(card(3))
     scene.api.write(card(1), withdrawn=True)
     scene.api.tell(GONE)
-    await scene.ear.until(lambda: len(scene.ear.heard) >= 4)
-    assert scene.ear.heard[:2] == [card(1), card(2)]
-    assert set(map(str, scene.ear.heard[2:])) == {str(card(3)), str((1, 9, Gone.WITHDRAWN))}
+    await scene.recorder.until(lambda: len(scene.recorder.events) >= 4)
+    assert scene.recorder.events[:2] == [card(1), card(2)]
+    assert set(map(str, scene.recorder.events[2:])) == {str(card(3)), str((1, 9, Gone.WITHDRAWN))}
     assert scene.api.lists == 2
 
 
@@ -174,7 +174,7 @@ async def test_a_watch_that_ends_goes_on_from_the_last_version_that_it_heard(
     await until(lambda: len(scene.api.began_at) == 3)
     assert scene.api.began_at == ["100", "101", "102"]
     assert scene.api.lists == 1
-    assert scene.ear.heard == [card(1)]
+    assert scene.recorder.events == [card(1)]
 
 
 async def test_watches_that_end_at_once_are_asked_for_ever_later(
@@ -194,7 +194,7 @@ async def test_watches_that_end_at_once_are_asked_for_ever_later(
     assert 0.1 <= waits[0] <= 0.15
     assert 5.0 <= waits[-1] <= 7.5
     scene.api.tell([scene.api.write(card(1))])
-    await scene.ear.until_heard(card(1))
+    await scene.recorder.until_heard(card(1))
     scene.api.tell(None)
     await until(lambda: len(waits) == 9)
     assert waits[-1] <= 0.15
@@ -205,9 +205,9 @@ async def test_who_may_list_and_not_watch_is_reported_once_and_sees_nobody(scene
     scene.api.refuses_watches = FORBIDDEN
     await scene.listen()
     await until(lambda: scene.api.lists == 3)
-    assert scene.ear.heard == [False]
+    assert scene.recorder.events == [False]
     scene.api.refuses_watches = None
-    await scene.ear.until_heard(False, True, card(1))
+    await scene.recorder.until_heard(False, True, card(1))
 
 
 async def test_before_a_lease_is_believed_to_have_run_out_the_api_server_is_asked(scene: Scene) -> None:
@@ -215,20 +215,20 @@ async def test_before_a_lease_is_believed_to_have_run_out_the_api_server_is_aske
     scene.api.write(card(2), lease_s=0.3)
     await scene.listen()
     scene.api.write(card(1), lease_s=LONG_S)  # the watch says nothing of it
-    await scene.ear.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED))
+    await scene.recorder.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED))
     lists = scene.api.lists
     scene.api.tell(GONE)
     await until(lambda: scene.api.lists > lists)
-    assert scene.ear.heard == [card(1), card(2), (2, 9, Gone.EXPIRED)]
+    assert scene.recorder.events == [card(1), card(2), (2, 9, Gone.EXPIRED)]
 
 
 async def test_a_silent_watch_is_doubted(scene: Scene) -> None:
     scene.api.write(card(1))
     await scene.listen(quiet_s=0.05)
     scene.api.write(card(2))
-    await scene.ear.until_heard(card(1), card(2))
+    await scene.recorder.until_heard(card(1), card(2))
     scene.api.refuses_lists = ClusterLost("the API server did not answer in time")
-    await scene.ear.until_heard(card(1), card(2), False)
+    await scene.recorder.until_heard(card(1), card(2), False)
 
 
 async def test_objects_that_nobody_renews_are_removed_as_they_were_seen(scene: Scene) -> None:

@@ -14,19 +14,19 @@ from kvrouter.transports.records.leased_watch import LeasedWatch
 from kvrouter.transports.records.nats import NatsDiscovery
 from kvrouter.transports.records.nats.store import BucketFeed
 from kvrouter.transports.records.port import Gone
-from tests.support.discovery_stores import (
+from tests.testing.discovery_stores import (
     LEASE_S,
     TOKEN,
-    Ear,
+    DiscoveryRecorder,
     NatsStore,
     card,
-    connected,
-    listen,
+    ignore_reports,
+    nats_connection,
     nats_store,
-    nobody,
+    record_discovery,
 )
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 
 @pytest.fixture
@@ -56,7 +56,13 @@ async def mortal(own_nats: NatsServer) -> AsyncIterator[NatsStore]:
 async def test_arguments_out_of_range_are_refused(
     store: NatsStore, param: str, changes: dict[str, object]
 ) -> None:
-    arguments = {"namespace": "space", "token": TOKEN, "on_trouble": nobody, "on_refused": nobody, **changes}
+    arguments = {
+        "namespace": "space",
+        "token": TOKEN,
+        "on_trouble": ignore_reports,
+        "on_refused": ignore_reports,
+        **changes,
+    }
     with pytest.raises(ConfigError) as refused:
         NatsDiscovery(store.client(), **arguments)  # type: ignore[arg-type]
     assert refused.value.param == param
@@ -74,85 +80,85 @@ def sealed(store: NatsStore, key: str, worker: WorkerCard, *, number: int = 1, t
 async def test_who_starts_while_nats_is_away_is_there_when_it_is_back(mortal: NatsStore) -> None:
     await mortal.lose()
     await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
-    ear = await listen(mortal.end())
+    recorder = await record_discovery(mortal.end())
     await mortal.end().publish(card())
-    assert ear.heard == [False]
+    assert recorder.events == [False]
     assert [why for _, why in mortal.troubles] == ["not announced yet: not connected to NATS"]
     await mortal.bring_back(is_empty=True)
-    await ear.until_heard(False, True, card())
+    await recorder.until_heard(False, True, card())
 
 
 async def test_a_server_that_answers_no_more_freezes_the_fleet(mortal: NatsStore) -> None:
     await mortal.end().publish(card())
-    ear = await listen(mortal.end())
+    recorder = await record_discovery(mortal.end())
     mortal.server.pause()
-    await ear.until_heard(card(), False)
+    await recorder.until_heard(card(), False)
     await asyncio.sleep(LEASE_S)
     mortal.server.resume()
-    await ear.until(lambda: ear.heard[-1] is True)
-    assert ear.losses == []
+    await recorder.until(lambda: recorder.events[-1] is True)
+    assert recorder.losses == []
 
 
 async def test_a_server_that_restarts_at_once_takes_nobody_away(mortal: NatsStore) -> None:
     worker = mortal.end()
     await worker.publish(card())
-    ear = await listen(mortal.end())
+    recorder = await record_discovery(mortal.end())
     await asyncio.to_thread(mortal.server.restart)
     await until(lambda: all(mortal.client().is_connected for _ in range(3)))
     await worker.publish(card(draining=True))
-    await ear.until(lambda: card(draining=True) in ear.heard)
-    assert ear.losses == []
+    await recorder.until(lambda: card(draining=True) in recorder.events)
+    assert recorder.losses == []
 
 
 # The bucket is not what it was
 
 
-async def quiet_lease(ear: Ear, worker: NatsDiscovery) -> None:
+async def quiet_lease(recorder: DiscoveryRecorder, worker: NatsDiscovery) -> None:
     """More than a lease passes, and nobody vanishes; then an update is heard."""
     await asyncio.sleep(1.3 * LEASE_S)
     await worker.publish(card(draining=True))
-    await ear.until(lambda: card(draining=True) in ear.heard)
-    assert ear.losses == []
+    await recorder.until(lambda: card(draining=True) in recorder.events)
+    assert recorder.losses == []
 
 
 async def test_a_bucket_that_somebody_deleted_is_made_and_filled_again(store: NatsStore) -> None:
     worker = store.end()
     for _ in range(50):
         await worker.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.client().jetstream().delete_key_value(store.bucket)
-    await quiet_lease(ear, worker)
+    await quiet_lease(recorder, worker)
 
 
 async def test_a_bucket_that_somebody_emptied_is_filled_again(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await store.client().jetstream().purge_stream(f"KV_{store.bucket}")
-    await quiet_lease(ear, worker)
+    await quiet_lease(recorder, worker)
 
 
 async def test_a_deleted_key_takes_nobody_away_and_is_written_again(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
     await bucket.delete("1")
-    await quiet_lease(ear, worker)
+    await quiet_lease(recorder, worker)
 
 
 async def test_a_bucket_that_repeats_nothing_is_none_of_ours(store: NatsStore) -> None:
     await store.client().jetstream().create_key_value(bucket=store.bucket)
-    ear = await listen(store.end())
-    assert ear.heard == [False]
+    recorder = await record_discovery(store.end())
+    assert recorder.events == [False]
     await store.client().jetstream().delete_key_value(store.bucket)
-    await ear.until_heard(False, True)
+    await recorder.until_heard(False, True)
 
 
 async def test_what_is_no_card_is_reported_once_and_ignored(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
     for _ in range(3):
         await bucket.put("notes", b"hello")
@@ -162,32 +168,32 @@ async def test_what_is_no_card_is_reported_once_and_ignored(store: NatsStore) ->
     await store.client().publish(live, b"", headers={"KV-Operation": "DEL", "Nats-Sequence": "999"})
     await store.client().flush()
     await worker.publish(card(4))
-    await ear.until_heard(card(), card(4))
+    await recorder.until_heard(card(), card(4))
     assert len(store.refusals) == 3
-    late = await listen(store.end())
-    assert late.heard == [card(), card(4)]
+    late = await record_discovery(store.end())
+    assert late.events == [card(), card(4)]
     assert store.troubles == []
 
 
 async def test_two_watches_of_a_process_tell_once(store: NatsStore) -> None:
     end = store.end()
-    ears = [await listen(end), await listen(end)]
+    ears = [await record_discovery(end), await record_discovery(end)]
     bucket = await store.client().jetstream().key_value(store.bucket)
     for number in (2, 3):
         await bucket.put("notes", b"hello")
         await bucket.put("1", b"{")
         await bucket.put("1", sealed(store, "1", card(1, number), number=number))
-        for ear in ears:
-            await ear.until(lambda ear=ear, number=number: card(1, number) in ear.heard)  # type: ignore[misc]
+        for recorder in ears:
+            await recorder.until(lambda recorder=recorder, number=number: card(1, number) in recorder.events)  # type: ignore[misc]
     assert [what.split()[1] for what, _ in store.refusals] == ["notes", "1", "1"]
 
 
 async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore) -> None:
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
     await bucket.put("1", b"{")
     await store.end().publish(card())
-    await ear.until_heard(card())
+    await recorder.until_heard(card())
 
 
 # Strangers, who may write into the bucket and have no token
@@ -196,7 +202,7 @@ async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore
 async def test_a_stranger_adds_no_worker_and_takes_none_away(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
     live = f"kvrouter.{store.namespace}.discovery.card"
     gone = encode_record(CardRecord(card(), LEASE_S, withdrawn=True))
@@ -205,8 +211,8 @@ async def test_a_stranger_adds_no_worker_and_takes_none_away(store: NatsStore) -
         await store.client().publish(f"{live}.1", value, headers={"Nats-Sequence": "999999"})
     await bucket.put("2", sealed(store, "2", card(2), token="guess"))
     await bucket.put("3", sealed(store, "1", card(3)))
-    await quiet_lease(ear, worker)
-    assert ear.heard == [card(), card(draining=True)]
+    await quiet_lease(recorder, worker)
+    assert recorder.events == [card(), card(draining=True)]
     assert {what.split()[1] for what, _ in store.refusals} == {"1", "2", "3"}
     assert all("KVROUTER_PLANE_TOKEN" in why for _, why in store.refusals)
 
@@ -216,19 +222,19 @@ async def test_a_card_that_is_written_again_is_no_renewal(store: NatsStore) -> N
     await worker.publish(card())
     bucket = await store.client().jetstream().key_value(store.bucket)
     first = await bucket.get("1")
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await worker.publish(card(draining=True))
-    await ear.until_heard(card(), card(draining=True))
+    await recorder.until_heard(card(), card(draining=True))
     last = await bucket.get("1")
     await worker.close()
     assert first.value is not None
     assert last.value is not None
     async with asyncio.timeout(60.0):
-        while not ear.losses:
+        while not recorder.losses:
             for value in (first.value, last.value):
                 await bucket.put("1", value)
             await asyncio.sleep(0.05)
-    assert ear.heard == [card(), card(draining=True), (1, 9, Gone.EXPIRED)]
+    assert recorder.events == [card(), card(draining=True), (1, 9, Gone.EXPIRED)]
 
 
 # Leases
@@ -245,77 +251,77 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
     lives, dies, watcher = store.end(), store.end(), store.end()
     await lives.publish(card(1))
     await dies.publish(card(2))
-    ear = await listen(watcher)
+    recorder = await record_discovery(watcher)
     for watch in watcher._watches:
         await deafen(watch)
     await dies.close()
-    await ear.until(lambda: bool(ear.losses))
-    assert ear.losses == [(2, 9, Gone.EXPIRED)]
+    await recorder.until(lambda: bool(recorder.losses))
+    assert recorder.losses == [(2, 9, Gone.EXPIRED)]
 
 
 async def test_a_connection_that_was_lost_between_two_looks_is_read_again(store: NatsStore) -> None:
-    async with connected(store.server) as client:
+    async with nats_connection(store.server) as client:
         watcher = NatsDiscovery(
             client,
             namespace=store.namespace,
             token=TOKEN,
-            on_trouble=nobody,
-            on_refused=nobody,
+            on_trouble=ignore_reports,
+            on_refused=ignore_reports,
             lease_s=LEASE_S,
         )
-        ear = await listen(watcher)
+        recorder = await record_discovery(watcher)
         for watch in watcher._watches:
             await deafen(watch)
         await store.end().publish(card())
         client.stats["reconnects"] += 1
-        await ear.until_heard(card())
+        await recorder.until_heard(card())
         await watcher.close()
 
 
 async def test_a_dead_worker_is_no_news_to_who_comes_later(store: NatsStore) -> None:
     dies = store.end()
     await dies.publish(card())
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await dies.close()
-    await ear.until_heard(card(), (1, 9, Gone.EXPIRED))
+    await recorder.until_heard(card(), (1, 9, Gone.EXPIRED))
     bucket = await store.client().jetstream().key_value(store.bucket)
     async with asyncio.timeout(60.0):
         while (await bucket.status()).values:  # noqa: ASYNC110 - a server forgets without a word
             await asyncio.sleep(0.05)
-    late = await listen(store.end())
-    assert late.heard == []
+    late = await record_discovery(store.end())
+    assert late.events == []
 
 
 async def test_many_workers_that_die_at_once_all_expire(store: NatsStore) -> None:
     dies = store.end()
     for number in range(300):
         await dies.publish(card(number))
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await dies.close()
-    await ear.until(lambda: len(ear.losses) == 300)
-    assert set(ear.losses) == {(number, 9, Gone.EXPIRED) for number in range(300)}
+    await recorder.until(lambda: len(recorder.losses) == 300)
+    assert set(recorder.losses) == {(number, 9, Gone.EXPIRED) for number in range(300)}
 
 
 async def test_of_many_that_start_at_once_exactly_one_keeps_the_key(store: NatsStore) -> None:
     lost: list[Epoch] = []
     starts = [Epoch(number) for number in range(8)]
     ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
-    ear = await listen(store.end())
+    recorder = await record_discovery(store.end())
     await asyncio.gather(*(end.publish(card(1, each)) for each, end in zip(starts, ends, strict=True)))
     await until(lambda: len(lost) == len(starts) - 1)
     (winner,) = set(starts) - set(lost)
     held = card(1, winner)
-    await ear.until(lambda: ear.heard[-1] == held)
-    late = await listen(store.end())
-    assert late.heard == [held]
+    await recorder.until(lambda: recorder.events[-1] == held)
+    late = await record_discovery(store.end())
+    assert late.events == [held]
 
 
 async def test_withdrawing_while_nats_is_away_is_reported(mortal: NatsStore) -> None:
     worker = mortal.end()
     await worker.publish(card())
-    ear = await listen(mortal.end())
+    recorder = await record_discovery(mortal.end())
     await mortal.lose()
-    await ear.until_heard(card(), False)
+    await recorder.until_heard(card(), False)
     await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
     await worker.publish(card(2))
     mortal.troubles.clear()
@@ -326,20 +332,20 @@ async def test_withdrawing_while_nats_is_away_is_reported(mortal: NatsStore) -> 
     ]
     await mortal.bring_back(is_empty=False)
     await until(lambda: all(mortal.client().is_connected for _ in range(3)))
-    await ear.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
+    await recorder.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
 
 
 async def test_a_connection_that_is_closed_is_a_lost_store(store: NatsStore) -> None:
-    async with connected(store.server) as client:
+    async with nats_connection(store.server) as client:
         end = NatsDiscovery(
             client,
             namespace=store.namespace,
             token=TOKEN,
-            on_trouble=nobody,
-            on_refused=nobody,
+            on_trouble=ignore_reports,
+            on_refused=ignore_reports,
             lease_s=LEASE_S,
         )
-        ear = await listen(end)
+        recorder = await record_discovery(end)
         await client.close()
-        await ear.until_heard(False)
+        await recorder.until_heard(False)
         await end.close()

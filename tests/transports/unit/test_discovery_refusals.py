@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.transports.records import card_tracker
 from kvrouter.transports.records.card_tracker import StoreRefusals
-from tests.support.constants import SetConstants
+from tests.testing.constants import SetConstants
 
 
 @pytest.fixture

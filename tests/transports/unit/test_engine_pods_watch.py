@@ -16,9 +16,9 @@ from kvrouter.kube.client import ClusterLost, RequestRefused
 from kvrouter.kube.informer import ListAndWatch
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods, pods_reason
-from tests.support.constants import SetConstants
-from tests.support.engine_pods import pod_json
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.engine_pods import pod_json
+from tests.testing.waits import until
 
 FORBIDDEN = RequestRefused("cannot list", status=403, reason="Forbidden")
 EXPIRED = RequestRefused("too old resource version", status=410, reason="Expired")

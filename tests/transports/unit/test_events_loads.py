@@ -5,7 +5,7 @@ import asyncio
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.loads import LatestLoads
-from tests.support.virtual_time import run_in_virtual_time
+from tests.testing.virtual_time import run_in_virtual_time
 
 
 def report(active_blocks: int, dp_rank: int = 0) -> LoadReport:

@@ -19,10 +19,10 @@ from kvrouter.transports.events.nats import NatsEventPublisher
 from kvrouter.transports.events.port import DropReason
 from kvrouter.transports.events.subjects import events_subject, loads_subject, recovery_subject
 from kvrouter.worker import KvPublisher
-from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
-from tests.support.event_waits import card, until_heard
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.event_delivery import card, until_delivered
+from tests.testing.event_transport_nats import TOKEN, NatsTransport, connect
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 RANK = WorkerRank(WorkerId(4), DpRank(0))
 EPOCH = Epoch(7)
@@ -43,37 +43,37 @@ class Answers:
 
 
 @asynccontextmanager
-async def two_ends(server: NatsServer) -> AsyncIterator[NatsEnds]:
+async def two_ends(server: NatsServer) -> AsyncIterator[NatsTransport]:
     worker, router = await connect(server.url), await connect(server.url)
-    ends = NatsEnds(worker, router, f"test-{uuid4().hex}")
+    transport = NatsTransport(worker, router, f"test-{uuid4().hex}")
     try:
-        await ends.nats_subscriber.start()
-        await until_heard(ends.publisher, ends.subscriber, RANK.worker_id)
-        yield ends
+        await transport.nats_subscriber.start()
+        await until_delivered(transport.publisher, transport.subscriber, RANK.worker_id)
+        yield transport
     finally:
-        await ends.close()
+        await transport.close()
         await worker.close()
         await router.close()
 
 
 async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_nats: NatsServer) -> None:
-    async with two_ends(own_nats) as ends:
+    async with two_ends(own_nats) as transport:
         heard: list[KvBatch] = []
-        ends.subscriber.subscribe(heard.append, lambda _report: None)
-        ends.serve_recovery(RANK.worker_id, Answers())
+        transport.subscriber.subscribe(heard.append, lambda _report: None)
+        transport.serve_recovery(RANK.worker_id, Answers())
         own_nats.kill()
-        await until(lambda: not ends.worker.is_connected)
+        await until(lambda: not transport.worker.is_connected)
         for number in range(10_000):
-            ends.publisher.publish(batch(number))
-        await until(lambda: ends.n_dropped() == 10_000)
-        assert {why for _, why in ends.dropped} == {"not connected to NATS"}
-        assert await ends.subscriber.recover_snapshot(RANK) is None
+            transport.publisher.publish(batch(number))
+        await until(lambda: transport.n_dropped() == 10_000)
+        assert {why for _, why in transport.dropped} == {"not connected to NATS"}
+        assert await transport.subscriber.recover_snapshot(RANK) is None
         own_nats.start()
-        await until(lambda: ends.worker.is_connected and ends.router.is_connected)
-        await until_heard(ends.publisher, ends.subscriber, RANK.worker_id)
-        ends.publisher.publish(batch(10_000))
+        await until(lambda: transport.worker.is_connected and transport.router.is_connected)
+        await until_delivered(transport.publisher, transport.subscriber, RANK.worker_id)
+        transport.publisher.publish(batch(10_000))
         await until(lambda: batch(10_000) in heard)
-        assert await ends.subscriber.recover_range(RANK, EventId(3), EventId(3)) == batch(3)
+        assert await transport.subscriber.recover_range(RANK, EventId(3), EventId(3)) == batch(3)
 
 
 async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: NatsServer) -> None:
@@ -105,25 +105,25 @@ async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: N
 
 async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsServer) -> None:
     """Stores and removals are lost with the connection; the next heartbeat reveals it."""
-    async with two_ends(own_nats) as ends:
+    async with two_ends(own_nats) as transport:
         index, slot = NativeBlockIndex(), Slot(0)
-        ingest = EventIngest(index, ends.subscriber, ModelInstrumentation(Telemetry(), "m"))
-        ends.subscriber.subscribe(ingest.on_batch, lambda _report: None)
-        worker = KvPublisher(ends.publisher, worker_id=RANK.worker_id, epoch=EPOCH, block_size=1)
-        ends.serve_recovery(RANK.worker_id, worker)
+        ingest = EventIngest(index, transport.subscriber, ModelInstrumentation(Telemetry(), "m"))
+        transport.subscriber.subscribe(ingest.on_batch, lambda _report: None)
+        worker = KvPublisher(transport.publisher, worker_id=RANK.worker_id, epoch=EPOCH, block_size=1)
+        transport.serve_recovery(RANK.worker_id, worker)
         ingest.joined(RANK, slot, EPOCH)
         worker.publish_stored([1, 2, 3], [11, 12, 13])
         await until(lambda: index.held(slot) == 3)
         own_nats.kill()
-        await until(lambda: not (ends.worker.is_connected or ends.router.is_connected))
+        await until(lambda: not (transport.worker.is_connected or transport.router.is_connected))
         worker.publish_removed([13])
         worker.publish_stored([4, 5, 6], [14, 15, 16], parent=EngineHash(12))
         worker.flush()
-        assert ends.n_dropped() == 1
+        assert transport.n_dropped() == 1
         assert index.held(slot) == 3
         own_nats.start()
-        await until(lambda: ends.worker.is_connected and ends.router.is_connected)
-        await until_heard(ends.publisher, ends.subscriber, WorkerId(99))
+        await until(lambda: transport.worker.is_connected and transport.router.is_connected)
+        await until_delivered(transport.publisher, transport.subscriber, WorkerId(99))
         worker.heartbeat([RANK.dp_rank])
         await until(lambda: index.held(slot) == 5)
         assert [feed.state for _, feed in ingest.feeds()] == [FeedState.LIVE]
@@ -131,25 +131,25 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
 
 
 async def test_what_cannot_be_read_is_counted_and_let_go(shared_nats: NatsServer) -> None:
-    async with two_ends(shared_nats) as ends:
+    async with two_ends(shared_nats) as transport:
         heard: list[KvBatch] = []
         loads: list[LoadReport] = []
-        ends.subscriber.subscribe(heard.append, loads.append)
-        ends.serve_recovery(RANK.worker_id, Answers())
-        assert await ends.subscriber.recover_snapshot(RANK) is not None
-        namespace = ends.namespace
+        transport.subscriber.subscribe(heard.append, loads.append)
+        transport.serve_recovery(RANK.worker_id, Answers())
+        assert await transport.subscriber.recover_snapshot(RANK) is not None
+        namespace = transport.namespace
         for subject in (
             events_subject(namespace, "backend", RANK),
             loads_subject(namespace, "backend", RANK),
             recovery_subject(namespace, RANK.worker_id),
         ):
             for damaged in (b"", b"\xc1", b"\x80", b"x" * 100_000):
-                await ends.router.publish(subject, damaged, reply="nobody")
-        await until(lambda: len(ends.malformed) == 12)
-        ends.publisher.publish(batch(1))
+                await transport.router.publish(subject, damaged, reply="nobody")
+        await until(lambda: len(transport.malformed) == 12)
+        transport.publisher.publish(batch(1))
         await until(lambda: heard == [batch(1)])
         assert loads == []
-        assert await ends.subscriber.recover_snapshot(RANK) is not None
+        assert await transport.subscriber.recover_snapshot(RANK) is not None
 
 
 async def test_a_large_answer_goes_in_pieces_and_nobody_there_is_known_soon(shared_nats: NatsServer) -> None:
@@ -158,29 +158,29 @@ async def test_a_large_answer_goes_in_pieces_and_nobody_there_is_known_soon(shar
             names = pack_hashes(range(400_000))
             return KvSnapshot(rank, EPOCH, EventId(0), (Held(names, names),))
 
-    async with two_ends(shared_nats) as ends:
-        end = ends.serve_recovery(RANK.worker_id, Large())
-        snapshot = await ends.subscriber.recover_snapshot(RANK)
+    async with two_ends(shared_nats) as transport:
+        end = transport.serve_recovery(RANK.worker_id, Large())
+        snapshot = await transport.subscriber.recover_snapshot(RANK)
         assert snapshot is not None
         assert sum(held.n_blocks for held in snapshot.events) == 400_000
         end()
         await asyncio.sleep(0)
-        await ends.worker.flush()
-        assert await ends.subscriber.recover_snapshot(RANK) is None
-        assert await ends.subscriber.recover_range(RANK, EventId(0), EventId(0)) is None
+        await transport.worker.flush()
+        assert await transport.subscriber.recover_snapshot(RANK) is None
+        assert await transport.subscriber.recover_range(RANK, EventId(0), EventId(0)) is None
 
 
 async def test_an_event_that_the_server_does_not_take_is_counted(shared_nats: NatsServer) -> None:
-    async with two_ends(shared_nats) as ends:
+    async with two_ends(shared_nats) as transport:
         heard: list[KvBatch] = []
-        ends.subscriber.subscribe(heard.append, lambda _report: None)
-        column = pack_hashes(range(ends.worker.max_payload // 16))
-        ends.publisher.publish(
+        transport.subscriber.subscribe(heard.append, lambda _report: None)
+        column = pack_hashes(range(transport.worker.max_payload // 16))
+        transport.publisher.publish(
             KvBatch(RANK, EPOCH, EventId(0), (STORED, Stored(None, column, column), STORED))
         )
         await until(lambda: EventId(3) in [sent.next_event_id for sent in heard])
-        assert ends.n_dropped() == 1
-        assert "too large" in ends.dropped[0][1]
+        assert transport.n_dropped() == 1
+        assert "too large" in transport.dropped[0][1]
         assert [sent.first_event_id for sent in heard] == [0, 2]
 
 
@@ -196,7 +196,7 @@ async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> Non
         here.subscriber.subscribe(heard.append, lambda _report: None)
         there.serve_recovery(RANK.worker_id, Answers())
         there.publisher.publish(batch(1))
-        await until_heard(there.publisher, there.subscriber, RANK.worker_id)
+        await until_delivered(there.publisher, there.subscriber, RANK.worker_id)
         here.publisher.publish(batch(2))
         await until(lambda: heard == [batch(2)])
         assert await here.subscriber.recover_snapshot(RANK) is None
@@ -205,20 +205,20 @@ async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> Non
 async def test_a_followed_worker_counts_on_the_subjects_of_its_own_component_alone(
     shared_nats: NatsServer,
 ) -> None:
-    async with two_ends(shared_nats) as ends:
+    async with two_ends(shared_nats) as transport:
         heard: list[object] = []
-        ends.subscriber.subscribe(heard.append, heard.append)
-        unfollow_older = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventTransport.NATS)))
-        unfollow = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventTransport.NATS)))
+        transport.subscriber.subscribe(heard.append, heard.append)
+        unfollow_older = transport.subscriber.follow(card(RANK.worker_id, EventSource(EventTransport.NATS)))
+        unfollow = transport.subscriber.follow(card(RANK.worker_id, EventSource(EventTransport.NATS)))
         unfollow_older()
-        client = ends.worker
-        other = NatsEventPublisher(client, namespace=ends.namespace, component="prefill", token=TOKEN)
+        client = transport.worker
+        other = NatsEventPublisher(client, namespace=transport.namespace, component="prefill", token=TOKEN)
         report = LoadReport(RANK, 1, 100)
         other.publish(batch(1))
         other.publish_load(report)
-        await until(lambda: len(ends.foreign) == 2)
-        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_COMPONENT}
-        ends.publisher.publish(batch(2))
+        await until(lambda: len(transport.foreign) == 2)
+        assert {error.reason for error in transport.foreign} == {DropReason.OTHER_COMPONENT}
+        transport.publisher.publish(batch(2))
         await until(lambda: bool(heard))
         assert heard == [batch(2)]
         unfollow()

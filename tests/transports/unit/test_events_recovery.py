@@ -35,7 +35,7 @@ from kvrouter.transports.events.recovery import (
     recover_range,
     recover_snapshot,
 )
-from tests.support.virtual_time import run_in_virtual_time
+from tests.testing.virtual_time import run_in_virtual_time
 
 RANK = WorkerRank(WorkerId(3), DpRank(0))
 FRAME_MAX_BYTES = ENVELOPE_BYTES + 100

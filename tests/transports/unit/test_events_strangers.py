@@ -14,10 +14,10 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.nats import NatsEventPublisher
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.subjects import events_subject, recovery_subject
-from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
-from tests.support.event_waits import until_heard
-from tests.support.nats_server import NatsServer
-from tests.support.waits import until
+from tests.testing.event_delivery import until_delivered
+from tests.testing.event_transport_nats import TOKEN, NatsTransport, connect
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import until
 
 RANK = WorkerRank(WorkerId(4), DpRank(0))
 OTHER = WorkerRank(WorkerId(5), DpRank(0))
@@ -70,12 +70,12 @@ class Stranger:
 
 
 class Scene:
-    def __init__(self, ends: NatsEnds, stranger: Stranger) -> None:
-        self.ends = ends
+    def __init__(self, transport: NatsTransport, stranger: Stranger) -> None:
+        self.ends = transport
         self.stranger = stranger
         self.batches: list[KvBatch] = []
         self.loads: list[LoadReport] = []
-        ends.subscriber.subscribe(self.batches.append, self.loads.append)
+        transport.subscriber.subscribe(self.batches.append, self.loads.append)
 
     async def until_next(self, event_id: int) -> None:
         """What the worker says now is heard, and so is all that came before."""
@@ -87,11 +87,11 @@ class Scene:
 async def scene(shared_nats: NatsServer) -> AsyncIterator[Scene]:
     clients = [await connect(shared_nats.url) for _ in range(3)]
     namespace = f"test-{uuid4().hex}"
-    ends = NatsEnds(clients[0], clients[1], namespace)
-    await ends.nats_subscriber.start()
-    await until_heard(ends.publisher, ends.subscriber, RANK.worker_id)
-    yield Scene(ends, Stranger(clients[2], namespace))
-    await ends.close()
+    transport = NatsTransport(clients[0], clients[1], namespace)
+    await transport.nats_subscriber.start()
+    await until_delivered(transport.publisher, transport.subscriber, RANK.worker_id)
+    yield Scene(transport, Stranger(clients[2], namespace))
+    await transport.close()
     for client in clients:
         await client.close()
 
@@ -139,7 +139,7 @@ async def test_a_load_that_was_overheard_is_none_when_it_is_said_again(scene: Sc
 async def test_a_worker_that_starts_again_is_heard(scene: Scene) -> None:
     scene.ends.publisher.publish_load(load(1))
     await until(lambda: load(1) in scene.loads)
-    again = NatsEnds(scene.ends.worker, scene.ends.router, scene.ends.namespace)
+    again = NatsTransport(scene.ends.worker, scene.ends.router, scene.ends.namespace)
     again.publisher.publish_load(load(2))
     await until(lambda: load(2) in scene.loads)
     await again.close()

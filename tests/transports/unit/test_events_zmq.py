@@ -19,8 +19,8 @@ from kvrouter.transports.events.encoding import (
     encode_question,
 )
 from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from tests.support.event_waits import card, until_heard
-from tests.support.waits import LIMIT_S, until
+from tests.testing.event_delivery import card, until_delivered
+from tests.testing.waits import LIMIT_S, until
 
 RANK, OTHER = (WorkerRank(WorkerId(number), DpRank(0)) for number in (4, 5))
 EPOCH = Epoch(7)
@@ -96,7 +96,7 @@ async def test_who_has_another_token_hears_nothing_and_is_not_answered(
     async with closing(worker, stranger, friend):
         stranger.plane.follow(card(4, worker.plane.source))
         friend.plane.follow(card(4, worker.plane.source))
-        await until_heard(worker.plane, friend.plane, RANK.worker_id)
+        await until_delivered(worker.plane, friend.plane, RANK.worker_id)
         assert await stranger.plane.recover_snapshot(RANK) is None
         assert await friend.plane.recover_snapshot(RANK) == SNAPSHOT
         worker.plane.publish(batch(5))
@@ -121,7 +121,7 @@ async def test_a_process_is_heard_only_for_the_workers_whose_cards_name_it() -> 
             )
             router.plane.follow(card(4, worker.plane.source))
             router.plane.follow(card(5, source))
-            await until_heard(worker.plane, router.plane, RANK.worker_id)
+            await until_delivered(worker.plane, router.plane, RANK.worker_id)
             while honest not in router.batches:
                 liar.send(other_topic + b"b" + encode_batch(honest))
                 await asyncio.sleep(0.01)
@@ -186,7 +186,7 @@ async def test_an_event_that_no_router_would_read_is_dropped_and_counted() -> No
     worker, router = Worker(), Router()
     async with closing(worker, router):
         router.plane.follow(card(4, worker.plane.source))
-        await until_heard(worker.plane, router.plane, RANK.worker_id)
+        await until_delivered(worker.plane, router.plane, RANK.worker_id)
         column = pack_hashes(range(BATCH_MAX_BYTES // 16))
         small, large = Stored(None, b"", b""), Stored(None, column, column)
         worker.plane.publish(KvBatch(RANK, EPOCH, EventId(0), (small, large, small, small)))
@@ -207,7 +207,7 @@ async def test_a_router_that_does_not_read_holds_nobody_up() -> None:
     try:
         async with closing(worker, router):
             router.plane.follow(card(4, worker.plane.source))
-            await until_heard(worker.plane, router.plane, RANK.worker_id)
+            await until_delivered(worker.plane, router.plane, RANK.worker_id)
             n_before = len(router.batches)
             column = pack_hashes(range(200))
             for number in range(20_000):
@@ -226,11 +226,11 @@ async def test_a_worker_that_comes_back_on_its_port_is_heard_and_asked_again() -
     ports = [int(at.rpartition(":")[2]) for at in (worker.plane.source.events, worker.plane.source.recovery)]
     async with closing(router):
         router.plane.follow(card(4, worker.plane.source))
-        await until_heard(worker.plane, router.plane, RANK.worker_id)
+        await until_delivered(worker.plane, router.plane, RANK.worker_id)
         await worker.plane.close()
         worker = Worker(token="t", port=ports[0], recovery_port=ports[1])
         async with closing(worker):
-            await until_heard(worker.plane, router.plane, RANK.worker_id)
+            await until_delivered(worker.plane, router.plane, RANK.worker_id)
             assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
 
 
@@ -239,7 +239,7 @@ async def test_following_ends_for_one_worker_and_goes_on_for_another_of_the_same
     async with closing(worker, router):
         end = router.plane.follow(card(4, worker.plane.source))
         router.plane.follow(card(5, worker.plane.source))
-        await until_heard(worker.plane, router.plane, OTHER.worker_id)
+        await until_delivered(worker.plane, router.plane, OTHER.worker_id)
         end()
         end()
         assert await router.plane.recover_snapshot(RANK) is None
@@ -259,7 +259,7 @@ async def test_a_new_start_that_is_followed_before_the_old_one_ends_is_the_one_t
         end_old = router.plane.follow(card(4, old.plane.source))
         router.plane.follow(card(4, new.plane.source, incarnation=2))
         end_old()
-        await until_heard(new.plane, router.plane, RANK.worker_id)
+        await until_delivered(new.plane, router.plane, RANK.worker_id)
         assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
 
 
@@ -267,7 +267,7 @@ async def test_loads_are_heard() -> None:
     worker, router = Worker(), Router()
     async with closing(worker, router):
         router.plane.follow(card(4, worker.plane.source))
-        await until_heard(worker.plane, router.plane, RANK.worker_id)
+        await until_delivered(worker.plane, router.plane, RANK.worker_id)
         worker.plane.publish_load(LoadReport(RANK, 3, 10))
         await until(lambda: router.loads == [LoadReport(RANK, 3, 10)])
 

@@ -13,8 +13,8 @@ from kvrouter.transports.events.jetstream.publisher import merged
 from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.jetstream.stream_subscriber import Replay, Replays
 from kvrouter.transports.events.loads import Drops
-from tests.support.event_ends_jetstream import Notes
-from tests.support.waits import until
+from tests.testing.event_transport_jetstream import TransportReports
+from tests.testing.waits import until
 
 RANK = WorkerRank(WorkerId(7), DpRank(1))
 
@@ -123,7 +123,7 @@ class Bench:
             client=None,  # type: ignore[arg-type]
             jetstream=None,  # type: ignore[arg-type]
             names=ComponentNames("n", "c"),
-            observer=Notes(),
+            observer=TransportReports(),
             heartbeat_s=1.0,
             deliver=lambda _subject, payload, _epoch: self.handed.append(payload),
             check=self.check,

@@ -6,8 +6,8 @@ import nats
 import pytest
 
 from kvrouter.transports.nats_client import flush, flush_subscriptions
-from tests.support.nats_server import NatsServer
-from tests.support.waits import LIMIT_S
+from tests.testing.nats_server import NatsServer
+from tests.testing.waits import LIMIT_S
 
 
 @pytest.mark.parametrize("turns", range(4))

@@ -10,10 +10,10 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.nats_client import NO_JETSTREAM, reason
 from kvrouter.transports.records.nats import NatsDiscovery
-from tests.support.discovery_stores import LEASE_S, card, nobody
-from tests.support.event_ends_jetstream import Notes
-from tests.support.nats_server import NatsServer, running_nats
-from tests.support.waits import until
+from tests.testing.discovery_stores import LEASE_S, card, ignore_reports
+from tests.testing.event_transport_jetstream import TransportReports
+from tests.testing.nats_server import NatsServer, running_nats
+from tests.testing.waits import until
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
         namespace="space",
         token="t0p",
         on_trouble=lambda what, why: troubles.append((what, why)),
-        on_refused=nobody,
+        on_refused=ignore_reports,
         lease_s=LEASE_S,
     )
     try:
@@ -46,7 +46,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
 
 async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:
     client = await nats.connect(plain_nats.url)
-    notes = Notes()
+    notes = TransportReports()
     lane = JetStreamPublisher(client, namespace="space", component="backend", token="t0p", observer=notes)
     try:
         lane.publish(KvBatch(WorkerRank(WorkerId(1), DpRank(0)), Epoch(1), EventId(0), (Cleared(),)))

@@ -18,10 +18,10 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import REQUEST_MAX_BYTES
 from kvrouter.transports.requests.worker_session import WorkerLimits
-from tests.support.constants import SetConstants
-from tests.support.proxy import Proxy
-from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.tcp_proxy import TcpProxy
+from tests.testing.waits import until
 
 TOKEN = "t0p"
 LAST = EngineChunk(token_ids=(4, 5), finish=FinishReason.STOP)
@@ -238,7 +238,7 @@ async def test_a_connection_that_has_not_shown_the_token_in_time_is_closed_and_a
 
 
 async def test_legs_share_a_connection_one_after_the_other() -> None:
-    async with both_ends() as ends, Proxy("127.0.0.1", ends.port) as proxy:
+    async with both_ends() as ends, TcpProxy("127.0.0.1", ends.port) as proxy:
         address = f"http://127.0.0.1:{proxy.port}/1/1"
         ends.transport.follow(address, lambda _is_alive: None)
         for n in range(5):
@@ -252,7 +252,7 @@ async def test_legs_share_a_connection_one_after_the_other() -> None:
 
 
 async def test_a_reset_connection_breaks_its_stream_and_frees_the_worker() -> None:
-    async with both_ends() as ends, Proxy("127.0.0.1", ends.port) as proxy:
+    async with both_ends() as ends, TcpProxy("127.0.0.1", ends.port) as proxy:
         stream = await ends.transport.open(f"http://127.0.0.1:{proxy.port}/1/1", leg())
         reader = asyncio.create_task(read_all(stream))
         proxy.cut()

@@ -31,17 +31,17 @@ from kvrouter.transports.requests.nats.transport import (
     requests_subject,
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
-from tests.support.constants import SetConstants
-from tests.support.nats_ends import TOKEN, Loses, both_ends
-from tests.support.nats_server import NatsServer, running_nats
-from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
-from tests.support.waits import until
+from tests.testing.constants import SetConstants
+from tests.testing.lossy_nats import TOKEN, MessageFilter, lossy_nats
+from tests.testing.nats_server import NatsServer, running_nats
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.testing.waits import until
 
 SEAL = message_auth_of(TOKEN, "fleet_a")
 REQUESTS = requests_subject("fleet_a", WorkerId(7), Epoch(1))
 
 
-def answers_with(kind: FrameKind) -> Loses:
+def answers_with(kind: FrameKind) -> MessageFilter:
     """Whether a worker's message carries such a frame: the first one that does is lost."""
     done = False
 
@@ -56,7 +56,7 @@ def answers_with(kind: FrameKind) -> Loses:
     return loses
 
 
-def says(kind: FrameKind) -> Loses:
+def says(kind: FrameKind) -> MessageFilter:
     """Whether a router's message carries such a frame: every one that does is lost."""
 
     def loses(subject: str, message: bytes) -> bool:
@@ -74,19 +74,19 @@ async def put_tokens(stream: ScriptedStream, n_tokens: int) -> None:
 
 async def test_a_request_above_what_a_message_holds_comes_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
-        async with both_ends(server) as ends:
+        async with lossy_nats(server) as harness:
             long = leg()
             long.token_ids.extend(range(50_000))
-            stream = await ends.transport.open(ends.address, long)
-            assert ends.worker.requests == [long]
-            producer = asyncio.create_task(put_tokens(ends.worker.streams[0], 3000))
+            stream = await harness.transport.open(harness.address, long)
+            assert harness.worker.requests == [long]
+            producer = asyncio.create_task(put_tokens(harness.worker.streams[0], 3000))
             assert (await read_all(stream))[0] == list(range(3000))
             await producer
 
 
 async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
     with running_nats(max_payload_bytes=4096) as server:
-        async with both_ends(server) as ends:
+        async with lossy_nats(server) as harness:
             n_parts = 0
 
             def second_part(_subject: str, message: bytes) -> bool:
@@ -94,107 +94,107 @@ async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
                 n_parts += len(message) > 2000
                 return n_parts == 2 and len(message) > 2000
 
-            ends.router_client.loses = second_part
+            harness.router_client.loses = second_part
             long = leg()
             long.token_ids.extend(range(50_000))
             with pytest.raises(WorkerUnreachable, match="lost on the way"):
-                await ends.transport.open(ends.address, long)
-            assert ends.worker.requests == []
-            await ends.transport.open(ends.address, long)
+                await harness.transport.open(harness.address, long)
+            assert harness.worker.requests == []
+            await harness.transport.open(harness.address, long)
 
 
 async def test_a_chunk_above_what_a_message_holds_comes_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
-        async with both_ends(server) as ends:
-            stream = await ends.transport.open(ends.address, leg(which=Leg.PREFILL))
+        async with lossy_nats(server) as harness:
+            stream = await harness.transport.open(harness.address, leg(which=Leg.PREFILL))
             blocks = {"remote_block_ids": list(range(9000))}
-            await ends.worker.streams[0].put(
+            await harness.worker.streams[0].put(
                 EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params=blocks)
             )
             assert (await read_all(stream))[1].kv_transfer_params == blocks
-            assert await ends.place.wait_idle(IN_TIME_S)
+            assert await harness.place.wait_idle(IN_TIME_S)
 
 
 async def test_a_request_above_the_limit_never_leaves(
     shared_nats: NatsServer, set_constants: SetConstants
 ) -> None:
     set_constants(session, REQUEST_MAX_BYTES=10)
-    async with both_ends(shared_nats) as ends:
+    async with lossy_nats(shared_nats) as harness:
         with pytest.raises(InvalidRequest, match="over the 10 allowed"):
-            await ends.transport.open(ends.address, leg())
+            await harness.transport.open(harness.address, leg())
 
 
 async def test_a_lost_message_breaks_the_streams_of_its_session(
     shared_nats: NatsServer,
 ) -> None:
-    async with both_ends(shared_nats) as ends:
-        stream = await ends.transport.open(ends.address, leg())
-        ends.worker_client.loses = answers_with(FrameKind.CHUNKS)
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(1,)))
-        await until(lambda: ends.worker_client.n_lost == 1)
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(2,)))
+    async with lossy_nats(shared_nats) as harness:
+        stream = await harness.transport.open(harness.address, leg())
+        harness.worker_client.loses = answers_with(FrameKind.CHUNKS)
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(1,)))
+        await until(lambda: harness.worker_client.n_lost == 1)
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(2,)))
         with pytest.raises(StreamBroken, match="lost on the way"):
             await stream.__anext__()
         async with asyncio.timeout(IN_TIME_S):
-            await ends.worker.streams[0].cancelled.wait()
-        other = await ends.transport.open(ends.address, leg("y"))
-        await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
+            await harness.worker.streams[0].cancelled.wait()
+        other = await harness.transport.open(harness.address, leg("y"))
+        await harness.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(other))[0] == [4]
 
 
 async def test_a_lost_last_message_is_noticed_though_nothing_follows(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats, dead_after_s=3.0) as ends:
-        stream = await ends.transport.open(ends.address, leg())
-        ends.worker_client.loses = answers_with(FrameKind.CHUNKS)
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
+    async with lossy_nats(shared_nats, dead_after_s=3.0) as harness:
+        stream = await harness.transport.open(harness.address, leg())
+        harness.worker_client.loses = answers_with(FrameKind.CHUNKS)
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
         with pytest.raises(StreamBroken, match="lost on the way"):
             await read_all(stream)
 
 
 async def test_a_lost_credit_is_noticed(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
-        ends.router_client.loses = says(FrameKind.CREDIT)
-        stream = await ends.transport.open(ends.address, leg())
-        producer = asyncio.create_task(put_tokens(ends.worker.streams[0], 3 * WINDOW_TOKENS))
+    async with lossy_nats(shared_nats) as harness:
+        harness.router_client.loses = says(FrameKind.CREDIT)
+        stream = await harness.transport.open(harness.address, leg())
+        producer = asyncio.create_task(put_tokens(harness.worker.streams[0], 3 * WINDOW_TOKENS))
         with pytest.raises(StreamBroken, match="lost on the way"):
             await read_all(stream)
         producer.cancel()
-        assert ends.router_client.n_lost
+        assert harness.router_client.n_lost
 
 
 async def test_a_lost_cancellation_is_noticed(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
-        ends.router_client.loses = says(FrameKind.CANCEL)
-        stream = await ends.transport.open(ends.address, leg())
+    async with lossy_nats(shared_nats) as harness:
+        harness.router_client.loses = says(FrameKind.CANCEL)
+        stream = await harness.transport.open(harness.address, leg())
         stream.cancel("the client left")
         async with asyncio.timeout(IN_TIME_S):
-            await ends.worker.streams[0].cancelled.wait()
-        assert "lost on the way" in ends.worker.streams[0].reasons[0]
+            await harness.worker.streams[0].cancelled.wait()
+        assert "lost on the way" in harness.worker.streams[0].reasons[0]
 
 
 async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats, dead_after_s=3.0) as ends:
-        stream = await ends.transport.open(ends.address, leg())
-        ends.worker_client.loses = answers_with(FrameKind.PONG)
-        await until(lambda: ends.worker_client.n_lost == 1)
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
+    async with lossy_nats(shared_nats, dead_after_s=3.0) as harness:
+        stream = await harness.transport.open(harness.address, leg())
+        harness.worker_client.loses = answers_with(FrameKind.PONG)
+        await until(lambda: harness.worker_client.n_lost == 1)
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
 
 
 async def test_in_an_outage_no_sign_of_life_fills_the_client(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats, dead_after_s=60.0) as ends:
-        ends.transport.follow(ends.address, lambda _is_alive: None)
-        await until(lambda: bool(ends.router_client.n_published))
-        ends.router_client.is_away = True
-        before = ends.router_client.n_published
+    async with lossy_nats(shared_nats, dead_after_s=60.0) as harness:
+        harness.transport.follow(harness.address, lambda _is_alive: None)
+        await until(lambda: bool(harness.router_client.n_published))
+        harness.router_client.is_away = True
+        before = harness.router_client.n_published
         for _ in range(5):
             await asyncio.sleep(0.05)
-        assert ends.router_client.n_published == before
-        ends.router_client.is_away = False
+        assert harness.router_client.n_published == before
+        harness.router_client.is_away = False
 
 
 async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
+    async with lossy_nats(shared_nats) as harness:
         heard: list[str] = []
 
         async def hear(message: Msg) -> None:
@@ -204,35 +204,35 @@ async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: Nat
         await old.subscribe("kvrouter.fleet_a.requests.8.1", cb=hear)
         await old.flush()
         with pytest.raises(WorkerUnreachable, match="nobody serves"):
-            await ends.transport.open(ends.address.replace("/7/", "/8/"), leg())
+            await harness.transport.open(harness.address.replace("/7/", "/8/"), leg())
         await old.close()
         assert heard == []
 
 
 async def test_where_nobody_listens_is_known_at_once(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
+    async with lossy_nats(shared_nats) as harness:
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(WorkerUnreachable, match="nobody serves"):
-                await ends.transport.open(ends.address.replace("/7/", "/8/"), leg())
+                await harness.transport.open(harness.address.replace("/7/", "/8/"), leg())
 
 
 async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
-        stream = await ends.transport.open(ends.address, leg())
-        ends.worker_client.loses = lambda _subject, _message: True
-        await ends.worker_client.close()
+    async with lossy_nats(shared_nats) as harness:
+        stream = await harness.transport.open(harness.address, leg())
+        harness.worker_client.loses = lambda _subject, _message: True
+        await harness.worker_client.close()
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(StreamBroken, match="nobody serves"):
                 await read_all(stream)
 
 
 async def test_a_stranger_is_refused_before_it_is_parsed(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats, router_token="guess", open_timeout_s=0.5) as ends:
+    async with lossy_nats(shared_nats, router_token="guess", open_timeout_s=0.5) as harness:
         with pytest.raises(WorkerUnreachable):
-            await ends.transport.open(ends.address, leg())
-        assert ends.worker.requests == []
-        assert ends.refused
-        assert "token" in ends.refused[0]
+            await harness.transport.open(harness.address, leg())
+        assert harness.worker.requests == []
+        assert harness.refused
+        assert "token" in harness.refused[0]
 
 
 @given(st.binary(max_size=200))
@@ -245,40 +245,40 @@ def test_garbage_with_the_right_proof_is_a_protocol_error(garbage: bytes) -> Non
 
 
 async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
+    async with lossy_nats(shared_nats) as harness:
         client = await nats.connect(shared_nats.url)
         evil = msgspec.msgpack.encode(("a.b", 0, 0, False, b""))
         sealed = [SEAL.seal(REQUESTS, body, number=9) for body in (b"", b"\xc1", evil)]
         for message in (b"", *sealed, b"x" * 100):
             await client.publish(REQUESTS, message)
-        first = await ends.transport.open(ends.address, leg("first"))
-        answers = ends.worker_client.subject.rpartition(".")[0]
+        first = await harness.transport.open(harness.address, leg("first"))
+        answers = harness.worker_client.subject.rpartition(".")[0]
         for link in ("x", "12345", "\u00b2"):
             await client.publish(f"{answers}.{link}", b"x" * 100)
         await client.flush()
         await client.close()
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(3,), finish=FinishReason.STOP))
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(3,), finish=FinishReason.STOP))
         assert (await read_all(first))[0] == [3]
-        stream = await ends.transport.open(ends.address, leg())
-        await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
+        stream = await harness.transport.open(harness.address, leg())
+        await harness.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
-        assert len(ends.refused) == 5
-        assert ends.router_client.errors == []
+        assert len(harness.refused) == 5
+        assert harness.router_client.errors == []
 
 
 async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
-        stream = await ends.transport.open(ends.address, leg())
+    async with lossy_nats(shared_nats) as harness:
+        stream = await harness.transport.open(harness.address, leg())
         tokens = frame(FrameKind.CHUNKS, encode_items([(0, (666,), None)]))
         other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), 1, is_sign=False, data=tokens))
-        subject = ends.worker_client.subject
-        await ends.worker_client.publish(subject, SEAL.seal(subject, other, number=9))
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
+        subject = harness.worker_client.subject
+        await harness.worker_client.publish(subject, SEAL.seal(subject, other, number=9))
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
 
 
 async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
+    async with lossy_nats(shared_nats) as harness:
         overheard: list[tuple[str, bytes]] = []
 
         async def overhear(message: Msg) -> None:
@@ -288,31 +288,33 @@ async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats
         await stranger.subscribe("kvrouter.>", cb=overhear)
         for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
             await stranger.flush()
-        first = await ends.transport.open(ends.address, leg("first"))
+        first = await harness.transport.open(harness.address, leg("first"))
         await until(lambda: len(overheard) > 6)  # pulses and beats among them
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
+        await harness.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
         await read_all(first)
-        second = await ends.transport.open(ends.address, leg("second"))
-        before = len(ends.refused)
+        second = await harness.transport.open(harness.address, leg("second"))
+        before = len(harness.refused)
         again = list(overheard)
         for subject, message in again:
             await stranger.publish(subject, message)
-        await until(lambda: len(ends.refused) >= before + sum("requests" in subject for subject, _ in again))
-        assert set(ends.refused) == {"a router's message came again"}
-        await ends.worker.streams[1].put(EngineChunk(token_ids=(2,), finish=FinishReason.STOP))
+        await until(
+            lambda: len(harness.refused) >= before + sum("requests" in subject for subject, _ in again)
+        )
+        assert set(harness.refused) == {"a router's message came again"}
+        await harness.worker.streams[1].put(EngineChunk(token_ids=(2,), finish=FinishReason.STOP))
         assert (await read_all(second))[0] == [2]
-        assert [request.request_id for request in ends.worker.requests] == ["first", "second"]
+        assert [request.request_id for request in harness.worker.requests] == ["first", "second"]
         await stranger.close()
 
 
 async def test_a_closed_connection_is_an_unreachable_worker(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
-        stream = await ends.transport.open(ends.address, leg())
-        await ends.router_client.close()
+    async with lossy_nats(shared_nats) as harness:
+        stream = await harness.transport.open(harness.address, leg())
+        await harness.router_client.close()
         with pytest.raises(StreamBroken):
             await read_all(stream)
         with pytest.raises(WorkerUnreachable):
-            await ends.transport.open(ends.address, leg("y"))
-        await ends.worker_client.close()
+            await harness.transport.open(harness.address, leg("y"))
+        await harness.worker_client.close()
         with pytest.raises(ConfigError):
-            ends.acceptor.serve(ends.acceptor.address_of(WorkerId(8), Epoch(1)), ScriptedWorker())
+            harness.acceptor.serve(harness.acceptor.address_of(WorkerId(8), Epoch(1)), ScriptedWorker())

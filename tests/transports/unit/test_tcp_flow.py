@@ -24,10 +24,10 @@ from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.stream import SessionStream
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.worker_session import WorkerLimits
-from tests.support.constants import SetConstants
-from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
-from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
-from tests.support.wires_tcp import TOKEN
+from tests.testing.constants import SetConstants
+from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 
 Acceptor = tuple[TcpRequestAcceptor, ScriptedWorker, str]
 
@@ -103,8 +103,8 @@ async def _tokens_arrive_once_and_in_order(sizes: list[int], credit_tokens: int,
     worker = ScriptedWorker()
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     acceptor.serve(address, worker)
-    transport = TcpRequestTransport(token=TOKEN, limits=RouterLimits(stream_credit_tokens=credit_tokens))
-    stream = await transport.open(address, leg())
+    setup = TcpRequestTransport(token=TOKEN, limits=RouterLimits(stream_credit_tokens=credit_tokens))
+    stream = await setup.open(address, leg())
     sent: list[int] = []
 
     async def produce() -> None:
@@ -126,7 +126,7 @@ async def _tokens_arrive_once_and_in_order(sizes: list[int], credit_tokens: int,
                 await asyncio.sleep(0.002)
     await producer
     assert read == sent
-    await transport.close()
+    await setup.close()
     await acceptor.close()
 
 
@@ -146,41 +146,39 @@ async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
     served: Acceptor, set_constants: SetConstants
 ) -> None:
     set_constants(session, REQUEST_MAX_BYTES=100)
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
-        await transport.open(served[2], leg())
+        await setup.open(served[2], leg())
     assert refused.value.param == "token_ids"
-    await transport.close()
+    await setup.close()
 
 
 async def test_a_router_opens_no_more_streams_than_it_may(served: Acceptor) -> None:
-    transport = TcpRequestTransport(token=TOKEN, limits=RouterLimits(streams_max=2))
-    first = await transport.open(served[2], leg("a"))
-    await transport.open(served[2], leg("b"))
+    setup = TcpRequestTransport(token=TOKEN, limits=RouterLimits(streams_max=2))
+    first = await setup.open(served[2], leg("a"))
+    await setup.open(served[2], leg("b"))
     with pytest.raises(WorkerFull, match="2 streams"):
-        await transport.open(served[2], leg("c"))
+        await setup.open(served[2], leg("c"))
     first.cancel("the client left")
-    await transport.open(served[2], leg("c"))
-    await transport.close()
+    await setup.open(served[2], leg("c"))
+    await setup.close()
 
 
 async def test_requests_that_a_worker_does_not_read_do_not_pile_up() -> None:
-    transport = TcpRequestTransport(
+    setup = TcpRequestTransport(
         token=TOKEN, limits=RouterLimits(write_max_bytes=3_000_000, open_timeout_s=20.0)
     )
     large = msgspec.structs.replace(leg(), kv_transfer_params={"x": b"0" * 2_000_000})
     async with RawWorkers() as workers:
         openings = [
-            asyncio.create_task(
-                transport.open(workers.address_of(), msgspec.structs.replace(large, attempt=n))
-            )
+            asyncio.create_task(setup.open(workers.address_of(), msgspec.structs.replace(large, attempt=n)))
             for n in range(12)
         ]
         peer = await workers.welcome_next()
         done, _ = await asyncio.wait(openings, timeout=IN_TIME_S, return_when=asyncio.FIRST_COMPLETED)
         with pytest.raises(WorkerFull, match="wait to be read"):
             await done.pop()
-        await transport.close()
+        await setup.close()
         await peer.close()
         await asyncio.gather(*openings, return_exceptions=True)
 
@@ -212,15 +210,15 @@ async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
 
 async def test_a_chunk_that_cannot_travel_fails_its_own_leg(served: Acceptor) -> None:
     _, worker, address = served
-    transport = TcpRequestTransport(token=TOKEN)
-    odd, good = [await transport.open(address, leg(name)) for name in ("odd", "good")]
+    setup = TcpRequestTransport(token=TOKEN)
+    odd, good = [await setup.open(address, leg(name)) for name in ("odd", "good")]
     worker.streams[0].chunks.put_nowait(EngineChunk(kv_transfer_params={"x": b"0" * 20_000_000}))
     with pytest.raises(KvrouterError, match="over"):
         await read_all(odd)
     assert worker.streams[0].reasons != []
     worker.streams[1].chunks.put_nowait(EngineChunk((1,), finish=FinishReason.STOP))
     assert (await read_all(good))[0] == [1]
-    await transport.close()
+    await setup.close()
 
 
 async def test_a_mistake_of_an_engine_breaks_its_stream_and_is_shown(served: Acceptor) -> None:
@@ -236,14 +234,14 @@ async def test_a_mistake_of_an_engine_breaks_its_stream_and_is_shown(served: Acc
 
     address = acceptor.address_of(WorkerId(2), Epoch(1))
     acceptor.serve(address, Worker())
-    mistakes = Mistakes()
+    mistakes = LoopErrors()
     unwatch = mistakes.watch()
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(StreamBroken, match="ZeroDivisionError"):
-        await read_all(await transport.open(address, leg()))
+        await read_all(await setup.open(address, leg()))
     assert len(mistakes.seen) == 1
     unwatch()
-    await transport.close()
+    await setup.close()
 
 
 async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Acceptor) -> None:
@@ -259,10 +257,10 @@ async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Accepto
 
     address = acceptor.address_of(WorkerId(2), Epoch(1))
     acceptor.serve(address, Worker())
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(StreamBroken, match="without a last chunk"):
-        await read_all(await transport.open(address, leg()))
-    await transport.close()
+        await read_all(await setup.open(address, leg()))
+    await setup.close()
 
 
 async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor, set_constants: SetConstants) -> None:
@@ -313,7 +311,7 @@ async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acc
             raise ZeroDivisionError("in the engine's adapter")
 
     acceptor, worker, _ = served
-    mistakes = Mistakes()
+    mistakes = LoopErrors()
     unwatch = mistakes.watch()
     peer = await RawRouter.welcomed(acceptor.port)
     await opened(peer, leg("a"))

@@ -17,11 +17,11 @@ from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.tcp import transport as transport_module
 from kvrouter.transports.requests.tcp.transport import RouterPipe
-from tests.support.constants import SetConstants
-from tests.support.proxy import Proxy
-from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
-from tests.support.tcp_peers import Mistakes, RawWorkers
-from tests.support.wires_tcp import TOKEN
+from tests.testing.constants import SetConstants
+from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.tcp_peers import LoopErrors, RawWorkers
+from tests.testing.tcp_proxy import TcpProxy
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ async def acceptor() -> AsyncIterator[TcpRequestAcceptor]:
 
 
 async def answers(
-    transport: TcpRequestTransport, worker: ScriptedWorker, address: str, name: str = "x"
+    setup: TcpRequestTransport, worker: ScriptedWorker, address: str, name: str = "x"
 ) -> list[int]:
     """What one leg brings, from its request to its end."""
-    stream = await transport.open(address, leg(name))
+    stream = await setup.open(address, leg(name))
     worker.streams[-1].chunks.put_nowait(EngineChunk((4, 5), finish=FinishReason.STOP))
     return (await read_all(stream))[0]
 
@@ -44,14 +44,14 @@ async def answers(
 async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAcceptor) -> None:
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     acceptor.serve(address, ScriptedWorker())
-    async with Proxy("127.0.0.1", acceptor.port) as proxy:
+    async with TcpProxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        transport = TcpRequestTransport(token=TOKEN)
-        await asyncio.gather(*(transport.open(behind, leg(str(n))) for n in range(50)))
-        transport.follow(behind, lambda _: None)
-        await transport.open(behind, leg("last"))
+        setup = TcpRequestTransport(token=TOKEN)
+        await asyncio.gather(*(setup.open(behind, leg(str(n))) for n in range(50)))
+        setup.follow(behind, lambda _: None)
+        await setup.open(behind, leg("last"))
         assert proxy.n_accepted == 1
-        await transport.close()
+        await setup.close()
 
 
 async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpRequestAcceptor) -> None:
@@ -61,11 +61,11 @@ async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpReque
         acceptor.serve(address, worker)
     with pytest.raises(ConfigError, match="served already"):
         acceptor.serve(addresses[0], workers[0])
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     for n in (2, 0, 1):
-        assert await answers(transport, workers[n], addresses[n]) == [4, 5]
+        assert await answers(setup, workers[n], addresses[n]) == [4, 5]
     assert [len(worker.requests) for worker in workers] == [1, 1, 1]
-    await transport.close()
+    await setup.close()
 
 
 async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests(
@@ -73,32 +73,32 @@ async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests
 ) -> None:
     old, new = [acceptor.address_of(WorkerId(1), Epoch(incarnation)) for incarnation in (1, 2)]
     registration = acceptor.serve(old, ScriptedWorker())
-    transport = TcpRequestTransport(token=TOKEN)
-    await transport.open(old, leg())
+    setup = TcpRequestTransport(token=TOKEN)
+    await setup.open(old, leg())
     registration.leave("a rolling restart")
     worker = ScriptedWorker()
     acceptor.serve(new, worker)
     for why in ("a rolling restart", "not served here"):
         with pytest.raises(WorkerUnreachable, match=why):
-            await transport.open(old, leg("y"))
-    assert await answers(transport, worker, new) == [4, 5]
-    await transport.close()
+            await setup.open(old, leg("y"))
+    assert await answers(setup, worker, new) == [4, 5]
+    await setup.close()
 
 
 async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: TcpRequestAcceptor) -> None:
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
-    async with Proxy("127.0.0.1", acceptor.port) as proxy:
+    async with TcpProxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        transport = TcpRequestTransport(token=TOKEN, limits=RouterLimits(heartbeat_s=0.02, idle_close_s=0.1))
-        assert await answers(transport, worker, behind) == [4, 5]
+        setup = TcpRequestTransport(token=TOKEN, limits=RouterLimits(heartbeat_s=0.02, idle_close_s=0.1))
+        assert await answers(setup, worker, behind) == [4, 5]
         async with asyncio.timeout(IN_TIME_S):
             while proxy.n_open:
                 await proxy.changed()
-        assert await answers(transport, worker, behind, "y") == [4, 5]
+        assert await answers(setup, worker, behind, "y") == [4, 5]
         assert proxy.n_accepted == 2
-        await transport.close()
+        await setup.close()
 
 
 async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_one_at_once(
@@ -109,25 +109,25 @@ async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_o
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
-    async with Proxy("127.0.0.1", acceptor.port) as proxy:
+    async with TcpProxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
-        transport = TcpRequestTransport(token=TOKEN)
+        setup = TcpRequestTransport(token=TOKEN)
         reported: list[bool] = []
-        transport.follow(behind, reported.append)
-        stream = await transport.open(behind, leg())
+        setup.follow(behind, reported.append)
+        stream = await setup.open(behind, leg())
         proxy.cut()
         with pytest.raises(StreamBroken):
             await read_all(stream)
-        assert await answers(transport, worker, behind, "y") == [4, 5]
+        assert await answers(setup, worker, behind, "y") == [4, 5]
         assert (proxy.n_accepted, False in reported) == (2, False)
-        await transport.close()
+        await setup.close()
 
 
 async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
     async with RawWorkers() as workers:
-        transport = TcpRequestTransport(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
+        setup = TcpRequestTransport(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
         reported: list[bool] = []
-        transport.follow(workers.address_of(), reported.append)
+        setup.follow(workers.address_of(), reported.append)
         loop = asyncio.get_running_loop()
         tried_s = []
         for _ in range(6):
@@ -137,7 +137,7 @@ async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
         assert reported == [False]
         assert tried_s[5] - tried_s[4] > (tried_s[1] - tried_s[0]) / 20
         assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
-        await transport.close()
+        await setup.close()
 
 
 class End:
@@ -191,14 +191,14 @@ async def test_an_address_that_nobody_uses_is_forgotten() -> None:
 
 
 async def test_a_plane_can_be_closed_while_it_connects() -> None:
-    mistakes = Mistakes()
+    mistakes = LoopErrors()
     unwatch = mistakes.watch()
     async with RawWorkers() as workers:
-        transport = TcpRequestTransport(token=TOKEN)
-        transport.follow(workers.address_of(1), lambda _: None)
-        opening = asyncio.create_task(transport.open(workers.address_of(2), leg()))
+        setup = TcpRequestTransport(token=TOKEN)
+        setup.follow(workers.address_of(1), lambda _: None)
+        opening = asyncio.create_task(setup.open(workers.address_of(2), leg()))
         await workers.next()
-        await transport.close()
+        await setup.close()
         with pytest.raises(WorkerUnreachable, match="closed"):
             await opening
     assert mistakes.seen == []
@@ -207,25 +207,25 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1/1/1"])
 async def test_where_nobody_can_ever_be_is_not_followed(address: str) -> None:
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
-        await transport.open(address, leg())
+        await setup.open(address, leg())
     with pytest.raises(WorkerUnreachable):
-        transport.follow(address, lambda _: None)
-    await transport.close()
+        setup.follow(address, lambda _: None)
+    await setup.close()
 
 
 async def test_where_nobody_is_is_unreachable_and_not_alive() -> None:
     address = "tcp://127.0.0.1:1/1/1"
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
-        await transport.open(address, leg())
+        await setup.open(address, leg())
     heard: asyncio.Queue[bool] = asyncio.Queue()
-    end = transport.follow(address, heard.put_nowait)
+    end = setup.follow(address, heard.put_nowait)
     async with asyncio.timeout(IN_TIME_S):
         assert await heard.get() is False
     end()
-    await transport.close()
+    await setup.close()
 
 
 def test_an_address_that_nobody_can_connect_to_is_not_advertised() -> None:
@@ -248,9 +248,9 @@ async def test_a_worker_that_waits_for_tls_is_reported_of() -> None:
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=context)
     await acceptor.start()
-    transport = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.2, on_refused=why.put_nowait)
-    transport.follow(acceptor.address_of(WorkerId(1), Epoch(1)), lambda _: None)
+    setup = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.2, on_refused=why.put_nowait)
+    setup.follow(acceptor.address_of(WorkerId(1), Epoch(1)), lambda _: None)
     async with asyncio.timeout(IN_TIME_S):
         assert "TLS" in await why.get()
-    await transport.close()
+    await setup.close()
     await acceptor.close()

@@ -24,9 +24,9 @@ from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.tcp.transport import new_nonce
 from kvrouter.transports.requests.worker_session import WorkerLimits
-from tests.support.scripted_worker import ScriptedWorker, leg, read_all
-from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
-from tests.support.wires_tcp import TOKEN
+from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
+from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Behind:
     worker: ScriptedWorker
     place: LegServer
     refusals: list[str]
-    mistakes: Mistakes = field(default_factory=Mistakes)
+    mistakes: LoopErrors = field(default_factory=LoopErrors)
 
 
 @pytest.fixture
@@ -212,13 +212,13 @@ async def test_a_request_that_cannot_be_read_is_refused_and_its_neighbours_go_on
 
 
 async def test_more_streams_than_a_connection_may_have_are_refused_as_full(behind: Behind) -> None:
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     address = behind.place.address
     for n in range(4):
-        await transport.open(address, leg(str(n)))
+        await setup.open(address, leg(str(n)))
     with pytest.raises(WorkerFull, match="4 streams"):
-        await transport.open(address, leg("more"))
-    await transport.close()
+        await setup.open(address, leg("more"))
+    await setup.close()
 
 
 async def test_a_leg_that_came_over_another_connection_is_refused(behind: Behind) -> None:
@@ -239,15 +239,15 @@ async def test_a_leg_that_came_over_another_connection_is_refused(behind: Behind
 
 async def test_a_router_does_not_talk_to_a_worker_without_the_token() -> None:
     refusals: list[str] = []
-    transport = TcpRequestTransport(token=TOKEN, on_refused=refusals.append)
+    setup = TcpRequestTransport(token=TOKEN, on_refused=refusals.append)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(transport.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
         peer = await workers.welcome_next(token="guessed")
         assert "token" in await peer.goodbye()
         with pytest.raises(WorkerUnreachable, match="does not know the token"):
             await opening
         assert len(refusals) == 1
-        await transport.close()
+        await setup.close()
 
 
 @pytest.mark.parametrize(
@@ -255,24 +255,24 @@ async def test_a_router_does_not_talk_to_a_worker_without_the_token() -> None:
     [(b"SSH-2.0-OpenSSH\r\n", "does not speak"), (b"kvrouter\x07\x00", "version 7"), (b"", "in time")],
 )
 async def test_a_router_does_not_talk_to_what_is_no_worker(first_bytes: bytes, why: str) -> None:
-    transport = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.1 if not first_bytes else 20.0)
+    setup = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.1 if not first_bytes else 20.0)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(transport.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
         (await workers.next()).send(first_bytes)
         with pytest.raises(WorkerUnreachable, match=why):
             await opening
-        await transport.close()
+        await setup.close()
 
 
 async def test_a_frame_before_the_welcome_is_refused() -> None:
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(transport.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
         peer = await workers.next()
         peer.send(greeting(new_nonce()) + frame(FrameKind.CHUNKS, b"\x90"))
         with pytest.raises(WorkerUnreachable, match="may not come"):
             await opening
-        await transport.close()
+        await setup.close()
 
 
 BAD_ANSWERS = {
@@ -297,11 +297,11 @@ BAD_ANSWERS = {
 @pytest.mark.parametrize("name", sorted(BAD_ANSWERS))
 async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reason(name: str) -> None:
     refusals: list[str] = []
-    transport = TcpRequestTransport(
+    setup = TcpRequestTransport(
         token=TOKEN, on_refused=refusals.append, limits=RouterLimits(stream_credit_tokens=16)
     )
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(transport.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
         peer = await workers.welcome_next()
         await peer.next(FrameKind.OPEN)
         peer.send_frame(FrameKind.ACCEPTED, b"\x00")
@@ -311,13 +311,13 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reaso
             await read_all(stream)
         assert await peer.goodbye()
         assert len(refusals) == 1
-        await transport.close()
+        await setup.close()
 
 
 async def test_answers_to_streams_that_nobody_has_are_left_alone() -> None:
-    transport = TcpRequestTransport(token=TOKEN)
+    setup = TcpRequestTransport(token=TOKEN)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(transport.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
         peer = await workers.welcome_next()
         await peer.next(FrameKind.OPEN)
         peer.send_frame(FrameKind.ACCEPTED, b"\x09")
@@ -328,4 +328,4 @@ async def test_answers_to_streams_that_nobody_has_are_left_alone() -> None:
         last = EngineChunk((1, 2), finish=FinishReason.STOP)
         peer.send_frame(FrameKind.CHUNKS, msgspec.msgpack.encode([[0, [], last]]))
         assert await read_all(stream) == ([1, 2], last)
-        await transport.close()
+        await setup.close()

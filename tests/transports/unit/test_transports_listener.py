@@ -26,10 +26,10 @@ from kvrouter.transports.requests.http import HttpRequestAcceptor
 from kvrouter.transports.requests.messages import GREETING_BYTES
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
 from kvrouter.transports.requests.worker_session import WorkerLimits
-from tests.support.calls import WatchCalls
-from tests.support.descriptors import no_descriptor_left
-from tests.support.http_serving import LOOPS, Run, runner
-from tests.support.processes import free_ports
+from tests.testing.calls import WatchCalls
+from tests.testing.file_descriptors import no_descriptor_left
+from tests.testing.http_server import LOOPS, Run, runner
+from tests.testing.processes import free_ports
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 Refused = list[str]

@@ -23,9 +23,9 @@ from kvrouter.worker.engine_door import (
     VERSION,
     ListenAddress,
 )
-from tests.support.behind_door import BLOCK_SIZE, TOKEN, Behind, behind_door
-from tests.support.logged import event_of, events_of
-from tests.support.waits import LIMIT_S, until
+from tests.testing.engine_door import BLOCK_SIZE, TOKEN, EngineDoorHarness, open_engine_door
+from tests.testing.log_events import event_of, events_of
+from tests.testing.waits import LIMIT_S, until
 
 HELLO, REPLACE, STORED, REMOVED, LOAD, SYNC = range(6)
 WELCOME, REFUSED, SYNCED = range(3)
@@ -61,8 +61,8 @@ class Caller:
 
 
 @asynccontextmanager
-async def caller(behind: Behind) -> AsyncIterator[Caller]:
-    place = ListenAddress.parse(behind.door.address)
+async def caller(harness: EngineDoorHarness) -> AsyncIterator[Caller]:
+    place = ListenAddress.parse(harness.door.address)
     if place.path is None:
         ends = await asyncio.open_connection(place.host, place.port)
     else:
@@ -74,9 +74,9 @@ async def caller(behind: Behind) -> AsyncIterator[Caller]:
 
 
 @asynccontextmanager
-async def friend(behind: Behind, *dp_ranks: int) -> AsyncIterator[Caller]:
+async def friend(harness: EngineDoorHarness, *dp_ranks: int) -> AsyncIterator[Caller]:
     """A caller that is in, and tells of these ranks."""
-    async with caller(behind) as who:
+    async with caller(harness) as who:
         who.send(TOKEN.encode())
         who.say(*KNOCK)
         assert await who.hear() == [WELCOME, VERSION]
@@ -88,17 +88,17 @@ async def friend(behind: Behind, *dp_ranks: int) -> AsyncIterator[Caller]:
 
 
 @pytest.fixture
-async def behind(tmp_path: Path) -> AsyncIterator[Behind]:
-    async with behind_door(f"unix:{tmp_path}/door") as here:
+async def harness(tmp_path: Path) -> AsyncIterator[EngineDoorHarness]:
+    async with open_engine_door(f"unix:{tmp_path}/door") as here:
         yield here
 
 
-def events(behind: Behind) -> list[object]:
-    return [event for batch in behind.batches for event in batch.events]
+def events(harness: EngineDoorHarness) -> list[object]:
+    return [event for batch in harness.batches for event in batch.events]
 
 
-async def test_what_an_engine_tells_is_published_and_ends_with_it(behind: Behind) -> None:
-    async with friend(behind, 0, 1) as who:
+async def test_what_an_engine_tells_is_published_and_ends_with_it(harness: EngineDoorHarness) -> None:
+    async with friend(harness, 0, 1) as who:
         who.say(STORED, 1, Medium.CPU, None, ONE, pack_hashes([11]))
         who.say(STORED, 1, Medium.GPU, 1, pack_hashes([2]), pack_hashes([22]))
         who.say(REMOVED, 1, Medium.CPU, ONE)
@@ -109,31 +109,31 @@ async def test_what_an_engine_tells_is_published_and_ends_with_it(behind: Behind
             Stored(EngineHash(1), pack_hashes([2]), pack_hashes([22])),
             Removed(ONE, Medium.CPU),
         ]
-        assert events(behind) == [Cleared(), Cleared(), *reported]
-        assert {batch.rank.dp_rank for batch in behind.batches if reported[-1] in batch.events} == {1}
-        assert behind.door.dp_ranks == {0, 1}
-    await until(lambda: events(behind)[5:] == [Cleared(), Cleared()])
-    assert behind.door.dp_ranks == frozenset()
+        assert events(harness) == [Cleared(), Cleared(), *reported]
+        assert {batch.rank.dp_rank for batch in harness.batches if reported[-1] in batch.events} == {1}
+        assert harness.door.dp_ranks == {0, 1}
+    await until(lambda: events(harness)[5:] == [Cleared(), Cleared()])
+    assert harness.door.dp_ranks == frozenset()
 
 
-async def test_the_load_of_an_engine_that_left_is_not_repeated(behind: Behind) -> None:
-    async with friend(behind, 0, 1) as who:
+async def test_the_load_of_an_engine_that_left_is_not_repeated(harness: EngineDoorHarness) -> None:
+    async with friend(harness, 0, 1) as who:
         who.say(LOAD, 1, 3, 8, 0, 1, 0)
         who.say(SYNC, 1)
         assert await who.hear() == [SYNCED, 1]
-        behind.publisher.heartbeat([])
-        assert [(load.rank.dp_rank, load.active_blocks) for load in behind.loads] == [(1, 3), (1, 3)]
-    await until(lambda: not behind.door.dp_ranks)
-    behind.publisher.heartbeat([])
-    assert len(behind.loads) == 2
+        harness.publisher.heartbeat([])
+        assert [(load.rank.dp_rank, load.active_blocks) for load in harness.loads] == [(1, 3), (1, 3)]
+    await until(lambda: not harness.door.dp_ranks)
+    harness.publisher.heartbeat([])
+    assert len(harness.loads) == 2
 
 
-async def test_a_strangers_words_are_not_read(behind: Behind) -> None:
-    async with caller(behind) as stranger:
+async def test_a_strangers_words_are_not_read(harness: EngineDoorHarness) -> None:
+    async with caller(harness) as stranger:
         stranger.send(b"a guess")
         stranger.send(b"\xc1 is no msgpack at all")
         assert await stranger.is_refused("its token is not the worker's")
-    async with caller(behind) as stranger:
+    async with caller(harness) as stranger:
         stranger.writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert await stranger.is_refused(f"a frame of {0x47455420} bytes is longer than {TOKEN_BYTES_MAX}")
 
@@ -147,8 +147,10 @@ async def test_a_strangers_words_are_not_read(behind: Behind) -> None:
         ((HELLO,), "frame: Expected `array` of at least length 3, got 1"),
     ],
 )
-async def test_a_greeting_that_is_none(behind: Behind, frame: tuple[int, ...], reason: str) -> None:
-    async with caller(behind) as who:
+async def test_a_greeting_that_is_none(
+    harness: EngineDoorHarness, frame: tuple[int, ...], reason: str
+) -> None:
+    async with caller(harness) as who:
         who.send(TOKEN.encode())
         who.say(*frame)
         assert await who.is_refused(reason)
@@ -174,19 +176,19 @@ async def test_a_greeting_that_is_none(behind: Behind, frame: tuple[int, ...], r
     ],
 )
 async def test_a_frame_that_cannot_be_meant_ends_the_conversation(
-    behind: Behind, frame: tuple[object, ...], reason: str
+    harness: EngineDoorHarness, frame: tuple[object, ...], reason: str
 ) -> None:
-    async with friend(behind, 0) as who:
+    async with friend(harness, 0) as who:
         who.say(STORED, 0, Medium.GPU, None, ONE, ONE)
         who.say(*frame)
         assert await who.is_refused(reason)
-        assert not behind.believed(DpRank(0))
-    async with friend(behind, 0):
+        assert not harness.believed(DpRank(0))
+    async with friend(harness, 0):
         pass
 
 
-async def test_a_frame_that_is_too_long_is_not_waited_for(behind: Behind) -> None:
-    async with friend(behind, 0) as who:
+async def test_a_frame_that_is_too_long_is_not_waited_for(harness: EngineDoorHarness) -> None:
+    async with friend(harness, 0) as who:
         who.writer.write((FRAME_BYTES_MAX + 1).to_bytes(4, "big"))
         assert await who.is_refused(
             f"a frame of {FRAME_BYTES_MAX + 1} bytes is longer than {FRAME_BYTES_MAX}"
@@ -194,34 +196,34 @@ async def test_a_frame_that_is_too_long_is_not_waited_for(behind: Behind) -> Non
 
 
 async def test_who_says_nothing_is_gone(tmp_path: Path) -> None:
-    async with behind_door(f"unix:{tmp_path}/door", silence_s=0.05) as behind, caller(behind) as who:
+    async with open_engine_door(f"unix:{tmp_path}/door", silence_s=0.05) as harness, caller(harness) as who:
         who.send(TOKEN.encode())
         who.say(*KNOCK)
         assert await who.hear() == [WELCOME, VERSION]
         assert await who.is_refused("it said nothing for 0.05 s")
 
 
-async def test_the_newest_connection_tells_of_a_rank(behind: Behind) -> None:
-    async with friend(behind, 0, 1) as old, friend(behind, 1) as new:
+async def test_the_newest_connection_tells_of_a_rank(harness: EngineDoorHarness) -> None:
+    async with friend(harness, 0, 1) as old, friend(harness, 1) as new:
         assert await old.is_refused("a newer connection tells of dp_rank 1")
-        assert behind.door.dp_ranks == {1}
+        assert harness.door.dp_ranks == {1}
         new.say(STORED, 1, Medium.GPU, None, ONE, ONE)
         new.say(SYNC, 1)
         await new.hear()
-        assert len(behind.believed(DpRank(1))) == 1
+        assert len(harness.believed(DpRank(1))) == 1
 
 
-async def test_a_full_door_says_so_and_opens_again(behind: Behind) -> None:
-    place = ListenAddress.parse(behind.door.address)
+async def test_a_full_door_says_so_and_opens_again(harness: EngineDoorHarness) -> None:
+    place = ListenAddress.parse(harness.door.address)
     assert place.path is not None
     ends = [await asyncio.open_unix_connection(place.path) for _ in range(CONNECTIONS_MAX)]
-    async with caller(behind) as late:
+    async with caller(harness) as late:
         assert await late.is_refused(f"{CONNECTIONS_MAX} connections are open already")
     for _, writer in ends:
         writer.close()
 
     async def is_in() -> bool:
-        async with caller(behind) as who:
+        async with caller(harness) as who:
             who.send(TOKEN.encode())
             who.say(*KNOCK)
             return await who.hear() == [WELCOME, VERSION]
@@ -231,13 +233,13 @@ async def test_a_full_door_says_so_and_opens_again(behind: Behind) -> None:
 
 
 async def test_every_ending_is_logged_without_what_was_said(
-    behind: Behind, caplog: pytest.LogCaptureFixture
+    harness: EngineDoorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter")
-    async with caller(behind) as stranger:
+    async with caller(harness) as stranger:
         stranger.send(b"a guess")
         await stranger.hear()
-    async with friend(behind, 0):
+    async with friend(harness, 0):
         pass
     await until(lambda: len(caplog.records) == 3)
     reported = [(event_of(record), getattr(record, "kvrouter_fields")) for record in caplog.records]  # noqa: B009
@@ -249,44 +251,44 @@ async def test_every_ending_is_logged_without_what_was_said(
 
 
 async def test_who_knocks_again_and_again_with_a_wrong_token_is_logged_once(
-    behind: Behind, caplog: pytest.LogCaptureFixture
+    harness: EngineDoorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter")
     for _ in range(3):
-        async with caller(behind) as stranger:
+        async with caller(harness) as stranger:
             stranger.send(b"a guess")
             assert await stranger.is_refused("its token is not the worker's")
-    async with friend(behind, 0):
+    async with friend(harness, 0):
         await until(lambda: "engine_joined" in events_of(caplog.records))
     assert events_of(caplog.records).count("engine_refused") == 1
 
 
-async def test_stopping_tells_the_engines_and_clears_their_ranks(behind: Behind) -> None:
-    async with friend(behind, 0) as who:
-        await behind.door.stop()
-        await behind.door.stop()
+async def test_stopping_tells_the_engines_and_clears_their_ranks(harness: EngineDoorHarness) -> None:
+    async with friend(harness, 0) as who:
+        await harness.door.stop()
+        await harness.door.stop()
         assert await who.is_refused("the worker's door is closed")
-        assert events(behind) == [Cleared(), Cleared()]
+        assert events(harness) == [Cleared(), Cleared()]
 
 
 async def test_tcp_finds_a_port(tmp_path: Path) -> None:
-    async with behind_door("tcp://127.0.0.1:0") as behind:
-        assert not behind.door.address.endswith(":0")
-        async with friend(behind, 0):
+    async with open_engine_door("tcp://127.0.0.1:0") as harness:
+        assert not harness.door.address.endswith(":0")
+        async with friend(harness, 0):
             pass
 
 
 async def test_a_socket_file_is_its_users_alone_and_goes_with_the_door(tmp_path: Path) -> None:
     path = tmp_path / "door"
-    async with behind_door(f"unix:{path}"):
+    async with open_engine_door(f"unix:{path}"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with pytest.raises(ConfigError, match="somebody listens at"):
-            async with behind_door(f"unix:{path}"):
+            async with open_engine_door(f"unix:{path}"):
                 pass
     assert not path.exists()
     with closing(socket.socket(socket.AF_UNIX)) as leftover:
         leftover.bind(str(path))
-    async with behind_door(f"unix:{path}") as behind, friend(behind, 0):
+    async with open_engine_door(f"unix:{path}") as harness, friend(harness, 0):
         pass
 
 
@@ -296,28 +298,28 @@ async def test_a_socket_file_is_its_users_alone_and_goes_with_the_door(tmp_path:
 )
 async def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ConfigError, match="neither unix:/path nor tcp://host:port") as caught:
-        Behind(address)
+        EngineDoorHarness(address)
     assert caught.value.param == "address"
 
 
 async def test_an_address_that_cannot_be_had(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
-        await Behind(f"unix:{tmp_path}/none/door").door.start()
+        await EngineDoorHarness(f"unix:{tmp_path}/none/door").door.start()
     with pytest.raises(ConfigError, match="cannot listen at"):
-        await Behind(f"unix:{tmp_path}/{'x' * 200}").door.start()
+        await EngineDoorHarness(f"unix:{tmp_path}/{'x' * 200}").door.start()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "some.host", "[::]"])
 async def test_a_door_that_others_reach_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match="token: must be set") as caught:
-        Behind(f"tcp://{host}:7000", token="")
+        EngineDoorHarness(f"tcp://{host}:7000", token="")
     assert caught.value.param == "token"
-    assert Behind(f"tcp://{host}:7000").door.address == f"tcp://{host}:7000"
+    assert EngineDoorHarness(f"tcp://{host}:7000").door.address == f"tcp://{host}:7000"
 
 
 async def test_a_token_that_is_too_long() -> None:
     with pytest.raises(ConfigError, match="token: is longer than 1024 bytes"):
-        Behind("unix:/door", token="x" * 1025)
+        EngineDoorHarness("unix:/door", token="x" * 1025)
 
 
 small = st.integers(-1, 6)
@@ -334,8 +336,8 @@ frames = st.one_of(
 @given(st.lists(frames, max_size=8), st.booleans())
 async def test_nothing_that_is_said_ends_the_worker(said: list[bytes], is_friend: bool) -> None:
     """Whatever one connection says, the next one is served, and holds what it says alone."""
-    async with behind_door("tcp://127.0.0.1:0") as behind:
-        async with caller(behind) as who:
+    async with open_engine_door("tcp://127.0.0.1:0") as harness:
+        async with caller(harness) as who:
             if is_friend:
                 who.send(TOKEN.encode())
                 who.say(*KNOCK)
@@ -345,8 +347,8 @@ async def test_nothing_that_is_said_ends_the_worker(said: list[bytes], is_friend
             who.writer.write_eof()
             while await who.hear() is not None:
                 pass
-        async with friend(behind, 0) as who:
+        async with friend(harness, 0) as who:
             who.say(STORED, 0, Medium.GPU, None, ONE, pack_hashes([5]))
             who.say(SYNC, 1)
             await who.hear()
-            assert set(behind.believed(DpRank(0))) == {(Medium.GPU, 1, 5)}
+            assert set(harness.believed(DpRank(0))) == {(Medium.GPU, 1, 5)}

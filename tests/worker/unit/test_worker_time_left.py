@@ -10,9 +10,9 @@ from kvrouter.core.errors import DeadlineExceeded
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import StreamBroken
 from kvrouter.worker.worker import GRACE_S, REASON, TIME_LEFT_MAX_S, TimedStream
-from tests.support.lone_worker import House
-from tests.support.scripted_worker import ScriptedStream
-from tests.support.virtual_time import run_in_virtual_time
+from tests.testing.scripted_worker import ScriptedStream
+from tests.testing.virtual_time import run_in_virtual_time
+from tests.testing.worker_harness import WorkerHarness
 
 LAST = EngineChunk((7,), FinishReason.LENGTH)
 LONG_S = 10 * TIME_LEFT_MAX_S
@@ -71,14 +71,14 @@ def test_a_leg_that_ended_in_time_is_left_alone(ending: str) -> None:
 
 def test_a_worker_keeps_to_the_time_that_a_request_brings() -> None:
     async def run() -> None:
-        house = House()
-        await house.start()
-        endless = await house.worker.submit(house.request(request_id="endless"))
-        timed = await house.worker.submit(replace(house.request(), time_left_s=3.0))
+        harness = WorkerHarness()
+        await harness.start()
+        endless = await harness.worker.submit(harness.request(request_id="endless"))
+        timed = await harness.worker.submit(replace(harness.request(), time_left_s=3.0))
         await asyncio.sleep(3.0 + GRACE_S + 0.1)
-        assert [each.cancelled for each in house.engine.streams] == [None, REASON]
+        assert [each.cancelled for each in harness.engine.streams] == [None, REASON]
         endless.cancel("done")
         timed.cancel("done")
-        await house.worker.stop()
+        await harness.worker.stop()
 
     run_in_virtual_time(run())

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from tests.support.proxy import Proxy
 from tests.system.cluster.kubelet.kubelet import Kubelet
 from tests.system.cluster.kubelet.pod import PlayedPod
+from tests.testing.tcp_proxy import TcpProxy
 
 
-class ServiceProxy(Proxy):
+class ServiceProxy(TcpProxy):
     """Leads each new connection to one of the Service's Ready pods in turn, and refuses it without any.
 
     Connections that are there stay with their pod, as behind a kube-proxy.

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from tests.support.service_links import Service, ServicePort
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.kubelet.api import Api, ApiError, Object
 from tests.system.cluster.kubelet.pod import AGAIN_S, Machine, PlayedPod
 from tests.system.cluster.pods import BY_HAND
 from tests.system.cluster.together import Together
+from tests.testing.service_variables import Service, ServicePort
 
 SELECTOR = ",".join(f"{key}={value}" for key, value in BY_HAND.items())
 

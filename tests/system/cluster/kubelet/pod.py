@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.support.service_links import Service, links
 from tests.system.cluster.kubelet.api import GONE, Api, ApiError, Object
 from tests.system.cluster.kubelet.container import Container, Launch, argv_of, now
 from tests.system.cluster.kubelet.fields import NotPlayedError, Outside, expanded, field
 from tests.system.cluster.kubelet.probes import probe
 from tests.system.cluster.kubelet.volumes import Volumes
+from tests.testing.service_variables import Service, service_variables
 
 AGAIN_S = 0.2
 """After so long, and ever later, what failed is tried again."""
@@ -175,7 +175,7 @@ class PlayedPod:
             "PATH": os.environ["PATH"],
             "HOME": str(self.root),
             "HOSTNAME": self.name,
-            **links([*await self._services(), self._machine.server]),
+            **service_variables([*await self._services(), self._machine.server]),
             **{name: outside.word(value) for name, value in reported.items()},
         }
         if ACCOUNT in folders:

@@ -1,0 +1,320 @@
+"""What every engine keeps to, whatever it is: a mock, a server that stands in for one, a real one.
+
+A class of tests is made of these by a subclass with the fixture ``at`` or ``pair``. No law needs an engine
+that is as it was started: prompts are new ones, and what was stored before is allowed for.
+"""
+
+import asyncio
+from itertools import count
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
+from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerUnreachable
+from tests.testing.attached_engines import AttachedEngine
+from tests.testing.engine_requests import completion_request, engine_request
+from tests.testing.waits import until
+
+VOCABULARY = 1_900
+LONG_TOKENS = 300
+"""An answer that nobody waits for."""
+
+_seeds = count(1)
+
+
+def new_prompt(n_tokens: int) -> list[int]:
+    """Tokens that no other prompt begins with."""
+    seed = next(_seeds)
+    return [10 + (seed * 7919 + place * 31 + place // 7) % VOCABULARY for place in range(n_tokens)]
+
+
+async def read(stream: EngineStream) -> list[EngineChunk]:
+    """Every chunk of an answer."""
+    return [chunk async for chunk in stream]
+
+
+async def answer(at: AttachedEngine, request: EngineRequest) -> list[EngineChunk]:
+    """Every chunk of the answer to a leg."""
+    return await read(await at.engine.submit(request))
+
+
+def tokens_of(chunks: list[EngineChunk]) -> list[int]:
+    """The tokens of an answer."""
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def cached_tokens_of(chunks: list[EngineChunk]) -> int:
+    """What the engine had cached, which it tells once."""
+    (found,) = [chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None]
+    return found
+
+
+def ends_once(chunks: list[EngineChunk]) -> bool:
+    """Whether the last chunk, and no other, tells why it ended."""
+    *before, last = chunks
+    return last.finish is not None and all(chunk.finish is None for chunk in before)
+
+
+async def is_free(at: AttachedEngine) -> None:
+    """Wait until nothing runs, waits or holds blocks, by the engine's own reports from now on. A real engine
+    counts again with its next step: it is given one.
+    """
+    await answer(at, engine_request(new_prompt(3), max_tokens=1))
+    await until(lambda: not at.reported.running and not at.reported.active_blocks)
+
+
+async def refusal_of(at: AttachedEngine, request: EngineRequest) -> KvrouterError:
+    """The error with which a leg is refused, at once or by its first read."""
+    with pytest.raises(KvrouterError) as refused:
+        await anext(aiter(await at.engine.submit(request)))
+    return refused.value
+
+
+class AnswerLaws:
+    """What an answer is."""
+
+    @pytest.mark.parametrize("n_tokens", [1, 2, 40])
+    async def test_as_many_tokens_as_were_asked_for_and_one_end(
+        self, at: AttachedEngine, n_tokens: int
+    ) -> None:
+        stream = await at.engine.submit(engine_request(new_prompt(50), max_tokens=n_tokens))
+        chunks = await read(stream)
+        assert (len(tokens_of(chunks)), chunks[-1].finish) == (n_tokens, FinishReason.LENGTH)
+        assert ends_once(chunks)
+        assert not any(chunk.raw for chunk in chunks)
+        with pytest.raises(StopAsyncIteration):
+            await anext(aiter(stream))
+        stream.cancel("it has ended")
+
+    async def test_a_greedy_answer_is_the_same_again_and_goes_on_from_its_middle(
+        self, at: AttachedEngine
+    ) -> None:
+        prompt = new_prompt(70)
+        whole = tokens_of(await answer(at, engine_request(prompt, max_tokens=12)))
+        assert tokens_of(await answer(at, engine_request(prompt, max_tokens=12))) == whole
+        resumed = engine_request([*prompt, *whole[:5]], max_tokens=7, resumed_tokens=5)
+        assert tokens_of(await answer(at, resumed)) == whole[5:]
+
+    async def test_legs_that_run_together_get_their_own_tokens(self, at: AttachedEngine) -> None:
+        prompts = [new_prompt(40 + n) for n in range(4)]
+        alone = [tokens_of(await answer(at, engine_request(prompt, max_tokens=20))) for prompt in prompts]
+        together = await asyncio.gather(
+            *(answer(at, engine_request(prompt, max_tokens=20)) for prompt in prompts)
+        )
+        assert [tokens_of(chunks) for chunks in together] == alone
+
+    async def test_who_does_not_read_holds_nobody_else_back(self, at: AttachedEngine) -> None:
+        slow = await at.engine.submit(engine_request(new_prompt(33), max_tokens=100))
+        assert len(tokens_of(await answer(at, engine_request(new_prompt(34), max_tokens=20)))) == 20
+        assert len(tokens_of(await read(slow))) == 100
+
+    async def test_a_second_leg_of_one_name_harms_the_first_in_nothing(self, at: AttachedEngine) -> None:
+        request = engine_request(new_prompt(45), max_tokens=60)
+        first = await at.engine.submit(request)
+        begun = await anext(aiter(first))
+        try:
+            again = tokens_of(await answer(at, request))
+        except (InvalidRequest, WorkerUnreachable):
+            again = []
+        whole = tokens_of([begun, *await read(first)])
+        assert len(whole) == 60
+        assert again in ([], whole)
+
+
+class RefusalLaws:
+    """What is refused, and as whose fault."""
+
+    async def test_a_call_at_fault_names_its_field(self, at: AttachedEngine) -> None:
+        error = await refusal_of(at, engine_request(new_prompt(5), max_tokens=-1))
+        assert isinstance(error, InvalidRequest)
+        assert "max_" in (error.param or error.message)
+        assert not isinstance(error, ContextLengthExceeded)
+
+    async def test_what_is_too_long_is_reported_as_that(self, at: AttachedEngine) -> None:
+        request = engine_request(new_prompt(at.context_tokens + 1), max_tokens=100)
+        assert isinstance(await refusal_of(at, request), ContextLengthExceeded)
+
+    async def test_no_answer_goes_beyond_the_context(self, at: AttachedEngine) -> None:
+        try:
+            chunks = await answer(at, engine_request(new_prompt(at.context_tokens - 8), max_tokens=100))
+        except ContextLengthExceeded:
+            return
+        assert (len(tokens_of(chunks)) <= 8, chunks[-1].finish) == (True, FinishReason.LENGTH)
+
+    async def test_a_call_without_any_token_is_the_clients_mistake(self, at: AttachedEngine) -> None:
+        assert isinstance(await refusal_of(at, engine_request([])), InvalidRequest)
+
+    async def test_who_was_refused_leaves_nothing_behind(self, at: AttachedEngine) -> None:
+        for _ in range(3):
+            await refusal_of(at, engine_request(new_prompt(at.context_tokens + 1), max_tokens=100))
+        await is_free(at)
+
+
+class CacheLaws:
+    """What is cached is what the events say."""
+
+    async def test_whole_blocks_of_a_prompt_are_cached_but_for_its_last_token(
+        self, at: AttachedEngine
+    ) -> None:
+        size = at.block_size
+        request = engine_request(new_prompt(4 * size), max_tokens=1)
+        assert cached_tokens_of(await answer(at, request)) == 0
+        await at.settled(request)
+        for n_tokens, cached in ((4 * size, 3 * size), (4 * size - 1, 3 * size), (3 * size + 1, 3 * size)):
+            shorter = request.token_ids[:n_tokens]
+            assert at.reported.reusable_tokens(shorter) == cached
+            assert cached_tokens_of(await answer(at, engine_request(shorter, max_tokens=1))) == cached
+        longer = engine_request([*request.token_ids, *new_prompt(40)], max_tokens=1)
+        assert cached_tokens_of(await answer(at, longer)) == 4 * size
+
+    async def test_what_an_answer_wrote_is_cached_too(self, at: AttachedEngine) -> None:
+        size = at.block_size
+        prompt = new_prompt(size + 3)
+        tokens = tokens_of(await answer(at, engine_request(prompt, max_tokens=2 * size)))
+        after = engine_request([*prompt, *tokens], max_tokens=1)
+        await until(lambda: at.reported.overlap_blocks(after.token_ids) == 3)
+        assert cached_tokens_of(await answer(at, after)) == 3 * size
+
+    async def test_what_is_evicted_is_reported(self, at: AttachedEngine) -> None:
+        await answer(
+            at, engine_request(new_prompt(3), max_tokens=1)
+        )  # some engines tell no load before they ran
+        await until(lambda: bool(at.reported.loads))
+        total_blocks = sum(load.total_blocks for load in at.reported.loads.values())
+        requests = [
+            engine_request(new_prompt(4 * at.block_size), max_tokens=1) for _ in range(total_blocks // 4 + 2)
+        ]
+        for request in requests:
+            await answer(at, request)
+        await at.settled(requests[-1])
+        assert sum(len(held.places()) for held in at.reported.ranks.values()) <= total_blocks
+        found = []
+        for request in (requests[0], requests[-1]):
+            promised = at.reported.reusable_tokens(request.token_ids)
+            found.append(cached_tokens_of(await answer(at, engine_request(request.token_ids, max_tokens=1))))
+            assert found[-1] == promised
+            await at.settled(request)
+        assert found == [0, 3 * at.block_size]
+        assert at.reported.wrong == []
+
+
+class SaltLaws:
+    """Prompts of one tenant are not another's."""
+
+    async def test_a_salt_keeps_prompts_apart(self, at: AttachedEngine) -> None:
+        request = engine_request(new_prompt(2 * at.block_size + 1), max_tokens=1, cache_namespace="tenant")
+        for namespace, cached in (("tenant", 0), ("tenant", 2), ("other", 0), (None, 0)):
+            found = await answer(
+                at, replace(engine_request(request.token_ids, max_tokens=1), cache_namespace=namespace)
+            )
+            assert cached_tokens_of(found) == cached * at.block_size
+            await at.settled(replace(request, cache_namespace=namespace))
+
+
+class EndingLaws:
+    """What is given up ends, and is gone."""
+
+    async def test_a_cancelled_leg_ends_at_once_and_is_gone(self, at: AttachedEngine) -> None:
+        stream = await at.engine.submit(engine_request(new_prompt(64), max_tokens=LONG_TOKENS))
+        assert (await anext(aiter(stream))).finish is None
+        await until(lambda: at.reported.running > 0 and at.reported.active_blocks > 0)
+        waiting = asyncio.ensure_future(anext(aiter(stream)))
+        stream.cancel("its client left")
+        stream.cancel("again")
+        chunks = [await waiting, *await read(stream)]
+        assert (chunks[-1].finish, ends_once(chunks)) == (FinishReason.CANCELLED, True)
+        with pytest.raises(StopAsyncIteration):
+            await anext(aiter(stream))
+        await is_free(at)
+
+    async def test_legs_that_nobody_reads_leave_nothing_behind(self, at: AttachedEngine) -> None:
+        given_up = []
+        for turns in range(4):
+            stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            stream.cancel("its client left")
+            given_up.append(stream)
+        await is_free(at)
+        for stream in given_up:
+            assert (await read(stream))[-1].finish is FinishReason.CANCELLED
+
+    async def test_who_leaves_in_the_middle_ends_the_work(self, at: AttachedEngine) -> None:
+        before = engine_request(new_prompt(at.block_size), max_tokens=1)
+        await answer(at, before)
+        await at.settled(before)
+        n_before = at.reported.n_stored
+        stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS))
+        await anext(aiter(stream))
+        await until(lambda: at.reported.running > 0)
+        stream.cancel("its client left")
+        await is_free(at)
+        assert at.reported.n_stored - n_before < LONG_TOKENS // at.block_size
+
+    async def test_its_load_is_reported_and_falls_when_it_is_done(self, at: AttachedEngine) -> None:
+        streams = [
+            await at.engine.submit(engine_request(new_prompt(64), max_tokens=LONG_TOKENS)) for _ in range(2)
+        ]
+        await until(lambda: at.reported.running == 2 and at.reported.active_blocks > 2)
+        assert all(load.active_blocks <= load.total_blocks for load in at.reported.loads.values())
+        for stream in streams:
+            stream.cancel("enough")
+        await is_free(at)
+
+    async def test_after_a_stop_streams_break_and_nothing_is_taken(self, at: AttachedEngine) -> None:
+        stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS))
+        await anext(aiter(stream))
+        await at.engine.stop()
+        with pytest.raises(StreamBroken):
+            await read(stream)
+        stream.cancel("too late")
+        assert isinstance(await refusal_of(at, engine_request(new_prompt(5))), WorkerUnreachable)
+        await at.engine.stop()
+
+
+class CallLaws:
+    """A client's call goes as it was written, and its answer comes in the engine's own bytes."""
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_the_bytes_are_an_answer(self, at: AttachedEngine, stream: bool) -> None:
+        request = completion_request(new_prompt(40), stream=stream, max_tokens=6)
+        chunks = await answer(at, request)
+        raw = b"".join(chunk.raw for chunk in chunks)
+        assert (chunks[-1].finish, ends_once(chunks)) == (FinishReason.LENGTH, True)
+        assert raw.endswith(b"data: [DONE]\n\n") is stream
+        assert raw.count(b'"finish_reason":') >= 1
+        assert b'token_ids":[' not in raw
+
+    async def test_a_call_at_fault_is_the_clients(self, at: AttachedEngine) -> None:
+        error = await refusal_of(at, completion_request(new_prompt(5), max_tokens=-1))
+        assert isinstance(error, InvalidRequest)
+        error = await refusal_of(at, completion_request(new_prompt(at.context_tokens + 1)))
+        assert isinstance(error, ContextLengthExceeded)
+
+    async def test_cached_tokens_are_reported_whoever_asks_for_the_usage(self, at: AttachedEngine) -> None:
+        request = completion_request(new_prompt(2 * at.block_size + 1), max_tokens=2)
+        chunks = await answer(at, request)
+        assert cached_tokens_of(chunks) == 0
+        assert b'"usage":{' not in b"".join(chunk.raw for chunk in chunks)
+        await at.settled(request)
+        assert request.call is not None
+        asks = completion_request(request.token_ids, max_tokens=2, stream_options={"include_usage": True})
+        chunks = await answer(at, asks)
+        assert cached_tokens_of(chunks) == 2 * at.block_size
+        assert b'"usage":{' in b"".join(chunk.raw for chunk in chunks)
+
+
+class CallEndingLaws:
+    """A client that leaves is gone."""
+
+    @pytest.mark.parametrize("stream", [True, False])
+    async def test_a_client_that_leaves_ends_its_leg(self, at: AttachedEngine, stream: bool) -> None:
+        given_up = await at.engine.submit(
+            completion_request(new_prompt(40), stream=stream, max_tokens=LONG_TOKENS)
+        )
+        await until(lambda: at.reported.running > 0)
+        given_up.cancel("its client left")
+        assert (await read(given_up))[-1].finish is FinishReason.CANCELLED
+        await is_free(at)
