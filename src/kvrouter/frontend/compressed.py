@@ -114,7 +114,7 @@ class CompressedBodies:
             request.read()
 
     def close(self) -> None:
-        """End the threads; no further body is inflated."""
+        """End the threads; cancel queued inflations."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _take_extra(self, extra_bytes: int, n_bytes: int) -> None:

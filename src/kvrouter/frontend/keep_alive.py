@@ -41,7 +41,7 @@ class KeepAliveStream:
 
     @property
     def ready(self) -> bool:
-        """Whether the client keeps up, as :attr:`Stream.ready` says."""
+        """Whether output may be written; see :attr:`Stream.ready`."""
         return self._begun.ready
 
     async def wait_ready(self) -> None:

@@ -125,7 +125,7 @@ class RequestPreparer:
         return CalledModel(name, adapter, self._service.model(name))
 
     def called_model_of(self, form: Form) -> CalledModel:
-        """Return the model of a form; an empty name counts as none, as engines have it."""
+        """Return the model that a form names, or the only served one if it names none."""
         model = form.text("model", "")
         return self._called(model) if model else self.only_model()
 

@@ -74,7 +74,7 @@ class OperatorInstrumentation:
         self._conditions: dict[Key, dict[str, str]] = {}
 
     def answered(self) -> None:
-        """The API server answered."""
+        """The API server answered: readiness waits for it no longer."""
         self._health.has(API_SERVER)
 
     def leads(self, identity: str) -> None:

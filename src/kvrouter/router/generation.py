@@ -210,10 +210,10 @@ class Generation:
             return chunk
 
     async def hand_over(self, sink: TokenSink) -> None:
-        """Pass tokens to ``sink`` in the loop turn of their arrival, where the request transport supports it.
+        """Pass tokens to ``sink`` in the event-loop turn of their arrival.
 
-        Returns when ``sink`` returns False, or when the next read brings an end, an error or another worker's
-        tokens. Raises what ``sink`` raises.
+        Returns when ``sink`` returns False, when the next read yields an end, an error or another worker's
+        tokens, or at once if the transport cannot. Raises what ``sink`` raises.
         """
         attempt = self._driver.attempt
         if (

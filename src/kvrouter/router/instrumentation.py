@@ -97,7 +97,7 @@ class PlacementInstrumentation(PlacementEvents):
         )
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
-        """A pair's KV arrived again, and its circuit closed."""
+        """The pair's KV arrived; its circuit breaker closed."""
         log_event(
             logger,
             Event.CIRCUIT_CLOSED,
@@ -334,8 +334,8 @@ class Times:
 
 
 class ServiceInstrumentation:
-    """Metrics and log events of the fleet and of all models' requests; ``traffic`` also records them, None
-    where recording is off.
+    """Writes metrics and log events of the fleet and of all models' requests; ``traffic``, if given, records
+    traffic.
     """
 
     def __init__(self, telemetry: Telemetry, traffic: TrafficRecorder | None = None) -> None:

@@ -311,9 +311,9 @@ COMPLETION_TOKENS_DEFAULT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A parsed generation call of any route, without references to its body.
+    """A parsed generation call of any route, which does not keep its body.
 
-    ``max_tokens`` is None for up to the context length.
+    ``max_tokens`` None allows up to the context length.
     """
 
     model: ModelName

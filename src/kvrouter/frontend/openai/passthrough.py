@@ -311,15 +311,15 @@ def chat_of(fields: LaxFields, route: CallRoute) -> PromptFields | None:
 
 
 class WrittenCall(NamedTuple):
-    """The body for an engine: its fields, and their JSON."""
+    """An engine's request body, as fields and as JSON."""
 
     fields: Mapping[str, Raw]
     data: bytes
 
 
 def written_call(scanned: ScannedBody, *, salt: str | None, nvext: NvExt) -> WrittenCall:
-    """Return the body for an engine: without ``nvext``, and with its salt if that differs from ``salt``.
-    Raises :class:`InvalidRequest` naming a field that only the router may set.
+    """Return the engine's body without ``nvext``; ``nvext.cache_salt`` replaces the body's own, ``salt``.
+    Raises :class:`InvalidRequest` for a field that only the router may set.
     """
     data = scanned.data
     fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}

@@ -93,9 +93,9 @@ class NewEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """The index got a store with an unknown parent, and ignored it; or, counted as ``DOUBTS``, the engine's
-    answers contradict the index; or, counted as ``CONTRADICTIONS``, the worker's heartbeat does. In each case
-    an event was lost without a gap in the ids, or an applied event was not the worker's.
+    """An input: the index is wrong without a gap in the event ids. An event was lost, or an applied event was
+    not the worker's. ``count`` is the evidence: ``ORPHANS``, a store with an unknown parent, which the index
+    ignored; ``DOUBTS``, an engine's answer; ``CONTRADICTIONS``, a heartbeat.
     """
 
     count: FeedCount = FeedCount.ORPHANS

@@ -101,7 +101,7 @@ class Track:
 
     @property
     def is_verified(self) -> bool:
-        """Whether discovery or a snapshot named the epoch; if not, the feed stays partial and asks again."""
+        """Whether discovery or a snapshot reported the epoch; if not, the feed stays partial and retries."""
         return self.epoch == self.verified
 
     def is_ask_overdue(self) -> bool:
@@ -134,7 +134,7 @@ class Track:
             self.is_complete = True  # events lost before a clear no longer matter
 
     def break_off(self, batch: KvBatch) -> None:
-        """Start recovering: events before ``batch`` are missing, or it is of another epoch."""
+        """Hold ``batch`` and recover what precedes it; drop it if its epoch has ended."""
         if batch.epoch in self.retired:
             self.count(FeedCount.STALE_EPOCH_BATCHES)
             return

@@ -584,10 +584,10 @@ class Replication(NamedTuple):
         before_load_increase: Callable[[float], None],
         now_s: float,
     ) -> SharedLedger:
-        """Return a ledger for a model that publishes its bookings and includes other routers' leases.
+        """Return a model's ledger that publishes its bookings and includes other routers' leases.
 
-        ``on_load_decrease`` is called after their load decreased, ``before_load_increase``, with ``now_s``,
-        before one of their leases is booked.
+        ``on_load_decrease()`` is called after the load of these leases decreased,
+        ``before_load_increase(now_s)`` before it increases.
         """
         self.replicas.share(
             fleet,

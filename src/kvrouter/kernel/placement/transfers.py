@@ -114,7 +114,7 @@ class Transfers:
                 transfer.is_clear = False
 
     def begin(self, table: LinkTable, prefill: Slot, decode: Slot, tokens: int) -> Transfer:
-        """Add a transfer of ``tokens`` of KV from one worker to another to its link's load."""
+        """Add a KV transfer of ``tokens`` between two workers to the load of their link."""
         links = links_of(self._fleet, table)
         link = links.shared(prefill, decode)
         kv_bytes = float(tokens * kv_bytes_per_token(self._fleet, prefill))

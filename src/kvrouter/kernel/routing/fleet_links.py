@@ -157,7 +157,7 @@ class FleetLinks:
 
 
 def links_of(fleet: Fleet, table: LinkTable) -> FleetLinks:
-    """Return the links of ``table`` between the fleet's slots; cached until a card changes."""
+    """Return ``table``'s links between slots; cached until a rank joins, leaves or moves."""
     return fleet.derived_from_places(FleetLinks, table)
 
 

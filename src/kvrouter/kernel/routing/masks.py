@@ -173,7 +173,7 @@ def not_busy(view: View) -> BoolColumn | None:
 
 
 def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | None) -> IntColumn:
-    """Return the larger of the ``booked`` load and the last report plus the bookings since, by slot."""
+    """Return max(booked, reported + booked - at_report) by slot; if None, at_report is ``booked``."""
     booked = fitted(booked, len(reported))
     if at_report is None:
         return np.maximum(booked, reported)
@@ -182,7 +182,7 @@ def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | 
 
 
 def eligible(screen: Screen, not_busy: BoolColumn | None) -> Mask:
-    """Return the ranks that may take the leg now, given their load."""
+    """Return the ranks in ``screen``, and in ``not_busy`` if given."""
     return screen.mask if not_busy is None else screen.mask.within(not_busy)
 
 

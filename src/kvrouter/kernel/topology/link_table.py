@@ -67,7 +67,7 @@ class Link(msgspec.Struct, frozen=True):
         return self.latency_s + kv_bytes / self.bandwidth_bytes_per_s
 
     def cost(self, kv_bytes: float) -> float | None:
-        """Return the price of ``kv_bytes`` over this link; None when it has no price."""
+        """Return the price of ``kv_bytes``, in ``price_per_gb``'s currency, or None."""
         return None if self.price_per_gb is None else self.price_per_gb * kv_bytes / BYTES_PER_GB
 
 
@@ -211,7 +211,7 @@ class LinkState:
         return iter(self._paces.items())
 
     def own_loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
-        """Yield each link with a load of this router's requests, with that load."""
+        """Yield each link that this router's requests load, with that load."""
         return iter(self._loads.items())
 
     def on(self, link: SharedLink) -> LinkLoad:

@@ -106,7 +106,7 @@ class _QosReading:
         return None if found.is_empty else found
 
     def read_level(self, level: str, found: object, at: Path) -> None:
-        """Read the link of two workers that share ``level``."""
+        """Read the ``networkQoS`` of a level from ``found``."""
         link = self._link(LevelQoS, found, at, level=level)
         if link is not None and len(self._levels) == QOS_LEVELS_MAX:
             self.problems.append(Problem(at, f"is left out: {QOS_LEVELS_MAX} levels have links already"))

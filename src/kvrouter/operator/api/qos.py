@@ -27,14 +27,14 @@ class LinkQoS(ObjectPart):
 
 
 class LevelQoS(LinkQoS):
-    """The link of two workers that share a level, and no narrower one that has a link."""
+    """The link of two workers whose narrowest shared level with a link is ``level``."""
 
     level: DomainName
     """The level: one of the topology's, or the domain of ``label``."""
 
 
 class PairQoS(LinkQoS):
-    """The link between two places; it takes precedence over the links of levels."""
+    """The link between two values of a level; it overrides the links of levels."""
 
     level: DomainName
     """The level whose values are named."""

@@ -85,7 +85,7 @@ class Part:
         return {**found} if isinstance(found, dict) else self._wrong(name, found, {}, "a mapping")
 
     def objects(self, name: str) -> list[Json]:
-        """Take a list of mappings as it is; empty where it is left out, or is a problem."""
+        """Take a list of mappings; empty if it is missing, or malformed (a problem)."""
         found = self.value(name)
         if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
             return [{**entry} for entry in found if isinstance(entry, dict)]

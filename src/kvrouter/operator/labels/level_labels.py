@@ -168,7 +168,7 @@ def pod_name_stem(workload: str) -> str:
 def is_pod_of(stem: str, name: str) -> bool:
     """Return whether ``name`` has the form of a pod's name in the Deployment with this ``stem``.
 
-    Names of other pods begin alike: those of Deployments with a longer name, of Jobs, of StatefulSets.
+    Other pods' names may have this stem: those of longer-named Deployments, Jobs or StatefulSets.
     """
     if not name.startswith(stem):
         return False

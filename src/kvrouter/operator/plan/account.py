@@ -42,8 +42,8 @@ def process_of(kind: ComponentType) -> Process:
 
 
 def accounts(deployment: DynamoGraphDeployment, defaults: PlanDefaults) -> list[Manifest]:
-    """Return a ServiceAccount, a Role and a RoleBinding for each kind of process; an empty list if workers
-    are announced outside Kubernetes.
+    """Return a ServiceAccount, a Role and a RoleBinding for each kind of process deployed; an empty list
+    without discovery by Kubernetes.
     """
     if defaults.discovery is not DiscoveryBackend.KUBERNETES:
         return []

@@ -45,9 +45,9 @@ def qos_of_topology(
 def frontend_links(
     settings: FrontendSettings, of_topology: NetworkQoS | None, resolution: Resolution
 ) -> tuple[FrontendLinks, list[Problem]]:
-    """Return the link settings of frontends, and warnings about links that are left out.
+    """Return frontends' link settings, and a warning if pairs beyond ``QOS_PAIRS_MAX`` are dropped.
 
-    Each level, each pair and ``across`` of the deployment takes precedence over the topology's.
+    The deployment's link of a level, a pair or ``across`` overrides the topology's.
     """
     own, broader = settings.qos or NetworkQoS(), of_topology or NetworkQoS()
     levels = [level.domain for level in resolution.level_labels]

@@ -72,7 +72,7 @@ def network_policy(
 
 
 def nats_ports(servers: str) -> list[int]:
-    """Return the ports of NATS servers, given as URLs with commas between."""
+    """Return the ports in comma-separated NATS URLs, by default 4222."""
     stated = [_PORT.search(server.strip()) for server in servers.split(",")]
     return sorted({NATS_PORT if port is None else int(port[1]) for port in stated})
 

@@ -347,7 +347,7 @@ async def release_replicas(client: KubeClient, kind: ResourceKind, manifest: Man
 
 
 def stated_replicas(manifest: Manifest) -> int | None:
-    """Return the number of pods that a manifest states; None if it states no number."""
+    """Return a manifest's ``spec.replicas``; None if it is not an integer."""
     replicas = fields_of(manifest.get("spec")).get("replicas")
     return replicas if isinstance(replicas, int) else None
 

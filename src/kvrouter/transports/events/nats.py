@@ -131,11 +131,11 @@ class NatsEventPublisher:
 
 
 class NatsEventSubscriber(EventSinks):
-    """Subscribes to every worker of a namespace; ``recovery`` asks workers. Call :meth:`start` first.
+    """Subscribes to the events and load reports of all workers of a namespace. Call :meth:`start` first.
 
-    ``on_malformed`` is called for messages with a wrong MAC too, which are not decoded; ``on_foreign`` for
-    messages about a rank of another subject or component. After a broken connection the client resubscribes
-    by itself; missed events leave a gap, which shows at the latest with a worker's next heartbeat.
+    ``recovery`` asks workers for missed events. ``on_malformed`` is called for an undecodable message or a
+    wrong MAC, ``on_foreign`` for a rank of another subject or component. The client resubscribes after a
+    broken connection; the worker's next heartbeat reveals missed events.
     """
 
     def __init__(

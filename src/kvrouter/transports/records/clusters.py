@@ -180,11 +180,11 @@ def _key(cluster: str, worker_id: WorkerId) -> str:
 
 
 class ClustersCordons:
-    """The cordons of every cluster. Cordons of the own cluster hold for all workers, and only these are
-    written; cordons of another cluster hold for its own workers.
+    """The cordons of all clusters. Only the own cluster's are written, and they apply to all workers; another
+    cluster's apply to its own workers.
 
-    ``clusters`` maps names to the clusters' stores, the own one first. A cluster that cannot be read keeps
-    the cordons that were read last, and ``on_refused`` is called once until it can be read.
+    ``clusters`` maps names to stores, the own one first. While another cluster cannot be read, its last read
+    cordons stay, and ``on_refused`` is called once per outage.
     """
 
     def __init__(self, clusters: Mapping[str, CordonStore], *, on_refused: TroubleSink) -> None:

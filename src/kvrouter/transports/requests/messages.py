@@ -276,7 +276,7 @@ class Secret:
         self._key = b"" if token is None else token.encode()
 
     def router_proof(self, worker_nonce: bytes, nonce: bytes, worker_id: int, incarnation: int) -> bytes:
-        """Return the proof that only a router with the token can give on this connection."""
+        """Return the HMAC that proves to the worker that this router has the token."""
         signed = b"router" + worker_nonce + nonce + _NAMES.pack(worker_id, incarnation)
         return hmac.digest(self._key, signed, "sha256")
 

@@ -231,8 +231,8 @@ class Session:
     def give_up(self, reason: str) -> None:
         """End because the peer seems to be gone. Idempotent.
 
-        A lost connection ends the session at both ends. Over messages, a peer that is alive must be sent a
-        goodbye: otherwise its legs would go on.
+        A lost connection ends the session at both ends. Over messages a goodbye is sent, so that a peer that
+        is alive cancels its legs.
         """
         if self._has_connection:
             self.lose(reason)

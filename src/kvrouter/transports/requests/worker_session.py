@@ -53,7 +53,7 @@ class Answer:
         self.resume()
 
     def resume(self) -> None:
-        """Continue: there is credit, or room to write."""
+        """Called on new credit, or room to write."""
 
     def take(self, chunk: EngineChunk) -> bool:
         """Send bare tokens, if there is credit and room to write; return whether they were sent."""

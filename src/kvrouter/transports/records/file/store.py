@@ -183,7 +183,7 @@ class FileRecords(Generic[T]):
         await self._writing.run(unlink)
 
     async def until_renewal(self, lease_s: float, failures: list[Exception]) -> None:  # noqa: ARG002 - a write is cheap
-        """Return after a third of the lease."""
+        """Sleep for a third of ``lease_s``."""
         await asyncio.sleep(lease_s / RENEWALS_PER_LEASE)
 
     async def close(self) -> None:

@@ -224,7 +224,7 @@ class PodsWatch(InformerFeed[msgspec.Raw]):
             self._add(pod)
 
     def take_event(self, event: WatchEvent) -> str:
-        """Take one change; return its resourceVersion."""
+        """Apply an event; return its resourceVersion."""
         text = bytes(event.object)
         version = _pod(text).metadata.resource_version
         if event.type == "DELETED":

@@ -151,11 +151,11 @@ class _Refused(Exception):
 
 
 class HttpRequestAcceptor:
-    """A listener that serves any number of workers of this process.
+    """An HTTP listener that serves any number of workers of this process.
 
-    ``advertise_host`` is the host that routers connect to, by default ``host``. Port 0 takes a free one.
-    ``on_refused`` is called with the reason when a peer without the token or with a protocol error is
-    refused. The limits per router in ``limits`` do not apply: each leg has its own connection.
+    ``advertise_host`` is the host that routers connect to, by default ``host``. Port 0 takes a free port.
+    ``on_refused`` is called with the reason for each refused request or connection. The limits per router
+    in ``limits`` do not apply: each leg has its own connection.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ _FAILURE = ord("e")
 
 
 def chunk_frame(chunk: EngineChunk) -> bytes:
-    """Return the frame of ``chunk``."""
+    """Encode ``chunk`` as a frame."""
     return _frame(b"c", encode_chunk(chunk))
 
 

@@ -157,7 +157,7 @@ class NatsRequestAcceptor:
         self._checking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start to check the liveness of routers."""
+        """Start the liveness checks of routers."""
         self._checking = spawn(self._check(), name="requests: look after routers")
 
     async def close(self) -> None:

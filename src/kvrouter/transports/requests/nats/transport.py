@@ -125,7 +125,7 @@ class NatsPipe:
         self._n_received = 0
 
     def wake(self) -> None:
-        """Schedule a flush: the session has output."""
+        """Schedule a flush of the session's output."""
         self._publisher.wake(self)
 
     def receive(self, received: FromRouter | FromWorker) -> None:
