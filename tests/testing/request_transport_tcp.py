@@ -6,7 +6,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
-from kvrouter.transports.requests.tcp.transport import TcpAddress
+from kvrouter.transports.requests.tcp.pipe import TcpAddress
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.request_transport import (
     DEAD_AFTER_S,
