@@ -14,7 +14,7 @@ from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestTr
 from kvrouter.transports.requests.port import Registration, RequestServer, RequestTransport
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
-from kvrouter.transports.requests.tcp.transport import TcpAddress
+from kvrouter.transports.requests.tcp.pipe import TcpAddress
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.nats_server import NatsServer, running_nats
 from tests.testing.tcp_proxy import TcpProxy

@@ -20,8 +20,8 @@ from kvrouter.core.json import (
 from kvrouter.core.json_bounds import JsonRefused, MsgpackBounds
 from kvrouter.engines.kv_events.batches import read_batch
 from kvrouter.engines.kv_events.engine_events import PAYLOAD_TIMES
-from kvrouter.transports.requests.messages import credits_decoder, decode, items_decoder
-from kvrouter.transports.requests.stream import decode_chunk, decode_request
+from kvrouter.transports.requests.encoding import decode_chunk, decode_request
+from kvrouter.transports.requests.frames import credits_decoder, decode, items_decoder
 
 SCALARS = (
     st.none()

@@ -11,7 +11,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import NO_TRACE, EngineRequest, Leg, Sampling, TraceContext
 from kvrouter.frontend.generate import TRACE_VALUE_MAX_BYTES, trace_of
-from kvrouter.transports.requests.stream import decode_request, encode_request
+from kvrouter.transports.requests.encoding import decode_request, encode_request
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
