@@ -16,7 +16,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, 
 from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.generation import Generation
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService

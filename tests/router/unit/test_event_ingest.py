@@ -14,7 +14,8 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.router import event_ingest
-from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, LoadSink

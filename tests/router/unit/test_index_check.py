@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.core.ids import Slot
-from kvrouter.router.engine_reports import (
+from kvrouter.router.index_check import (
     SPAN_S,
     WINDOW_ANSWERS,
     AnswerCounts,

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from kvrouter.core.ids import DpRank, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import CallRoute
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.router.engine_reports import WINDOW_ANSWERS, EngineInstrumentation, EngineReports, IndexCheck
+from kvrouter.router.engine_instrumentation import EngineInstrumentation
+from kvrouter.router.engine_reports import EngineReports
+from kvrouter.router.index_check import WINDOW_ANSWERS, IndexCheck
 from kvrouter.router.prompt_shapes import (
     ANSWERS_MIN,
     OTHER_SHAPES,

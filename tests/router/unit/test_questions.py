@@ -8,7 +8,7 @@ import pytest
 from kvrouter import KvRouter, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
-from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import NoCacheView

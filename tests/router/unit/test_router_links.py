@@ -9,8 +9,8 @@ from kvrouter.app.followed_links import following_links
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
-from kvrouter.fleetfile.decision import routing_settings
 from kvrouter.fleetfile.link_table import link_warnings, read_links
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event

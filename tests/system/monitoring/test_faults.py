@@ -21,7 +21,7 @@ from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHe
 from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.servers import serve_probes
 from kvrouter.router import event_ingest
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry

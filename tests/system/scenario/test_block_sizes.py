@@ -10,7 +10,8 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.router import router_service
-from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import EventIngest
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
 from tests.testing.calls import WatchCalls

@@ -13,7 +13,8 @@ from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
-from kvrouter.frontend.fleet_state import Gauges, fleet_state
+from kvrouter.frontend.fleet_state import fleet_state
+from kvrouter.frontend.gauges import Gauges
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull

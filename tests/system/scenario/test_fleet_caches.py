@@ -14,8 +14,8 @@ from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
-from kvrouter.router import engine_reports
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router import index_check
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.constants import SetConstants
 from tests.testing.log_events import events_of
@@ -241,7 +241,7 @@ async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> 
 async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_constants(engine_reports, SPAN_S=0.0)
+    set_constants(index_check, SPAN_S=0.0)
     caplog.set_level("WARNING")
     async with running_mock_fleet(uniform_fleet(replicas=1)) as harness:
         asked = prompt(tokens=20 * BLOCK)
@@ -250,7 +250,7 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
         slot = harness.model.fleet.slot_of(harness.ranks()[0])
         assert slot is not None
         harness.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
-        for _ in range(engine_reports.WINDOW_ANSWERS):
+        for _ in range(index_check.WINDOW_ANSWERS):
             await harness.read(harness.request(asked))
         await harness.until_index_is_true()
         rank = harness.ranks()[0]
