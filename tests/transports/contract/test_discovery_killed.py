@@ -23,14 +23,14 @@ FILE_WORKER = """
 import asyncio, sys
 from pathlib import Path
 from kvrouter.transports.records.file import FileDiscovery
-from tests.testing.discovery_stores import LEASE_S, card, nobody
+from tests.testing.discovery_stores import LEASE_S, card, ignore_reports
 
 async def live():
     end = FileDiscovery(
         Path(sys.argv[1]),
         namespace="space",
-        on_trouble=nobody,
-        on_refused=nobody,
+        on_trouble=ignore_reports,
+        on_refused=ignore_reports,
         lease_s=LEASE_S,
         poll_s=0.02,
     )
@@ -44,12 +44,12 @@ NATS_WORKER = """
 import asyncio, sys
 import nats
 from kvrouter.transports.records.nats import NatsDiscovery
-from tests.testing.discovery_stores import LEASE_S, TOKEN, card, nobody
+from tests.testing.discovery_stores import LEASE_S, TOKEN, card, ignore_reports
 
 async def live():
     client = await nats.connect(sys.argv[1])
     end = NatsDiscovery(
-        client, namespace=sys.argv[2], token=TOKEN, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
+        client, namespace=sys.argv[2], token=TOKEN, on_trouble=ignore_reports, on_refused=ignore_reports, lease_s=LEASE_S
     )
     await end.publish(card())
     await asyncio.Event().wait()
