@@ -12,6 +12,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.taints import worker_taints
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.cordon_routes import cordoned
 from kvrouter.frontend.decision_state import policy_state
@@ -24,7 +25,7 @@ from kvrouter.kernel.placement.engine_sums import SumsReading
 from kvrouter.kernel.placement.link_speeds import LinkReading
 from kvrouter.kernel.placement.speeds import SpeedReading
 from kvrouter.kernel.routing.interface import cost_rule
-from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
+from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of
 from kvrouter.router.engine_reports import AnswerCounts, ReportReading
 from kvrouter.router.event_ingest import EventCacheView, FeedReading
 from kvrouter.router.kv_flows import RECENT_S
@@ -469,7 +470,7 @@ class Gauges:
             telemetry.worker_up, float(worker.alive), worker_id, card.model, card.role.value, _place(worker)
         )
         engine, _, version = card.engine.partition(" ")
-        zone = topology_domains(card.runtime_config).get("zone", "")
+        zone = card.runtime_config.domains.get("zone", "")
         self._set(telemetry.worker_info, 1.0, worker_id, card.pod, card.address, engine, version, zone)
         self._set(telemetry.worker_draining, float(card.draining), worker_id)
         self._set(telemetry.worker_cordoned, float(bool(worker.cordons)), worker_id)
@@ -520,7 +521,7 @@ class Gauges:
 def _place(worker: WorkerReading) -> str:
     """Return the worker's value of its transfer domain, else of its broadest level, else ``none``."""
     config = worker.card.runtime_config
-    domains = topology_domains(config)
+    domains = config.domains
     for domain in (config.kv_transfer_domain, *config.topology_levels, *sorted(domains)):
         if domain is not None and domain in domains:
             return domains[domain]

@@ -96,6 +96,9 @@ def test_the_example_shows_the_default_fleet_with_a_context_for_the_traces_of_th
         ("{zone: a}}", "{zone: a}, taints: [fast, dynamo.topology/zone=a]}",
          "9: workers[1].taints[1]: "
          "must not begin with dynamo.topology/: topology taints come from domains"),
+        ("{zone: a}}", "{zone: a}, taints: [kvrouter.adapter/french]}",
+         "9: workers[1].taints[0]: "
+         "must not begin with kvrouter.adapter/: adapter taints come from the engine"),
         ("{zone: a}}", "{zone: a}, engine: {timing: {decode_liner: 1}}}",
          "9: workers[1].engine.timing.decode_liner: unknown key (did you mean decode_linear?)"),
         ("{zone: a}}", "{zone: a}, engine: {kind: tgi}}",

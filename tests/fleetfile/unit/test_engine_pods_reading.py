@@ -167,6 +167,10 @@ MISTAKES: Mapping[str, tuple[Mapping[str, str], str]] = {
         {"taints": "dynamo.topology/zone=a"},
         "annotation kvrouter.dev/taints: must not begin with dynamo.topology/",
     ),
+    "an adapter that its engine does not name": (
+        {"taints": "kvrouter.adapter/french"},
+        "annotation kvrouter.dev/taints: must not begin with kvrouter.adapter/",
+    ),
     "another place than its node's": (
         {"topology.zone": "b"},
         "annotation kvrouter.dev/topology.zone: is 'b', and the label topology.kubernetes.io/zone says 'a', "

@@ -4,19 +4,18 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Taint
-from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.kernel.topology.policy import (
-    RESERVED_TAINT_PREFIX,
+from kvrouter.core.taints import (
+    TOPOLOGY,
     named_domain,
-    topology_domains,
     topology_taint,
-    validate_runtime_config,
     worker_taints,
 )
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
+from kvrouter.kernel.topology.policy import validate_runtime_config
 
 
 def test_the_prefix_and_the_taint_are_the_published_ones() -> None:
-    assert RESERVED_TAINT_PREFIX == "dynamo.topology/"
+    assert TOPOLOGY == "dynamo.topology/"
     assert topology_taint("zone", "us-east-1a") == "dynamo.topology/zone=us-east-1a"
     assert topology_taint(" zone ", "us-east-1a\n") == "dynamo.topology/zone=us-east-1a"
 
@@ -31,7 +30,7 @@ def test_each_non_empty_domain_is_a_taint_with_the_workers_own() -> None:
         "dynamo.topology/zone=us-east-1a",
         "dynamo.topology/rack=rack-22",
     }
-    assert topology_domains(config) == {"zone": "us-east-1a", "rack": "rack-22"}
+    assert config.domains == {"zone": "us-east-1a", "rack": "rack-22"}
 
 
 @pytest.mark.parametrize(

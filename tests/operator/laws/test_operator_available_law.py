@@ -17,7 +17,6 @@ from kvrouter.kernel.topology.policy import (
     RouterTopologyDefault,
     TransferPolicy,
     policy_of,
-    topology_domains,
 )
 from kvrouter.operator.policy import DeploymentPolicy, RawLabel
 from kvrouter.operator.status.available import Registered, serves
@@ -58,7 +57,7 @@ def registered(card: WorkerCard) -> Registered:
         model=card.model,
         role=card.role,
         takes_requests=card.takes_new_requests,
-        domains=topology_domains(card.runtime_config),
+        domains=card.runtime_config.domains,
         policy=policy_of(card.runtime_config, None),
     )
 

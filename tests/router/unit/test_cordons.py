@@ -19,7 +19,6 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.fleet_cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
 from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.port import CordonStore
@@ -106,7 +105,7 @@ def test_a_time_that_no_date_says_names_the_field(at_s: float) -> None:
 
 def test_rules_hold_by_id_by_node_and_by_every_level() -> None:
     worker = structs.replace(card(7, zone="a"), node="gpu-4")
-    domains = topology_domains(worker.runtime_config) | {"host": "h1", "cluster": "east"}
+    domains = worker.runtime_config.domains | {"host": "h1", "cluster": "east"}
 
     def holds(level: str, name: str, cluster: str = "") -> bool:
         return bool(CordonRules([Cordon(level, name, cluster=cluster)]).on(worker, domains))

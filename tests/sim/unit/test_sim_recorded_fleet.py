@@ -78,7 +78,8 @@ def said(found: RecordedEvents) -> list[dict[str, Any]]:
 
 
 def test_workers_that_are_alike_are_a_group_and_all_that_is_recorded_of_them_is_in_the_file() -> None:
-    two = [worker(number, "decode", "b", taints=("dynamo.topology/zone=b", "gpu/h100")) for number in (30, 4)]
+    taints = ("dynamo.topology/zone=b", "gpu/h100", "kvrouter.adapter/french")
+    two = [worker(number, "decode", "b", taints=taints) for number in (30, 4)]
     one = worker(
         7, "prefill", "a", dp_size=2, kv_bytes_per_token=99, max_num_seqs=8, max_num_batched_tokens=2048,
         context_length=8192, **POLICY,
