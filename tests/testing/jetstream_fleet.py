@@ -29,8 +29,7 @@ from kvrouter.transports.events.jetstream.publisher import PublisherLimits
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.worker import KvPublisher
 from tests.testing.blocks import Blocks, blocks, blocks_of_cache
-from tests.testing.event_transport_jetstream import TransportReports
-from tests.testing.event_transport_nats import TOKEN, connect
+from tests.testing.event_transports import TOKEN, TransportReports, connect
 from tests.testing.waits import until
 
 BLOCK_SIZE = 4

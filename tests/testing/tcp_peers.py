@@ -29,7 +29,7 @@ from kvrouter.transports.requests.handshake import (
     read_hello,
 )
 from kvrouter.transports.requests.tcp.pipe import new_nonce
-from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S
 
 Frame = tuple[int, bytes]

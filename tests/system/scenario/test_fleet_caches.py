@@ -33,7 +33,7 @@ from tests.testing.mock_fleet import (
 )
 from tests.testing.router_harness import RouterHarness
 from tests.testing.router_harness import card as worker_card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"
@@ -266,7 +266,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     reported: int, state: FeedState, is_card_published_again: bool
 ) -> None:
     """A worker may register before its engine knows how many blocks it has."""
-    harness = RouterHarness(ScriptedPlane(lambda _stream: None))
+    harness = RouterHarness(ScriptedTransport(lambda _stream: None))
     known = structs.replace(
         worker_card(1),
         publishes_kv_events=True,
@@ -289,7 +289,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
 
 
 async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
-    harness = RouterHarness(ScriptedPlane(lambda _stream: None))
+    harness = RouterHarness(ScriptedTransport(lambda _stream: None))
     known = structs.replace(
         worker_card(1, dp_size=16), publishes_kv_events=True, runtime_config=ModelRuntimeConfig()
     )

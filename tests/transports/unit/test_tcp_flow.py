@@ -25,7 +25,7 @@ from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.constants import SetConstants
-from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 
