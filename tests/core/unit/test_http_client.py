@@ -155,7 +155,7 @@ async def test_a_certificate_that_is_not_trusted_and_http_to_a_port_of_https() -
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "https://127.0.0.1:{}"])
 def test_the_commands_that_ask_a_router_say_the_same(url: str) -> None:
     with pytest.raises(AskFailed, match="no answer: nothing listens at its host and port"):
-        RouterClient(url.format(nobodys_port())).read("/v1/fleet")
+        RouterClient(url.format(nobodys_port())).fleet()
 
 
 def test_only_one_place_makes_sessions() -> None:
