@@ -13,7 +13,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import NoCacheView

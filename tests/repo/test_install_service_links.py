@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.testing.helm_chart import pods_of
-from tests.testing.helm_values import SHAPES, shape
+from tests.testing.helm_chart import SHAPES, pods_of, shape
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(

@@ -13,8 +13,7 @@ from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.planes import DiscoveryBackend, PlaneSettings
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
-from tests.testing.engine_pods import ENGINE
-from tests.testing.pod_fleet import pod_of_engine, running_pod_fleet
+from tests.testing.pod_fleet import ENGINE, pod_of_engine, running_pod_fleet
 from tests.testing.scripted_engine import ScriptedEngine
 
 CurrentCard = Callable[[], WorkerCard | None]

@@ -1,12 +1,35 @@
 """The C library, called from Python as a C engine calls it."""
 
 import ctypes
+import os
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 from kvrouter.core.events import Medium
-from tests.testing.c_library import library
+
+ROOT = Path(__file__).parents[2]
+INCLUDE = ROOT / "native" / "c" / "include"
+
+
+def library() -> Path:
+    """The shared library that ``make setup`` builds."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "native" / "target"))
+    name = "libkvrouter.dylib" if sys.platform == "darwin" else "libkvrouter.so"
+    path = target / "release" / name
+    assert path.exists(), f"{path} is not there: make setup builds it"
+    return path
+
+
+def compiler(name: str) -> str:
+    """A compiler on PATH."""
+    found = shutil.which(name)
+    assert found is not None, f"{name} is not on PATH: the tests of the C library need a C and a C++ compiler"
+    return found
+
 
 OK, INVALID, UNKNOWN_PARENT, FULL, TIMEOUT = 0, -1, -2, -3, -4
 ERROR_BYTES = 256

@@ -20,7 +20,7 @@ from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.model import TextModel
 from kvrouter.transports.requests.port import RequestTransport
 from tests.testing.router_harness import MODEL, RouterHarness, decode_card, prefill_card
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
 
 CONTEXT_TOKENS = 512
 
@@ -53,7 +53,7 @@ class FrontendHarness:
     """What a test of the frontend holds."""
 
     harness: RouterHarness
-    plane: ScriptedPlane
+    plane: ScriptedTransport
     door: FrontendApp
     http: httpx.AsyncClient
     address: tuple[str, int]
@@ -84,7 +84,7 @@ async def running_frontend(
     """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one; ``place``
     are the frontend's own domains.
     """
-    scripted = ScriptedPlane(script)
+    scripted = ScriptedTransport(script)
     harness = RouterHarness(plane or scripted, config, place=place, sync=sync, traffic=traffic)
     await harness.start(*cards)
     door = FrontendApp(

@@ -19,7 +19,8 @@ from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.engine import MockEngine
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import EventIngest
 from kvrouter.router.index_snapshots import IndexSnapshots
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
@@ -28,8 +29,7 @@ from kvrouter.transports.events.jetstream.publisher import PublisherLimits
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.worker import KvPublisher
 from tests.testing.blocks import Blocks, blocks, blocks_of_cache
-from tests.testing.event_transport_jetstream import TransportReports
-from tests.testing.event_transport_nats import TOKEN, connect
+from tests.testing.event_transports import TOKEN, TransportReports, connect
 from tests.testing.waits import until
 
 BLOCK_SIZE = 4

@@ -1,7 +1,7 @@
 """One mock engine with round figures, and what its outputs say of one request."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, Leg, Sampling
@@ -9,6 +9,26 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.engine import MockEngine, Outputs
+from kvrouter.engines.mock_engine.mock_links import Links, Place
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
+
+
+def zone_links(
+    *,
+    same: Link = SAME_LEVEL_LINK,
+    cross: Link = ACROSS_LINK,
+    pairs: Mapping[tuple[str, str], Link] | None = None,
+) -> Links:
+    """Links inside a zone and between two; ``pairs`` holds two zones in either order, and wins."""
+    measured = {("zone", one, other): link for (one, other), link in (pairs or {}).items()}
+    table = LinkTable(by_level={"zone": same}, otherwise=cross, pairs=measured)
+    return Links(table=table, levels=("zone",), report_level="zone")
+
+
+def zone(name: str, worker_id: int = 0) -> Place:
+    """A worker in a zone."""
+    return Place({"zone": name}, WorkerId(worker_id))
+
 
 # Round figures: a step takes 100 ms for its prefill part and 1 ms a token, and 10 ms for its decode part.
 TIMING = Timing(

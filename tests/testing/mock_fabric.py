@@ -12,8 +12,7 @@ from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_engine import TIMING
-from tests.testing.mock_links import zone_links
+from tests.testing.mock_engine import TIMING, zone_links
 
 P, D, D2 = WorkerId(1), WorkerId(2), WorkerId(3)
 PROMPT = list(range(10))

@@ -16,7 +16,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, 
 from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.generation import Generation
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
@@ -172,7 +172,7 @@ class Pause:
 
 
 class WatchedStream:
-    def __init__(self, inner: EngineStream, plane: "WatchedPlane", request: EngineRequest, address: str):
+    def __init__(self, inner: EngineStream, plane: "WatchedTransport", request: EngineRequest, address: str):
         self.inner = inner
         self.request = request
         self.worker_id = WorkerId(int(address.split("/")[2]))
@@ -198,7 +198,7 @@ class WatchedStream:
         self.inner.cancel(reason)
 
 
-class WatchedPlane:
+class WatchedTransport:
     """Passes everything on, and tells ``hook`` of it first: what the hook awaits, the router waits for."""
 
     def __init__(self, inner: RequestTransport) -> None:
@@ -245,7 +245,7 @@ class MockFleetHarness:
     def __init__(self, fleet: MockFleet, config: KvRouterConfig | None = None) -> None:
         self.fleet = fleet
         self.telemetry = Telemetry()
-        self.plane = WatchedPlane(fleet.requests)
+        self.plane = WatchedTransport(fleet.requests)
         self.service: RouterService = build_service(
             config or fleet.fleet.router,
             request_transport=self.plane,

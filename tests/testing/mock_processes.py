@@ -16,7 +16,7 @@ from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_links import zone_links
+from tests.testing.mock_engine import zone_links
 from tests.testing.waits import until
 
 IN_TIME_S = 20.0

@@ -1,7 +1,8 @@
 """The engines of pods with a worker each in one process, as a test sees them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +19,56 @@ from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.settings.tree import Settings
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.transports.events.memory import MemoryEventTransport
+from kvrouter.transports.records.kubernetes.pods import pod_of
 from kvrouter.transports.records.port import Gone
 from kvrouter.transports.requests.memory import MemoryRequestTransport
 from kvrouter.worker import WorkerTransports
-from tests.testing.engine_pods import pod
 from tests.testing.scripted_engine import ScriptedEngine
 from tests.testing.waits import until
+
+ENGINE = "kvrouter.dev/engine"
+ZONE = "topology.kubernetes.io/zone"
+
+
+def pod_json(
+    name: str = "vllm-0",
+    *,
+    ip: str = "10.0.0.7",
+    ports: Mapping[str, int] | None = None,
+    labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
+    ready: bool = True,
+    restarts: int = 0,
+    more: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """A pod with one container. ``annotations`` are without their prefix; ``more`` is of its metadata."""
+    listed = [{"name": port, "containerPort": number} for port, number in (ports or {"http": 8000}).items()]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": "models",
+            "uid": f"uid of {name}",
+            "resourceVersion": "7",
+            "labels": {ENGINE: "vllm", **(labels or {})},
+            "annotations": {f"kvrouter.dev/{key}": value for key, value in (annotations or {}).items()},
+            **(more or {}),
+        },
+        "spec": {"containers": [{"name": "engine", "ports": listed}]},
+        "status": {
+            "phase": "Running",
+            "podIP": ip,
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [{"name": "engine", "restartCount": restarts, "containerID": "c"}],
+        },
+    }
+
+
+def pod(name: str = "vllm-0", **said: Any) -> EnginePod:
+    """What is read of :func:`pod_json`."""
+    return pod_of(json.dumps(pod_json(name, **said)).encode())
+
 
 PLAIN = {"tokenizer": str(MOCK_FOLDER), "kv-events": "false"}
 

@@ -6,17 +6,41 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrouter.core.ids import DpRank
+from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import REFUSED_PROBES, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EngineState, WatchedEngine
+from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
-from tests.testing.event_recorder import EventRecorder
+from kvrouter.engines.vllm.introspect import RankInfo, VllmInfo
+from tests.testing.engine_recorder import EventRecorder
+from tests.testing.engine_requests import MODEL
 from tests.testing.scripted_engine import ScriptedEngine
-from tests.testing.vllm_answers import STARTED_S, vllm_client
 from tests.testing.waits import until
+
+R0 = DpRank(0)
+STARTED_S = 1.79528047303e09
+"""As in the recorded pages."""
+
+VLLM_INFO = VllmInfo(
+    version="0.32.0",
+    models=(MODEL,),
+    adapters=(),
+    root="tiny-model",
+    context_length=2048,
+    prefix_caching=True,
+    ranks={R0: RankInfo(32, 200)},
+    events={},
+    started_s=STARTED_S,
+)
+
+
+def vllm_client() -> VllmClient:
+    """How the engine of the recorded pages is asked."""
+    return VllmClient(WorkerId(7), VLLM_INFO, model=MODEL)
+
 
 METRICS = "/metrics"
 

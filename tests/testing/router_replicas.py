@@ -6,7 +6,7 @@ from zlib import crc32
 
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
-from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import NoCacheView

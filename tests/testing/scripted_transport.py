@@ -59,7 +59,7 @@ def silent(stream: ScriptedStream) -> None:
     """A worker that accepts and says nothing by itself."""
 
 
-class ScriptedPlane:
+class ScriptedTransport:
     """Opens scripted streams; ``script`` is called with each one. Unreachable addresses refuse."""
 
     def __init__(self, script: Callable[[ScriptedStream], None] | None = None) -> None:

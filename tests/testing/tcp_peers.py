@@ -9,25 +9,27 @@ import msgspec
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.transports.requests.messages import (
-    GREETING_BYTES,
-    HELLO_BYTES,
+from kvrouter.transports.requests.encoding import encode_request
+from kvrouter.transports.requests.frames import (
     TO_ROUTER,
     TO_WORKER,
     FrameKind,
     FrameReader,
     Open,
-    Secret,
     encoder,
     frame,
+)
+from kvrouter.transports.requests.handshake import (
+    GREETING_BYTES,
+    HELLO_BYTES,
+    Secret,
     greeting,
     hello,
     read_greeting,
     read_hello,
 )
-from kvrouter.transports.requests.stream import encode_request
-from kvrouter.transports.requests.tcp.transport import new_nonce
-from tests.testing.request_transport_tcp import TOKEN
+from kvrouter.transports.requests.tcp.pipe import new_nonce
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S
 
 Frame = tuple[int, bytes]

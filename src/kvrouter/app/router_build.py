@@ -8,13 +8,14 @@ from msgspec import structs
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
-from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.kernel.topology.link_table import LinkTable
-from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync, new_router_id

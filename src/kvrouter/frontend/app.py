@@ -20,7 +20,7 @@ from kvrouter.frontend.errors import (
     error_headers,
     failure_body,
 )
-from kvrouter.frontend.fleet_state import Gauges
+from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.generate import GenerateRoutes, trace_of
 from kvrouter.frontend.http import (
     UPLOAD_TOO_SLOW,

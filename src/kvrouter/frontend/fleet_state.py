@@ -1,7 +1,7 @@
 """Reads the state of workers and models, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -21,12 +21,13 @@ from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.kernel.fleet.columns import UNKNOWN, Columns
 from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.engine_sums import SumsReading
-from kvrouter.kernel.placement.link_speeds import LinkReading
 from kvrouter.kernel.placement.speeds import SpeedReading
 from kvrouter.kernel.routing.interface import cost_rule
-from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, topology_domains, worker_taints
-from kvrouter.router.engine_reports import AnswerCounts, ReportReading
-from kvrouter.router.event_ingest import EventCacheView, FeedReading
+from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, worker_taints
+from kvrouter.router.engine_reports import ReportReading
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import FeedReading
+from kvrouter.router.index_check import AnswerCounts
 from kvrouter.router.kv_flows import RECENT_S
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
@@ -34,8 +35,6 @@ from kvrouter.router.router_service import RefusedCard, RouterService
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.router.transfer_speed import TransferReading
 from kvrouter.settings.setting import installed_version
-from kvrouter.telemetry import Telemetry
-from kvrouter.telemetry.families import GaugeFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,108 +419,3 @@ def _transfers_state(transfers: TransferReading) -> api.Transfers:
 
 def _gb_per_s(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else round(bytes_per_s / 1e9, 3)
-
-
-LINK_SERIES_MAX = 64
-"""The most links per model that have metric series; ``GET /v1/fleet`` lists all."""
-
-
-class Gauges:
-    """Sets the gauges of the fleet to their current values, and removes the series of workers that left."""
-
-    def __init__(self, telemetry: Telemetry, service: RouterService) -> None:
-        self._telemetry = telemetry
-        self._service = service
-        self._values: dict[GaugeFamily, dict[tuple[str, ...], float]] = {}
-
-    def refresh(self) -> None:
-        """Read the state once and replace the series of every gauge."""
-        telemetry = self._telemetry
-        self._values = {gauge: {} for gauge in self._values}
-        for model in self._service.models():
-            name = model.fleet.model
-            for worker in read_workers(model):
-                self._add(worker)
-            index = read_index(model)
-            if index is not None:
-                self._set(telemetry.index_bytes, index.bytes, name)
-                for medium, blocks in index.blocks.items():
-                    self._set(telemetry.index_blocks, blocks, name, medium)
-            transfers = model.placer.transfers
-            self._add_links(name, transfers.learned.readings(), transfers.engine_sums.reading())
-            self._set(telemetry.ledger_leases, len(model.ledger), name)
-            self._set(telemetry.queue_depth, len(model.placer.waiting.admission), name)
-            pairs = model.placer.circuits.pairs(now_s=model.clock())
-            self._set(telemetry.pairs_parted, sum(1 for _ in pairs), name)
-        telemetry.retry_body_bytes.set(self._service.requests.retry_body_bytes)
-        for gauge, values in self._values.items():
-            gauge.replace(values)
-
-    def _set(self, gauge: GaugeFamily, value: float, *labels: str) -> None:
-        """Set one series for this refresh; a series that the next refresh does not set is removed."""
-        self._values.setdefault(gauge, {})[labels] = value
-
-    def _add(self, worker: WorkerReading) -> None:
-        """Set the series of one worker and its ranks."""
-        card, telemetry = worker.card, self._telemetry
-        worker_id = str(card.worker_id)
-        self._set(
-            telemetry.worker_up, float(worker.alive), worker_id, card.model, card.role.value, _place(worker)
-        )
-        engine, _, version = card.engine.partition(" ")
-        zone = topology_domains(card.runtime_config).get("zone", "")
-        self._set(telemetry.worker_info, 1.0, worker_id, card.pod, card.address, engine, version, zone)
-        self._set(telemetry.worker_draining, float(card.draining), worker_id)
-        self._set(telemetry.worker_cordoned, float(bool(worker.cordons)), worker_id)
-        self._set(telemetry.worker_engine_silent, float(card.engine_silent), worker_id)
-        for state in CircuitState:
-            self._set(telemetry.worker_circuit, float(worker.circuit is state), worker_id, state.value)
-        for rank in worker.ranks:
-            self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
-
-    def _add_links(self, model: str, links: Sequence[LinkReading], sums: SumsReading | None) -> None:
-        """Set the series of a model's learned links, kinds of links first, and of their ratio to the
-        bandwidth that engines report.
-        """
-        telemetry = self._telemetry
-        if sums is not None:
-            self._set(telemetry.link_seen_over_reported, sums.ratio, model)
-        for link in links[:LINK_SERIES_MAX]:
-            self._set(telemetry.link_bandwidth, link.bandwidth_bytes_per_s, model, link.name)
-            self._set(telemetry.link_latency, link.latency_s, model, link.name)
-            self._set(telemetry.link_slow, float(link.is_slow), model, link.name)
-
-    def _add_rank(self, labels: tuple[str, str], rank: RankReading) -> None:
-        telemetry, report, engine_reports = self._telemetry, rank.report, rank.engine_reports
-        self._set(telemetry.ledger_active_blocks, rank.active_blocks, *labels)
-        self._set(telemetry.ledger_prefill_tokens, rank.prefill_tokens, *labels)
-        if rank.total_blocks is not None:
-            self._set(telemetry.worker_blocks, rank.total_blocks, *labels, "total")
-        if report is not None:
-            self._set(telemetry.worker_blocks, report.active_blocks, *labels, "active")
-            self._set(telemetry.worker_running_requests, report.running_requests, *labels)
-            self._set(telemetry.worker_waiting_requests, report.waiting_requests, *labels)
-        feed = rank.feed
-        self._set(telemetry.feed_state, float(feed is None), *labels, "none")
-        for state in FeedState:
-            is_current = feed is not None and feed.state is state
-            self._set(telemetry.feed_state, float(is_current), *labels, state.name.lower())
-        if feed is not None:
-            self._set(telemetry.feed_staleness, feed.stale_s, *labels)
-            self._set(telemetry.event_lag, feed.lag_s, *labels)
-            self._set(telemetry.kv_events_missing, float(feed.is_missing), *labels)
-        if engine_reports.transfers is not None:
-            self._set(telemetry.kv_transfer_slow, float(engine_reports.transfers.is_slow), *labels)
-        if rank.speed is not None:
-            self._set(telemetry.rank_slowness, rank.speed.relative, *labels)
-            self._set(telemetry.rank_slow, float(rank.speed.is_slow), *labels)
-
-
-def _place(worker: WorkerReading) -> str:
-    """Return the worker's value of its transfer domain, else of its broadest level, else ``none``."""
-    config = worker.card.runtime_config
-    domains = topology_domains(config)
-    for domain in (config.kv_transfer_domain, *config.topology_levels, *sorted(domains)):
-        if domain is not None and domain in domains:
-            return domains[domain]
-    return "none"

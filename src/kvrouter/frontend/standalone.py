@@ -23,7 +23,7 @@ from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
-from kvrouter.frontend.fleet_state import Gauges
+from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS, trace_of
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation

@@ -30,7 +30,7 @@ from kvrouter.library.inputs import (
 )
 from kvrouter.library.runtime import Endpoint, Runtime
 from kvrouter.router.bookings import Bookings
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.prefill_dispatch import PrefillDispatch

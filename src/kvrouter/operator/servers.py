@@ -17,10 +17,10 @@ from kvrouter.operator.admission.certificates import ServingCertificate
 from kvrouter.operator.admission.server import AdmissionServer
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
 from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.reconcile.binding_labels import BindingLabels
 from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.dry_run import DryRun
 from kvrouter.operator.reconcile.info_reader import cluster_info_for_admission
-from kvrouter.operator.reconcile.node_places import NodePlaces
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
 from kvrouter.telemetry import Event, MetricsFormat, OperatorTelemetry, log_event
 
@@ -103,7 +103,7 @@ class AdmissionWork:
         Raises ConfigError for files without a valid certificate, and OSError when the port is taken.
         """
         async with _files(self.certificate, client, instrumentation, health) as files:
-            node_places = NodePlaces(
+            node_places = BindingLabels(
                 client,
                 namespace=self.namespace,
                 lost=instrumentation.lost_at_admission,

@@ -13,13 +13,10 @@ import numpy.typing as npt
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import Held, KvBatch, KvSnapshot
-from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.kernel.feed.rank_feed import RankFeed
 from kvrouter.kernel.feed.states import AskRange, AskSnapshot, Command, FeedCount, FeedState
-from kvrouter.kernel.index import ApproximateIndex, BlockIndex
-from kvrouter.kernel.placement.cache_view import PredictedCacheView
-from kvrouter.kernel.routing.interface import Decision
+from kvrouter.kernel.index import BlockIndex
 from kvrouter.router.feed_commands import FeedCommands, uncounted
 from kvrouter.router.index_work import IndexWork, Steps, empty, listed
 from kvrouter.router.instrumentation import ModelInstrumentation
@@ -384,66 +381,3 @@ def _to_the_end(steps: Steps, ended: asyncio.Event) -> Steps:
     """Take the steps; set ``ended`` unless one of them failed or they were given up."""
     yield from steps
     ended.set()
-
-
-U32 = npt.NDArray[np.uint32]
-
-
-class EventCacheView:
-    """The cache view of KV events. A rank whose feed recovers does not score.
-
-    Blocks after an image are reported in tokens that only the engine knows, so they come from ``predicted``.
-    """
-
-    def __init__(self, index: BlockIndex, ingest: EventIngest, predicted: ApproximateIndex) -> None:
-        self.index = index
-        self.ingest = ingest
-        self._predicted = PredictedCacheView(predicted)
-        self._out: U32 = np.zeros(16, np.uint32)
-
-    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
-        """Leading blocks of the prompt that each slot holds; always an array."""
-        if len(self._out) < n_slots:
-            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
-        out = self._out[:n_slots]
-        self.index.overlap(prompt, out)
-        if not self.ingest.all_score:
-            out *= self.ingest.scores(n_slots)
-        if has_media:
-            np.maximum(out, self._predicted.overlap(prompt, n_slots, now_s=now_s), out=out)
-        return out
-
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """Note the decision in the predictions, for prompts with images only: events report all others."""
-        if has_media:
-            self._predicted.decided(decision, prompt, now_s=now_s)
-
-    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """Start the rank's feed."""
-        self.ingest.joined(rank, slot, epoch)
-
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """Set how many blocks the slot's rank can hold; more are not accepted."""
-        self.ingest.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
-
-    def freed(self, slot: Slot) -> None:
-        """Drop the slot's feed and blocks."""
-        self.ingest.freed(slot)
-        self._predicted.freed(slot)
-
-    def is_sure_of(self, slot: Slot) -> bool:
-        """Whether the index has every event of the slot's rank, as far as its feed knows."""
-        feed = self.ingest.feed_at(slot)
-        return feed is not None and feed.state is FeedState.LIVE
-
-    def doubt(self, slot: Slot) -> None:
-        """Request a snapshot of the slot's rank."""
-        self.ingest.doubt(slot)
-
-    def on_batch(self, batch: KvBatch) -> None:
-        """Pass a batch to its rank's feed."""
-        self.ingest.on_batch(batch)
-
-    def close(self) -> None:
-        """Stop the feeds."""
-        self.ingest.close()

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.background import spawn

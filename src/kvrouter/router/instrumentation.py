@@ -20,7 +20,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.recording.schema import FleetChange
-from kvrouter.router.engine_reports import EngineInstrumentation
+from kvrouter.router.engine_instrumentation import EngineInstrumentation
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle
@@ -38,7 +38,7 @@ _OUTCOMES = (
     "cleared",
     "over_limit",
 )
-"""The outcomes of a block of an event; see ``index.port.Applied``."""
+"""The outcomes of a block of an event; see ``kernel.index.Applied``."""
 
 
 class PlacementInstrumentation(PlacementEvents):

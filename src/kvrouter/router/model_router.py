@@ -16,7 +16,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, TokenBuffer
 from kvrouter.core.workers import LoadReport
-from kvrouter.fleetfile.decision import circuit_settings, waiting_limits
+from kvrouter.fleetfile.routing_settings import circuit_settings, waiting_limits
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan
 from kvrouter.kernel.ledger.port import Ledger

@@ -25,8 +25,7 @@ from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
 from tests.testing.calls import WatchCalls
 from tests.testing.constants import SetConstants
-from tests.testing.engine_pods import ZONE
-from tests.testing.pod_fleet import pod_of_engine, running_pod_fleet, stopped_engine
+from tests.testing.pod_fleet import ZONE, pod_of_engine, running_pod_fleet, stopped_engine
 from tests.testing.scripted_engine import SGLANG_PAGES, scripted_engine
 from tests.testing.waits import until
 

@@ -10,7 +10,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventSource, EventTransport
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
-from tests.testing.event_delivery import card
+from tests.testing.event_transports import card
 
 LIBZMQ_DEFAULT = 1_023
 FILES = 2_200

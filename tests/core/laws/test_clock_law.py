@@ -9,7 +9,7 @@ SECONDS = st.floats(0.0, 100.0)
 
 
 @given(st.floats(0.01, 10.0), st.lists(SECONDS, max_size=20))
-def test_the_awake_clock_never_runs_ahead_and_counts_no_stop(every_s: float, ticks_s: list[float]) -> None:
+def test_awake_clock_counts_a_late_tick_as_one_interval(every_s: float, ticks_s: list[float]) -> None:
     clock = AwakeClock(every_s)
     for elapsed_s in ticks_s:
         before_s = clock.now_s
@@ -19,7 +19,7 @@ def test_the_awake_clock_never_runs_ahead_and_counts_no_stop(every_s: float, tic
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), SECONDS), min_size=1, max_size=20), SECONDS, SECONDS)
-def test_a_claim_lives_for_a_lease_after_its_last_change(
+def test_a_claim_is_valid_for_one_lease_after_its_last_change(
     seen: list[tuple[int, float]], lease_s: float, later_s: float
 ) -> None:
     claim, now_s, changed_s, last = LastChange(), 0.0, 0.0, None

@@ -34,7 +34,9 @@ DECODERS: list[Decoder[object]] = [
 
 
 @given(TEXTS, st.binary(max_size=4), st.integers(0, 200), st.booleans())
-def test_any_bytes_give_a_value_or_the_one_error(text: bytes, other: bytes, at: int, is_long: bool) -> None:
+def test_decoders_give_a_value_or_unreadable_for_any_bytes(
+    text: bytes, other: bytes, at: int, is_long: bool
+) -> None:
     data = text[:at] + other + text[at + len(other) :]
     if is_long:  # those are scanned first
         data += b" " * UNSCANNED_BYTES
@@ -44,7 +46,7 @@ def test_any_bytes_give_a_value_or_the_one_error(text: bytes, other: bytes, at: 
 
 
 @given(VALUES)
-def test_a_long_text_is_read_as_a_short_one_is(value: object) -> None:
+def test_long_scanned_text_decodes_like_short_text(value: object) -> None:
     """The scan refuses nothing that a decoder takes, within the bounds."""
     text = json.dumps(value).encode()
     for decoder in DECODERS:

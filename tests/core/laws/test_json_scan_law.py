@@ -122,7 +122,9 @@ def _size_of_texts(value: object) -> tuple[int, int]:
 @given(VALUES, LAYOUTS)
 @example({"a": ["\ud83d\ude00 é€\n", {"b": "\ud800"}]}, {})
 @example({"a": ["\U0001f600 é€\n", {"b": "plain"}]}, {"ensure_ascii": False})
-def test_valid_json_passes(value: object, layout: dict[str, object]) -> None:
+def test_scan_passes_valid_json_and_reports_its_values_and_fields(
+    value: object, layout: dict[str, object]
+) -> None:
     data = json.dumps(value, **layout).encode("utf-8", "replace")  # type: ignore[arg-type]
     fields, values = bounds().scan(data)
     assert values + _numbers(value) == _all_values(json.loads(data))
@@ -138,7 +140,7 @@ def test_valid_json_passes(value: object, layout: dict[str, object]) -> None:
 
 
 @given(VALUES, LAYOUTS, st.data())
-def test_a_byte_changed_matters_to_both_or_to_neither(
+def test_scan_and_python_parser_agree_on_json_with_changed_bytes(
     value: object, layout: dict[str, object], data: st.DataObject
 ) -> None:
     text = bytearray(json.dumps(value, **layout).encode("utf-8", "replace"))  # type: ignore[arg-type]
@@ -162,17 +164,17 @@ def test_a_byte_changed_matters_to_both_or_to_neither(
 @given(st.text(alphabet=' {}[],:"\\-+.eE01tfnrualse', max_size=30))
 @example('{"a":1}}')
 @example('"\\u00e9\\ud800"')
-def test_any_text_of_the_letters_of_json(text: str) -> None:
+def test_scan_and_python_parser_agree_on_text_of_json_characters(text: str) -> None:
     assert passes(text.encode(), bounds()) == is_json(text.encode())
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes(data: bytes) -> None:
+def test_scan_and_python_parser_agree_on_any_bytes(data: bytes) -> None:
     assert passes(data, bounds()) == is_json(data)
 
 
 @given(VALUES, st.integers(1, 5), st.integers(1, 30), st.integers(1, 6), st.integers(0, 12))
-def test_a_bound_is_enforced_exactly(
+def test_scan_refuses_json_exactly_when_over_a_bound(
     value: object, depth: int, values: int, items: int, numbers: int
 ) -> None:
     counted = Counted()
@@ -214,7 +216,7 @@ IDS = st.lists(st.integers(0, 2**32 - 1), max_size=30)
 
 
 @given(IDS, LAYOUTS, st.sampled_from(["", " ", "\n\t"]), st.sampled_from(["", "]", ', "b": [2]}']))
-def test_token_ids_are_those_of_pythons_parser(
+def test_token_ids_equal_those_of_pythons_parser(
     ids: list[int], layout: dict[str, object], before: str, behind: str
 ) -> None:
     written = json.dumps(ids, **layout)  # type: ignore[arg-type]

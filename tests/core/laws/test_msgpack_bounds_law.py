@@ -20,8 +20,8 @@ from kvrouter.core.json import (
 from kvrouter.core.json_bounds import JsonRefused, MsgpackBounds
 from kvrouter.engines.kv_events.batches import read_batch
 from kvrouter.engines.kv_events.engine_events import PAYLOAD_TIMES
-from kvrouter.transports.requests.messages import credits_decoder, decode, items_decoder
-from kvrouter.transports.requests.stream import decode_chunk, decode_request
+from kvrouter.transports.requests.encoding import decode_chunk, decode_request
+from kvrouter.transports.requests.frames import credits_decoder, decode, items_decoder
 
 SCALARS = (
     st.none()
@@ -51,7 +51,7 @@ def counted(value: object, depth: int = 0) -> Iterator[tuple[int, bool]]:
 
 
 @given(VALUES)
-def test_a_frames_counts_are_those_of_its_decoded_objects(value: object) -> None:
+def test_frame_counts_equal_counts_of_its_decoded_objects(value: object) -> None:
     found = list(counted(value))
     values, containers = len(found), sum(is_container for _, is_container in found)
     depth = max(depth for depth, is_container in found if is_container) if containers else 0
@@ -66,7 +66,7 @@ def test_a_frames_counts_are_those_of_its_decoded_objects(value: object) -> None
 
 
 @given(st.binary(max_size=60), st.integers(0, 60), VALUES)
-def test_any_bytes_are_scanned_to_an_end(noise: bytes, at: int, value: object) -> None:
+def test_scan_of_any_bytes_passes_or_raises_json_refused(noise: bytes, at: int, value: object) -> None:
     frame = msgspec.msgpack.encode(value)
     for each in (noise, frame[:at], frame[:at] + noise):
         with suppress(JsonRefused):
@@ -98,7 +98,7 @@ BOMBS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_no_frame_becomes_more_objects_than_its_bounds_allow(name: str) -> None:
+def test_frames_over_their_bounds_are_refused(name: str) -> None:
     read, frame = BOMBS[name]
     with pytest.raises(ProtocolError, match=r"than are read|inside each other"):
         read(frame)
@@ -132,7 +132,7 @@ def test_a_refused_frame_builds_no_objects() -> None:
         parsed_frame(Untouched(), array(FRAME_VALUES_MAX, b"\x00"), times=PAYLOAD_TIMES)
 
 
-def test_a_refusal_names_the_bound_and_the_byte() -> None:
+def test_a_refusal_names_the_bound_and_the_frame() -> None:
     with pytest.raises(ProtocolError, match="chunk: more values than are read") as refused:
         unpacked(msgspec.msgpack.Decoder(), array(MANY, b"\x90"), "chunk")
     assert refused.value.param == "chunk"

@@ -30,7 +30,7 @@ def key(leg: int, name: str = "a") -> LeaseKey:
 
 @given(WHOLE)
 @example(10**13)
-def test_a_ledger_has_at_most_the_slots_of_an_index(n_slots: int) -> None:
+def test_ledger_refuses_slot_counts_outside_its_limit_by_name(n_slots: int) -> None:
     if 0 <= n_slots <= SLOTS_MAX:
         assert Ledger(n_slots).n_slots == n_slots
         assert Ledger(1).ensure_slots(n_slots) is (n_slots > 1)
@@ -52,7 +52,7 @@ def tried(call: Callable[[], T], *names: str) -> tuple[T] | None:
 
 @given(st.lists(st.tuples(WHOLE, WHOLE, WHOLE, WHOLE), max_size=8))
 @example([(0, 2**32 - 1, 2**32 - 1, 1)] * 8)
-def test_sums_match_the_accepted_numbers(calls: list[tuple[int, int, int, int]]) -> None:
+def test_ledger_columns_equal_sums_of_accepted_calls(calls: list[tuple[int, int, int, int]]) -> None:
     ledger = Ledger(4)
     prompt = Prompt.from_blocks(b"", isl_tokens=2**32 - 1, block_size=1)
     tokens, blocks = [0] * 4, [0] * 4
@@ -82,7 +82,7 @@ def test_sums_match_the_accepted_numbers(calls: list[tuple[int, int, int, int]])
 
 
 @given(WHOLE, WHOLE, WHOLE)
-def test_leases_and_keys(lease: int, leg: int, exclude: int) -> None:
+def test_ledger_refuses_out_of_range_leases_and_keys_by_name(lease: int, leg: int, exclude: int) -> None:
     ledger = Ledger(1)
     out = array("I", [0])
     prompt = Prompt([1], block_size=1)
@@ -93,7 +93,7 @@ def test_leases_and_keys(lease: int, leg: int, exclude: int) -> None:
 
 
 @given(WHOLE, WHOLE, WHOLE)
-def test_prompts(isl_tokens: int, block_size: int, seed: int) -> None:
+def test_prompt_refuses_out_of_range_numbers_by_name(isl_tokens: int, block_size: int, seed: int) -> None:
     made = tried(
         lambda: Prompt.from_blocks(b"\0" * 8, isl_tokens=isl_tokens, block_size=block_size),
         "isl_tokens: ",
@@ -108,7 +108,7 @@ def test_prompts(isl_tokens: int, block_size: int, seed: int) -> None:
 
 
 @given(WHOLE, WHOLE, WHOLE)
-def test_indexes(slot: int, number: int, medium: int) -> None:
+def test_indexes_refuse_out_of_range_numbers_by_name(slot: int, number: int, medium: int) -> None:
     prompt = Prompt([1, 2], block_size=1)
     index = BlockIndex()
     tried(lambda: BlockIndex(blocks_per_rank_max=number), "blocks_per_rank_max: ")
@@ -137,13 +137,13 @@ class Boastful(Sequence[int]):
 
 
 @pytest.mark.parametrize("length", [2**40, 2**62])
-def test_a_length_that_is_only_claimed_costs_nothing(length: int) -> None:
+def test_a_sequence_claiming_a_huge_length_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="tokens: at most"):
         Prompt(Boastful(length), block_size=1)
     with pytest.raises(TypeError, match="mm_hashes"):
         Prompt([1], block_size=1, mm_hashes=Boastful(length))  # type: ignore[arg-type]
 
 
-def test_a_range_longer_than_any_prompt_is_refused_before_it_is_walked() -> None:
+def test_a_range_longer_than_any_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens: at most"):
         Prompt(range(2**31), block_size=16)

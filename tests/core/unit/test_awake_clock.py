@@ -8,12 +8,11 @@ import pytest
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.background import tick
-from tests.testing.request_transport import DEAD_AFTER_S
-from tests.testing.request_transports import PROXIED_REQUEST_TRANSPORTS
+from tests.testing.request_transports import DEAD_AFTER_S, PROXIED_REQUEST_TRANSPORTS
 from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 
 
-async def test_a_clock_counts_one_tick_for_one_in_which_the_loop_stood_still() -> None:
+async def test_awake_clock_counts_one_interval_for_a_blocked_loop() -> None:
     clock = AwakeClock(0.01)
     ticking = asyncio.create_task(tick(clock))
     await asyncio.sleep(0)
@@ -23,7 +22,7 @@ async def test_a_clock_counts_one_tick_for_one_in_which_the_loop_stood_still() -
 
 
 @pytest.mark.parametrize("name", ["http", "nats", "tcp"])
-async def test_a_loop_that_stood_still_breaks_nothing(name: str) -> None:
+async def test_a_blocked_loop_breaks_no_stream_and_reports_no_worker(name: str) -> None:
     setup = await PROXIED_REQUEST_TRANSPORTS[name]()
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)

@@ -30,7 +30,7 @@ def device(_folder: Path) -> Path:
 
 @pytest.mark.parametrize("odd", [fifo, device], ids=["fifo", "device"])
 @pytest.mark.parametrize("read", [read_document, open_trace, read_meta])
-def test_no_command_reads_a_file_that_is_not_regular(
+def test_commands_refuse_files_that_are_not_regular(
     tmp_path: Path, read: Callable[[Path], object], odd: Callable[[Path], Path]
 ) -> None:
     begun_s = time.monotonic()
@@ -53,7 +53,7 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
         read_regular(file, bytes_max=2)
 
 
-def test_a_description_of_a_run_has_a_limit(tmp_path: Path) -> None:
+def test_run_descriptions_and_traces_have_size_limits(tmp_path: Path) -> None:
     file = tmp_path / "meta.json"
     file.write_bytes(b"[" + b"1," * (4 << 20) + b"1]")
     with pytest.raises(ConfigError, match="it has more than"):

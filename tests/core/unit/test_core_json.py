@@ -85,20 +85,20 @@ def test_an_answer_over_the_bounds_is_refused_before_objects_are_built(over: byt
     assert peak_bytes < len(over) + 100_000
 
 
-def test_of_many_choices_that_cannot_be_read_few_are_looked_at() -> None:
+def test_only_a_few_of_many_unreadable_choices_are_read() -> None:
     event, _ = read_and_peak_bytes(b'{"choices":[' + b"1," * (VALUES_MAX - 2) + b"1]}")
     assert isinstance(event, UnreadEvent)
     assert len(event.choices) == ODD_CHOICES_READ
 
 
-def test_sglangs_own_answers_and_errors_are_counted_too() -> None:
+def test_sglang_answers_and_error_bodies_are_bounded() -> None:
     with pytest.raises(ProtocolError, match="more values"):
         GenerateReader()(b'{"output_ids":[' + b"1," * MANY + b"1]}")
     message, _ = error_message(b'{"detail":[' + b"{}," * MANY + b"{}]}")
     assert message.startswith('{"detail":[{},{}')
 
 
-def test_fields_that_a_decoder_skips_are_not_counted() -> None:
+def test_fields_skipped_by_the_decoder_are_not_counted() -> None:
     """Log probabilities of a long answer are millions of numbers of which nothing is built."""
     logprobs = b'{"content":[' + b'{"token":"a","bytes":[97]},' * CONTAINERS_MAX + b"{}]}"
     answer = b'{"choices":[{"text":"a","finish_reason":"stop","logprobs":%b}],"prompt_logprobs":%b}'
@@ -136,7 +136,7 @@ def test_raw_fields_are_counted_without_their_content() -> None:
 
 
 @pytest.mark.parametrize("data", [b"{", b"[" * 40_000, b'{"few":[1,2,3]}', b'"\xff"', b"NaN", b"1e999"])
-def test_each_failure_is_the_callers_error_that_names_the_place(data: bytes) -> None:
+def test_each_failure_raises_the_callers_error_and_names_the_source(data: bytes) -> None:
     with pytest.raises(ProtocolError, match=r"^the page: ") as failed:
         decoded(WHOLE, data, "the page")
     assert failed.value.param == "the page"
@@ -160,7 +160,7 @@ def test_built_objects_are_converted_or_raise_the_same_error() -> None:
         converted({"few": "x"}, Whole)
 
 
-def test_a_short_text_cannot_hold_more_than_a_long_one_may() -> None:
+def test_unscanned_short_texts_stay_within_the_bounds() -> None:
     bounds = bounds_of(object)
     for unit in (b"[],", b"1,", b'"",'):
         text = b"[" + unit * ((UNSCANNED_BYTES - 3) // len(unit)) + b"1]"
@@ -168,5 +168,5 @@ def test_a_short_text_cannot_hold_more_than_a_long_one_may() -> None:
         bounds.scan(text)
 
 
-def test_the_bounds_of_an_answer_are_made_once() -> None:
+def test_answer_bounds_are_computed_once() -> None:
     assert bounds_of(AnswerEvent) is bounds_of(AnswerEvent)

@@ -30,7 +30,7 @@ VECTORS: list[Vector] = json.loads(RECORDED.read_text())["vectors"]
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
-def test_hashes_equal_the_recorded_ones(vector: Vector) -> None:
+def test_hashes_equal_the_recorded_vectors(vector: Vector) -> None:
     seed = hash_seed(lora_name=vector.get("lora_name"), cache_namespace=vector.get("cache_namespace"))
     prompt = Prompt(
         vector["tokens"], block_size=vector["block_size"], seed=seed, mm_hashes=vector["mm_hashes"]
@@ -62,7 +62,7 @@ TOKENS = [5, 0, 2**32 - 1, 7, 9]
     ],
     ids=["list", "tuple", "array", "memoryview", "numpy", "slice", "cast"],
 )
-def test_tokens_come_in_any_u32_buffer_or_as_ints(tokens: list[int]) -> None:
+def test_prompt_accepts_tokens_as_ints_or_u32_buffers(tokens: list[int]) -> None:
     prompt = Prompt(tokens, block_size=2)
     assert (prompt.isl_tokens, prompt.block_size, prompt.n_blocks, prompt.total_blocks) == (5, 2, 2, 3)
     assert prompt.block_hashes == block_hashes(TOKENS, block_size=2)
@@ -71,7 +71,7 @@ def test_tokens_come_in_any_u32_buffer_or_as_ints(tokens: list[int]) -> None:
     assert "4294967295" not in repr(prompt), "prompts never go into logs"
 
 
-def test_a_sequence_of_ints_may_be_any_sequence() -> None:
+def test_prompt_accepts_tokens_as_range_or_bools() -> None:
     assert Prompt(range(4), block_size=2).block_hashes == Prompt([0, 1, 2, 3], block_size=2).block_hashes
     assert Prompt([True, False], block_size=2).isl_tokens == 2
 
@@ -96,18 +96,18 @@ def test_a_sequence_of_ints_may_be_any_sequence() -> None:
     ],
     ids=range(14),
 )
-def test_invalid_tokens_are_refused_by_name(tokens: list[int], error: type[Exception], said: str) -> None:
+def test_invalid_tokens_are_refused_by_position(tokens: list[int], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         Prompt(tokens, block_size=2)
 
 
 @pytest.mark.parametrize("block_size", [0, -1])
-def test_a_block_has_a_token_at_least(block_size: int) -> None:
+def test_a_block_size_below_one_is_refused(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"block_size: at least 1 token, not {block_size}"):
         Prompt([1], block_size=block_size)
 
 
-def test_each_full_block_has_its_entry_of_multimodal_hashes() -> None:
+def test_multimodal_hashes_need_one_entry_per_full_block() -> None:
     with pytest.raises(ValueError, match="mm_hashes: one entry for each of the 2 full blocks, not 1"):
         Prompt([1, 2, 3, 4], block_size=2, mm_hashes=[[7]])
     salted = Prompt([1, 2, 3, 4], block_size=2, mm_hashes=[[7, 3], []])
@@ -126,32 +126,32 @@ def test_an_empty_prompt_has_no_blocks() -> None:
         assert prompt.block_hashes == prompt.sequence_hashes == b""
 
 
-def test_a_chain_can_be_continued_from_its_parent() -> None:
+def test_sequence_hashes_continue_from_a_parent_hash() -> None:
     whole = Prompt(list(range(8)), block_size=2)
     parent, rest = whole.sequence_hashes[8:16], whole.block_hashes[16:]
     assert sequence_hashes(parent + rest)[8:] == whole.sequence_hashes[16:]
 
 
-def test_a_column_has_whole_hashes() -> None:
+def test_a_column_with_a_partial_hash_is_refused() -> None:
     with pytest.raises(ValueError, match="block_hashes: a column of 8-byte hashes, not 7 bytes"):
         sequence_hashes(b"1234567")
 
 
-def test_seeds_add_up_and_empty_names_are_absent() -> None:
+def test_seeds_add_up_and_empty_names_change_nothing() -> None:
     assert hash_seed() == hash_seed(lora_name="", cache_namespace="") == 1337
     lora, namespace = hash_seed(lora_name="a"), hash_seed(cache_namespace="a")
     assert lora != namespace
     assert hash_seed(lora_name="a", cache_namespace="a") == (lora + namespace - 1337) % 2**64
 
 
-def test_a_prompt_cannot_be_changed() -> None:
+def test_a_prompt_is_immutable() -> None:
     prompt = Prompt([1, 2], block_size=2)
     with pytest.raises(AttributeError):
         prompt.block_size = 3  # type: ignore[misc]
     assert unpack_hashes(pack_hashes([1])) == (1,)
 
 
-def test_a_prompt_is_the_same_from_its_blocks() -> None:
+def test_a_prompt_rebuilt_from_its_block_hashes_is_equal() -> None:
     whole = Prompt(range(11), block_size=4, seed=7)
     rebuilt = Prompt.from_blocks(whole.block_hashes, isl_tokens=11, block_size=4)
     assert rebuilt.sequence_hashes == whole.sequence_hashes
@@ -160,7 +160,7 @@ def test_a_prompt_is_the_same_from_its_blocks() -> None:
     assert (rebuilt.n_blocks, rebuilt.total_blocks) == (2, 3)
 
 
-def test_a_prompt_may_name_its_leading_blocks_alone() -> None:
+def test_a_prompt_may_be_built_from_its_leading_blocks_only() -> None:
     whole = Prompt(range(17), block_size=4)
     named = Prompt.from_blocks(whole.block_hashes[:16], isl_tokens=17, block_size=4)
     assert named.sequence_hashes == whole.sequence_hashes[:16]
@@ -176,7 +176,7 @@ def test_a_prompt_may_name_its_leading_blocks_alone() -> None:
         (b"", 0, 0, "block_size"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused_by_name(
+def test_invalid_block_columns_and_sizes_are_refused_by_name(
     column: bytes, isl_tokens: int, block_size: int, named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):

@@ -9,7 +9,7 @@ from kvrouter.core.hosts import advertised_host, bracketed
 @pytest.mark.parametrize(
     ("host", "advertise_host"), [("0.0.0.0", None), ("::", None), ("", None), ("h", "*")]
 )
-def test_every_interface_is_no_place_to_connect_to(host: str, advertise_host: str | None) -> None:
+def test_a_wildcard_host_cannot_be_advertised(host: str, advertise_host: str | None) -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
         advertised_host(host, advertise_host)
 
@@ -19,5 +19,5 @@ def test_the_advertised_host_is_used_else_the_listening_host() -> None:
     assert advertised_host("127.0.0.1", None) == "127.0.0.1"
 
 
-def test_only_ipv6_stands_in_brackets() -> None:
+def test_only_ipv6_addresses_are_bracketed() -> None:
     assert [bracketed("::1"), bracketed("10.0.0.1"), bracketed("node-7")] == ["[::1]", "10.0.0.1", "node-7"]

@@ -65,7 +65,9 @@ def nobodys_port() -> int:
         return port
 
 
-async def test_no_redirect_is_followed_no_cookie_kept_no_proxy_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_follows_no_redirect_keeps_no_cookie_uses_no_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str | None] = []
 
     async def moved(request: web.Request) -> web.StreamResponse:
@@ -87,7 +89,7 @@ async def test_no_redirect_is_followed_no_cookie_kept_no_proxy_used(monkeypatch:
     assert seen == [None, None, None]
 
 
-async def test_an_engine_that_redirects_is_named_as_such() -> None:
+async def test_a_redirecting_engine_is_reported_as_redirecting() -> None:
     engine = ScriptedEngine()
     await engine.start()
     engine.set_page("/version", "", status=308)
@@ -101,35 +103,35 @@ async def test_an_engine_that_redirects_is_named_as_such() -> None:
         await engine.stop()
 
 
-async def test_nothing_that_listens() -> None:
+async def test_a_port_without_a_listener_is_reported() -> None:
     assert "nothing listens" in await failure_of(f"http://127.0.0.1:{nobodys_port()}/")
 
 
-async def test_a_name_that_is_unknown() -> None:
+async def test_an_unknown_host_name_is_reported() -> None:
     assert "not known here (DNS)" in await failure_of("http://there-is-no-such-host.invalid/")
 
 
-async def test_a_server_that_hangs_up_at_once() -> None:
+async def test_a_server_closing_before_its_answer_is_reported() -> None:
     async with talking(b"") as port:
         assert "closed the connection before it answered" in await failure_of(f"http://127.0.0.1:{port}/")
 
 
-async def test_an_answer_that_breaks_off() -> None:
+async def test_a_truncated_answer_is_reported() -> None:
     async with talking(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc") as port:
         assert "broke off" in await failure_of(f"http://127.0.0.1:{port}/")
 
 
-async def test_an_answer_that_is_no_http() -> None:
+async def test_a_non_http_answer_is_reported() -> None:
     async with talking(b"SSH-2.0-OpenSSH_9.6\r\n") as port:
         assert "is not HTTP: is the port right" in await failure_of(f"http://127.0.0.1:{port}/")
 
 
-async def test_https_where_http_is_spoken() -> None:
+async def test_https_to_a_plain_http_port_is_reported() -> None:
     async with talking(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         assert "is the URL http:// and not https://?" in await failure_of(f"https://127.0.0.1:{port}/")
 
 
-async def test_an_answer_that_does_not_come() -> None:
+async def test_an_answer_timeout_is_reported() -> None:
     async def wait(_: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
@@ -141,7 +143,7 @@ async def test_an_answer_that_does_not_come() -> None:
         assert await failure_of(f"http://127.0.0.1:{port}/", limits) == "it did not answer in time"
 
 
-async def test_a_certificate_that_is_not_trusted_and_http_to_a_port_of_https() -> None:
+async def test_an_untrusted_certificate_and_http_to_an_https_port_are_reported() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
     async with serving(web.Application(), context) as port:
@@ -153,12 +155,12 @@ async def test_a_certificate_that_is_not_trusted_and_http_to_a_port_of_https() -
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{}", "https://127.0.0.1:{}"])
-def test_the_commands_that_ask_a_router_say_the_same(url: str) -> None:
+def test_router_client_reports_a_port_without_a_listener(url: str) -> None:
     with pytest.raises(AskFailed, match="no answer: nothing listens at its host and port"):
         RouterClient(url.format(nobodys_port())).fleet()
 
 
-def test_only_one_place_makes_sessions() -> None:
+def test_only_the_http_client_module_creates_sessions() -> None:
     """The linter holds it too; here it is seen that the linter is asked to."""
     source = Path(__file__).parents[3] / "src" / "kvrouter"
     makers = {

@@ -29,7 +29,7 @@ TEXT = b"[" + b"1," * 16_000_000 + b"1]"
 
 
 @pytest.mark.parametrize("read", [BOUNDS.scan, lambda text: token_ids(text, 0)], ids=["scan", "token_ids"])
-def test_other_threads_run_while_a_long_text_is_read(
+def test_other_threads_run_while_a_long_text_is_scanned(
     read: Callable[[bytes], object], request: pytest.FixtureRequest
 ) -> None:
     """The interpreter asks no thread to let another one run: only one that lets go of it is interrupted."""

@@ -49,11 +49,11 @@ def test_an_invalid_secret_is_refused_by_name_without_its_text(text: str, tmp_pa
 
 
 @pytest.mark.parametrize("environ", [{}, {"KEY": ""}, {"KEY": " \n"}])
-def test_a_variable_that_is_unset_or_blank_has_none(environ: dict[str, str]) -> None:
+def test_an_unset_or_blank_variable_has_no_secret(environ: dict[str, str]) -> None:
     assert secret_variable(environ, "KEY") is None
 
 
-def test_a_file_that_is_not_regular_is_reported(tmp_path: Path) -> None:
+def test_an_absent_irregular_or_non_utf8_secret_file_is_reported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"schl\xfcssel")
     for name, why in {
@@ -67,7 +67,7 @@ def test_a_file_that_is_not_regular_is_reported(tmp_path: Path) -> None:
             secret_file(tmp_path / name, "field")
 
 
-def test_a_file_that_may_not_be_read_names_the_right(tmp_path: Path) -> None:
+def test_a_secret_file_without_read_permission_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.touch(mode=0)
     user = os.geteuid()
@@ -81,7 +81,7 @@ def test_a_file_that_may_not_be_read_names_the_right(tmp_path: Path) -> None:
 
 
 @given(st.text(st.characters(blacklist_categories=("Cc", "Cs")), min_size=1).map(str.strip).filter(bool))
-def test_any_line_of_text_is_a_secret(text: str) -> None:
+def test_any_line_of_text_is_accepted_as_a_secret(text: str) -> None:
     assert checked_secret(f"{text}\n", "KEY") == text
 
 
@@ -89,7 +89,7 @@ SETTINGS = ("KVROUTER_ADMIN_TOKEN", "KVROUTER_PLANE_TOKEN", "NATS_AUTH_PASSWORD"
 
 
 @pytest.mark.parametrize("variable", SETTINGS)
-def test_the_settings_that_are_secrets_are_read_so(variable: str) -> None:
+def test_secret_settings_are_stripped_and_never_shown_in_errors(variable: str) -> None:
     settings = load_settings(flags={}, environ={variable: "hush\n"}).settings
     secrets = (
         settings.frontend.admin_token,
@@ -104,7 +104,7 @@ def test_the_settings_that_are_secrets_are_read_so(variable: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["12345", "''", "[12345]", '"12345\\n12345"'])
-def test_a_mistaken_secret_of_a_file_is_not_shown(written: str) -> None:
+def test_an_invalid_secret_in_a_fleet_file_is_not_shown(written: str) -> None:
     document = parse_document(f"frontend: {{admin_token: {written}}}", "fleet.yaml")
     with pytest.raises(ConfigError, match=r"fleet.yaml:1: frontend.admin_token: ") as refused:
         load_settings(flags={}, environ={}, document=document)
@@ -112,7 +112,7 @@ def test_a_mistaken_secret_of_a_file_is_not_shown(written: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["sk-12345", "KVROUTER_PLANE_TOKEN", "KVROUTER_ENGINE_API_KEYS", "A-B"])
-def test_a_key_is_not_written_where_a_variable_is_named(written: str) -> None:
+def test_api_key_env_refuses_invalid_names_without_showing_them(written: str) -> None:
     engine = f"{{kind: vllm, url: 'http://a:1', api_key_env: {written}}}"
     text = f"version: 1\nmodels: [{{name: m}}]\nworkers: [{{name: w, engine: {engine}}}]"
     with pytest.raises(ConfigError, match=r"workers\[0\].engine.api_key_env: must be ") as refused:
@@ -120,7 +120,7 @@ def test_a_key_is_not_written_where_a_variable_is_named(written: str) -> None:
     assert "123" not in refused.value.message
 
 
-def test_a_key_has_one_home() -> None:
+def test_api_key_env_and_api_key_file_exclude_each_other() -> None:
     engine = "{kind: vllm, url: 'http://a:1', api_key_env: A, api_key_file: b}"
     text = f"version: 1\nmodels: [{{name: m}}]\nworkers: [{{name: w, engine: {engine}}}]"
     with pytest.raises(ConfigError, match="api_key_file: contradicts api_key_env: give one of the two"):

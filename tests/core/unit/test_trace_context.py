@@ -11,7 +11,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import NO_TRACE, EngineRequest, Leg, Sampling, TraceContext
 from kvrouter.frontend.generate import TRACE_VALUE_MAX_BYTES, trace_of
-from kvrouter.transports.requests.stream import decode_request, encode_request
+from kvrouter.transports.requests.encoding import decode_request, encode_request
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -21,7 +21,7 @@ def of(**headers: str) -> TraceContext:
     return trace_of([(name.encode(), value.encode("latin-1")) for name, value in headers.items()])
 
 
-def test_all_three_are_taken_as_they_are() -> None:
+def test_valid_trace_headers_are_kept_unchanged() -> None:
     trace = of(traceparent=PARENT, tracestate="congo=t61rcWkgMzE,rojo=1", baggage="user=a;p=1,b=c")
     assert trace == TraceContext(PARENT, "congo=t61rcWkgMzE,rojo=1", "user=a;p=1,b=c", TRACE_ID)
     assert trace.headers() == {
@@ -31,7 +31,7 @@ def test_all_three_are_taken_as_they_are() -> None:
     }
 
 
-def test_a_call_without_them_belongs_to_none() -> None:
+def test_a_call_without_trace_headers_has_no_trace() -> None:
     assert trace_of([(b"host", b"a"), (b"x-request-id", b"r")]) is NO_TRACE
     assert NO_TRACE.headers() == {}
     assert NO_TRACE.trace_id == ""
@@ -54,11 +54,11 @@ def test_a_call_without_them_belongs_to_none() -> None:
         "é" + PARENT[1:],
     ],
 )
-def test_an_invalid_traceparent_begins_no_trace_and_takes_its_state_along(wrong: str) -> None:
+def test_an_invalid_traceparent_is_dropped_with_its_tracestate(wrong: str) -> None:
     assert of(traceparent=wrong, tracestate="a=1", baggage="b=2") == TraceContext(baggage="b=2")
 
 
-def test_a_later_version_may_say_more() -> None:
+def test_a_later_traceparent_version_may_have_more_fields() -> None:
     later = "01" + PARENT[2:] + "-what-will-be"
     assert of(traceparent=later).traceparent == later
     assert of(traceparent="01" + PARENT[2:]).traceparent
@@ -68,12 +68,12 @@ def test_blanks_around_a_value_are_removed() -> None:
     assert of(traceparent=f" {PARENT}\t").traceparent == PARENT
 
 
-def test_two_traceparents_are_none() -> None:
+def test_two_traceparent_headers_give_no_trace() -> None:
     twice = [(b"traceparent", PARENT.encode())] * 2
     assert trace_of([*twice, (b"tracestate", b"a=1")]) == NO_TRACE
 
 
-def test_several_headers_of_one_name_are_one_list() -> None:
+def test_repeated_tracestate_or_baggage_headers_are_joined() -> None:
     sent = [
         (b"traceparent", PARENT.encode()),
         (b"tracestate", b"a=1"),
@@ -84,7 +84,7 @@ def test_several_headers_of_one_name_are_one_list() -> None:
     assert trace_of([(b"baggage", b"a=1"), (b"baggage", b"b=2")]).baggage == "a=1,b=2"
 
 
-def test_what_no_engine_could_be_sent_is_left_out() -> None:
+def test_too_long_or_non_ascii_trace_values_are_dropped() -> None:
     long = "a=" + "x" * TRACE_VALUE_MAX_BYTES
     assert of(traceparent="01" + PARENT[2:] + "-" + long) == NO_TRACE
     assert of(traceparent=PARENT, tracestate=long, baggage="é=1") == TraceContext(PARENT, trace_id=TRACE_ID)
@@ -96,7 +96,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 @given(
     st.lists(st.tuples(st.sampled_from([b"traceparent", b"tracestate", b"baggage", b"other"]), st.binary()))
 )
-def test_any_header_becomes_a_context_that_engines_accept(headers: Headers) -> None:
+def test_any_headers_give_a_trace_context_that_a_leg_can_carry(headers: Headers) -> None:
     trace = trace_of(headers)
     for value in trace.headers().values():
         assert value.isascii()
@@ -111,7 +111,7 @@ def leg(trace: TraceContext) -> EngineRequest:
     return EngineRequest(RequestId("r"), 0, Leg.DECODE, ModelName("m"), tokens, Sampling(1), trace=trace)
 
 
-def test_a_worker_takes_no_value_that_is_no_header() -> None:
+def test_a_worker_refuses_trace_values_invalid_as_headers() -> None:
     for wrong in ("a\r\nx: y", "é", "\0"):
         with pytest.raises(ProtocolError, match="trace"):
             decode_request(encode_request(leg(TraceContext(baggage=wrong))))

@@ -9,9 +9,9 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.events import decode
 from tests.testing.engine_laws import ends_once, read
 from tests.testing.engine_requests import completion_request
+from tests.testing.probed_engine import vllm_client
 from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
 from tests.testing.scripted_engine import JSON, ScriptedAnswer, event_of, scripted_engine, sse
-from tests.testing.vllm_answers import vllm_client
 
 LONG = {"choices": [{"index": 0, "text": "x" * 3_000_000, "finish_reason": None}]}
 LAST = {"choices": [{"index": 0, "text": "y", "finish_reason": "stop"}]}

@@ -9,7 +9,7 @@ from kvrouter.engines.kv_events.engine_events import EngineTraits
 from kvrouter.engines.kv_events.listener import EngineListener
 from kvrouter.engines.vllm.events import decode
 from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
-from tests.testing.event_recorder import EventRecorder
+from tests.testing.engine_recorder import EventRecorder
 from tests.testing.waits import until
 
 ORDERED = ["send", "lose", "repeat"]

@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.timing import Timing
 from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.ranks import EngineRanks, rank_of
-from tests.testing.engine_rank_model import EngineRankModel, Leg, StepOutcome
+from tests.oracles.engine_rank_model import EngineRankModel, Leg, StepOutcome
 
 MEASURED = Timing(prefill_attention=1e-3, decode_sequence=0.3, decode_kv_token=0.07, mixed_kv_token=0.011)
 TIMINGS = st.sampled_from([Timing(), MEASURED])

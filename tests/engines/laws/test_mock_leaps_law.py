@@ -19,7 +19,7 @@ from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.sequence import LegStamps
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_links import zone_links
+from tests.testing.mock_engine import zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)
 ROLES = {PREFILL: Role.PREFILL, DECODE: Role.DECODE, BOTH: Role.BOTH}

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvrouter.engines.mock_engine.network import Network
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_links import zone, zone_links
+from tests.testing.mock_engine import zone, zone_links
 
 BANDWIDTH = 1_000.0
 STARTS = st.lists(st.tuples(st.floats(0.0, 50.0), st.integers(0, 5_000)), min_size=1, max_size=12).map(sorted)

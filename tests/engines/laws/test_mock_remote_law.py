@@ -21,9 +21,8 @@ from kvrouter.engines.mock_engine.handoff import LegId, RemoteSink
 from kvrouter.engines.mock_engine.remote import Failed, Peer, PullId, SinkMessage, SourceMessage, ToSource
 from kvrouter.engines.mock_engine.sequence import sequence_key
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_engine import TIMING
+from tests.testing.mock_engine import TIMING, zone_links
 from tests.testing.mock_fabric import leg
-from tests.testing.mock_links import zone_links
 
 PREFILL, DECODE, FAR_DECODE = WorkerId(1), WorkerId(2), WorkerId(3)
 HERE = Peer("10.0.0.1", 99)

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvrouter._native import PagedKv
 from kvrouter.core.events import pack_hashes
-from tests.testing.paged_kv_model import PagedKvModel
+from tests.oracles.paged_kv_model import PagedKvModel
 
 HASHES = st.lists(st.integers(1, 3), max_size=6).map(pack_hashes)
 

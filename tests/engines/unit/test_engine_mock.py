@@ -19,7 +19,7 @@ from kvrouter.engines.port import Engine
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.testing.constants import SetConstants
 from tests.testing.engine_requests import engine_request
-from tests.testing.mock_links import zone_links
+from tests.testing.mock_engine import zone_links
 
 IN_TIME_S = 60.0
 

@@ -12,9 +12,8 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.testing.engine_publisher import Publisher, stored_event, vllm_batch
 from tests.testing.engine_requests import short_completion
-from tests.testing.probed_engine import METRICS, probed_engine, wait_for_probes
+from tests.testing.probed_engine import METRICS, STARTED_S, probed_engine, wait_for_probes
 from tests.testing.scripted_engine import page, scripted_engine
-from tests.testing.vllm_answers import STARTED_S
 from tests.testing.waits import until
 
 R0 = DpRank(0)

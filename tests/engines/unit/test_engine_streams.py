@@ -16,8 +16,8 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.sse import BEHIND_MAX_BYTES, AnswerReading
 from kvrouter.engines.openai.streams import PIECE_BYTES, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
+from kvrouter.transports.requests.encoding import decode_chunk, encode_chunk
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.transports.requests.stream import decode_chunk, encode_chunk
 from tests.testing.constants import SetConstants
 from tests.testing.scripted_engine import (
     JSON,

@@ -18,8 +18,8 @@ from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.transports.requests.port import StreamBroken
+from tests.testing.engine_recorder import EventRecorder
 from tests.testing.engine_requests import client_call, engine_request
-from tests.testing.event_recorder import EventRecorder
 from tests.testing.scripted_engine import JSON, ScriptedAnswer, page
 from tests.testing.trtllm_server import ScriptedTrtllm, created, native, scripted_trtllm, stored
 from tests.testing.waits import until

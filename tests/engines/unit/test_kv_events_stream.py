@@ -253,8 +253,8 @@ def test_each_rank_has_its_own_ledger() -> None:
     follower = _follower(can_replay=False)
     for seq, rank in enumerate((0, 1)):
         _live(follower, [(b"", seq.to_bytes(8, "big"), _payload(7, dp_rank=rank))])
-    assert set(follower.ledgers) == {DpRank(0), DpRank(1)}
-    assert [ledger.held() for ledger in follower.ledgers.values()] == [1, 1]
+    assert set(follower.rank_blocks) == {DpRank(0), DpRank(1)}
+    assert [blocks.held() for blocks in follower.rank_blocks.values()] == [1, 1]
 
 
 def test_a_socket_speaks_of_so_many_ranks_and_no_more() -> None:
@@ -266,7 +266,7 @@ def test_a_socket_speaks_of_so_many_ranks_and_no_more() -> None:
     )
     (refused,) = [command for command in commands if isinstance(command, MalformedBatch)]
     assert refused.error.param == "data_parallel_rank"
-    assert (_names(commands), set(follower.ledgers)) == ([0, 1, 3], {DpRank(0), DpRank(1)})
+    assert (_names(commands), set(follower.rank_blocks)) == ([0, 1, 3], {DpRank(0), DpRank(1)})
 
 
 def _follower(*, can_replay: bool = True, limits: EventStreamLimits | None = None) -> EngineEventStream:

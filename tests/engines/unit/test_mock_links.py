@@ -8,7 +8,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.engines.mock_engine.mock_links import LinkChange, LinkName, Links, Place
 from kvrouter.engines.mock_engine.network import Network
 from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link, LinkTable
-from tests.testing.mock_links import zone, zone_links
+from tests.testing.mock_engine import zone, zone_links
 
 LEVELS = ("zone", "rack", "host")
 ZONE, RACK, ACROSS = Link(0.0, 100.0), Link(0.0, 1_000.0), Link(1.0, 10.0)

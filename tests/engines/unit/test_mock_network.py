@@ -3,7 +3,7 @@ import pytest
 from kvrouter.engines.mock_engine.mock_links import DomainPair
 from kvrouter.engines.mock_engine.network import Network
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_links import zone, zone_links
+from tests.testing.mock_engine import zone, zone_links
 
 LINKS = zone_links(
     same=Link(0.0, 100.0),

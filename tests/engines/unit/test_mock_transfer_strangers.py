@@ -24,7 +24,7 @@ from kvrouter.engines.mock.transfer import (
 )
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.remote import Done, Failed, GiveUp, Join, Peer, Ready, SinkMessage, Want
-from tests.testing.mock_links import zone
+from tests.testing.mock_engine import zone
 from tests.testing.mock_processes import (
     IN_TIME_S,
     SETTINGS,

@@ -14,7 +14,7 @@ from kvrouter.core.workers import EnginePod, Role
 from kvrouter.fleetfile.engine_pods import ANNOTATIONS, PLACES, engine_of
 from kvrouter.fleetfile.fleet_file import KvTransferSpec
 from kvrouter.transports.records.kubernetes.pods import pod_of
-from tests.testing.engine_pods import ENGINE, ZONE, pod, pod_json
+from tests.testing.pod_fleet import ENGINE, ZONE, pod, pod_json
 
 RACK = "grove.io/topology.rack"
 PREFIX = "kvrouter.dev/"

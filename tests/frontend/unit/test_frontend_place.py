@@ -16,7 +16,7 @@ from kvrouter.kernel.routing import Decision
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 
 NEAR = KvRouterConfig(router_prefill_level="zone", router_prefill_weight=1.0)
 REQUIRED = KvRouterConfig(router_prefill_level="zone", router_prefill_enforcement=NearEnforcement.REQUIRED)
@@ -35,7 +35,7 @@ def pairs() -> tuple[WorkerCard, ...]:
 
 
 async def harness(config: KvRouterConfig, place: Mapping[str, str], *cards: WorkerCard) -> RouterHarness:
-    found = RouterHarness(ScriptedPlane(None), config, place=place)
+    found = RouterHarness(ScriptedTransport(None), config, place=place)
     await found.start(*cards)
     return found
 
@@ -93,7 +93,7 @@ async def test_a_model_that_joins_later_knows_where_the_frontend_is() -> None:
 
 def test_a_router_without_a_frontend_has_no_place() -> None:
     with pytest.raises(ConfigError, match="only a frontend has a place") as refused:
-        RouterHarness(ScriptedPlane(None), NEAR)
+        RouterHarness(ScriptedTransport(None), NEAR)
     assert refused.value.param == "router_prefill_level"
 
 

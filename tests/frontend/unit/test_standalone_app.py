@@ -25,7 +25,7 @@ from kvrouter.settings.tree import FrontendSettings, TokenizeFallback
 from tests.testing.frontend_harness import mock_text, token_ids
 from tests.testing.processes import Metrics
 from tests.testing.router_harness import MODEL, RouterHarness, card
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 TOKENS: dict[str, object] = {"model": MODEL, "token_ids": list(range(100, 140))}
@@ -41,7 +41,7 @@ def prefills(stream: ScriptedStream) -> None:
 @dataclass(frozen=True, slots=True)
 class Router:
     harness: RouterHarness
-    plane: ScriptedPlane
+    plane: ScriptedTransport
     router: Standalone
     http: httpx.AsyncClient
 
@@ -71,7 +71,7 @@ async def open_router(
     bookings_max: int = 100,
     has_tokenizer: bool = True,
 ) -> AsyncIterator[Router]:
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = RouterHarness(plane, config, prefill_alone=prefill_alone)
     await harness.start(*cards)
     instrumentation = ServiceInstrumentation(harness.telemetry)

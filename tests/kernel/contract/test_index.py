@@ -51,7 +51,7 @@ def overlap(index: BlockIndex, of: Prompt, medium: Medium = Medium.GPU) -> dict[
     return {int(slot): int(out[slot]) for slot in np.flatnonzero(out)}
 
 
-def test_an_empty_index_overlaps_nothing(index: BlockIndex) -> None:
+def test_an_empty_index_has_no_overlap_and_no_blocks(index: BlockIndex) -> None:
     assert overlap(index, prompt(3)) == {}
     assert overlap(index, prompt(0)) == {}
     assert index.held(A) == 0
@@ -71,13 +71,13 @@ def test_overlap_is_the_longest_contiguous_prefix_of_each_slot(index: BlockIndex
     assert overlap(index, prompt(1)) == {A: 1, B: 1}
 
 
-def test_a_store_goes_on_from_its_parent(index: BlockIndex) -> None:
+def test_a_store_continues_from_its_parent(index: BlockIndex) -> None:
     p = prompt(4)
     index.apply(A, [stored([1, 2], p), stored([3, 4], p, 2, parent=2)])
     assert overlap(index, p) == {A: 4}
 
 
-def test_an_engine_hash_means_something_at_its_own_rank_alone(index: BlockIndex) -> None:
+def test_engine_hashes_are_separate_for_each_rank(index: BlockIndex) -> None:
     p, other = prompt(2), prompt(2, first=50)
     index.apply(A, [stored([1, 2], p)])
     index.apply(B, [stored([1, 2], other)])
@@ -88,7 +88,7 @@ def test_an_engine_hash_means_something_at_its_own_rank_alone(index: BlockIndex)
 
 
 @pytest.mark.parametrize("name", [0, 1, 2**63, 2**64 - 1])
-def test_any_64_bit_engine_hash_will_do(index: BlockIndex, name: int) -> None:
+def test_any_64_bit_engine_hash_is_accepted(index: BlockIndex, name: int) -> None:
     p = prompt(2)
     index.apply(A, [stored([name], p), stored([77], p, 1, parent=name)])
     assert overlap(index, p) == {A: 2}
@@ -97,7 +97,7 @@ def test_any_64_bit_engine_hash_will_do(index: BlockIndex, name: int) -> None:
     assert overlap(index, p) == {}
 
 
-def test_an_unknown_parent_is_an_orphan_and_never_placed(index: BlockIndex) -> None:
+def test_a_store_with_an_unknown_parent_is_an_orphan_and_not_indexed(index: BlockIndex) -> None:
     p = prompt(3)
     applied = index.apply(A, [stored([2, 3], p, 1, parent=1)])
     assert (applied.orphaned, applied.stored) == (2, 0)
@@ -129,7 +129,7 @@ def test_media_are_kept_apart(index: BlockIndex) -> None:
     assert index.stats().ranks == 1
 
 
-def test_three_stores_take_three_removals(index: BlockIndex) -> None:
+def test_a_block_stored_three_times_needs_three_removals(index: BlockIndex) -> None:
     p = prompt(1)
     applied = index.apply(A, [stored([1], p)] * 3)
     assert (applied.stored, applied.repeated) == (1, 2)
@@ -139,7 +139,7 @@ def test_three_stores_take_three_removals(index: BlockIndex) -> None:
     assert index.apply(A, [removed(1)]).unknown_removed == 1
 
 
-def test_a_removal_in_the_middle_hides_the_rest_until_it_is_stored_again(index: BlockIndex) -> None:
+def test_a_removed_middle_block_ends_the_overlap_until_stored_again(index: BlockIndex) -> None:
     p = prompt(4)
     index.apply(A, [stored([1, 2, 3, 4], p)])
     index.apply(B, [stored([1, 2, 3, 4], p)])
@@ -150,7 +150,7 @@ def test_a_removal_in_the_middle_hides_the_rest_until_it_is_stored_again(index: 
     assert overlap(index, p) == {A: 4, B: 4}
 
 
-def test_two_names_for_one_block_hold_it_until_both_are_gone(index: BlockIndex) -> None:
+def test_a_block_with_two_engine_hashes_stays_until_both_are_removed(index: BlockIndex) -> None:
     p = prompt(1)
     assert index.apply(A, [stored([1], p), stored([2], p)]).stored == 2
     index.apply(A, [removed(1)])
@@ -160,7 +160,7 @@ def test_two_names_for_one_block_hold_it_until_both_are_gone(index: BlockIndex) 
     assert index.stats().sequences == (0, 0, 0, 0)
 
 
-def test_a_name_stored_with_other_content_means_the_new_content_alone(index: BlockIndex) -> None:
+def test_an_engine_hash_stored_with_new_content_replaces_the_old(index: BlockIndex) -> None:
     p, other = prompt(1), prompt(1, first=50)
     index.apply(A, [stored([1], p), stored([1], p)])
     assert index.apply(A, [stored([1], other)]).replaced == 1
@@ -180,7 +180,7 @@ def test_cleared_empties_one_rank_in_every_medium(index: BlockIndex) -> None:
     assert index.apply(A, [stored([2], p, 1, parent=1)]).orphaned == 1
 
 
-def test_a_snapshot_gives_an_equal_rank(make: Callable[..., BlockIndex]) -> None:
+def test_a_rank_loaded_from_a_snapshot_is_equal(make: Callable[..., BlockIndex]) -> None:
     p = prompt(4)
     index = make()
     index.apply(A, [stored([1, 2, 3, 4], p), stored([2, 3], p, 1, parent=1), removed(4)])
@@ -198,7 +198,7 @@ def test_a_snapshot_gives_an_equal_rank(make: Callable[..., BlockIndex]) -> None
         assert overlap(other, p, Medium.EXTERNAL).get(C) == 1
 
 
-def test_a_rank_is_emptied_and_listed_part_by_part(make: Callable[..., BlockIndex]) -> None:
+def test_a_rank_is_dumped_and_dropped_in_parts(make: Callable[..., BlockIndex]) -> None:
     n_blocks = 20_000
     names, sequences = (np.arange(n_blocks, dtype=np.uint64) * 3 + first for first in (5, 7))
     index, other = make(), make()
@@ -220,7 +220,7 @@ def test_a_rank_is_emptied_and_listed_part_by_part(make: Callable[..., BlockInde
     assert index.stats().blocks == (n_blocks, 0, 0, 0), "nobody else's blocks went"
 
 
-def test_a_child_finds_a_parent_that_came_by_snapshot(index: BlockIndex) -> None:
+def test_a_store_finds_a_parent_loaded_from_a_snapshot(index: BlockIndex) -> None:
     p = prompt(3)
     index.apply(A, [Held(pack_hashes([5, 6]), p.sequence_hashes[:16])])
     assert index.apply(A, [stored([7], p, 2, parent=6)]).stored == 1
@@ -235,7 +235,7 @@ def test_a_rank_holds_no_more_than_its_limit(make: Callable[..., BlockIndex]) ->
     assert overlap(index, p) == {A: 2}
 
 
-def test_many_holders(index: BlockIndex) -> None:
+def test_overlap_is_right_for_a_prompt_held_by_300_slots(index: BlockIndex) -> None:
     p = prompt(8)
     for slot in range(0, 900, 3):
         index.apply(Slot(slot), [stored(list(range(1 + slot % 8)), p)])
@@ -245,7 +245,7 @@ def test_many_holders(index: BlockIndex) -> None:
     assert overlap(index, p) == {slot: 1 + slot % 8 for slot in range(3, 900, 6)}
 
 
-def test_out_has_a_place_for_each_slot_in_use(index: BlockIndex) -> None:
+def test_an_overlap_array_shorter_than_the_slots_in_use_is_refused(index: BlockIndex) -> None:
     p = prompt(1)
     index.apply(C, [stored([1], p)])
     with pytest.raises(ValueError, match="out: a place for each of the 701 slots in use, not 700"):
@@ -261,7 +261,7 @@ def test_a_slot_out_of_range_is_refused(index: BlockIndex, slot: int) -> None:
         index.apply(Slot(slot), [])
 
 
-def test_sizes_are_counted(index: BlockIndex) -> None:
+def test_stats_count_blocks_sequences_ranks_and_bytes(index: BlockIndex) -> None:
     p = prompt(4)
     for slot in (A, B, C):
         index.apply(slot, [stored([1, 2, 3, 4], p)])

@@ -29,7 +29,7 @@ def overlap(index: ApproximateIndex, of: Prompt, now_s: float) -> dict[int, int]
     return {int(slot): int(out[slot]) for slot in np.flatnonzero(out)}
 
 
-def test_blocks_are_held_for_their_time(make: Callable[..., ApproximateIndex]) -> None:
+def test_blocks_are_held_until_their_ttl(make: Callable[..., ApproximateIndex]) -> None:
     index = make(ttl_s=10.0)
     index.touch(A, prompt(3), 100.0)
     index.touch(B, prompt(2), 105.0)
@@ -41,7 +41,7 @@ def test_blocks_are_held_for_their_time(make: Callable[..., ApproximateIndex]) -
     assert index.stats().blocks == 2
 
 
-def test_a_touch_renews_the_prompt(make: Callable[..., ApproximateIndex]) -> None:
+def test_a_touch_renews_the_ttl_of_its_blocks(make: Callable[..., ApproximateIndex]) -> None:
     index = make(ttl_s=10.0)
     index.touch(A, prompt(4), 0.0)
     index.touch(A, prompt(2), 5.0)
@@ -52,7 +52,7 @@ def test_a_touch_renews_the_prompt(make: Callable[..., ApproximateIndex]) -> Non
     assert index.stats().blocks == 0
 
 
-def test_the_oldest_are_pruned_and_the_deepest_of_equals(make: Callable[..., ApproximateIndex]) -> None:
+def test_pruning_drops_oldest_then_deepest_blocks(make: Callable[..., ApproximateIndex]) -> None:
     index = make(max_blocks=10, prune_target_ratio=0.8)
     index.touch(A, prompt(4), 0.0)
     index.touch(B, prompt(3), 0.0)
@@ -64,13 +64,13 @@ def test_the_oldest_are_pruned_and_the_deepest_of_equals(make: Callable[..., App
     assert overlap(index, prompt(3, first=50), 1.0) == {A: 3}
 
 
-def test_one_prompt_above_the_limit_keeps_its_beginning(make: Callable[..., ApproximateIndex]) -> None:
+def test_a_prompt_above_the_limit_keeps_its_leading_blocks(make: Callable[..., ApproximateIndex]) -> None:
     index = make(max_blocks=10, prune_target_ratio=0.5)
     index.touch(A, prompt(20), 0.0)
     assert overlap(index, prompt(20), 0.0) == {A: 5}
 
 
-def test_a_dropped_slot_is_forgotten(make: Callable[..., ApproximateIndex]) -> None:
+def test_a_dropped_slot_loses_all_its_blocks(make: Callable[..., ApproximateIndex]) -> None:
     index = make(ttl_s=10.0)
     index.touch(A, prompt(2), 0.0)
     index.touch(B, prompt(4), 0.0)

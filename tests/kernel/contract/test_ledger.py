@@ -54,7 +54,7 @@ def test_a_lease_loads_its_slot_until_it_is_closed(ledger: Ledger) -> None:
     assert len(ledger) == 0
 
 
-def test_requests_count_until_they_end_and_wait_until_their_first_token(ledger: Ledger) -> None:
+def test_requests_wait_until_first_token_and_count_until_dropped(ledger: Ledger) -> None:
     def counts(slot: Slot) -> tuple[int, int]:
         columns = ledger.columns()
         return int(columns.requests[slot]), int(columns.waiting[slot])
@@ -88,7 +88,7 @@ def test_closing_before_the_first_token_frees_the_prefill(ledger: Ledger) -> Non
     assert load(ledger, A) == (0, 0)
 
 
-def test_a_shared_block_counts_once_a_slot_and_a_tail_for_each_request(ledger: Ledger) -> None:
+def test_shared_blocks_count_once_per_slot_and_tails_per_request(ledger: Ledger) -> None:
     first = ledger.book(key=key("a"), slot=A, prompt=prompt(1, 1, 2, 2, 3, 3, 4), prefill_tokens=0)
     second = ledger.book(key=key("b"), slot=A, prompt=prompt(1, 1, 2, 2, 9, 9, 4), prefill_tokens=0)
     third = ledger.book(key=key("c"), slot=A, prompt=prompt(1, 1), prefill_tokens=0)
@@ -120,7 +120,7 @@ def test_an_excluded_lease_keeps_blocks_that_others_share(ledger: Ledger) -> Non
     assert not_active(ledger, prompt(1, 1, 2, 2), exclude=lease) == [1, 2, 2, 2]
 
 
-def test_blocks_are_not_tracked_on_demand(ledger: Ledger) -> None:
+def test_a_lease_can_be_booked_without_tracking_blocks(ledger: Ledger) -> None:
     lease = ledger.book(key=key("r"), slot=A, prompt=prompt(1, 1, 2), prefill_tokens=3, track_blocks=False)
     assert ledger.output_block(lease)
     assert load(ledger, A) == (3, 0)
@@ -131,7 +131,7 @@ def test_blocks_are_not_tracked_on_demand(ledger: Ledger) -> None:
     assert load(ledger, B) == (0, 0)
 
 
-def test_a_prompt_made_from_blocks_shares_them(ledger: Ledger) -> None:
+def test_a_prompt_made_from_block_hashes_shares_its_blocks(ledger: Ledger) -> None:
     whole = prompt(1, 1, 2, 2, 3, 3, 4)
     ledger.book(key=key("a"), slot=A, prompt=whole, prefill_tokens=0)
     there = Prompt.from_blocks(whole.block_hashes[:16], isl_tokens=7, block_size=2)
@@ -143,7 +143,7 @@ def test_a_prompt_made_from_blocks_shares_them(ledger: Ledger) -> None:
     assert load(ledger, B) == (0, 0)
 
 
-def test_a_move_takes_everything_along(ledger: Ledger) -> None:
+def test_a_moved_lease_takes_its_blocks_along(ledger: Ledger) -> None:
     p = prompt(1, 1, 2, 2, 3)
     lease = ledger.book(key=key("r"), slot=A, prompt=p, prefill_tokens=5)
     ledger.output_block(lease)
@@ -170,7 +170,7 @@ def test_a_key_has_one_open_lease(ledger: Ledger) -> None:
     assert ledger.book(key=key("r"), slot=A, prompt=prompt(1, 1), prefill_tokens=2) != lease
 
 
-def test_a_slot_or_a_router_goes_with_its_leases(ledger: Ledger) -> None:
+def test_dropping_a_slot_or_a_router_closes_its_leases(ledger: Ledger) -> None:
     other = RouterId("router-2")
     for name in "ab":
         ledger.book(key=key(name), slot=A, prompt=prompt(1, 1), prefill_tokens=2)
@@ -185,7 +185,7 @@ def test_a_slot_or_a_router_goes_with_its_leases(ledger: Ledger) -> None:
     assert len(ledger) == 0
 
 
-def test_columns_are_read_in_place_and_grow_on_demand(ledger: Ledger) -> None:
+def test_columns_are_live_views_and_grow_by_ensure_slots(ledger: Ledger) -> None:
     before = ledger.columns()
     lease = ledger.book(key=key("r"), slot=A, prompt=prompt(1, 1), prefill_tokens=2)
     assert before.active_blocks[A] == 1
@@ -209,7 +209,7 @@ def test_negative_tokens_are_refused(ledger: Ledger) -> None:
     assert len(ledger) == 0
 
 
-def test_out_may_be_shorter_than_the_columns(ledger: Ledger) -> None:
+def test_the_not_active_array_may_be_shorter_than_the_columns(ledger: Ledger) -> None:
     ledger.book(key=key("r"), slot=B, prompt=prompt(1, 1), prefill_tokens=0)
     out = np.zeros(2, np.uint32)
     ledger.not_active(prompt(1, 1), out)

@@ -47,7 +47,7 @@ def some_rules(rng: Random, case: RoutingCase) -> CordonRules:
 
 
 @given(st.integers(0, 2**32))
-def test_a_cordoned_rank_is_treated_like_a_dead_one(seed: int) -> None:
+def test_a_cordoned_rank_is_treated_like_a_dead_rank(seed: int) -> None:
     rng, case, fleet = drawn(seed)
     dead = fleet_of(case, case.cards)
     for card in case.cards:
@@ -75,7 +75,7 @@ def test_a_cordoned_rank_is_treated_like_a_dead_one(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_an_explanation_names_the_cordon(seed: int) -> None:
+def test_explain_rows_show_cordoned_for_cordoned_ranks_only(seed: int) -> None:
     rng, case, fleet = drawn(seed)
     fleet.set_cordons(some_rules(rng, case))
     try:

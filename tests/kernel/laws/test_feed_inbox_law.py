@@ -29,7 +29,7 @@ BATCHES = st.builds(batch, st.integers(0, 5), st.integers(0, 40), st.integers(0,
 
 
 @given(st.lists(BATCHES, max_size=60))
-def test_an_inbox_is_bounded_and_reports_when_it_is_full(batches: list[KvBatch]) -> None:
+def test_an_inbox_stays_within_its_bounds_and_reports_being_full(batches: list[KvBatch]) -> None:
     inbox = Inbox(events_max=EVENTS_MAX, epochs_max=EPOCHS_MAX)
     added = [inbox.add(batch, ticket=0) for batch in batches]
     assert len(inbox.epochs) <= EPOCHS_MAX

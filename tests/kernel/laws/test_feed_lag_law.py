@@ -67,7 +67,7 @@ class LaggingStream:
     rates=st.lists(st.integers(0, 3), min_size=1, max_size=12),
     doubts_s=st.sets(st.integers(0, LASTS_S - 1), max_size=4),
 )
-def test_a_lagging_stream_costs_at_most_one_snapshot_more_for_each_recovery(
+def test_a_lagging_stream_costs_at_most_one_more_snapshot_per_recovery(
     lag_s: int, answer_s: int, rates: list[int], doubts_s: set[int]
 ) -> None:
     stream = LaggingStream(lag_s=lag_s, answer_s=answer_s)

@@ -75,7 +75,7 @@ def test_a_worker_joins_with_all_ranks_or_none(wrong: WorkerCard) -> None:
 
 @pytest.mark.parametrize("field", ["worker_id", "dp_start", "context_length"])
 @pytest.mark.parametrize("number", [-1, 2**63])
-def test_a_card_with_a_number_that_no_column_holds_is_refused_by_name(field: str, number: int) -> None:
+def test_a_card_with_a_number_out_of_range_is_refused_by_name(field: str, number: int) -> None:
     fleet = Fleet(MODEL, 16)
     with pytest.raises(ConfigError) as refused:
         fleet.join(structs.replace(card(7), **{field: number}))
@@ -84,7 +84,7 @@ def test_a_card_with_a_number_that_no_column_holds_is_refused_by_name(field: str
 
 
 @given(wrong=cards())
-def test_a_record_that_can_be_read_can_join(wrong: WorkerCard) -> None:
+def test_a_card_from_a_decoded_record_can_join_the_fleet(wrong: WorkerCard) -> None:
     try:
         record = decode_record(encode_record(CardRecord(wrong, lease_s=10.0)))
     except (ProtocolError, OverflowError, ValueError):  # the last two: it cannot be written
@@ -105,7 +105,7 @@ def test_a_record_that_can_be_read_can_join(wrong: WorkerCard) -> None:
     ],
 )
 @pytest.mark.parametrize("number", [-1, 2**63, 10**400], ids=["negative", "2**63", "1e400"])
-def test_a_number_that_no_worker_has_is_refused_by_name(field: str, number: int) -> None:
+def test_a_record_with_a_config_number_out_of_range_is_refused_by_name(field: str, number: int) -> None:
     written = json.loads(encode_record(CardRecord(card(2), lease_s=10.0)))
     written["card"]["runtime_config"] = {field: number}
     with pytest.raises(ProtocolError) as refused:

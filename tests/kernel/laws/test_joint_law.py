@@ -290,10 +290,10 @@ def check_rows(decision: Decision, options: list[Option]) -> None:
 
 @settings(max_examples=150)
 @given(st.randoms(use_true_random=False))
-def test_the_pair_taken_is_the_cheapest_on_fleets_that_hypothesis_can_shrink(rng: Random) -> None:
+def test_the_cheapest_pair_is_picked_on_shrinkable_fleets(rng: Random) -> None:
     check(rng)
 
 
-def test_the_pair_taken_is_the_cheapest_for_thousands_of_requests() -> None:
+def test_the_cheapest_pair_is_picked_for_thousands_of_requests() -> None:
     seen = Counter(check(Random(seed)) for seed in range(3_000))
     assert min(seen[kind] for kind in ("pair", "local", "refused")) > 150, seen

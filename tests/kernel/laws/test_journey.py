@@ -68,7 +68,7 @@ def test_a_bootstrap_pair_sends_both_legs_at_once() -> None:
     assert journey.handle(Placed(Shape.BOOTSTRAP)) == [SendPrefill(), SendDecode(None)]
 
 
-def test_a_prefill_answer_without_transfer_params_is_the_workers_fault() -> None:
+def test_a_prefill_answer_without_transfer_params_excludes_its_worker() -> None:
     journey = Journey(GREEDY)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     commands = journey.handle(PrefillDone(WorkerId(4), None))
@@ -80,7 +80,7 @@ def failing(worker: int) -> LegLost:
     return LegLost(Leg.PREFILL, WorkerId(worker), "the engine answered 500", taken=True)
 
 
-def test_a_prefill_that_failed_twice_is_left_out() -> None:
+def test_a_request_prefers_aggregated_after_two_failed_prefills() -> None:
     journey = Journey(SEEDED, redispatches_max=5)
     places = []
     for event in (failing(1), failing(2)):
@@ -93,14 +93,14 @@ def test_a_prefill_that_failed_twice_is_left_out() -> None:
     ]
 
 
-def test_a_last_try_after_a_failed_prefill_is_one_worker_alone() -> None:
+def test_the_last_try_after_a_failed_prefill_prefers_aggregated() -> None:
     journey = Journey(SEEDED, redispatches_max=1)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     last = journey.handle(failing(1))[-1]
     assert last == Place(1, frozenset({WorkerId(1)}), frozenset(), (RetryPlan.AGGREGATED, RetryPlan.USUAL))
 
 
-def test_a_prefill_that_is_refused_is_left_out_once_and_costs_no_try() -> None:
+def test_a_refused_prefill_prefers_aggregated_and_costs_no_try() -> None:
     journey = Journey(SEEDED, redispatches_max=0)
     journey.handle(Placed(Shape.SYNCHRONOUS))
     again = journey.handle(LegRefused(REFUSED))
@@ -149,7 +149,7 @@ def test_lost_kv_is_prefilled_again_without_excluding_workers() -> None:
     assert kinds(journey.handle(lost(9))) == ["Abandon", "Fail"]
 
 
-def test_a_last_try_after_another_loss_needs_no_kv_either() -> None:
+def test_the_last_try_after_a_kv_loss_prefers_aggregated() -> None:
     journey = Journey(SEEDED)
     for event in (lost(8), kv_lost(1)):
         journey.handle(Placed(Shape.BOOTSTRAP))
@@ -167,7 +167,7 @@ def test_a_second_kv_loss_with_tries_left_prefers_an_untried_prefill_worker() ->
     assert commands[-1].plans == (RetryPlan.OTHER_PREFILL, RetryPlan.AGGREGATED, RetryPlan.USUAL)
 
 
-def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
+def test_a_prompt_that_kills_workers_is_tried_three_times_at_most() -> None:
     journey = Journey(GREEDY)
     for worker in range(3):
         journey.handle(Placed(Shape.AGGREGATED))
@@ -177,21 +177,21 @@ def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
     assert "try 3 of 3" in str(failed.error)
 
 
-def test_a_resumable_request_goes_on_elsewhere_and_others_get_one_error() -> None:
+def test_a_resumable_request_is_placed_again_and_others_fail() -> None:
     journey = streaming(GREEDY)
     assert kinds(journey.handle(lost(1))) == ["Abandon", "Place"]
     assert (journey.remaining_tokens, journey.resumes) == (5, 1)
     assert kinds(streaming(SEEDED).handle(lost(1))) == ["Abandon", "Fail"]
 
 
-def test_a_worker_lost_after_the_last_wanted_token_costs_nothing() -> None:
+def test_a_worker_lost_after_the_last_token_ends_the_request_normally() -> None:
     assert streaming(SEEDED, tokens=8).handle(lost(1)) == [
         Abandon("connection reset"),
         End(FinishReason.LENGTH),
     ]
 
 
-def test_an_answer_with_more_than_text_is_incomplete_despite_all_tokens() -> None:
+def test_an_answer_that_is_not_plain_fails_despite_all_its_tokens() -> None:
     journey = streaming(GREEDY, tokens=8)
     journey.is_plain = False
     (_, failed) = journey.handle(lost(1))
@@ -199,13 +199,13 @@ def test_an_answer_with_more_than_text_is_incomplete_despite_all_tokens() -> Non
     assert "several answers" in str(failed.error)
 
 
-def test_a_prefill_worker_lost_after_the_first_token_is_no_loss() -> None:
+def test_a_prefill_worker_lost_after_the_first_token_is_ignored() -> None:
     journey = streaming(SEEDED)
     assert journey.handle(lost(1, Leg.PREFILL)) == []
     assert journey.state is State.STREAMING
 
 
-def test_an_impossible_input_is_the_drivers_error() -> None:
+def test_an_impossible_input_raises_journey_error() -> None:
     with pytest.raises(JourneyError, match="FirstTokens cannot happen while ROUTING"):
         Journey(GREEDY).handle(FirstTokens())
 
@@ -233,7 +233,9 @@ def possible(state: State) -> st.SearchStrategy[Input]:
 
 
 @given(st.data(), st.sampled_from([GREEDY, SEEDED]))
-def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, sampling: Sampling) -> None:
+def test_a_finished_journey_has_at_most_one_end_and_limited_placements(
+    data: st.DataObject, sampling: Sampling
+) -> None:
     journey = Journey(sampling)
     commands = journey.begin()
     sent = 0

@@ -20,12 +20,12 @@ STEPS = st.lists(st.builds(Step, BYTE, BYTE, BYTE, BITS), max_size=60)
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 63), steps=STEPS)
-def test_the_same_steps_give_the_same_decisions_and_the_same_ledger(seed: int, steps: list[Step]) -> None:
+def test_equal_steps_give_equal_decisions_and_ledgers(seed: int, steps: list[Step]) -> None:
     steps = script(seed)[:WORKERS] + steps
     assert PlacementScript(seed).run(steps) == PlacementScript(seed).run(steps)
 
 
-def test_two_processes_that_hash_differently_decide_and_book_alike() -> None:
+def test_processes_with_different_hash_seeds_decide_and_book_equally() -> None:
     """A set of names is in another order in each process: no decision may depend on it."""
     digests = {
         subprocess.run(
@@ -40,7 +40,7 @@ def test_two_processes_that_hash_differently_decide_and_book_alike() -> None:
     assert len(digests) == 1
 
 
-def test_no_clock_and_no_chance_is_asked(make_fail: MakeFail) -> None:
+def test_placement_calls_no_clock_and_no_random_source(make_fail: MakeFail) -> None:
     """Time and draws are arguments: whatever else would be read is not there."""
     expected = [PlacementScript(seed).run(script(seed)) for seed in range(8)]
     steps = [script(seed) for seed in range(8)]
@@ -67,7 +67,7 @@ def test_no_clock_and_no_chance_is_asked(make_fail: MakeFail) -> None:
     assert [PlacementScript(seed).run(steps[seed]) for seed in range(8)] == expected
 
 
-def test_the_scripts_reach_what_the_law_is_about() -> None:
+def test_placement_scripts_cover_bootstrap_busy_circuits_and_fallback() -> None:
     """A law over scripts that never place, fail or wait would hold of anything."""
     traces = [PlacementScript(seed).run(script(seed)) for seed in range(24)]
     for word in (

@@ -93,7 +93,7 @@ def cost_of(times: Times) -> float:
     decode_weight=st.sampled_from((0.0, 1.0, 8.0)),
     interference=st.sampled_from((0.0, 0.3, 1.0)),
 )
-def test_each_part_follows_its_formula_and_the_least_sum_is_picked(
+def test_predicted_times_follow_the_formula_and_the_least_cost_is_picked(
     loads: list[RankLoad],
     timing: Timing,
     isl_tokens: int,
@@ -126,7 +126,9 @@ def test_each_part_follows_its_formula_and_the_least_sum_is_picked(
 
 
 @given(load=LOADS, leg=st.sampled_from((Leg.PREFILL, Leg.DECODE)), isl_tokens=st.integers(1, 20_000))
-def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_tokens: int) -> None:
+def test_prefill_and_decode_legs_have_only_their_own_predicted_times(
+    load: RankLoad, leg: Leg, isl_tokens: int
+) -> None:
     settings = RoutingSettings(cost="time")
     view = view_of([load], settings, 4.0, Role.PREFILL if leg is Leg.PREFILL else Role.DECODE)
     other = Role.DECODE if leg is Leg.PREFILL else Role.PREFILL
@@ -160,7 +162,7 @@ def test_a_leg_of_a_pair_has_the_parts_of_its_own(load: RankLoad, leg: Leg, isl_
     excluded=st.frozensets(st.integers(3, 8).map(WorkerId)),
     isl_tokens=st.integers(1, 50_000),
 )
-def test_ranks_that_may_not_take_a_leg_change_nothing(
+def test_ineligible_ranks_are_neither_picked_nor_counted(
     loads: list[RankLoad], roles: tuple[Role, ...], excluded: frozenset[WorkerId], isl_tokens: int
 ) -> None:
     view = view_of(loads, RoutingSettings(cost="time"), 4.0, *roles)

@@ -20,7 +20,7 @@ def shared(one: list[int], other: list[int]) -> int:
 
 
 @given(PROMPTS)
-def test_as_many_blocks_are_held_as_the_nearest_prompt_shares(prompts: list[list[int]]) -> None:
+def test_a_prefix_set_holds_the_longest_prefix_shared_with_a_past_prompt(prompts: list[list[int]]) -> None:
     held = PrefixSet(max_blocks=10_000)
     for at, blocks in enumerate(prompts):
         expected = max((shared(blocks, before) for before in prompts[:at]), default=0)
@@ -28,7 +28,9 @@ def test_as_many_blocks_are_held_as_the_nearest_prompt_shares(prompts: list[list
 
 
 @given(PROMPTS, st.integers(0, 12))
-def test_above_its_limit_a_prefix_set_is_cleared_for_good(prompts: list[list[int]], blocks_max: int) -> None:
+def test_a_prefix_set_above_its_limit_gives_none_from_then_on(
+    prompts: list[list[int]], blocks_max: int
+) -> None:
     held = PrefixSet(max_blocks=blocks_max)
     seen: set[tuple[int, ...]] = set()
     is_over = False

@@ -328,7 +328,7 @@ TestRouters = Routers.TestCase
 TestRouters.settings = settings(max_examples=250, stateful_step_count=50)
 
 
-def test_a_dead_router_leaves_nothing_behind() -> None:
+def test_a_dead_router_leaves_no_load_at_other_routers() -> None:
     wire = Routers()
     wire.first_two()
     for seat in (0, 1):
@@ -341,7 +341,7 @@ def test_a_dead_router_leaves_nothing_behind() -> None:
     assert wire.routers[0].replicas.counts().lost == 1
 
 
-def test_deltas_that_are_too_many_are_replaced_by_the_state() -> None:
+def test_dropped_deltas_are_replaced_by_a_state_message() -> None:
     wire = Routers()
     wire.first_two()
     for n in range(40):

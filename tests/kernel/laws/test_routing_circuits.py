@@ -32,7 +32,7 @@ def some(rng: Random, case: RoutingCase) -> list[WorkerId]:
 
 
 @given(st.integers(0, 2**32))
-def test_ranks_with_open_circuits_are_treated_as_dead_except_as_last_resort(seed: int) -> None:
+def test_open_circuits_count_as_dead_except_as_last_resort(seed: int) -> None:
     rng, case, fleet = drawn(seed)
     plain = outcome(case, view_of(case, fleet))
     dead = fleet_of(case, case.cards)
@@ -77,7 +77,7 @@ def check_broken_pairs(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_explain_equals_decide_with_open_circuits_and_broken_pairs(seed: int) -> None:
+def test_explain_equals_the_decision_with_open_circuits_and_broken_pairs(seed: int) -> None:
     rng, case, fleet = drawn(seed)
     for worker_id in some(rng, case):
         fleet.set_circuit_open(worker_id, True)

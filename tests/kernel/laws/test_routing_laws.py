@@ -196,11 +196,11 @@ def check_all(rng: Random, n_requests: int) -> Counter[str]:
 
 @settings(max_examples=150)
 @given(st.randoms(use_true_random=False))
-def test_the_laws_hold_on_fleets_that_hypothesis_can_shrink(rng: Random) -> None:
+def test_routing_matches_brute_force_on_shrinkable_fleets(rng: Random) -> None:
     check_all(rng, 2)
 
 
-def test_the_laws_hold_on_thousands_of_requests() -> None:
+def test_routing_matches_brute_force_on_thousands_of_requests() -> None:
     seen: Counter[str] = Counter()
     for seed in range(2_000):
         seen += check_all(Random(seed), 5)
@@ -209,6 +209,6 @@ def test_the_laws_hold_on_thousands_of_requests() -> None:
 
 
 @pytest.mark.nightly
-def test_the_laws_hold_on_a_million_requests() -> None:
+def test_routing_matches_brute_force_on_a_million_requests() -> None:
     for seed in range(50_000):
         check_all(Random(10_000 + seed), 20)

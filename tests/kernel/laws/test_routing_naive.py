@@ -240,16 +240,16 @@ def check(rng: Random) -> str:
 
 @settings(max_examples=150)
 @given(st.randoms(use_true_random=False))
-def test_no_policy_no_difference_on_fleets_that_hypothesis_can_shrink(rng: Random) -> None:
+def test_routing_without_policy_equals_naive_on_shrinkable_fleets(rng: Random) -> None:
     check(rng)
 
 
-def test_no_policy_no_difference_on_thousands_of_requests() -> None:
+def test_routing_without_policy_equals_naive_on_thousands_of_requests() -> None:
     seen = Counter(check(Random(seed)) for seed in range(5_000))
     assert min(seen[kind] for kind in ("Decision", "NoEligibleWorker", "AllWorkersBusy")) > 100
 
 
 @pytest.mark.nightly
-def test_no_policy_no_difference_on_a_million_requests() -> None:
+def test_routing_without_policy_equals_naive_on_a_million_requests() -> None:
     for seed in range(1_000_000):
         check(Random(10_000 + seed))

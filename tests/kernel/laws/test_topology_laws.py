@@ -53,7 +53,7 @@ def draw_table(rng: Random) -> LinkTable:
     )
 
 
-def test_links_over_a_fleet_are_the_table_asked_worker_by_worker() -> None:
+def test_fleet_links_equal_table_links_of_each_worker() -> None:
     for seed in range(1_000):
         rng = Random(seed)
         order, table = tuple(rng.sample(LEVELS, rng.randrange(4))), draw_table(rng)
@@ -127,7 +127,7 @@ def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[W
 
 @settings(max_examples=100)
 @given(st.randoms(use_true_random=False), st.integers(1, 25))
-def test_columns_say_what_the_cards_say_after_any_changes(rng: Random, n_changes: int) -> None:
+def test_fleet_columns_equal_the_cards_after_any_changes(rng: Random, n_changes: int) -> None:
     fleet = Fleet(ModelName("m"), 4)
     cards: dict[WorkerId, WorkerCard] = {}
     alive: dict[WorkerId, bool] = {}
@@ -168,7 +168,7 @@ def test_a_rank_keeps_its_slot_through_an_update() -> None:
     assert [fleet.slot_of(WorkerRank(WorkerId(1), DpRank(at))) for at in range(3)] == [0, 1, 2]
 
 
-def test_transfers_share_a_link_where_mock_workers_do() -> None:
+def test_fleet_links_are_shared_like_links_of_mock_workers() -> None:
     """Where every place is known: transfers share what mock workers do, in either direction."""
     for seed in range(1_000):
         rng = Random(seed)
@@ -190,7 +190,7 @@ def test_transfers_share_a_link_where_mock_workers_do() -> None:
         assert len(set(of.values())) == len(of)
 
 
-def test_a_measured_pair_of_values_is_a_link_of_its_own() -> None:
+def test_a_measured_pair_of_values_has_its_own_shared_link() -> None:
     fleet = Fleet(ModelName("m"), 4)
     for worker_id, zone in enumerate("abcab"):
         config = ModelRuntimeConfig(topology_domains={"zone": zone}, topology_levels=("zone",))
@@ -213,7 +213,7 @@ def test_a_measured_pair_of_values_is_a_link_of_its_own() -> None:
     assert (loads.on(measured), len(loads)) == ((0.0, 0), 0)
 
 
-def test_what_travels_is_known_again_after_the_fleet_has_changed() -> None:
+def test_link_loads_survive_changes_of_the_fleet() -> None:
     """A fleet's links are made again with each card; loads belong to the names of places."""
     fleet, loads = Fleet(ModelName("m"), 4), LinkState()
     table = LinkTable({"zone": Link(1e-3, 1e9)})

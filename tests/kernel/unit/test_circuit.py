@@ -23,14 +23,14 @@ def opened(at_s: float = 3.0) -> Circuit:
     return of
 
 
-def test_so_many_failures_in_a_row_open_it() -> None:
+def test_consecutive_failures_open_the_circuit() -> None:
     of = opened()
     assert of.state(3.0) is CircuitState.OPEN
     assert not of.allows_request(3.0)
     assert not of.take(3.0)
 
 
-def test_a_leg_that_brings_something_breaks_the_row() -> None:
+def test_a_leg_with_output_resets_consecutive_failures() -> None:
     of = circuit()
     for second in range(1, 50):
         assert not fail(of, 2 * second)
@@ -68,7 +68,7 @@ def test_silence_counts_each_time_unless_another_leg_had_output() -> None:
     assert counted == [False, False, True]
 
 
-def test_failures_of_legs_sent_before_opening_do_not_count_again() -> None:
+def test_failures_of_legs_sent_before_opening_do_not_reopen() -> None:
     of = opened(3.0)
     assert of.state(8.0) is CircuitState.HALF_OPEN
     assert not fail(of, 8.0, since_s=2.0)
@@ -110,7 +110,7 @@ def test_the_open_time_doubles_up_to_a_limit(seed: int) -> None:
     assert half_open_s - now_s <= 3.0 + 4.0, "an answer that came to its end makes up for all of it"
 
 
-def test_two_routers_do_not_try_a_worker_at_the_same_time() -> None:
+def test_routers_with_different_seeds_half_open_at_different_times() -> None:
     assert len({opened_until(seed) for seed in range(20)}) == 20
 
 
@@ -144,7 +144,7 @@ def test_a_healthy_worker_is_not_blamed_for_requests_that_all_workers_fail(suspi
         assert not failed_later(of, suspicion, sent_s=s + 0.1, now_s=s + 0.5)
 
 
-def test_what_failed_before_something_was_brought_counts_no_more() -> None:
+def test_failures_of_legs_sent_before_an_output_do_not_count() -> None:
     of = circuit()
     of.begun(5.5)
     assert not any(failed_later(of, Suspicion.SURE, sent_s=s, now_s=6.0) for s in range(1, 6))

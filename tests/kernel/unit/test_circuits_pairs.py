@@ -76,7 +76,7 @@ class Bench:
         self.circuits.released(placement, now_s=self.now_s)
 
 
-def test_a_pair_that_is_being_tried_is_forgotten_once_that_try_is_over() -> None:
+def test_a_half_open_pair_being_tried_is_dropped_after_the_try() -> None:
     harness = Bench(1)
     harness.lose(1, 2)
     pair = Pair(WorkerId(1), WorkerId(2))
@@ -101,7 +101,7 @@ def test_an_unused_broken_pair_is_dropped_after_a_time() -> None:
     assert list(harness.circuits.pairs(now_s=harness.now_s)) == []
 
 
-def test_only_the_pairs_are_looked_at_for_which_something_changed() -> None:
+def test_each_broken_pair_is_updated_once_however_often_time_passes() -> None:
     harness = Bench(12)
     for prefill in harness.prefill:
         for decode in harness.decode:

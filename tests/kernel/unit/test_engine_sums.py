@@ -27,7 +27,7 @@ def sums_of(counted_s: float, seen_s: float, *, n: int = MIN, now_s: float = 0.0
 
 
 @pytest.mark.parametrize(("seen_s", "agree"), [(0.05, True), (0.1, True), (0.19, True), (0.21, False)])
-def test_they_agree_unless_the_router_saw_much_more(seen_s: float, agree: bool) -> None:
+def test_engine_sums_agree_unless_the_router_saw_much_more_time(seen_s: float, agree: bool) -> None:
     reading = sums_of(0.1, seen_s).reading()
     assert reading is not None
     assert reading.ratio == pytest.approx(seen_s / 0.1)
@@ -62,7 +62,7 @@ def test_older_transfers_have_less_weight() -> None:
 
 
 @pytest.mark.parametrize(("kv_bytes", "seconds"), [(0, 1.0), (10**9, 0.0)])
-def test_sums_without_bytes_or_time_say_nothing(kv_bytes: int, seconds: float) -> None:
+def test_sums_without_bytes_or_time_give_no_reading(kv_bytes: int, seconds: float) -> None:
     sums = EngineSums()
     sums.reported(HERE, transfers=MIN, kv_bytes=kv_bytes, seconds=seconds, now_s=0.0)
     for _ in range(MIN):
@@ -70,7 +70,7 @@ def test_sums_without_bytes_or_time_say_nothing(kv_bytes: int, seconds: float) -
     assert sums.reading() is None
 
 
-def test_what_passes_with_every_transfer_is_no_part_of_what_engines_count() -> None:
+def test_a_links_added_latency_is_not_compared_with_engine_sums() -> None:
     fleet = Fleet(MODEL, BLOCK_SIZE)
     for worker, zone in ((1, "a"), (2, "b")):
         config = ModelRuntimeConfig(

@@ -73,11 +73,11 @@ def partial_feed() -> RankFeed:
     return feed
 
 
-def test_every_state_has_a_row_for_every_input() -> None:
+def test_the_feed_table_has_a_row_for_every_state_and_input() -> None:
     assert set(TABLE) == {(state, kind) for state in FeedState for kind in get_args(Input)}
 
 
-def test_a_feed_that_discovery_starts_asks_and_scores_nothing_until_then() -> None:
+def test_a_discovered_feed_asks_for_a_snapshot_and_scores_once_loaded() -> None:
     feed = RankFeed(RANK)
     assert feed.on_new_epoch(OLD, now_s=0.0) == [Count(FeedCount.SNAPSHOTS_ASKED), AskSnapshot(1)]
     assert not scores(feed)
@@ -86,7 +86,7 @@ def test_a_feed_that_discovery_starts_asks_and_scores_nothing_until_then() -> No
     assert (state(feed), feed.epoch, feed.next_event_id) == (FeedState.LIVE, OLD, 3)
 
 
-def test_first_contact_mid_stream_asks_for_a_snapshot() -> None:
+def test_a_first_batch_mid_stream_asks_for_a_snapshot() -> None:
     feed = RankFeed(RANK)
     assert deeds(feed.on_batch(stores(5, 1), now_s=0.0)) == [AskSnapshot(1)]
     assert deeds(feed.on_snapshot(1, snapshot(5), now_s=0.0)) == [
@@ -95,7 +95,7 @@ def test_first_contact_mid_stream_asks_for_a_snapshot() -> None:
     ]
 
 
-def test_the_next_batch_is_applied_as_it_is() -> None:
+def test_a_batch_with_the_next_event_id_is_applied() -> None:
     feed = live_feed()
     assert feed.on_batch(stores(3, 2), now_s=1.0) == [Apply(stores(3, 2).events)]
     assert feed.next_event_id == 5
@@ -106,7 +106,7 @@ def test_the_next_batch_is_applied_as_it_is() -> None:
     ("repeated", "n_repeated", "applied"),
     [(stores(1, 2), 2, []), (stores(1, 3), 2, [stored(3)]), (stores(0, 1), 1, [])],
 )
-def test_repeated_events_are_dropped_and_counted_also_in_part(
+def test_repeated_events_of_a_batch_are_dropped_and_counted(
     repeated: KvBatch, n_repeated: int, applied: list[KvEvent]
 ) -> None:
     feed = live_feed()
@@ -115,7 +115,7 @@ def test_repeated_events_are_dropped_and_counted_also_in_part(
     assert counts(commands) == {FeedCount.REPEATED_EVENTS: n_repeated}
 
 
-def test_a_gap_is_fixed_by_the_range_and_what_came_meanwhile() -> None:
+def test_a_range_answer_fills_a_gap_before_buffered_batches() -> None:
     feed = live_feed()
     commands = feed.on_batch(stores(5, 1), now_s=1.0)
     assert deeds(commands) == [AskRange(2, EventId(3), EventId(4))]
@@ -130,7 +130,7 @@ def test_a_gap_is_fixed_by_the_range_and_what_came_meanwhile() -> None:
     assert feed.next_event_id == 8
 
 
-def test_a_late_batch_fixes_a_gap_without_the_answer() -> None:
+def test_a_late_batch_fills_a_gap_before_the_answer() -> None:
     feed = live_feed()
     feed.on_batch(stores(4, 1), now_s=1.0)
     assert deeds(feed.on_batch(stores(3, 1), now_s=1.0)) == [Apply(stores(3, 2).events)]
@@ -160,7 +160,7 @@ def test_an_empty_batch_reveals_a_lost_tail() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_lost_history_drops_all_blocks_before_they_count_again() -> None:
+def test_lost_history_empties_the_rank_and_makes_the_feed_partial() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 2), now_s=1.0)
     feed.on_range(2, None, now_s=1.0)
@@ -171,7 +171,7 @@ def test_lost_history_drops_all_blocks_before_they_count_again() -> None:
     assert scores(feed)
 
 
-def test_lost_history_keeps_only_what_follows_the_last_gap() -> None:
+def test_lost_history_keeps_only_events_after_the_last_gap() -> None:
     feed = live_feed(limits=FeedLimits(range_events_max=0))
     feed.on_batch(stores(5, 2), now_s=1.0)
     feed.on_batch(stores(9, 1), now_s=1.0)
@@ -179,7 +179,7 @@ def test_lost_history_keeps_only_what_follows_the_last_gap() -> None:
     assert feed.next_event_id == 10
 
 
-def test_a_partial_feed_asks_again_and_goes_live() -> None:
+def test_a_partial_feed_asks_for_a_snapshot_again_and_goes_live() -> None:
     feed = partial_feed()
     assert feed.next_timeout_s == 10.0
     assert feed.on_timeout(now_s=9.0) == []
@@ -201,7 +201,7 @@ def test_a_partial_feed_without_a_snapshot_keeps_its_blocks() -> None:
     assert feed.next_timeout_s == 21.0
 
 
-def test_a_clear_makes_a_partial_feed_live_once_its_epoch_is_known() -> None:
+def test_a_clear_makes_a_partial_feed_live() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
     feed.on_range(2, None, now_s=1.0)
@@ -211,7 +211,7 @@ def test_a_clear_makes_a_partial_feed_live_once_its_epoch_is_known() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_after_a_gap_the_blocks_of_a_partial_feed_do_not_count() -> None:
+def test_a_partial_feed_with_a_gap_does_not_score() -> None:
     feed = partial_feed()
     assert deeds(feed.on_batch(batch(8, Removed(pack_hashes([4]))), now_s=1.0)) == [
         AskRange(2, EventId(6), EventId(7))
@@ -221,7 +221,7 @@ def test_after_a_gap_the_blocks_of_a_partial_feed_do_not_count() -> None:
     assert state(feed) is FeedState.PARTIAL
 
 
-def test_another_epoch_is_a_suspicion_that_the_snapshot_decides() -> None:
+def test_a_batch_of_another_epoch_is_decided_by_a_snapshot() -> None:
     feed = live_feed()
     assert deeds(feed.on_batch(stores(0, 1, epoch=NEW), now_s=1.0)) == [AskSnapshot(2)]
     assert not scores(feed)
@@ -232,7 +232,7 @@ def test_another_epoch_is_a_suspicion_that_the_snapshot_decides() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_a_late_batch_of_an_unknown_older_epoch_changes_nothing_in_the_end() -> None:
+def test_a_late_batch_of_another_epoch_is_dropped_by_the_snapshot() -> None:
     feed = live_feed()
     feed.on_batch(stores(0, 1, epoch=NEW), now_s=1.0)
     assert deeds(feed.on_snapshot(2, snapshot(3), now_s=1.0)) == [Load(snapshot(3))]
@@ -249,7 +249,7 @@ def test_discovery_ends_an_epoch_at_once() -> None:
     assert feed.on_new_epoch(NEW, now_s=1.0) == []
 
 
-def test_an_answer_of_a_process_that_discovery_knows_has_ended_is_ignored() -> None:
+def test_a_snapshot_of_an_epoch_ended_by_discovery_is_ignored() -> None:
     feed = live_feed()
     feed.on_new_epoch(NEW, now_s=1.0)
     commands = feed.on_snapshot(2, snapshot(9), now_s=1.0)
@@ -258,7 +258,7 @@ def test_an_answer_of_a_process_that_discovery_knows_has_ended_is_ignored() -> N
     assert (state(feed), feed.epoch) == (FeedState.LIVE, NEW)
 
 
-def test_an_orphan_asks_for_a_snapshot_but_not_again_and_again() -> None:
+def test_a_second_orphan_soon_after_a_snapshot_makes_the_feed_partial() -> None:
     feed = live_feed()
     assert deeds(feed.on_orphan(now_s=20.0)) == [AskSnapshot(2)]
     assert not scores(feed)
@@ -268,7 +268,7 @@ def test_an_orphan_asks_for_a_snapshot_but_not_again_and_again() -> None:
     assert feed.next_timeout_s == 30.0
 
 
-def test_an_orphan_during_recovery_makes_the_range_a_snapshot() -> None:
+def test_an_orphan_during_range_recovery_asks_for_a_snapshot() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
     assert deeds(feed.on_orphan(now_s=1.0)) == [AskSnapshot(3)]
@@ -276,7 +276,7 @@ def test_an_orphan_during_recovery_makes_the_range_a_snapshot() -> None:
     assert not scores(feed)
 
 
-def test_an_answer_that_takes_too_long_is_none() -> None:
+def test_a_late_recovery_answer_times_out() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
     feed.on_asked(2, now_s=1.0)
@@ -291,7 +291,7 @@ def test_an_answer_that_takes_too_long_is_none() -> None:
     assert not feed.is_asking
 
 
-def test_the_time_for_an_answer_begins_when_its_question_goes_out() -> None:
+def test_an_answer_timeout_begins_when_its_question_is_sent() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
     assert feed.next_timeout_s is None
@@ -353,7 +353,7 @@ def test_heartbeats_below_the_position_for_long_contradict_the_feed() -> None:
     assert deeds(feed.on_batch(stores(4, 1), now_s=26.0)) == [Apply((stored(4),))], "no longer taken as known"
 
 
-def test_a_heartbeat_that_an_answer_overtook_contradicts_nothing() -> None:
+def test_single_low_heartbeats_do_not_contradict_the_feed() -> None:
     feed = live_at(10)
     assert feed.on_batch(batch(4), now_s=0.1) == []
     assert feed.on_batch(batch(10), now_s=0.2) == []
@@ -361,7 +361,7 @@ def test_a_heartbeat_that_an_answer_overtook_contradicts_nothing() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_batches_that_two_snapshots_do_not_reach_are_dropped() -> None:
+def test_batches_beyond_two_snapshots_are_dropped() -> None:
     feed = live_at(10)
     first = asked_snapshot(feed.on_batch(batch(2**40), now_s=1.0))
     second = asked_snapshot(feed.on_snapshot(first.ticket, snapshot(10), now_s=1.1)[1:])
@@ -371,7 +371,7 @@ def test_batches_that_two_snapshots_do_not_reach_are_dropped() -> None:
     assert deeds(feed.on_batch(stores(10, 1), now_s=1.3)) == [Apply((stored(10),))]
 
 
-def test_a_late_batch_with_events_contradicts_nothing() -> None:
+def test_late_batches_with_events_do_not_contradict_the_feed() -> None:
     feed = live_at(10)
     for now_s in (20.0, 30.0):
         assert counts(feed.on_batch(stores(4, 1), now_s=now_s)) == {FeedCount.REPEATED_EVENTS: 1}
@@ -388,7 +388,7 @@ def test_a_contradicted_feed_drops_its_buffered_batches() -> None:
     assert state(feed) is FeedState.LIVE
 
 
-def test_a_snapshot_begins_the_time_of_lower_heartbeats_again() -> None:
+def test_a_snapshot_restarts_the_time_limit_of_low_heartbeats() -> None:
     feed = live_at(10)
     feed.on_batch(batch(4), now_s=20.0)
     ask = asked_snapshot(feed.on_orphan(now_s=20.5))
@@ -398,7 +398,7 @@ def test_a_snapshot_begins_the_time_of_lower_heartbeats_again() -> None:
     asked_snapshot(feed.on_batch(batch(4), now_s=28.5))
 
 
-def test_heartbeats_below_a_contradictions_snapshot_are_late() -> None:
+def test_heartbeats_below_the_snapshot_of_a_contradiction_are_ignored() -> None:
     """The stream lags: asking again for every heartbeat would never end."""
     feed = live_at(10)
     feed.on_batch(batch(4), now_s=20.0)
@@ -412,7 +412,7 @@ def test_heartbeats_below_a_contradictions_snapshot_are_late() -> None:
     asked_snapshot(feed.on_batch(batch(12), now_s=106.0))
 
 
-def test_a_worker_that_starts_again_may_name_lower_ids_than_the_start_before() -> None:
+def test_a_contradiction_in_a_new_epoch_may_have_lower_event_ids() -> None:
     feed = live_at(10)
     feed.on_batch(batch(4), now_s=20.0)
     ask = asked_snapshot(feed.on_batch(batch(5), now_s=25.0))
@@ -423,7 +423,7 @@ def test_a_worker_that_starts_again_may_name_lower_ids_than_the_start_before() -
     asked_snapshot(feed.on_batch(batch(3, epoch=NEW), now_s=36.0))
 
 
-def test_a_rank_over_its_limit_is_emptied_and_asked_again_after_a_rest() -> None:
+def test_a_feed_over_its_limit_is_emptied_and_asks_again_after_a_pause() -> None:
     feed = live_at(10)
     reported = feed.on_overfilled(now_s=20.0)
     assert (deeds(reported), counts(reported)) == ([Empty()], {FeedCount.OVER_LIMIT: 1})

@@ -66,7 +66,7 @@ def test_each_rank_gets_a_slot(fleet: Fleet) -> None:
     assert (len(fleet), fleet.n_slots) == (1, 2)
 
 
-def test_a_freed_slot_is_used_again(fleet: Fleet) -> None:
+def test_a_freed_slot_is_reused(fleet: Fleet) -> None:
     fleet.join(card(1))
     fleet.join(card(2))
     assert fleet.leave(WorkerId(1), Epoch(1)) == [0]
@@ -77,14 +77,14 @@ def test_a_freed_slot_is_used_again(fleet: Fleet) -> None:
     assert [c.worker_id for c in fleet] == [2, 3]
 
 
-def test_a_fleet_that_shrank_to_nothing_begins_again(fleet: Fleet) -> None:
+def test_an_emptied_fleet_starts_again_at_slot_0(fleet: Fleet) -> None:
     fleet.join(card(1))
     fleet.leave(WorkerId(1), Epoch(1))
     assert fleet.n_slots == 0
     assert fleet.join(card(1)).joined == (0,)
 
 
-def test_a_new_incarnation_replaces_the_old_one(fleet: Fleet) -> None:
+def test_a_new_incarnation_replaces_the_old_incarnation(fleet: Fleet) -> None:
     fleet.join(card(1, dp_size=2))
     fleet.set_alive(WorkerId(1), alive=False)
     change = fleet.join(card(1, incarnation=2))
@@ -119,7 +119,9 @@ def test_a_new_card_of_a_present_worker_keeps_slots_and_liveness(fleet: Fleet) -
         (WorkerCard(WorkerId(2), Epoch(1), ModelName("other"), Role.BOTH, 16, 4096, "here"), "model"),
     ],
 )
-def test_a_card_that_does_not_fit_changes_nothing(fleet: Fleet, wrong: WorkerCard, field: str) -> None:
+def test_an_unfit_card_is_refused_by_name_and_changes_nothing(
+    fleet: Fleet, wrong: WorkerCard, field: str
+) -> None:
     fleet.join(card(1))
     with pytest.raises(ConfigError, match=field) as refused:
         fleet.join(wrong)
@@ -128,12 +130,12 @@ def test_a_card_that_does_not_fit_changes_nothing(fleet: Fleet, wrong: WorkerCar
     assert fleet.n_slots == 1
 
 
-def test_a_card_with_an_oddity_is_taken_with_a_warning(fleet: Fleet) -> None:
+def test_a_card_with_a_domain_without_value_joins_with_a_warning(fleet: Fleet) -> None:
     change = fleet.join(card(1, config=ModelRuntimeConfig(kv_transfer_domain="zone")))
     assert "has no value" in change.warnings[0]
 
 
-def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
+def test_columns_follow_the_cards_and_are_read_only(fleet: Fleet) -> None:
     config = ModelRuntimeConfig(total_kv_blocks=100, kv_bytes_per_token=64)
     fleet.join(card(1, Role.PREFILL, config=config))
     fleet.join(card(2, Role.DECODE))
@@ -150,7 +152,7 @@ def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
             column[0] = 0
 
 
-def test_kv_blocks_is_the_larger_of_card_and_report_up_to_four_times_the_card(
+def test_kv_blocks_is_the_larger_of_card_and_report_up_to_4_times_the_card(
     fleet: Fleet,
 ) -> None:
     fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
@@ -172,7 +174,7 @@ def bytes_per_token(fleet: Fleet, _: str) -> list[int]:
     return [int(each) for each in fleet.columns.kv_bytes_per_token]
 
 
-def test_kv_transfers_measure_the_bytes_of_a_token_without_a_cards_value(fleet: Fleet) -> None:
+def test_kv_transfers_measure_bytes_per_token_unless_a_card_has_them(fleet: Fleet) -> None:
     fleet.join(card(1, Role.PREFILL))
     fleet.join(card(2, Role.DECODE))
     fleet.join(card(3, Role.PREFILL, config=ModelRuntimeConfig(kv_bytes_per_token=64)))
@@ -192,7 +194,7 @@ def test_kv_transfers_measure_the_bytes_of_a_token_without_a_cards_value(fleet: 
     assert fleet.columns.kv_bytes_per_token.tolist() == [1000, 1000, 64, 1000]
 
 
-def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> None:
+def test_the_latest_load_report_holds_until_a_new_incarnation(fleet: Fleet) -> None:
     fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
     fleet.join(card(2))
     assert fleet.report(LoadReport(rank(1), active_blocks=5, total_blocks=0))
@@ -213,7 +215,7 @@ def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> No
     assert fleet.columns.total_blocks[0] == np.inf
 
 
-def test_domain_values_are_small_ids_that_are_given_back(fleet: Fleet) -> None:
+def test_domain_value_ids_are_reused(fleet: Fleet) -> None:
     for worker_id in range(40):
         fleet.join(card(worker_id, config=in_zone(f"z{worker_id}")))
     assert fleet.places.n_ids("zone") == 40
@@ -230,7 +232,7 @@ def test_domain_values_are_small_ids_that_are_given_back(fleet: Fleet) -> None:
     assert fleet.places.ids("zone")[slot] == fleet.places.value_id("zone", "z3-5")
 
 
-def test_a_domain_without_workers_is_unknown_everywhere(fleet: Fleet) -> None:
+def test_a_domain_without_workers_has_no_value_ids(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a")))
     assert fleet.places.ids("rack").tolist() == [-1]
     assert fleet.places.n_ids("rack") == 0
@@ -239,7 +241,7 @@ def test_a_domain_without_workers_is_unknown_everywhere(fleet: Fleet) -> None:
     assert fleet.places.n_ids("zone") == 0
 
 
-def test_taints_own_and_from_domains(fleet: Fleet) -> None:
+def test_ranks_carry_their_own_and_their_domains_taints(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a", "fast")))
     fleet.join(card(2, config=in_zone("b", "fast")))
     fleet.join(card(3, config=in_zone(None)))
@@ -254,7 +256,7 @@ def test_taints_own_and_from_domains(fleet: Fleet) -> None:
     assert fleet.places.carries(Taint("fast")).tolist() == [True, False]
 
 
-def test_many_asked_taints_do_not_pile_up(fleet: Fleet) -> None:
+def test_unknown_taints_asked_for_do_not_change_known_taints(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a", "fast")))
     for number in range(1000):
         assert not fleet.places.carries(Taint(f"asked-{number}")).any()
@@ -265,7 +267,7 @@ def takes_prefill(fleet: Fleet) -> bool:
     return ready(fleet, Leg.PREFILL, last_resort=False).n_allowed > 0
 
 
-def test_prefill_counts_while_it_answers_and_does_not_drain(fleet: Fleet) -> None:
+def test_a_prefill_worker_counts_while_alive_and_not_draining(fleet: Fleet) -> None:
     seen = [takes_prefill(fleet)]
     fleet.join(card(1, Role.PREFILL))
     seen.append(takes_prefill(fleet))
@@ -293,7 +295,7 @@ def test_a_circuit_stays_open_for_a_new_card_but_not_a_new_incarnation(fleet: Fl
     assert [*seen, fleet.has_open_circuits] == [True, False, False]
 
 
-def test_broken_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
+def test_broken_pairs_mark_only_present_decode_ranks(fleet: Fleet) -> None:
     fleet.join(card(1, Role.PREFILL))
     fleet.join(card(2, Role.DECODE, dp_size=2))
     assert fleet.unreached_from(Slot(0)) is None
@@ -310,7 +312,7 @@ def test_broken_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
     assert not fleet.broken_pairs
 
 
-def test_a_failed_aggregated_try_is_forgotten_once_no_pair_is_broken(fleet: Fleet) -> None:
+def test_aggregated_failed_is_reset_once_no_pair_is_broken(fleet: Fleet) -> None:
     pairs = [(WorkerId(1), WorkerId(3)), (WorkerId(2), WorkerId(3))]
     for pair in pairs:
         fleet.set_broken_pair(*pair, True)
@@ -322,7 +324,7 @@ def test_a_failed_aggregated_try_is_forgotten_once_no_pair_is_broken(fleet: Flee
     assert not fleet.broken_pairs.aggregated_failed
 
 
-def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:
+def test_the_required_domain_comes_from_prefill_workers(fleet: Fleet) -> None:
     required = ModelRuntimeConfig(
         topology_domains={"zone": "a"},
         kv_transfer_domain="zone",
@@ -358,7 +360,7 @@ def test_ranks_are_sorted_independent_of_joining_order(fleet: Fleet) -> None:
     assert in_order == [rank(3), rank(3, 1), rank(5), rank(5, 1)]
 
 
-def test_a_big_fleet_that_left_leaves_small_columns(fleet: Fleet) -> None:
+def test_columns_shrink_after_a_large_fleet_leaves(fleet: Fleet) -> None:
     for worker_id in range(2000):
         fleet.join(card(worker_id, config=in_zone(f"z{worker_id % 7}", "t")))
     assert fleet.columns.alive.sum() == 2000
@@ -374,7 +376,7 @@ def test_a_big_fleet_that_left_leaves_small_columns(fleet: Fleet) -> None:
     assert fleet.places.ids("zone").tolist() == [fleet.places.value_id("zone", "z0")] * 2
 
 
-def test_hashes_are_the_same_everywhere() -> None:
+def test_mix64_equals_splitmix64_and_rank_hashes_do_not_collide() -> None:
     # The first outputs of splitmix64 seeded with 0 and with 1.
     assert mix64(0) == 0xE220A8397B1DCDAF
     assert mix64(1) == 0x910A2DEC89025CC1
@@ -388,7 +390,7 @@ def of_context(
     return structs.replace(card(worker_id, role, draining=draining), context_length=context_length)
 
 
-def test_clients_may_ask_for_the_longest_context_of_those_who_answer(fleet: Fleet) -> None:
+def test_context_length_is_the_longest_of_the_answering_workers(fleet: Fleet) -> None:
     assert (fleet.context_length_tokens, fleet.shortest_context_tokens) == (None, 0)
     fleet.join(of_context(1, 9_000, Role.PREFILL))
     assert fleet.context_length_tokens == 9_000, "nobody else is here"
@@ -405,7 +407,7 @@ def test_clients_may_ask_for_the_longest_context_of_those_who_answer(fleet: Flee
     assert fleet.context_length_tokens == 100, "nobody answers: of all"
 
 
-def test_what_most_of_those_who_answer_say_of_a_name_holds(fleet: Fleet) -> None:
+def test_names_follow_most_answering_workers_and_takes_calls_needs_all(fleet: Fleet) -> None:
     for worker_id, adapter in ((1, "lie"), (2, None), (3, None), (4, "lie")):
         fleet.join(structs.replace(card(worker_id), names={"other": adapter}, takes_calls=adapter is None))
     fleet.set_alive(WorkerId(4), alive=False)

@@ -22,7 +22,7 @@ def store(of_rank: int, *, blocks_of: int) -> Stored:
 
 
 @pytest.mark.parametrize(("shared", "bytes_max"), [(False, 39.0), (True, 24.0)])
-def test_memory_is_small_and_returns(shared: bool, bytes_max: float) -> None:
+def test_index_memory_per_block_is_bounded_and_freed_by_clears(shared: bool, bytes_max: float) -> None:
     index = NativeBlockIndex()
     for rank in range(N_RANKS):
         index.apply(Slot(rank), [store(rank, blocks_of=0 if shared else rank)])
@@ -33,7 +33,7 @@ def test_memory_is_small_and_returns(shared: bool, bytes_max: float) -> None:
     assert index.stats().bytes == 0
 
 
-def test_memory_returns_block_by_block() -> None:
+def test_index_memory_shrinks_as_blocks_are_removed() -> None:
     index = NativeBlockIndex()
     events = {rank: store(rank, blocks_of=rank) for rank in range(2)}
     for rank, event in events.items():
@@ -47,7 +47,7 @@ def test_memory_returns_block_by_block() -> None:
     assert index.stats().bytes == 0
 
 
-def test_names_that_count_upwards_are_spread() -> None:
+def test_index_memory_is_bounded_for_counting_engine_hashes() -> None:
     index = NativeBlockIndex()
     blocks = store(0, blocks_of=0).block_hashes
     for rank, step in enumerate([1, 2, 4096, 1 << 32, 1 << 48]):
@@ -57,7 +57,7 @@ def test_names_that_count_upwards_are_spread() -> None:
     assert index.stats().bytes / (5 * BLOCKS_A_RANK) < 30.0
 
 
-def test_readers_get_their_turn_while_a_big_batch_is_applied() -> None:
+def test_overlap_can_be_read_while_a_large_batch_is_applied() -> None:
     index = NativeBlockIndex()
     prompt = Prompt(range(512), block_size=1)
     index.apply(Slot(0), [Stored(None, pack_hashes(range(512)), prompt.block_hashes)])

@@ -32,7 +32,7 @@ def serve(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_interference_is_measured_whatever_the_ranks_speeds(share: float) -> None:
+def test_interference_is_measured_across_ranks_of_different_speeds(share: float) -> None:
     learned = Interference()
     serve(learned, share, slowness=(0.5, 1.0, 2.0, 4.0) * 4)
     assert learned.share == pytest.approx(share, abs=0.15)

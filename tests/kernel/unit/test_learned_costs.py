@@ -140,7 +140,7 @@ class Engines:
 
 @pytest.mark.parametrize("cost", ["time", "blocks"])
 @pytest.mark.parametrize("pin", [1, 2, None])
-def test_a_client_without_streaming_affects_others_as_little_as_with_it(pin: int | None, cost: str) -> None:
+def test_unstreamed_calls_of_a_client_shift_others_no_more_than_streams(pin: int | None, cost: str) -> None:
     streamed, unstreamed = Engines(cost=cost), Engines(cost=cost)
     for engines in (streamed, unstreamed):
         engines.shares(PHASE_S, stream=None)
@@ -152,7 +152,7 @@ def test_a_client_without_streaming_affects_others_as_little_as_with_it(pin: int
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("pin", [1, 2, None])
-def test_five_seconds_after_an_attack_others_are_placed_as_before(pin: int | None, stream: bool) -> None:
+def test_other_clients_are_placed_as_before_5_s_after_an_attack(pin: int | None, stream: bool) -> None:
     engines = Engines()
     before, _ = engines.shares(PHASE_S, stream=None)
     engines.shares(PHASE_S, stream=stream, pin=pin)
@@ -162,7 +162,7 @@ def test_five_seconds_after_an_attack_others_are_placed_as_before(pin: int | Non
     assert abs(after - before) <= 0.05
 
 
-def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -> None:
+def test_equal_ranks_have_equal_slowness_though_one_is_always_decoding() -> None:
     """Prompts do not wait for decode steps here, and the attacker's answers never end at worker 1."""
     engines = Engines()
     engines.shares(PHASE_S, stream=None)
@@ -171,7 +171,7 @@ def test_ranks_that_are_equal_count_as_equal_though_one_decodes_all_the_time() -
     assert slowness[0] == pytest.approx(slowness[1], rel=0.05)
 
 
-def test_an_answer_in_one_piece_leaves_the_queue_when_its_prefill_should_end() -> None:
+def test_an_unstreamed_prefill_leaves_the_queue_at_its_expected_end() -> None:
     engines = Engines(Role.BOTH)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
     ends_s = engines.placer.learned.prefill_ends_s(placement, now_s=0.0)
@@ -184,7 +184,7 @@ def test_an_answer_in_one_piece_leaves_the_queue_when_its_prefill_should_end() -
     assert engines.placer.learned.speeds.reading(Slot(0)) is None
 
 
-def test_requests_that_end_before_their_expected_first_token_are_dropped() -> None:
+def test_unstreamed_requests_released_early_are_dropped() -> None:
     engines = Engines(Role.BOTH)
     for number in range(1000):
         placement = engines.place(request_of(number, HONEST_TOKENS, stream=False))
@@ -212,7 +212,7 @@ def taught(*roles: Role, stream: bool = True, pin: int | None = None) -> tuple[i
     return len(engines.events.came_s), transfers, placer.speeds.decode_slowness(decode) != 1.0
 
 
-def test_streams_are_measured_pins_are_not_other_answers_by_their_prefill_leg() -> None:
+def test_unpinned_streams_and_unstreamed_prefill_legs_are_measured() -> None:
     pair = (Role.PREFILL, Role.DECODE)
     assert taught(Role.BOTH) == (20, 0, True)
     assert taught(*pair) == (20, 20, True)
@@ -221,7 +221,7 @@ def test_streams_are_measured_pins_are_not_other_answers_by_their_prefill_leg() 
     assert taught(*pair, stream=False) == (20, 0, False)
 
 
-def test_a_pairs_prefill_ends_with_its_leg_streaming_or_not() -> None:
+def test_an_unstreamed_pairs_prefill_leaves_the_queue_with_its_leg() -> None:
     engines = Engines(Role.PREFILL, Role.DECODE)
     placement = engines.place(request_of(1, HONEST_TOKENS, stream=False))
 
@@ -236,7 +236,7 @@ def test_a_pairs_prefill_ends_with_its_leg_streaming_or_not() -> None:
 CALLERS, WARM_S, COLD_S, ANSWER_TOKENS, STEP_S = 4, 0.02, 0.5, 100, 0.005
 
 
-def test_a_restarted_engine_gets_calls_though_its_first_were_slow() -> None:
+def test_a_restarted_engine_gets_calls_despite_slow_first_answers() -> None:
     """Few callers ask one call after the other, short ones that no cache holds: either engine alone could
     answer them all.
     """

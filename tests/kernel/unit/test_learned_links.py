@@ -66,7 +66,7 @@ class Way:
         return (own or self.state.pace_of_kind(kind)).slowness
 
 
-def test_links_as_their_table_has_them_stay_so_and_are_alike() -> None:
+def test_links_as_fast_as_their_table_keep_slowness_1_and_are_alike() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=40)
@@ -77,7 +77,7 @@ def test_links_as_their_table_has_them_stay_so_and_are_alike() -> None:
 
 
 @pytest.mark.parametrize("slowness", [0.05, 0.5, 3.0, 20.0])
-def test_latency_and_bandwidth_come_apart_with_an_interval_around_the_truth(slowness: float) -> None:
+def test_latency_and_bandwidth_are_learned_apart_with_an_interval(slowness: float) -> None:
     way = Way(ACROSS_LINK)
     way.send(between("a", "b"), slowness, extra_s=0.01, n=60)
     reading, *_ = way.learned.readings()
@@ -104,7 +104,7 @@ def test_a_constant_time_per_transfer_does_not_count_as_bandwidth() -> None:
     assert not reading.is_slow
 
 
-def test_mistaken_transfers_do_not_change_what_the_others_show() -> None:
+def test_outlier_transfers_hardly_change_a_links_slowness() -> None:
     way = Way()
     for _ in range(12):
         way.send(within("a"), 60.0)
@@ -113,7 +113,7 @@ def test_mistaken_transfers_do_not_change_what_the_others_show() -> None:
     assert way.slowness(within("a")) == pytest.approx(4.0, rel=0.1)
 
 
-def test_a_transfer_that_was_stuck_counts_a_third_until_one_is_in_time() -> None:
+def test_a_late_transfer_counts_a_third_until_a_transfer_is_on_time() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -130,7 +130,7 @@ def test_a_transfer_that_was_stuck_counts_a_third_until_one_is_in_time() -> None
     assert way.slowness(within("a")) == 1.0
 
 
-def test_an_unmeasured_link_has_its_kinds_pace_at_best_the_tables() -> None:
+def test_unmeasured_links_have_their_kinds_pace_and_other_kinds_slowness() -> None:
     way = Way()
     way.send(within("a"), 0.2, n=10)
     assert way.slowness(within("b")) == pytest.approx(0.2, rel=0.1)
@@ -142,14 +142,14 @@ def test_an_unmeasured_link_has_its_kinds_pace_at_best_the_tables() -> None:
     assert slow.slowness(between("a", "b")) == 1.0
 
 
-def test_short_or_few_transfers_change_nothing() -> None:
+def test_short_or_few_transfers_do_not_change_slowness() -> None:
     way = Way()
     way.send(within("a"), 30.0, n=20, plain_s=0.001)
     way.send(within("a"), 30.0, n=2, plain_s=0.01)
     assert way.slowness(within("a")) == 1.0
 
 
-def test_a_link_at_a_tenth_is_noticed_by_three_transfers_and_reported_once() -> None:
+def test_a_10_times_slower_link_is_noticed_after_3_transfers_and_reported_once() -> None:
     way = Way()
     for zone in "abc":
         way.send(within(zone), 1.0, n=20)
@@ -167,7 +167,7 @@ def test_a_link_at_a_tenth_is_noticed_by_three_transfers_and_reported_once() -> 
     assert relative == pytest.approx(1.0, abs=0.2)
 
 
-def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
+def test_late_transfers_count_until_they_end() -> None:
     way = Way()
     way.send(within("a"), 1.0, n=20)
     way.send(within("b"), 1.0, n=20)
@@ -185,7 +185,7 @@ def test_transfers_that_are_late_count_before_they_end_and_until_then() -> None:
     assert way.slowness(within("a")) == pytest.approx(9.0)
 
 
-def test_a_link_with_late_arrivals_recovers_only_after_a_long_time() -> None:
+def test_a_link_with_late_arrivals_recovers_after_the_forget_time() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -198,7 +198,7 @@ def test_a_link_with_late_arrivals_recovers_only_after_a_long_time() -> None:
     assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
 
 
-def test_a_late_link_recovers_once_a_transfer_is_in_time() -> None:
+def test_a_link_with_late_arrivals_recovers_by_a_transfer_on_time() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -218,7 +218,7 @@ def test_a_slow_fleet_is_noticed_before_its_transfers_end() -> None:
     assert ("within one zone", True) in [(name, is_slow) for name, is_slow, _ in way.events.links]
 
 
-def test_a_link_without_transfers_for_long_is_tried_again() -> None:
+def test_a_slow_links_slowness_fades_without_transfers() -> None:
     way = Way()
     for zone in "ab":
         way.send(within(zone), 1.0, n=20)
@@ -240,7 +240,7 @@ def test_links_between_unknown_places_are_learned_together() -> None:
     assert way.learned.readings()[0].name == "between unknown places"
 
 
-def test_a_readers_form_of_links_follows_each_change() -> None:
+def test_the_reader_of_a_link_state_hears_each_pace_change_once() -> None:
     heard: list[object] = []
 
     class Reader:
@@ -259,7 +259,7 @@ def test_a_readers_form_of_links_follows_each_change() -> None:
     assert heard == [(WITHIN, LinkPace(2.0, 0.0)), (WITHIN, None)]
 
 
-def test_a_rank_that_hangs_makes_no_link_slow() -> None:
+def test_transfers_late_by_a_hanging_rank_do_not_slow_their_link() -> None:
     way = Way()
     way.send(within("a"), 1.0, n=20)
     began_s = way.now_s
@@ -271,7 +271,7 @@ def test_a_rank_that_hangs_makes_no_link_slow() -> None:
     assert way.events.links == []
 
 
-def test_another_table_drops_measurements_and_ends_slow_links() -> None:
+def test_forgetting_links_drops_measurements_and_ends_slow_links() -> None:
     way = Way()
     for zone in "abc":
         way.send(within(zone), 1.0, n=8)

@@ -88,14 +88,14 @@ def rank(worker_id: int) -> WorkerRank:
     return WorkerRank(WorkerId(worker_id), DpRank(0))
 
 
-def test_each_rank_is_as_slow_as_its_requests_are() -> None:
+def test_each_rank_has_the_slowness_of_its_requests() -> None:
     ranks = Ranks(4)
     assert ranks.slowness() == [1.0] * 4
     ranks.serve_all([1.0, 1.0, 2.0, 5.0])
     assert ranks.slowness() == pytest.approx([1.0, 1.0, 2.0, 5.0], rel=0.02)
 
 
-def test_one_client_has_a_limited_share_of_measurements_unless_alone() -> None:
+def test_a_client_has_a_limited_share_of_measurements_unless_alone() -> None:
     """Three of four requests at rank 0 are one client's, and take four times as long."""
     ranks, alone = Ranks(2), Ranks(2)
     for n in range(120):
@@ -122,7 +122,7 @@ def test_a_rank_used_by_one_client_is_measured_after_a_while() -> None:
     assert ranks.slowness()[0] > 2.5
 
 
-def test_long_prompts_have_more_weight_than_short_delayed_ones() -> None:
+def test_long_prompts_have_more_weight_than_short_delayed_prompts() -> None:
     ranks, rng = Ranks(2), Random(3)
     for _ in range(60):
         short, long = (0, 1) if rng.random() < 0.5 else (1, 0)
@@ -153,7 +153,7 @@ def test_a_slow_rank_and_its_recovery_are_noticed_within_20_requests(
     assert [turn[:2] for turn in ranks.events.turns] == [(rank(4), True), (rank(4), False)]
 
 
-def test_an_unmeasured_rank_has_the_mean_and_one_fast_answer_changes_little() -> None:
+def test_an_unmeasured_rank_has_the_mean_slowness() -> None:
     ranks = Ranks(3)
     ranks.serve_all([3.0, 3.0, 3.0])
     ranks.fleet.join(card(9, Role.BOTH))
@@ -175,7 +175,7 @@ def test_a_ranks_difference_decays_without_requests() -> None:
     assert ranks.slowness()[3] - mean == pytest.approx(apart / 2, rel=0.1)
 
 
-def test_one_request_that_took_very_long_changes_the_view_within_bounds() -> None:
+def test_a_very_slow_request_changes_slowness_within_bounds() -> None:
     ranks = Ranks(2)
     ranks.serve_all([1.0, 1.0])
     ranks.serve(1, 1000.0)
@@ -183,7 +183,7 @@ def test_one_request_that_took_very_long_changes_the_view_within_bounds() -> Non
     assert ranks.events.turns == []
 
 
-def test_a_cold_rank_is_not_slow_and_one_that_stays_slow_is() -> None:
+def test_a_cold_rank_is_not_slow_unless_it_stays_slow() -> None:
     """What was placed before its first answer does not count where it takes long: at its start, and when its
     engine answers again, of which nothing from before counts.
     """
@@ -208,7 +208,7 @@ def test_a_cold_rank_is_not_slow_and_one_that_stays_slow_is() -> None:
     assert ranks.slowness()[2] > 1.5
 
 
-def test_waits_for_memory_say_nothing_of_speed() -> None:
+def test_waits_for_memory_do_not_change_slowness() -> None:
     ranks = Ranks(2)
     ranks.serve_all([1.0, 1.0])
     for _ in range(90):
@@ -234,7 +234,7 @@ def test_a_freed_slot_drops_its_rank_and_ignores_a_late_first_token() -> None:
     assert ranks.events.left == [rank(2)]
 
 
-def test_what_comes_into_a_cache_ages_and_is_compared_with_the_others() -> None:
+def test_cache_turnover_fades_and_is_relative_to_other_ranks() -> None:
     ranks = Ranks(2)
 
     def turnover() -> list[float]:
@@ -257,7 +257,7 @@ def test_what_comes_into_a_cache_ages_and_is_compared_with_the_others() -> None:
     assert cold > 1.5
 
 
-def test_caches_count_as_alike_where_as_much_came_into_them_within_a_sixth() -> None:
+def test_ranks_with_similar_cache_turnover_count_as_equal() -> None:
     ranks = Ranks(2)
     for number in range(70):
         ranks.serve(int(number >= 38), 1.0)
@@ -266,7 +266,7 @@ def test_caches_count_as_alike_where_as_much_came_into_them_within_a_sixth() -> 
     assert one == other == pytest.approx(-log(TURNOVER_FLOOR))
 
 
-def test_answers_say_how_long_one_keeps_its_blocks() -> None:
+def test_answers_measure_decode_slowness_and_answer_time() -> None:
     ranks = Ranks(2)
     ranks.serve_all([1.0, 2.0])
     for _ in range(200):
@@ -288,7 +288,7 @@ def test_fully_cached_prompts_do_not_measure_speed() -> None:
     assert ranks.events.turns == []
 
 
-def test_decode_steps_of_others_are_no_part_of_how_slow_prompts_are() -> None:
+def test_decode_steps_of_other_requests_do_not_change_slowness() -> None:
     ranks = Ranks(2)
     for _ in range(40):
         ranks.serve(0, 2.0, plain_s=0.2, steps_s=0.05)
@@ -297,7 +297,7 @@ def test_decode_steps_of_others_are_no_part_of_how_slow_prompts_are() -> None:
     assert ranks.slowness() == pytest.approx([2.0, 2.0], rel=0.02)
 
 
-def test_slowness_stays_within_what_hardware_can_differ_by() -> None:
+def test_slowness_never_falls_below_its_minimum() -> None:
     ranks = Ranks(2)
     for _ in range(200):
         ranks.serve(0, 0.0)
@@ -306,7 +306,7 @@ def test_slowness_stays_within_what_hardware_can_differ_by() -> None:
     assert ranks.learned.speeds(2, now_s=ranks.now_s).decode_slowness[0] >= SLOWNESS_MIN
 
 
-def test_a_rank_of_a_large_fleet_may_answer_before_its_first_reading() -> None:
+def test_an_answer_before_the_first_speed_reading_is_accepted() -> None:
     ranks = Ranks(24)
     learned = LearnedSpeeds(ranks.fleet, ranks.events)
     learned.answered(Slot(23), 100, 4.0, step_s=0.02, now_s=1.0)

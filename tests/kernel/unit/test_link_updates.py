@@ -41,13 +41,13 @@ def frame(*amounts: float, digest: str = "d", uses: object = None) -> bytes:
     return msgspec.msgpack.encode([6, "a", MODEL, digest, [seen], uses])
 
 
-def test_a_message_of_amounts_is_read() -> None:
+def test_a_link_update_with_valid_amounts_is_decoded() -> None:
     assert isinstance(decode_message(frame(1.0, 1.0, 1.0, 1.0, 1.0)), LinkUpdate)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 1e300])
 @pytest.mark.parametrize("at", range(5))
-def test_invalid_amounts_are_refused(wrong: float, at: int) -> None:
+def test_a_link_update_with_an_invalid_amount_is_refused(wrong: float, at: int) -> None:
     amounts = [1.0] * 5
     amounts[at] = wrong
     with pytest.raises(ProtocolError):
@@ -64,12 +64,12 @@ def test_invalid_amounts_are_refused(wrong: float, at: int) -> None:
         frame(1.0, 1.0, 1.0, 1.0),
     ],
 )
-def test_invalid_links_are_refused(message: bytes) -> None:
+def test_a_link_update_with_an_invalid_link_is_refused(message: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_message(message)
 
 
-def test_a_journal_reports_mean_loads_of_the_links_with_most_bytes() -> None:
+def test_a_journal_reports_mean_loads_of_the_links_with_the_most_bytes() -> None:
     journal = LinkJournal()
     assert journal.take_uses() is None
     journal.sample_loads(
@@ -103,7 +103,7 @@ def test_a_history_that_arrives_at_once_is_learned_completely() -> None:
     assert reading.slowness == pytest.approx(10.0, rel=0.01)
 
 
-def test_names_of_unknown_links_fill_no_memory() -> None:
+def test_learned_kinds_of_links_are_limited() -> None:
     here = transfers()
     for kind in range(3 * KINDS_MAX):
         here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(4, kind)), now_s=1000.0)
@@ -120,7 +120,7 @@ def test_a_router_without_decisions_still_reports_its_link_loads() -> None:
         assert news.uses == (LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0),)
 
 
-def test_samples_of_another_table_are_not_sent_under_the_new_one() -> None:
+def test_samples_of_an_old_link_table_are_not_sent_under_the_new_table() -> None:
     here = transfers()
     assert here._journal is not None
     here._journal.record(as_sample(history(1)[0], now_s=1.0))
@@ -128,7 +128,7 @@ def test_samples_of_another_table_are_not_sent_under_the_new_one() -> None:
     assert here.take_update(HERE, now_s=1.0) is None
 
 
-def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
+def test_link_updates_before_a_model_is_shared_are_learned_then() -> None:
     here, exchange = transfers(), LinkExchange(HERE)
     exchange.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), history(8)), now_s=500.0)
     exchange.share(MODEL, here)
@@ -138,7 +138,7 @@ def test_what_comes_before_a_models_workers_is_learned_when_they_come() -> None:
     assert other.learned.samples() == []
 
 
-def test_the_link_loads_of_a_silent_router_are_dropped() -> None:
+def test_link_loads_of_a_silent_router_are_dropped() -> None:
     here = transfers()
     use = LinkUse(LinkName(*link(1)), 5.0, 1.0, 0.0, 0.0)
     here.on_link_update(LinkUpdate(RouterId("a"), MODEL, TABLE.digest(), (), (use,)), now_s=10.0)

@@ -17,7 +17,7 @@ from tests.testing.waits import until
 TABLE = LinkTable(otherwise=Link(1e-3, 1e9))
 
 
-async def test_a_blocked_loop_is_noticed_with_its_duration() -> None:
+async def test_a_blocked_event_loop_is_reported_with_its_duration() -> None:
     heard: list[float] = []
     pauses = LoopPauses(heard.append, tick_s=0.001)
     pauses.start()
@@ -38,7 +38,7 @@ def moving() -> tuple[Transfers, RecordedPlacementEvents]:
     return Transfers(fleet, events, TABLE, RouterId("here")), events
 
 
-def test_a_transfer_with_a_long_blocked_loop_is_not_measured() -> None:
+def test_a_transfer_during_a_long_event_loop_pause_is_not_measured() -> None:
     for paused_s, learns in ((0.0, True), (0.01, True), (0.5, False)):
         transfers, _ = moving()
         transfer = transfers.begin(TABLE, Slot(0), Slot(1), 1000)
@@ -48,7 +48,7 @@ def test_a_transfer_with_a_long_blocked_loop_is_not_measured() -> None:
         assert bool(transfers.learned.readings()) is learns
 
 
-def test_transfers_are_not_late_because_the_loop_stood_still() -> None:
+def test_an_event_loop_pause_does_not_make_transfers_late() -> None:
     for paused_s, turns in ((0.0, 1), (5.0, 0)):
         transfers, events = moving()
         for n in range(8):  # each takes 0.1 s by the table, and did

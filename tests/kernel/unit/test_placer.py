@@ -85,7 +85,7 @@ def test_a_decode_worker_that_leaves_during_prefill_is_replaced(mode: RouterMode
 
 
 @pytest.mark.parametrize("mode", RouterMode)
-def test_without_a_decode_worker_decode_is_refused(mode: RouterMode) -> None:
+def test_picking_decode_again_without_a_decode_worker_is_refused(mode: RouterMode) -> None:
     placer = placer_of((1, Role.PREFILL), (2, Role.DECODE), mode=mode)
     placement = place(placer)
     leave(placer, 2)
@@ -94,7 +94,7 @@ def test_without_a_decode_worker_decode_is_refused(mode: RouterMode) -> None:
 
 
 @pytest.mark.parametrize(("lookahead_tokens", "overlap_blocks"), [(0, 2), (1, 1), (BLOCK_SIZE, 1), (64, 0)])
-def test_a_block_counts_if_the_tokens_that_must_follow_are_known(
+def test_overlap_excludes_blocks_within_the_lookahead_tokens(
     lookahead_tokens: int, overlap_blocks: int
 ) -> None:
     class TwoBlocks(NoCacheView):
@@ -107,7 +107,7 @@ def test_a_block_counts_if_the_tokens_that_must_follow_are_known(
     assert place(placer).decision.decode.overlap_blocks == overlap_blocks
 
 
-def test_the_bootstrap_room_is_drawn_and_belongs_to_its_rank() -> None:
+def test_the_bootstrap_room_is_drawn_and_maps_to_its_rank() -> None:
     placer = placer_of((2, Role.DECODE))
     placer.fleet.join(card(1, Role.PREFILL, bootstrap=True, dp_size=4))
     rooms = set[int]()
@@ -128,7 +128,7 @@ def test_a_released_placement_leaves_no_load() -> None:
     assert len(placer.ledger) == 0
 
 
-def test_a_transfer_counts_until_the_first_token_and_not_against_itself() -> None:
+def test_a_transfer_loads_its_link_until_the_first_token() -> None:
     links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
     placer = placer_of(settings=RoutingSettings(cost="time", links=links))
     for worker_id, role, zone in ((1, Role.PREFILL, "a"), (2, Role.DECODE, "a"), (3, Role.DECODE, "b")):
@@ -153,7 +153,7 @@ def test_a_transfer_counts_until_the_first_token_and_not_against_itself() -> Non
     assert len(loads) == 0
 
 
-def test_a_request_that_outlives_its_workers_leaves_no_load_or_samples() -> None:
+def test_a_request_that_outlives_its_workers_leaves_no_load() -> None:
     links = LinkTable({"zone": Link(1e-4, 1e6)}, Link(1e-4, 0.9e6), {})
     workers = ((1, Role.DECODE), (2, Role.PREFILL))
     placer = placer_of(*workers, settings=RoutingSettings(cost="time", links=links))
@@ -173,7 +173,7 @@ def test_a_request_that_outlives_its_workers_leaves_no_load_or_samples() -> None
 
 
 @pytest.mark.parametrize("took_s", [0.0005, 0.003, 0.05, 2.0])
-def test_workers_that_are_alike_share_an_idle_fleet_whatever_their_speed(took_s: float) -> None:
+def test_equal_workers_of_an_idle_fleet_share_requests_at_any_speed(took_s: float) -> None:
     """The timing that is expected of them may be of a much slower engine, or of a faster one."""
     settings = RoutingSettings(cost="time")
     placer = placer_of(*((worker, Role.BOTH) for worker in range(1, 5)), settings=settings)

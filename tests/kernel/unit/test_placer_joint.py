@@ -49,7 +49,7 @@ def handed_on(placer: Placer, placement: Placement, at_s: float, takes_s: float)
     placer.release(placement, now_s=at_s + takes_s, tokens=8)
 
 
-def test_a_decode_worker_that_prefills_holds_the_request_alone() -> None:
+def test_a_local_prefill_is_booked_on_the_decode_worker_alone() -> None:
     placer = joint(*PAIR, decode_only=False)
     placement = place(placer)
     assert placement.shape is Shape.AGGREGATED
@@ -67,7 +67,7 @@ def test_a_decode_worker_that_prefills_holds_the_request_alone() -> None:
     assert reading.requests == 1
 
 
-def test_decode_is_picked_again_by_the_same_costs() -> None:
+def test_the_second_decode_pick_uses_the_costs_of_the_first() -> None:
     """A worker that prefills for itself meanwhile is as dear then as it was before."""
     placer = joint(*PAIR)
     first = place(placer)
@@ -85,7 +85,7 @@ def test_decode_is_picked_again_by_the_same_costs() -> None:
     assert times.queue_s == 0.0
 
 
-def test_links_are_learned_from_transfers_that_waited_for_nothing_else() -> None:
+def test_links_are_learned_only_from_transfers_without_other_waits() -> None:
     placer = joint(*PAIR[:2])
     for number in range(8):
         handed_on(placer, place(placer, Draw(number, number, number)), 10.0 * number, 0.2)
@@ -99,7 +99,7 @@ def test_links_are_learned_from_transfers_that_waited_for_nothing_else() -> None
     assert sum(shown) < len(several)
 
 
-def test_nothing_is_learned_where_a_prefill_leg_ends_after_its_transfer() -> None:
+def test_no_link_is_learned_if_prefill_legs_end_after_their_transfer() -> None:
     placer = joint(*PAIR[:2])
     sender = placer.fleet.card(WorkerId(1))
     assert sender is not None
@@ -110,7 +110,7 @@ def test_nothing_is_learned_where_a_prefill_leg_ends_after_its_transfer() -> Non
     assert len(placer.transfers.state) == 0
 
 
-def test_a_router_that_leaves_the_cost_of_time_sees_no_load_on_links() -> None:
+def test_switching_to_blocks_cost_removes_the_load_on_links() -> None:
     placer = joint(*PAIR[:2])
     going = [place(placer, Draw(number, number, number)) for number in range(2)]
     links = links_of(placer.fleet, LINKS)
@@ -125,7 +125,7 @@ def test_a_router_that_leaves_the_cost_of_time_sees_no_load_on_links() -> None:
     assert again.decision.decode.transfer_blocks == last.decision.decode.transfer_blocks
 
 
-def test_a_failed_short_prompt_does_not_mark_broken_pairs() -> None:
+def test_a_failed_local_prefill_does_not_set_aggregated_failed() -> None:
     placer = joint(*PAIR, decode_only=False)
     placer.fleet.set_broken_pair(WorkerId(1), WorkerId(2), True)
     local = place(placer)
@@ -134,7 +134,7 @@ def test_a_failed_short_prompt_does_not_mark_broken_pairs() -> None:
     assert not placer.fleet.broken_pairs.aggregated_failed
 
 
-def test_links_are_cached_while_no_worker_moves() -> None:
+def test_links_are_cached_until_a_worker_changes_its_domain() -> None:
     placer = joint(*PAIR)
     fleet, links = placer.fleet, links_of(placer.fleet, LINKS)
     first = fleet.card(WorkerId(2))
@@ -148,7 +148,7 @@ def test_links_are_cached_while_no_worker_moves() -> None:
     assert links_of(fleet, LINKS) is not links
 
 
-def test_a_transfer_begun_under_another_table_is_not_measured_and_ends() -> None:
+def test_a_transfer_begun_under_another_link_table_is_not_measured() -> None:
     placer = joint(*PAIR)
     placements = [place(placer, Draw(0, number, 0)) for number in range(2)]
     placer.prefill_done(placements[0], now_s=1.0)

@@ -37,14 +37,14 @@ def picked(fleet: Fleet, isl_tokens: int) -> int:
     return route(request, view).decode.rank.worker_id
 
 
-def test_a_prompt_goes_to_a_worker_whose_range_has_it() -> None:
+def test_a_prompt_goes_to_a_worker_whose_range_includes_its_length() -> None:
     fleet = fleet_of((None, 100), (101, 200), (150, None))
     assert [picked(fleet, tokens) for tokens in (1, 100, 101, 149, 201)] == [1, 1, 2, 2, 3]
     assert picked(fleet, 160) in (2, 3)
     assert picked(fleet, 0) in (1, 2, 3), "nobody knows how long it is"
 
 
-def test_a_prompt_that_no_range_has_is_refused_and_counted() -> None:
+def test_a_prompt_outside_all_ranges_is_refused_and_counted() -> None:
     with pytest.raises(NoEligibleWorker) as refused:
         picked(fleet_of((None, 100), (200, None)), 150)
     assert refused.value.refusals == {Reason.PROMPT_OUT_OF_RANGE: 2}
@@ -59,7 +59,7 @@ def test_an_empty_range_of_prompt_lengths_is_refused() -> None:
         fleet_of_one({"prompt_tokens_min": 10, "prompt_tokens_max": 9})
 
 
-def test_flags_of_one_worker_say_its_range() -> None:
+def test_worker_flags_set_its_range_of_prompt_lengths() -> None:
     (group,) = fleet_of_one({"prompt_tokens_min": 10, "prompt_tokens_max": 90}).workers
     assert group.prompt_tokens is not None
     assert (group.prompt_tokens.min, group.prompt_tokens.max) == (10, 90)

@@ -95,7 +95,7 @@ def lease(request: str = "r", *, incarnation: int = 1, model: ModelName = MODEL)
     )
 
 
-def test_a_lease_counts_from_the_moment_its_rank_joins() -> None:
+def test_a_lease_of_another_router_counts_once_its_rank_joins() -> None:
     here = Here()
     here.hear(1, lease(), OutputBlocks(lease().name, 4))
     assert len(here.ledger) == 0
@@ -108,7 +108,7 @@ def test_a_lease_counts_from_the_moment_its_rank_joins() -> None:
     assert here.load() == (0, 0)
 
 
-def test_what_changed_before_its_rank_joined_is_known() -> None:
+def test_lease_changes_before_the_rank_joins_are_applied() -> None:
     here = Here()
     here.hear(1, lease(), MarkPrefillCompleted(lease().name))
     here.join(7)
@@ -140,7 +140,7 @@ def test_a_lease_that_is_reported_again_has_moved() -> None:
     assert here.ledger.columns().active_blocks[slot] == 3
 
 
-def test_load_that_goes_away_is_reported_and_load_that_comes_is_not() -> None:
+def test_only_freed_load_of_other_routers_is_signalled() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease("a"), lease("b"))
@@ -149,7 +149,7 @@ def test_load_that_goes_away_is_reported_and_load_that_comes_is_not() -> None:
     assert here.less == 1
 
 
-def test_a_gap_is_asked_about_once_a_while_and_closed_by_the_state() -> None:
+def test_a_gap_is_asked_about_at_intervals_and_closed_by_the_state() -> None:
     here = Here()
     here.join(7)
     assert here.hear(2, lease("b")) == Asks(ask=(THERE,))
@@ -176,7 +176,7 @@ def test_a_late_message_closes_a_gap_like_the_state() -> None:
     assert here.load() == (0, 0)  # a state of before is no news
 
 
-def test_an_old_state_does_not_turn_back_time() -> None:
+def test_an_old_state_does_not_restore_freed_leases() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease("a"))
@@ -197,7 +197,7 @@ def test_a_heartbeat_reveals_missing_deltas_and_a_wrong_count_of_leases() -> Non
     assert here.replicas.on_message(Heartbeat(THERE, 2, 5), now_s=2.0) == Asks(ask=(THERE,))
 
 
-def test_a_question_is_answered_and_makes_the_asker_known() -> None:
+def test_a_state_question_is_answered_and_makes_its_router_known() -> None:
     here = Here()
     assert here.replicas.on_message(StateQuestion(THERE), now_s=0.0) == Asks(answer=(THERE,))
     assert here.replicas.counts().replicas == 1
@@ -211,7 +211,7 @@ def test_a_router_ignores_its_own_messages() -> None:
     assert here.load() == (0, 0)
 
 
-def test_a_silent_router_goes_with_its_leases_and_comes_back_with_them() -> None:
+def test_a_silent_routers_leases_are_dropped_and_asked_for_on_return() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease())
@@ -225,7 +225,7 @@ def test_a_silent_router_goes_with_its_leases_and_comes_back_with_them() -> None
     assert asked == Asks(ask=(THERE,))
 
 
-def test_after_a_pause_of_this_process_no_router_is_silent() -> None:
+def test_no_router_is_silent_after_a_pause_of_this_process() -> None:
     here = Here()
     here.join(7)
     here.hear(1, lease())
@@ -234,7 +234,7 @@ def test_after_a_pause_of_this_process_no_router_is_silent() -> None:
     assert here.load() == (20, 3)
 
 
-def test_there_is_a_limit_to_routers_and_leases() -> None:
+def test_replica_routers_and_leases_are_limited() -> None:
     here = Here()
     here.join(7)
     here.hear(1, *(lease(str(n)) for n in range(5)))
@@ -245,7 +245,7 @@ def test_there_is_a_limit_to_routers_and_leases() -> None:
     assert (counts.over_limit, counts.unheard) == (2, 2)
 
 
-def test_a_prompt_that_cannot_be_is_kept_and_not_booked() -> None:
+def test_a_lease_with_an_invalid_prompt_is_kept_but_not_booked() -> None:
     here = Here()
     here.join(7)
     here.hear(1, structs.replace(lease(), isl_tokens=3))
@@ -257,7 +257,7 @@ def test_a_prompt_that_cannot_be_is_kept_and_not_booked() -> None:
     assert here.replicas.counts().unusable == 1, "a model's new ledger forgets nothing"
 
 
-def test_a_model_that_gets_a_new_ledger_takes_the_leases_along() -> None:
+def test_leases_move_to_a_models_new_ledger() -> None:
     here = Here()
     here.hear(1, lease())
     here.share(Fleet(MODEL, BLOCK_SIZE), NativeLedger(1))
@@ -316,7 +316,7 @@ def test_each_step_of_a_lease_is_reported_once() -> None:
     assert len(there.journal) == len(there.ledger) == 0
 
 
-def test_leases_without_blocks_name_none_and_long_prompts_name_the_first() -> None:
+def test_reported_leases_name_only_tracked_leading_blocks() -> None:
     there = There()
     long = Prompt(range(BLOCK_SIZE * (NAMED_BLOCKS_MAX + 5)), block_size=BLOCK_SIZE)
     there.ledger.book(key=key("a"), slot=Slot(0), prompt=long, prefill_tokens=1, track_blocks=False)
@@ -329,7 +329,7 @@ def test_leases_without_blocks_name_none_and_long_prompts_name_the_first() -> No
     assert second.isl_tokens == long.isl_tokens
 
 
-def test_leases_that_are_too_many_are_not_reported() -> None:
+def test_leases_over_the_journal_limit_are_not_reported() -> None:
     there = There()
     prompt = Prompt([1], block_size=BLOCK_SIZE)
     booked = [
@@ -347,7 +347,7 @@ def test_leases_that_are_too_many_are_not_reported() -> None:
     }
 
 
-def test_a_slot_or_a_router_that_goes_is_reported() -> None:
+def test_dropping_a_slot_or_a_router_reports_its_leases_as_freed() -> None:
     there = There()
     prompt = Prompt([1], block_size=BLOCK_SIZE)
     for slot, name in enumerate("ab"):
@@ -359,7 +359,7 @@ def test_a_slot_or_a_router_that_goes_is_reported() -> None:
     assert there.reported() == [Free(lease("b").name)]
 
 
-def test_the_state_has_the_reported_leases() -> None:
+def test_the_state_message_has_the_reported_leases() -> None:
     there = There()
     prompt = Prompt(range(BLOCK_SIZE * 2 + 1), block_size=BLOCK_SIZE)
     assert list(there.journal.state()) == [StatePart(THERE, 0, 0, 1, ())]
@@ -368,14 +368,14 @@ def test_the_state_has_the_reported_leases() -> None:
     assert list(there.journal.state()) == [StatePart(THERE, 1, 0, 1, (lease(),))]
 
 
-def test_messages_are_cut_by_leases_and_by_blocks() -> None:
+def test_messages_are_split_by_leases_and_by_blocks() -> None:
     long = structs.replace(lease(), block_hashes=bytes(8 * NAMED_BLOCKS_MAX))
     assert [len(piece) for piece in pieces([lease()] * 600)] == [256, 256, 88]
     assert [len(piece) for piece in pieces([long] * 9)] == [4, 4, 1]
     assert list(pieces([])) == []
 
 
-def test_the_rate_of_others_requests_is_known_and_fades() -> None:
+def test_the_unseen_requests_of_other_routers_follow_their_rate_and_fade() -> None:
     here = Here()
     here.replicas.tick(now_s=1.0)
     here.hear(1, lease("a"), lease("b"), structs.replace(lease("b"), leg_number=0))

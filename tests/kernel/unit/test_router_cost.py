@@ -15,7 +15,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.kernel.routing.costs.time import predictor_of, prompt_s
@@ -102,20 +102,20 @@ def worker(decision: Decision) -> int:
 TWO = (Role.BOTH, Role.BOTH)
 
 
-def test_a_cached_prompt_is_worth_a_queue_shorter_than_its_prefill() -> None:
+def test_a_cached_prompt_outweighs_a_queue_shorter_than_its_prefill() -> None:
     cached = [0, 150]
     assert worker(route(asked(), view(fleet_of(*TWO), overlap=cached, tokens=[0, 2000]))) == 2
     assert worker(route(asked(), view(fleet_of(*TWO), overlap=cached, tokens=[0, 20_000]))) == 1
 
 
-def test_a_slow_rank_gets_less_and_its_cache_counts_by_the_time_it_saves() -> None:
+def test_a_slow_rank_is_picked_only_if_its_cache_saves_enough_time() -> None:
     def choice(*cached: int) -> int:
         return worker(route(asked(), view(fleet_of(*TWO), slowness=[3.0, 1.0], overlap=cached)))
 
     assert [choice(0, 0), choice(100, 0), choice(190, 0)] == [2, 2, 1]
 
 
-def test_a_rank_without_memory_or_seat_loses_to_one_that_must_prefill() -> None:
+def test_a_rank_without_free_memory_or_seats_loses_despite_its_cache() -> None:
     small = ModelRuntimeConfig(total_kv_blocks=1000, max_num_seqs=8)
     fleet = fleet_of(*TWO, config=small)
     assert worker(route(asked(), view(fleet, overlap=[200, 0], active=[700, 700]))) == 1
@@ -127,7 +127,7 @@ def test_a_rank_without_memory_or_seat_loses_to_one_that_must_prefill() -> None:
     assert [row.times.memory_s for row in seated.rows if row.times] == [pytest.approx(5 * 5 / 8), 0.0]
 
 
-def test_with_many_waiting_a_request_goes_to_its_cheapest_rank() -> None:
+def test_a_request_among_many_waiting_goes_to_its_cached_rank() -> None:
     """Alone it would go to the shorter queue; it makes all that wait there wait longer."""
     fleet, cached = fleet_of(*TWO), [0, 200]
     assert worker(route(asked(), view(fleet, overlap=cached, tokens=[0, 12_000]))) == 1
@@ -135,13 +135,13 @@ def test_with_many_waiting_a_request_goes_to_its_cheapest_rank() -> None:
     assert worker(route(asked(), crowd)) == 2
 
 
-def test_of_equals_the_cache_that_is_replaced_less_fast_gets_the_prompt() -> None:
+def test_the_rank_with_less_cache_turnover_wins_a_tie() -> None:
     fleet = fleet_of(*TWO)
     assert worker(route(asked(), view(fleet, turnover=[1.0, 0.5]))) == 2
     assert worker(route(asked(), view(fleet, turnover=[0.5, 1.0]))) == 1
 
 
-def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> None:
+def test_the_decode_cost_of_time_includes_transfer_seconds() -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 1e8), {})
     settings = RoutingSettings(cost="time", links=links)
@@ -155,7 +155,7 @@ def test_the_decode_leg_weighs_the_transfer_in_seconds_without_any_weight() -> N
     assert worker(route(asked(), view(fleet, active=[0, 0, 500], settings=blocks))) == 2
 
 
-def test_a_loaded_link_loses_to_a_slower_idle_one() -> None:
+def test_a_loaded_link_loses_to_a_slower_idle_link() -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     links = LinkTable({"zone": Link(1e-4, 1e10)}, Link(1e-3, 2e9), {})
     settings = RoutingSettings(cost="time", links=links)
@@ -177,7 +177,7 @@ def test_a_loaded_link_loses_to_a_slower_idle_one() -> None:
     assert worker(route(asked(), taken)) == 3
 
 
-def test_preferred_taints_multiply_seconds_as_they_do_blocks() -> None:
+def test_preferred_taints_multiply_the_cost_of_time() -> None:
     fleet = fleet_of(*TWO)
     fleet.join(
         WorkerCard(
@@ -199,7 +199,7 @@ def test_preferred_taints_multiply_seconds_as_they_do_blocks() -> None:
     assert decision.decode.cost == pytest.approx(sum(decision.decode.times) * decision.decode.multiplier)
 
 
-def test_a_request_may_weigh_its_prefill_more_or_not_at_all() -> None:
+def test_a_request_with_overlap_weight_0_ignores_prefill_time() -> None:
     view_ = view(fleet_of(*TWO), overlap=[0, 200], tokens=[0, 8000])
     heavy = RouterConfigOverride(overlap_score_weight=0.0)
     assert worker(route(asked(), view_)) == 1
@@ -209,7 +209,7 @@ def test_a_request_may_weigh_its_prefill_more_or_not_at_all() -> None:
     assert decision.decode.cost == pytest.approx(decision.decode.times.decode_s)
 
 
-def test_blocks_are_counted_for_the_pick_as_under_the_blocks_rule() -> None:
+def test_all_cost_rules_report_equal_block_counts() -> None:
     made = {
         cost: route(
             asked(),
@@ -244,20 +244,20 @@ def test_lmetric_picks_the_fewest_requests_without_tokens_to_prefill() -> None:
     assert worker(route(asked(isl_tokens=0), taken)) == 2
 
 
-def test_the_decode_leg_of_lmetric_goes_to_the_fewest_requests() -> None:
+def test_the_lmetric_decode_leg_goes_to_the_fewest_requests() -> None:
     fleet = fleet_of(Role.PREFILL, Role.DECODE, Role.DECODE)
     decision = route(asked(), view(fleet, "lmetric", active=[0, 1, 90], requests=[0, 5, 4]))
     assert (worker(decision), decision.decode.cost) == (3, 5.0)
 
 
 @pytest.mark.parametrize("cost", ["time", "lmetric"])
-def test_unseen_requests_of_other_routers_are_spread_before_this_one(cost: str) -> None:
+def test_unseen_requests_of_other_routers_vary_the_pick(cost: str) -> None:
     fleet = fleet_of(*[Role.BOTH] * 4)
     chosen = {worker(route(asked(), view(fleet, cost, unseen=3.0, seed=seed))) for seed in range(64)}
     assert len(chosen) > 1
 
 
-def test_a_prompt_takes_full_steps_and_a_last_one() -> None:
+def test_prefill_time_is_the_sum_of_full_steps_and_a_last_step() -> None:
     timing = Timing()
     assert prompt_s(timing, 20_000) == pytest.approx(
         (2 * timing.prefill_ms(8192) + timing.prefill_ms(20_000 - 2 * 8192)) / 1e3
@@ -265,12 +265,12 @@ def test_a_prompt_takes_full_steps_and_a_last_one() -> None:
     assert prompt_s(timing, 0) == 0.0
 
 
-def test_a_weight_below_0_is_named() -> None:
+def test_a_negative_weight_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="decode_weight"):
         RoutingSettings(decode_weight=-1.0)
 
 
-def test_the_native_core_names_a_column_that_does_not_fit() -> None:
+def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
     timing = [0.0] * 11
     predictor = _native.Predictor(
         timing,
@@ -308,7 +308,7 @@ def test_the_native_core_names_a_column_that_does_not_fit() -> None:
     [(True, False), (False, True), (True, True), (False, False)],
     ids=["prefill", "decode", "both", "-"],
 )
-def test_only_slots_among_those_that_are_asked_for_have_a_cost(flags: tuple[bool, bool]) -> None:
+def test_slots_not_asked_for_have_infinite_cost(flags: tuple[bool, bool]) -> None:
     predictor = predictor_of(Timing(), 8.0)
     counts, figures = np.arange(3), np.full(3, 100.0)
     columns = _native.RankColumns(3, (None, None, counts, counts, counts, counts, *[figures] * 5))
@@ -319,7 +319,7 @@ def test_only_slots_among_those_that_are_asked_for_have_a_cost(flags: tuple[bool
     assert some.tolist() == [everywhere[0], np.inf, everywhere[2]]
 
 
-def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:
+def test_a_timing_file_sets_the_predicted_times(tmp_path: Path) -> None:
     path = tmp_path / "timing.yaml"
     path.write_text("prefill_quadratic: 0\nprefill_linear: 1\nprefill_base: 0\n", "utf-8")
     settings = routing_settings(KvRouterConfig(router_cost="time", router_timing=str(path)), None)
@@ -333,7 +333,7 @@ def test_a_calibrated_timing_is_where_predictions_begin(tmp_path: Path) -> None:
         routing_settings(KvRouterConfig(router_timing=str(tmp_path / "none.yaml")), None)
 
 
-def test_a_new_rule_needs_its_file_and_one_line() -> None:
+def test_a_toy_cost_rule_can_be_registered_and_passes_its_checks() -> None:
     """In a process of its own: the rules are those that are registered when it begins."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.testing.toy_cost.registration"]
     command += ["-p", "no:cacheprovider", "tests/testing/toy_cost/checks.py"]

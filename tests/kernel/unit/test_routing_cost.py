@@ -105,7 +105,7 @@ def test_tokens_in_prefill_and_the_partial_tail_count() -> None:
     assert pick.decode_blocks == 3 + 3
 
 
-def test_more_overlap_than_prompt_is_no_credit() -> None:
+def test_overlap_beyond_the_prompt_gives_no_credit() -> None:
     pick = route(request(isl_tokens=8), view(alike(1), prefill_tokens=[4], overlap=[9])).decode
     assert pick.prefill_blocks == 1.0
 
@@ -122,7 +122,7 @@ def test_untracked_load_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("weight", "worker_id"), [(0.226, 1), (0.228, 2)])
-def test_a_preference_turns_8_against_10_at_0_227(weight: float, worker_id: int) -> None:
+def test_a_preferred_taint_turns_8_against_10_blocks_at_weight_0_227(weight: float, worker_id: int) -> None:
     fleet = fleet_of(
         [
             (Role.BOTH, ModelRuntimeConfig()),
@@ -136,7 +136,7 @@ def test_a_preference_turns_8_against_10_at_0_227(weight: float, worker_id: int)
     assert unlike.rows[1].multiplier == exp(-tanh(-5.0))
 
 
-def test_preferences_are_summed_before_they_are_squashed() -> None:
+def test_preference_weights_are_summed_before_tanh() -> None:
     reading = view(alike(1, "fast", "near"), active=[8], fresh=[0])
     pick = route(request(constraints=prefer(fast=0.25, near=0.5, absent=9.0)), reading).decode
     assert pick.multiplier == exp(-tanh(0.75))
@@ -146,12 +146,12 @@ def test_preferences_are_summed_before_they_are_squashed() -> None:
         assert extreme.multiplier == pytest.approx(exp(-1.0) if huge["fast"] > 0 else exp(1.0))
 
 
-def test_preferences_do_not_touch_a_pinned_request() -> None:
+def test_preferences_do_not_change_a_pinned_request() -> None:
     asked = request(constraints=prefer(fast=1.0), pin=Pin(WorkerId(1)))
     assert route(asked, view(alike(2, "fast"))).decode.multiplier == 1.0
 
 
-def test_equal_costs_spread_evenly_and_each_request_stays() -> None:
+def test_equal_costs_spread_requests_evenly_and_repeatably() -> None:
     reading = view(alike(8))
     chosen = Counter(route(request(f"r{number}"), reading).decode.rank.worker_id for number in range(4000))
     chi_squared = sum((count - 500) ** 2 / 500 for count in chosen.values())
@@ -176,7 +176,7 @@ def test_softmax_shares_follow_the_normalised_range(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-3, 1.0, 1e300])
 @pytest.mark.parametrize("weight", [0.0, 1.0, 1e308])
-def test_any_finite_input_has_an_answer(temperature: float, weight: float) -> None:
+def test_extreme_finite_inputs_give_a_decision(temperature: float, weight: float) -> None:
     fleet = fleet_of([(Role.BOTH, ModelRuntimeConfig()), (Role.PREFILL, ModelRuntimeConfig())] * 2)
     for worker_id in (2, 4):
         fleet.set_alive(WorkerId(worker_id), alive=False)
@@ -201,7 +201,7 @@ def test_round_robin_goes_through_every_rank_in_turn() -> None:
     assert chosen == [1, 2, 3, 1, 2, 3]
 
 
-def test_round_robin_meets_every_pair() -> None:
+def test_round_robin_picks_every_pair_equally_often() -> None:
     fleet = fleet_of([(Role.PREFILL, ModelRuntimeConfig())] * 2 + [(Role.DECODE, ModelRuntimeConfig())] * 2)
     settings = RoutingSettings(mode=RouterMode.ROUND_ROBIN)
     pairs: Counter[tuple[WorkerRank, WorkerRank]] = Counter()
@@ -212,7 +212,7 @@ def test_round_robin_meets_every_pair() -> None:
     assert sorted(pairs.values()) == [2, 2, 2, 2]
 
 
-def test_random_draws_from_the_seed() -> None:
+def test_random_mode_draws_evenly_from_the_seed() -> None:
     fleet = alike(4)
     settings = RoutingSettings(mode=RouterMode.RANDOM)
 
@@ -225,7 +225,7 @@ def test_random_draws_from_the_seed() -> None:
     assert len(counts) == 4
 
 
-def test_a_request_may_ask_for_another_mode() -> None:
+def test_a_request_may_override_the_router_mode() -> None:
     asked = request(override=RouterConfigOverride(router_mode=RouterMode.ROUND_ROBIN))
     decision = route(asked, view(alike(2), active=[0, 9], turn=1))
     assert (decision.mode, decision.decode.rank.worker_id) == (RouterMode.ROUND_ROBIN, 2)
@@ -250,7 +250,7 @@ def test_a_kv_transfer_costs_the_links_time() -> None:
     assert route(request(), busier).decode.rank.worker_id == 3
 
 
-def test_a_topology_weight_wins_over_the_requests_on_the_same_taint() -> None:
+def test_a_topology_weight_overrides_the_requests_for_the_same_taint() -> None:
     here = ModelRuntimeConfig(
         topology_domains={"zone": "a"},
         kv_transfer_domain="zone",
@@ -276,7 +276,7 @@ def test_a_topology_weight_wins_over_the_requests_on_the_same_taint() -> None:
         ("active_prefill_tokens_threshold", -1),
     ],
 )
-def test_an_impossible_setting_is_refused_by_name(field: str, value: float) -> None:
+def test_an_invalid_routing_setting_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         msgspec.structs.replace(RoutingSettings(), **{field: value})
 
@@ -287,6 +287,6 @@ def test_a_column_that_is_too_short_is_an_error() -> None:
         route(request(), reading)
 
 
-def test_longer_columns_are_read_as_far_as_the_fleet_goes() -> None:
+def test_columns_longer_than_the_fleet_are_read_up_to_its_slots() -> None:
     reading = view(alike(2), prefill_tokens=[0] * 9, active=[5, 1, 0, 0], overlap=[0] * 5, fresh=[0] * 4)
     assert route(request(), reading).decode.rank.worker_id == 2

@@ -74,7 +74,7 @@ def refused_route(reading: View) -> RoutingRefused:
     return refused.value
 
 
-def test_no_pair_in_one_domain_refuses_both_legs_for_it() -> None:
+def test_explain_shows_the_domain_reason_on_both_legs_without_a_pair() -> None:
     refused = refused_route(view(fleet_of(prefill="a-", decode="b-")))
     assert reasons_of(refused) == {
         1: MISMATCH,
@@ -85,7 +85,7 @@ def test_no_pair_in_one_domain_refuses_both_legs_for_it() -> None:
     assert [row.leg for row in rows_of(refused)] == [Leg.PREFILL] * 2 + [Leg.DECODE] * 2
 
 
-def test_prefill_workers_are_open_where_the_decode_workers_are_busy() -> None:
+def test_a_prefill_rank_stays_open_if_only_its_decode_ranks_are_busy() -> None:
     refused = refused_route(view(fleet_of(prefill="abc", decode="ab"), 2, 11, 12))
     assert (refused.role, refused.refusals) == ("decode", {BUSY: 2})
     assert reasons_of(refused) == {1: None, 2: BUSY, 3: MISMATCH, 11: BUSY, 12: BUSY}
@@ -100,7 +100,7 @@ def test_prefill_ranks_with_busy_decode_ranks_count_as_busy() -> None:
     assert (rows[12].prefill_blocks, rows[12].decode_blocks) == (0.0, 92.0)
 
 
-def test_a_domain_is_not_blamed_where_no_decode_worker_is_at_all() -> None:
+def test_a_fleet_without_decode_workers_is_not_a_domain_mismatch() -> None:
     refused = refused_route(view(fleet_of(prefill="a", decode="")))
     assert (refused.role, refused.refusals) == ("decode", {Reason.WRONG_ROLE: 1})
     assert [(row.leg, row.refused) for row in rows_of(refused)] == [
@@ -126,7 +126,7 @@ def test_a_refused_second_decode_pick_explains_the_costs_of_transfers() -> None:
     assert [row.transfer_blocks for row in rows_of(refused.value)] == [0.508, 10.0]
 
 
-def test_under_fallback_busy_decode_ranks_outside_are_busy_not_mismatched() -> None:
+def test_fallback_counts_busy_decode_ranks_outside_the_domain_as_busy() -> None:
     with pytest.raises(AllWorkersBusy) as refused:
         route_decode(
             REQUEST,

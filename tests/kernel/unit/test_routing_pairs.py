@@ -125,7 +125,7 @@ def test_required_keeps_the_pair_in_one_domain(mode: RouterMode) -> None:
         assert (decision.cross_domain, decision.fallback_used) == (False, False)
 
 
-def test_the_constraint_travels_with_the_decision() -> None:
+def test_the_decision_has_the_transfer_constraint() -> None:
     decision = route(request(), view(fleet_of(prefill(1, "a"), decode(3, "a"))))
     assert decision.constraint == TransferConstraint(Required("zone"), "a")
     assert decision.constraint.taint == "dynamo.topology/zone=a"
@@ -141,7 +141,7 @@ def test_required_without_a_decode_worker_is_refused_before_any_leg_is_sent() ->
 
 
 @EVERY_MODE
-def test_fallback_without_a_decode_worker_there_goes_to_any(mode: RouterMode) -> None:
+def test_fallback_without_a_decode_worker_in_the_domain_picks_any(mode: RouterMode) -> None:
     fleet = fleet_of(prefill(1, "a", FALLBACK), decode(3, "b"), decode(4, None))
     decision = route(request(), view(fleet, {3: 9}, mode=mode))
     assert ids(decision) in {(1, 3), (1, 4)}
@@ -150,7 +150,7 @@ def test_fallback_without_a_decode_worker_there_goes_to_any(mode: RouterMode) ->
 
 
 @HARD
-def test_a_decode_worker_without_the_domain_is_left_out_while_one_has_it(
+def test_decode_workers_without_a_value_lose_to_workers_in_the_domain(
     enforcement: Enforcement | None,
 ) -> None:
     default = RouterTopologyDefault("zone", MismatchPolicy.FALLBACK)
@@ -160,7 +160,7 @@ def test_a_decode_worker_without_the_domain_is_left_out_while_one_has_it(
     assert not decision.fallback_used
 
 
-def test_without_a_policy_nothing_is_filtered() -> None:
+def test_decode_ranks_of_any_domain_are_eligible_without_a_policy() -> None:
     fleet = fleet_of(prefill(1, "a", None), decode(3, "a"), decode(4, None))
     decision = route(request(), view(fleet, {3: 50}))
     assert ids(decision) == (1, 4)
@@ -177,7 +177,7 @@ def test_prefill_workers_with_a_decode_worker_in_their_domain_come_first(
         assert ids(route(request(name=f"r{number}"), view(fleet, default=default))) == (2, 3)
 
 
-def test_the_routers_default_governs_workers_without_a_policy() -> None:
+def test_the_routers_default_applies_to_workers_without_a_policy() -> None:
     fleet = fleet_of(prefill(1, "a", None), decode(3, "b"))
     with pytest.raises(NoEligibleWorker):
         route(request(), view(fleet, default=RouterTopologyDefault("zone")))
@@ -195,7 +195,7 @@ def test_a_prefill_worker_without_its_value_fails_closed_under_required() -> Non
     assert refused.value.domain == "zone"
 
 
-def test_a_prefill_worker_without_a_value_falls_back_or_loses_its_preference() -> None:
+def test_fallback_and_preferred_work_without_a_prefill_domain_value() -> None:
     fallen = route(request(), view(fleet_of(prefill(1, None, FALLBACK), decode(3, "a"))))
     assert (fallen.constraint, fallen.fallback_used) == (TransferConstraint(Fallback("zone"), None), True)
     assert fallen.cross_domain
@@ -204,7 +204,7 @@ def test_a_prefill_worker_without_a_value_falls_back_or_loses_its_preference() -
     assert (preferred.decode.multiplier, preferred.fallback_used) == (1.0, False)
 
 
-def test_two_workers_without_a_value_do_not_share_it() -> None:
+def test_two_workers_without_a_value_are_not_in_one_domain() -> None:
     with pytest.raises(NoEligibleWorker):
         route(request(), view(fleet_of(prefill(1, None), decode(3, None))))
 
@@ -215,7 +215,7 @@ def test_a_domain_without_an_enforcement_is_required() -> None:
         route(request(), view(fleet_of(bare, decode(3, "b"))))
 
 
-def test_preferred_lets_cost_decide() -> None:
+def test_preferred_lets_cost_decide_across_domains() -> None:
     fleet = fleet_of(prefill(1, "a", PREFERRED), decode(3, "a"), decode(4, "b"))
     near = route(request(), view(fleet, {3: 5, 4: 5}))
     assert (ids(near), near.cross_domain) == ((1, 3), False)
@@ -223,7 +223,7 @@ def test_preferred_lets_cost_decide() -> None:
     assert (ids(far), far.cross_domain, far.fallback_used) == ((1, 4), True, False)
 
 
-def test_the_requests_taints_apply_too() -> None:
+def test_required_taints_apply_to_both_legs_of_a_pair() -> None:
     fleet = fleet_of(
         worker(1, Role.PREFILL, "a", enforcement=REQUIRED, taints=("gpu",)),
         worker(2, Role.PREFILL, "b", enforcement=REQUIRED, taints=("gpu",)),
@@ -235,13 +235,13 @@ def test_the_requests_taints_apply_too() -> None:
         route(request("gpu", prefill_pin=1), view(fleet))
 
 
-def test_a_request_may_name_its_place() -> None:
+def test_a_request_may_require_a_zone_by_its_taint() -> None:
     fleet = fleet_of(prefill(1, "a"), prefill(2, "b"), decode(3, "a"), decode(4, "b"))
     assert ids(route(request("dynamo.topology/zone=b"), view(fleet, {4: 90}))) == (2, 4)
 
 
 @EVERY_MODE
-def test_pinned_pairs_keep_to_the_domain_too(mode: RouterMode) -> None:
+def test_pinned_pairs_keep_to_the_required_domain(mode: RouterMode) -> None:
     fleet = fleet_of(prefill(1, "a"), prefill(2, "b"), decode(3, "a"), decode(4, "b"))
     assert ids(route(request(prefill_pin=1), view(fleet, mode=mode))) == (1, 3)
     assert ids(route(request(pin=4), view(fleet, mode=mode))) == (2, 4)
@@ -250,7 +250,7 @@ def test_pinned_pairs_keep_to_the_domain_too(mode: RouterMode) -> None:
     assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 1, Reason.DOMAIN_MISMATCH: 1}
 
 
-def test_a_domain_whose_decode_workers_are_busy_is_second() -> None:
+def test_a_domain_with_free_decode_workers_wins_over_a_busy_domain() -> None:
     fleet = fleet_of(prefill(1, "a"), prefill(2, "b"), decode(3, "a"), decode(4, "b"))
     assert ids(route(request(), view(fleet, {3: 90}, threshold=0.5))) == (2, 4)
     with pytest.raises(AllWorkersBusy) as busy:
@@ -263,7 +263,7 @@ def test_a_domain_whose_decode_workers_are_busy_is_second() -> None:
     assert route(request(), view(lenient, {3: 90}, threshold=0.5)).fallback_used
 
 
-def test_busy_prefill_workers_are_named_as_such() -> None:
+def test_a_refusal_by_busy_prefill_workers_names_prefill() -> None:
     fleet = fleet_of(prefill(1, "a"), prefill(2, "b"), decode(3, "a"))
     with pytest.raises(AllWorkersBusy, match="every prefill worker") as busy:
         route(request(), view(fleet, {1: 90}, threshold=0.5))
@@ -280,7 +280,7 @@ def test_a_pair_without_an_eligible_prefill_rank_names_prefill() -> None:
     assert (refused.value.role, refused.value.refusals) == ("prefill", {Reason.TAINT_MISSING: 1})
 
 
-def test_no_decode_worker_at_all_names_the_domain_to_wait_for() -> None:
+def test_a_pair_without_decode_workers_is_refused_with_its_domain() -> None:
     with pytest.raises(NoEligibleWorker) as refused:
         route(request(), view(fleet_of(prefill(1, "a"))))
     assert (refused.value.role, refused.value.domain) == ("decode", "zone")

@@ -11,11 +11,11 @@ from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.kernel.topology.policy import Fallback, MismatchPolicy, Preferred, Required, TransferConstraint
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 
 
 async def bench_of(*cards: WorkerCard, config: KvRouterConfig | None = None) -> RouterHarness:
-    harness = RouterHarness(ScriptedPlane(), config, prefill_alone=True)
+    harness = RouterHarness(ScriptedTransport(), config, prefill_alone=True)
     await harness.start(*cards)
     return harness
 
@@ -25,7 +25,7 @@ def prefill(worker_id: int, zone: str | None = None, enforcement: Enforcement | 
     return card(worker_id, Role.PREFILL, zone=zone, enforcement=enforcement, weight=weight)
 
 
-async def test_the_idlest_prefill_worker_is_picked_and_a_decode_worker_never_is() -> None:
+async def test_a_prefill_alone_spreads_over_prefill_workers_only() -> None:
     harness = await bench_of(prefill(1), prefill(2), card(3, Role.DECODE), card(4, Role.BOTH))
     picked = []
     for number in range(4):
@@ -46,7 +46,7 @@ async def test_the_idlest_prefill_worker_is_picked_and_a_decode_worker_never_is(
         (Enforcement.PREFERRED, Preferred("zone", 0.5)),
     ],
 )
-async def test_the_worker_s_policy_is_reported(
+async def test_the_workers_transfer_policy_is_in_the_decision(
     enforcement: Enforcement, policy: Required | Fallback | Preferred
 ) -> None:
     harness = await bench_of(prefill(1, "a", enforcement))
@@ -56,7 +56,7 @@ async def test_the_worker_s_policy_is_reported(
     assert [row.leg for row in decision.rows] == [Leg.PREFILL]
 
 
-async def test_the_router_s_own_default_holds_where_the_worker_has_none() -> None:
+async def test_the_routers_default_applies_to_a_worker_without_a_policy() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="zone")
     harness = await bench_of(prefill(1, "a"), prefill(2), config=config)
     decision = harness.model.explain(generate_request())
@@ -82,14 +82,14 @@ async def test_a_rank_bound_to_an_unknown_domain_gets_no_requests() -> None:
     assert harness.model.explain(generate_request()).decode.rank.worker_id == 2
 
 
-async def test_pins_are_those_of_prefill() -> None:
+async def test_a_prefill_pin_chooses_the_prefill_worker() -> None:
     harness = await bench_of(prefill(1), prefill(2))
     for worker_id in (1, 2):
         request = replace(generate_request(), prefill_pin=Pin(WorkerId(worker_id)))
         assert harness.model.explain(request).decode.rank.worker_id == worker_id
 
 
-async def test_without_a_prefill_worker_the_refusal_names_prefill() -> None:
+async def test_a_refusal_without_prefill_workers_names_prefill() -> None:
     harness = await bench_of(card(1, Role.BOTH))
     with pytest.raises(
         NoEligibleWorker, match="1 worker ranks are here, none of them for prefill"

@@ -83,7 +83,7 @@ def request(
 
 
 @EVERY_MODE
-def test_every_required_taint_must_be_there(mode: RouterMode) -> None:
+def test_a_worker_needs_every_required_taint(mode: RouterMode) -> None:
     fleet = fleet_of(worker(1, "gpu"), worker(2, "gpu", "fast"), worker(3, "fast"))
     for _ in range(4):
         assert route(request("gpu", "fast"), view(fleet, mode=mode)).decode.rank.worker_id == 2
@@ -96,7 +96,7 @@ def test_a_worker_whose_engine_is_silent_is_not_picked(mode: RouterMode) -> None
 
 
 @EVERY_MODE
-def test_each_rank_is_counted_once_for_the_first_reason_that_stops_it(mode: RouterMode) -> None:
+def test_each_rank_is_counted_once_under_its_first_refusal_reason(mode: RouterMode) -> None:
     fleet = fleet_of(
         worker(1, draining=True),
         worker(2, draining=True),
@@ -128,7 +128,7 @@ def test_each_rank_is_counted_once_for_the_first_reason_that_stops_it(mode: Rout
         assert part in message
 
 
-def test_without_a_rank_of_the_role_all_ranks_are_refused_for_it() -> None:
+def test_all_ranks_have_wrong_role_without_a_rank_of_the_role() -> None:
     fleet = fleet_of(worker(1, role=Role.PREFILL), worker(2, role=Role.PREFILL))
     with pytest.raises(NoEligibleWorker, match="2 worker ranks are here, none of them for decode") as refused:
         route(request(), view(fleet))
@@ -136,13 +136,13 @@ def test_without_a_rank_of_the_role_all_ranks_are_refused_for_it() -> None:
     assert refused.value.role == "decode"
 
 
-def test_an_empty_fleet_refuses() -> None:
+def test_an_empty_fleet_refuses_a_request() -> None:
     with pytest.raises(NoEligibleWorker, match="0 worker ranks are here"):
         route(request(), view(fleet_of()))
 
 
 @EVERY_MODE
-def test_a_pin_is_kept_to_the_rank(mode: RouterMode) -> None:
+def test_a_pinned_rank_is_picked_or_refused(mode: RouterMode) -> None:
     fleet = fleet_of(worker(1, dp_size=3), worker(2))
     pinned = request(pin=Pin(WorkerId(1), DpRank(2)))
     assert route(pinned, view(fleet, mode=mode)).decode.rank == WorkerRank(WorkerId(1), DpRank(2))
@@ -153,7 +153,7 @@ def test_a_pin_is_kept_to_the_rank(mode: RouterMode) -> None:
 
 
 @EVERY_MODE
-def test_a_pinned_worker_must_be_eligible_too(mode: RouterMode) -> None:
+def test_an_ineligible_pinned_worker_is_refused(mode: RouterMode) -> None:
     fleet = fleet_of(worker(1), worker(2, "gpu"))
     with pytest.raises(NoEligibleWorker, match="pinned to 1"):
         route(request("gpu", pin=Pin(WorkerId(1))), view(fleet, mode=mode))
@@ -170,13 +170,13 @@ def test_a_prefill_pin_without_prefill_workers_is_refused() -> None:
     assert refused.value.role == "prefill"
 
 
-def test_workers_that_failed_the_request_are_passed_over() -> None:
+def test_an_excluded_worker_is_passed_over() -> None:
     fleet = fleet_of(worker(1), worker(2))
     assert route(request(excluded=(1,)), view(fleet)).decode.rank.worker_id == 2
 
 
 @EVERY_MODE
-def test_busy_is_above_the_fraction_of_the_workers_blocks(mode: RouterMode) -> None:
+def test_a_worker_is_busy_above_the_fraction_of_its_blocks(mode: RouterMode) -> None:
     fleet = fleet_of(worker(1), worker(2))
     fleet.report(LoadReport(WorkerRank(WorkerId(1), DpRank(0)), active_blocks=30, total_blocks=100))
     assert route(request(), view(fleet, mode=mode, fraction=0.29, active=29)).decode.rank.worker_id == 2
@@ -204,7 +204,7 @@ def is_busy(fleet: Fleet, *, booked: int, at_report: int | None) -> bool:
     return found[0]
 
 
-def test_busy_is_judged_by_report_plus_later_bookings_at_least_all_bookings() -> None:
+def test_busy_load_is_report_plus_later_bookings_or_all_bookings() -> None:
     fleet = fleet_of(worker(1))
     assert is_busy(fleet, booked=51, at_report=0)
     rank = WorkerRank(WorkerId(1), DpRank(0))
@@ -223,7 +223,7 @@ def test_busy_is_judged_by_report_plus_later_bookings_at_least_all_bookings() ->
     assert busy(50, booked=51, at_report=None)
 
 
-def test_busy_is_above_a_number_of_prefill_tokens() -> None:
+def test_a_worker_is_busy_above_the_prefill_token_threshold() -> None:
     fleet = fleet_of(worker(1))
     assert route(request(), view(fleet, tokens=100, prefill_tokens=100)).decode.rank.worker_id == 1
     with pytest.raises(AllWorkersBusy):
@@ -253,7 +253,7 @@ def test_no_eligible_worker_wins_over_busy() -> None:
         route(request("gpu"), view(fleet, fraction=0.1, active=90))
 
 
-def test_busy_counts_with_the_other_reasons() -> None:
+def test_busy_ranks_are_counted_with_the_other_reasons() -> None:
     fleet = fleet_of(worker(1, "gpu"), worker(2))
     with pytest.raises(AllWorkersBusy) as refused:
         route(request("gpu"), view(fleet, fraction=0.1, active=90))
@@ -275,7 +275,7 @@ def rows_of(refused: RoutingRefused) -> list[Candidate]:
     return rows
 
 
-def test_a_refusal_names_each_rank_with_its_first_reason_and_its_cost() -> None:
+def test_explained_refusals_show_each_ranks_first_reason_and_cost() -> None:
     fleet = fleet_of(worker(3), worker(1, "gpu", dp_size=2), worker(2, draining=True))
     reading = view(fleet, fraction=0.5, active=90, prefill_tokens=4)
     with pytest.raises(AllWorkersBusy) as refused:
@@ -291,7 +291,7 @@ def test_a_refusal_names_each_rank_with_its_first_reason_and_its_cost() -> None:
     assert {(row.prefill_blocks, row.decode_blocks, row.cost) for row in rows} == {(3.0, 92.0, 95.0)}
 
 
-def test_without_a_rank_of_the_role_all_ranks_have_rows() -> None:
+def test_explained_refusals_without_a_rank_of_the_role_show_all_ranks() -> None:
     fleet = fleet_of(worker(2), worker(1))
     with pytest.raises(NoEligibleWorker) as refused:
         route(request(prefill_pin=Pin(WorkerId(1))), view(fleet), explain=True)
@@ -303,13 +303,13 @@ def test_without_a_rank_of_the_role_all_ranks_have_rows() -> None:
     ]
 
 
-def test_an_empty_fleet_has_no_rows() -> None:
+def test_an_explained_refusal_of_an_empty_fleet_has_no_rows() -> None:
     with pytest.raises(NoEligibleWorker) as refused:
         route(request(), view(fleet_of()), explain=True)
     assert refused.value.rows == ()
 
 
-def test_rows_cost_nothing_unless_they_are_asked_for(make_fail: MakeFail) -> None:
+def test_a_refusal_computes_no_rows_without_explain(make_fail: MakeFail) -> None:
     for name in ("leg_costs", "rows_of"):
         make_fail(explain, name, AssertionError("a cost that nobody asked for"))
     for fleet in (fleet_of(worker(1)), fleet_of(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE))):

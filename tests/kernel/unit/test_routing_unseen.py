@@ -42,11 +42,11 @@ def picks(of: View, n_blocks: int, n: int = 400) -> Counter[int]:
     )
 
 
-def test_alone_the_cheapest_is_picked_whatever_the_draw() -> None:
+def test_the_cheapest_rank_is_always_picked_without_unseen_requests() -> None:
     assert picks(view(3, 1, 2, 9), 4) == {1: 400}
 
 
-def test_routers_that_decide_at_one_time_spread_over_the_next_cheapest() -> None:
+def test_unseen_requests_spread_picks_over_the_next_cheapest_ranks() -> None:
     spread = picks(view(30, 10, 20, 90, unseen=1.0), 10)  # a request adds 20: 10, 20, 30, 30 again
     assert set(spread) == {0, 1, 2}
     assert spread[1] > 100
@@ -54,7 +54,7 @@ def test_routers_that_decide_at_one_time_spread_over_the_next_cheapest() -> None
     assert spread[3] == 0
 
 
-def test_a_rank_that_stays_the_cheapest_keeps_all() -> None:
+def test_a_rank_cheapest_despite_unseen_requests_is_always_picked() -> None:
     assert picks(view(0, 500, 500, unseen=3.0), 10) == {0: 400}
 
 
@@ -71,7 +71,7 @@ def test_a_decision_reports_its_number_of_unseen_requests() -> None:
     assert route(request(4), view(0, 0)).decode.unseen == 0
 
 
-def test_draws_are_uniform_up_to_twice_the_expected_number() -> None:
+def test_unseen_draws_are_spread_up_to_twice_the_expected_number() -> None:
     drawn = Counter(draw_unseen(2.0, draw * 0x9E3779B97F4A7C15) for draw in range(5_000))
     assert set(drawn) == {0, 1, 2, 3, 4}
     assert min(drawn.values()) > 800

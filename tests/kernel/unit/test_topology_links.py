@@ -38,11 +38,11 @@ def test_distance_is_the_narrowest_shared_level(
     assert distance(b, a, LEVELS) == Distance(*expected)
 
 
-def test_without_levels_no_worker_is_near() -> None:
+def test_workers_share_no_level_if_no_levels_are_given() -> None:
     assert distance({"zone": "a"}, {"zone": "a"}, ()) == NO_SHARED_LEVEL
 
 
-def test_a_link_takes_its_latency_and_then_its_bandwidth() -> None:
+def test_a_transfer_takes_latency_plus_bytes_over_bandwidth() -> None:
     assert Link(0.5, 100.0).transfer_s(200.0) == 2.5
 
 
@@ -68,7 +68,7 @@ def test_a_measured_pair_wins_in_either_direction() -> None:
     assert table.link({"zone": "a"}, {"zone": "c"}, LEVELS) is table.otherwise
 
 
-def test_a_level_without_a_link_uses_the_next_broader_one() -> None:
+def test_a_level_without_a_link_uses_the_next_broader_level() -> None:
     zone = Link(0.1, 1e9)
     table = LinkTable(by_level={"zone": zone})
     assert table.link({"zone": "a", "rack": "1"}, {"zone": "a", "rack": "1"}, LEVELS) is zone
@@ -78,6 +78,6 @@ def test_a_level_without_a_link_uses_the_next_broader_one() -> None:
     ("latency_s", "bandwidth", "field"),
     [(-1.0, 1.0, "latency_s"), (nan, 1.0, "latency_s"), (0.0, 0.0, "bandwidth"), (0.0, inf, "bandwidth")],
 )
-def test_an_impossible_link_is_refused(latency_s: float, bandwidth: float, field: str) -> None:
+def test_an_invalid_link_is_refused_by_name(latency_s: float, bandwidth: float, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         Link(latency_s, bandwidth)

@@ -55,7 +55,7 @@ def worker(
         (worker(None, Enforcement.FALLBACK), FAIL, Required("zone")),
     ],
 )
-def test_the_policy_of_a_prefill_worker(
+def test_the_transfer_policy_follows_from_card_and_router_default(
     config: ModelRuntimeConfig | None,
     router_default: RouterTopologyDefault | None,
     policy: TransferPolicy | None,
@@ -67,7 +67,7 @@ def test_the_routers_default_mismatch_policy_is_fail() -> None:
     assert RouterTopologyDefault("zone").kv_transfer_mismatch_policy is MismatchPolicy.FAIL
 
 
-def test_preferred_without_a_weight_is_an_error() -> None:
+def test_preferred_without_a_weight_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_transfer_preferred_weight"):
         policy_of(worker(enforcement=Enforcement.PREFERRED), None)
 
@@ -83,7 +83,7 @@ def test_required_and_fallback_and_preferred_name_one_taint() -> None:
     )
 
 
-def test_no_policy_asks_nothing() -> None:
+def test_a_worker_without_a_policy_has_no_constraint() -> None:
     assert derive(worker(None, None, zone="a")) is None
 
 
@@ -97,7 +97,7 @@ def test_an_unknown_worker_with_required_policies_elsewhere_fails_closed() -> No
     assert constraint.taint is None
 
 
-def test_an_unknown_worker_is_held_to_the_routers_default() -> None:
+def test_an_unknown_worker_gets_the_routers_default() -> None:
     assert derive(None, router_default=FAIL) == TransferConstraint(Required("zone"), None)
     assert derive(None, router_default=FALLBACK) == TransferConstraint(Fallback("zone"), None)
 
@@ -107,13 +107,13 @@ def test_a_required_domain_without_a_value_matches_no_worker(config: ModelRuntim
     assert derive(config) == TransferConstraint(Required("zone"), None)
 
 
-def test_without_a_value_fallback_and_preferred_have_no_effect() -> None:
+def test_fallback_and_preferred_constraints_may_lack_a_value() -> None:
     assert derive(worker(enforcement=Enforcement.FALLBACK)) == TransferConstraint(Fallback("zone"), None)
     preferred = derive(worker(enforcement=Enforcement.PREFERRED, weight=0.5))
     assert preferred == TransferConstraint(Preferred("zone", 0.5), None)
 
 
-def test_the_routers_default_reads_the_workers_value_of_its_level() -> None:
+def test_the_routers_default_uses_the_workers_value_of_its_level() -> None:
     assert derive(worker(None, None, zone="b"), router_default=FAIL) == TransferConstraint(
         Required("zone"), "b"
     )

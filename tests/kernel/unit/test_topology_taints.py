@@ -15,13 +15,13 @@ from kvrouter.kernel.topology.policy import (
 )
 
 
-def test_the_prefix_and_the_taint_are_the_published_ones() -> None:
+def test_a_topology_taint_has_the_reserved_prefix_domain_and_value() -> None:
     assert RESERVED_TAINT_PREFIX == "dynamo.topology/"
     assert topology_taint("zone", "us-east-1a") == "dynamo.topology/zone=us-east-1a"
     assert topology_taint(" zone ", "us-east-1a\n") == "dynamo.topology/zone=us-east-1a"
 
 
-def test_each_non_empty_domain_is_a_taint_with_the_workers_own() -> None:
+def test_worker_taints_are_its_own_and_one_for_each_non_empty_domain() -> None:
     config = ModelRuntimeConfig(
         topology_domains={"zone": " us-east-1a", "rack": "rack-22", "host": "  ", " ": "x"},
         taints=frozenset({Taint("pool=fast")}),
@@ -43,15 +43,15 @@ def test_each_non_empty_domain_is_a_taint_with_the_workers_own() -> None:
         ("zone=a", None),
     ],
 )
-def test_a_taint_names_its_domain(taint: str, named: tuple[str, str] | None) -> None:
+def test_a_topology_taint_is_parsed_into_domain_and_value(taint: str, named: tuple[str, str] | None) -> None:
     assert named_domain(Taint(taint)) == named
 
 
-def test_taints_are_case_sensitive_and_distinguish_values() -> None:
+def test_topology_taints_are_case_sensitive() -> None:
     assert topology_taint("zone", "A") != topology_taint("zone", "a")
 
 
-def test_nothing_set_is_fine() -> None:
+def test_an_empty_runtime_config_is_valid() -> None:
     assert validate_runtime_config(ModelRuntimeConfig()) == []
 
 
@@ -70,9 +70,7 @@ def test_nothing_set_is_fine() -> None:
         ),
     ],
 )
-def test_what_cannot_be_run_with_is_refused_by_the_name_of_its_field(
-    config: ModelRuntimeConfig, field: str
-) -> None:
+def test_an_invalid_runtime_config_is_refused_by_field(config: ModelRuntimeConfig, field: str) -> None:
     with pytest.raises(ConfigError, match=field) as refused:
         validate_runtime_config(config)
     assert refused.value.param == field
@@ -80,7 +78,7 @@ def test_what_cannot_be_run_with_is_refused_by_the_name_of_its_field(
 
 @pytest.mark.parametrize("weight", [-0.1, 1.5, nan, float("inf")])
 @pytest.mark.parametrize("enforcement", [Enforcement.PREFERRED, Enforcement.REQUIRED, None])
-def test_a_weight_outside_0_to_1_is_refused_whatever_the_enforcement(
+def test_a_weight_outside_0_to_1_is_refused_for_any_enforcement(
     weight: float, enforcement: Enforcement | None
 ) -> None:
     config = ModelRuntimeConfig(kv_transfer_enforcement=enforcement, kv_transfer_preferred_weight=weight)
@@ -89,7 +87,7 @@ def test_a_weight_outside_0_to_1_is_refused_whatever_the_enforcement(
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.85, 1.0])
-def test_a_weight_from_0_to_1_is_fine(weight: float) -> None:
+def test_a_weight_from_0_to_1_is_valid(weight: float) -> None:
     config = ModelRuntimeConfig(
         topology_domains={"zone": "a"},
         kv_transfer_domain="zone",
@@ -99,7 +97,7 @@ def test_a_weight_from_0_to_1_is_fine(weight: float) -> None:
     assert validate_runtime_config(config) == []
 
 
-def test_what_has_no_effect_is_a_warning() -> None:
+def test_a_config_field_without_effect_gives_a_warning() -> None:
     unread = ModelRuntimeConfig(
         topology_domains={"zone": "a"}, kv_transfer_domain="zone", kv_transfer_preferred_weight=0.5
     )

@@ -53,7 +53,7 @@ class Waiters:
             self.tickets[number].leave()
 
 
-def test_a_change_calls_everyone_in_the_order_of_arrival() -> None:
+def test_a_change_calls_all_waiting_requests_in_arrival_order() -> None:
     waiters = Waiters(5, places=2)
     waiters.line.pulse()
     assert not waiters.calls, "whoever changes something is not held up by those who wait"
@@ -67,7 +67,7 @@ def test_a_change_calls_everyone_in_the_order_of_arrival() -> None:
     assert waiters.served == [0, 1, 2], "who was called in vain has kept its place"
 
 
-def test_one_change_serves_everyone_however_long_the_line() -> None:
+def test_a_change_serves_all_waiting_requests_of_a_long_line() -> None:
     """A worker that joins changes the fleet once; nobody may wait for a second worker in vain."""
     n = 5 * TRIES_PER_TURN + 3
     waiters = Waiters(n, places=n)
@@ -77,7 +77,7 @@ def test_one_change_serves_everyone_however_long_the_line() -> None:
     assert len(waiters.line) == 0
 
 
-def test_changes_of_one_turn_count_as_one() -> None:
+def test_several_changes_in_one_turn_call_the_line_once() -> None:
     waiters = Waiters(2, places=0)
     for _ in range(50):
         waiters.line.pulse()
@@ -85,7 +85,7 @@ def test_changes_of_one_turn_count_as_one() -> None:
     assert waiters.calls == [0, 1]
 
 
-def test_a_turn_calls_a_piece_and_a_change_in_between_calls_the_line_again() -> None:
+def test_a_change_between_turns_calls_the_whole_line_again() -> None:
     n = 2 * TRIES_PER_TURN
     waiters = Waiters(n, places=0)
     waiters.line.pulse()
@@ -108,7 +108,7 @@ def test_a_request_that_entered_after_the_change_is_not_called() -> None:
     assert waiters.calls[-1] == 99
 
 
-def test_a_place_is_given_back_once() -> None:
+def test_a_place_left_twice_is_given_back_once() -> None:
     waiters = Waiters(2, places=0, line_places=2)
     assert (waiters.line.is_full, len(waiters.line)) == (True, 2)
     waiters.tickets[0].leave()

@@ -12,7 +12,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime
 from tests.testing.mock_fleet import LONG_TOKENS, uniform_fleet
 from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 LONG: Mapping[str, object] = {
@@ -104,8 +104,8 @@ REFUSED: list[tuple[Mapping[str, object], str]] = [
 ]
 
 
-async def scripted_client(only: WorkerCard) -> tuple[ScriptedPlane, Client]:
-    plane, discovery = ScriptedPlane(), ScriptedDiscovery()
+async def scripted_client(only: WorkerCard) -> tuple[ScriptedTransport, Client]:
+    plane, discovery = ScriptedTransport(), ScriptedDiscovery()
     discovery.put(only)
     runtime = Runtime(discovery, plane, ScriptedEvents())
     return plane, await runtime.namespace("default").component("backend").endpoint("generate").client()

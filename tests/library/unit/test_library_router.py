@@ -20,7 +20,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.log_events import event_of
 from tests.testing.mock_fleet import BLOCK, LONG_TOKENS, uniform_fleet
 from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 PROMPT = list(range(256, 256 + 100))
@@ -59,7 +59,7 @@ class Scripted:
     """A router before workers that never answer."""
 
     def __init__(self, *cards: WorkerCard, config: KvRouterConfig | None = None) -> None:
-        self.plane, discovery = ScriptedPlane(), ScriptedDiscovery()
+        self.plane, discovery = ScriptedTransport(), ScriptedDiscovery()
         discovery.put(*(cards or (card(1), card(2))))
         runtime = Runtime(discovery, self.plane, ScriptedEvents())
         self.endpoint = runtime.namespace("default").component("backend").endpoint("generate")

@@ -14,7 +14,7 @@ from tests.testing.blocks import reported_by
 from tests.testing.embedding_program import Program, program, tokens_of
 from tests.testing.mock_fleet import BLOCK, prompt, zoned_fleet
 from tests.testing.router_harness import BLOCK_SIZE, ScriptedDiscovery, ScriptedEvents, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 
 PROMPT = prompt()
 PREFILL = {1, 4}
@@ -152,7 +152,7 @@ async def test_the_indexer_answers_for_its_endpoints_workers_alone() -> None:
 
 async def test_an_endpoint_prefills_alone_until_one_of_its_own_workers_can_decode() -> None:
     discovery = ScriptedDiscovery()
-    runtime = Runtime(discovery, ScriptedPlane(), ScriptedEvents())
+    runtime = Runtime(discovery, ScriptedTransport(), ScriptedEvents())
     endpoint = runtime.namespace("default").component("backend").endpoint("generate")
     async with KvRouter(endpoint, BLOCK_SIZE) as router:
 

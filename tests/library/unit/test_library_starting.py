@@ -16,7 +16,7 @@ from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.sync.port import MessageSink
 from tests.oracles.sync import MemorySyncTransport
 from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 
@@ -84,7 +84,7 @@ class World:
         self.discovery.put(*(cards or (card(1), card(2))))
         runtime = Runtime(
             self.discovery,
-            ScriptedPlane(),
+            ScriptedTransport(),
             self.events,
             replica_sync=lambda: ReplicaSync(self.wire),
         )

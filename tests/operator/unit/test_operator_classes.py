@@ -8,7 +8,7 @@ from kvrouter.kube.objects import Manifest
 from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
 from kvrouter.operator.labels.binding import BindingTarget
-from kvrouter.operator.reconcile.node_places import NodePlaces
+from kvrouter.operator.reconcile.binding_labels import BindingLabels
 from tests.testing.static_cluster import StaticCluster
 
 ZONE = "topology.kubernetes.io/zone"
@@ -47,7 +47,7 @@ async def test_a_binding_is_labelled_for_workers_of_the_operators_class_alone() 
     graphs = [graph("blue", of_class="blue"), graph("other", of_class="green")]
     node: Manifest = {"metadata": {"name": "node", "labels": {ZONE: "a"}}}
     cluster = StaticCluster({DEPLOYMENTS_OF_GRAPHS: graphs, NODES: [node]})
-    places = NodePlaces(cluster, namespace="", lost=lambda _kind, _error: None, class_name="blue")
+    places = BindingLabels(cluster, namespace="", lost=lambda _kind, _error: None, class_name="blue")
     following = asyncio.create_task(places.run())
     async with asyncio.timeout(30.0):
         await cluster.watched.wait()

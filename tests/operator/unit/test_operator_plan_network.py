@@ -12,7 +12,7 @@ from kvrouter.operator.plan.network import nats_ports
 from kvrouter.operator.plan.serving import HEALTH_PORT, HTTP_PORT
 from kvrouter.settings.planes import DiscoveryBackend
 from tests.testing.helm_chart import of_kind as of_kind_in
-from tests.testing.helm_values import shape
+from tests.testing.helm_chart import shape
 from tests.testing.network_policies import OUTSIDE, Peer, Policy, is_allowed
 from tests.testing.planned_deployments import at, deployment, of_kind, planned, templates
 

@@ -33,7 +33,7 @@ from kvrouter.recording.schema import (
     Worker,
 )
 from kvrouter.router.traffic import Origin, TrafficRecorder
-from tests.testing.siphash import siphash
+from tests.oracles.siphash import siphash
 
 SALT = Salt(b"s" * 32)
 BEGAN_S = 50.0

@@ -21,7 +21,7 @@ from kvrouter.recording.request import RequestDetails, RequestFields
 from kvrouter.recording.salt import Salt
 from kvrouter.recording.schema import Constraints, FleetChange, RefusalRecord, Status, Worker
 from kvrouter.sim.traces.lines import read_lines
-from tests.testing.siphash import siphash
+from tests.oracles.siphash import siphash
 
 SALT = Salt(b"s" * 32)
 SMALL = RefusalRecord(at_s=0.5, code="model_not_found", http_status=404, route="/v1/completions")

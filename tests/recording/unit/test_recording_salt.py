@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.recording.salt import Salt
-from tests.testing.siphash import siphash
+from tests.oracles.siphash import siphash
 
 
 def test_the_published_vector_of_siphash() -> None:

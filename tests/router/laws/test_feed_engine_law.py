@@ -280,7 +280,7 @@ STEPS = st.lists(
 
 @settings(max_examples=max(150, settings().max_examples))
 @given(STEPS, st.integers(0, 2**32), st.sampled_from(EngineHashing))
-def test_in_the_end_the_index_is_the_engines_cache(
+def test_router_index_converges_to_the_engines_cache(
     steps: list[str], seed: int, hashing: EngineHashing
 ) -> None:
     run_in_virtual_time(run(steps, seed, hashing))

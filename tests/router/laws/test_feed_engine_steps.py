@@ -13,7 +13,7 @@ from tests.testing.virtual_time import run_in_virtual_time
 
 @settings(max_examples=max(100, settings().max_examples))
 @given(STEPS, st.integers(0, 2**32), st.sampled_from([1, 3]))
-def test_the_index_ends_as_the_engines_cache_though_it_works_in_the_smallest_steps(
+def test_router_index_in_small_steps_converges_to_the_engines_cache(
     steps: list[str], seed: int, step: int
 ) -> None:
     with (

@@ -146,5 +146,5 @@ async def run(steps: list[str], seed: int) -> None:
 
 @settings(max_examples=max(150, settings().max_examples))
 @given(STEPS, st.integers(0, 2**32))
-def test_a_quiet_wire_ends_in_the_truth(steps: list[str], seed: int) -> None:
+def test_router_index_converges_to_the_published_blocks_over_a_bad_wire(steps: list[str], seed: int) -> None:
     asyncio.run(run(steps, seed))

@@ -72,7 +72,7 @@ class Engine:
 
 
 @given(st.lists(sums, min_size=1, max_size=30), st.floats(0, 1e6))
-def test_whatever_is_reported_what_was_carried_is_never_negative_and_verdicts_take_turns(
+def test_transfer_sums_are_never_negative_and_verdicts_alternate(
     reported_now: list[KvTransfers], step_s: float
 ) -> None:
     speeds, slow = TransferSpeeds(), [False]
@@ -94,7 +94,7 @@ steps = st.one_of(st.just(RESTART), st.just(TELL), st.tuples(st.integers(0, 9), 
 
 
 @given(st.lists(steps, max_size=40))
-def test_what_is_reported_is_counted_once_whatever_begins_again(steps: list[tuple[int, int]]) -> None:
+def test_reported_bytes_are_counted_once_across_engine_restarts(steps: list[tuple[int, int]]) -> None:
     """Never twice; and all of it, unless a start has overtaken the one before by its first word."""
     speeds, reported_now, last = TransferSpeeds(), KvTransfers(0, 0, 0.0), None
     counted, truth, began_again, was_overtaken = 0, 0, False, False
@@ -122,7 +122,7 @@ def test_what_is_reported_is_counted_once_whatever_begins_again(steps: list[tupl
     phases=st.lists(st.tuples(st.integers(15, 30), st.integers(4, 2000)), min_size=2, max_size=6),
 )
 @example(latency_s=0.1, bytes_per_s=1e10, phases=[(30, 10), (20, 100)])
-def test_a_link_that_stays_as_it_is_never_counts_as_slow(
+def test_a_link_of_constant_speed_is_never_slow(
     latency_s: float, bytes_per_s: float, phases: list[tuple[int, int]]
 ) -> None:
     """Whatever is carried: transfers of 32 KiB to 1 GiB, few or many."""
@@ -134,9 +134,7 @@ def test_a_link_that_stays_as_it_is_never_counts_as_slow(
 
 
 @given(factor=st.floats(4.5, 1e4), each_mib=st.integers(16, 512))
-def test_a_link_that_becomes_slower_is_reported_once_and_once_when_it_is_well_again(
-    factor: float, each_mib: int
-) -> None:
+def test_a_slow_link_and_its_recovery_are_each_reported_once(factor: float, each_mib: int) -> None:
     engine, each_bytes = Engine(), each_mib * MIB
     engine.carry_windows(WINDOWS, each_bytes=each_bytes)
     for n in (1, 2):
@@ -152,7 +150,7 @@ def test_a_link_that_becomes_slower_is_reported_once_and_once_when_it_is_well_ag
 
 
 @given(st.floats(1.0, 3.5))
-def test_a_link_that_becomes_a_little_slower_is_no_news(factor: float) -> None:
+def test_a_link_up_to_3_5_times_slower_is_not_reported(factor: float) -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.latency_s, engine.bytes_per_s = engine.latency_s * factor, engine.bytes_per_s / factor
@@ -160,7 +158,7 @@ def test_a_link_that_becomes_a_little_slower_is_no_news(factor: float) -> None:
     assert engine.slow == []
 
 
-def test_an_engine_that_begins_again_on_a_slower_link_is_reported() -> None:
+def test_a_restarted_engine_with_a_slower_link_is_reported() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.reported = KvTransfers(0, 0, 0.0)
@@ -170,7 +168,7 @@ def test_an_engine_that_begins_again_on_a_slower_link_is_reported() -> None:
     assert engine.slow == [True]
 
 
-def test_one_window_is_an_accident() -> None:
+def test_single_slow_windows_are_not_reported() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     fast = engine.bytes_per_s
@@ -184,7 +182,7 @@ def test_one_window_is_an_accident() -> None:
     assert engine.slow == []
 
 
-def test_one_fast_window_shows_nothing() -> None:
+def test_a_single_fast_window_does_not_make_later_speed_slow() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.bytes_per_s *= 20
@@ -195,7 +193,7 @@ def test_one_fast_window_shows_nothing() -> None:
     assert engine.slow == []
 
 
-def test_a_third_of_the_speed_is_not_well_yet() -> None:
+def test_a_slow_link_at_a_third_of_its_speed_stays_slow() -> None:
     engine = Engine(latency_s=0.0)
     engine.carry_windows(WINDOWS)
     engine.bytes_per_s /= 10
@@ -208,7 +206,7 @@ def test_a_third_of_the_speed_is_not_well_yet() -> None:
     assert engine.slow == [True, False]
 
 
-def test_too_little_is_not_judged() -> None:
+def test_few_or_small_transfers_are_not_judged() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.bytes_per_s /= 100
@@ -220,7 +218,7 @@ def test_too_little_is_not_judged() -> None:
     assert engine.slow == []
 
 
-def test_the_recent_speed_is_that_of_the_last_minute() -> None:
+def test_the_recent_speed_covers_only_recent_transfers() -> None:
     engine = Engine(latency_s=0.0)
 
     def recent() -> float | None:
@@ -239,7 +237,7 @@ def test_the_recent_speed_is_that_of_the_last_minute() -> None:
     assert recent() is None
 
 
-def test_sums_of_an_engine_that_had_none_at_first_are_counted_from_the_first() -> None:
+def test_sums_are_counted_from_an_engines_first_report_with_sums() -> None:
     speeds, reported_now = TransferSpeeds(), KvTransfers(1, 5, 0.5)
     for _ in range(2):
         assert speeds.note(SLOT, None, now_s=0.0) is None
@@ -252,7 +250,7 @@ def test_sums_of_an_engine_that_had_none_at_first_are_counted_from_the_first() -
     assert reading.reported == reported_now
 
 
-def test_a_rank_that_is_gone_is_forgotten() -> None:
+def test_a_freed_rank_drops_its_transfer_speeds() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.speeds.freed(SLOT)

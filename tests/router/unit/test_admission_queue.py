@@ -15,7 +15,7 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_those_who_wait_are_woken_in_the_order_of_arrival() -> None:
+async def test_waiting_requests_are_woken_in_arrival_order() -> None:
     line, woken = line_of(), list[int]()
 
     async def wait(number: int, place: QueuePlace) -> None:
@@ -32,7 +32,7 @@ async def test_those_who_wait_are_woken_in_the_order_of_arrival() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_one_that_tries_again_waits_for_the_next_change() -> None:
+async def test_a_wait_ends_only_at_a_change_after_it_began() -> None:
     line = line_of()
     place = QueuePlace(line)
     line.pulse()
@@ -45,7 +45,7 @@ async def test_one_that_tries_again_waits_for_the_next_change() -> None:
     place.leave()
 
 
-async def test_time_that_is_up_ends_a_wait() -> None:
+async def test_a_wait_past_its_time_ends_and_keeps_its_place() -> None:
     line = line_of(1)
     place = QueuePlace(line)
     assert not await place.wait(until_s=now_s())
@@ -56,7 +56,7 @@ async def test_time_that_is_up_ends_a_wait() -> None:
     assert len(line) == 0
 
 
-async def test_a_cancelled_wait_can_be_called_and_given_back() -> None:
+async def test_a_place_can_be_left_after_its_wait_is_cancelled() -> None:
     line = line_of(1)
     place = QueuePlace(line)
     waiting = asyncio.create_task(place.wait(until_s=now_s() + 30.0))

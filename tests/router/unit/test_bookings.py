@@ -13,7 +13,7 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.virtual_time import run_in_virtual_time
 
 TTL_S = 10.0
@@ -47,12 +47,12 @@ async def owner_of(
     bookings_max: int = 100,
     lease_ttl_s: float | None = TTL_S,
 ) -> Owner:
-    harness = RouterHarness(ScriptedPlane(), config)
+    harness = RouterHarness(ScriptedTransport(), config)
     await harness.start(*(card(1 + number, role) for number, role in enumerate(roles or (Role.BOTH,))))
     return Owner(harness, bookings_max=bookings_max, lease_ttl_s=lease_ttl_s)
 
 
-def test_a_booking_is_load_that_moves_and_goes() -> None:
+def test_a_booking_loads_the_ledger_until_it_is_freed() -> None:
     async def story() -> None:
         owner = await owner_of(Role.PREFILL, Role.DECODE)
         ledger = owner.bench.model.ledger
@@ -74,7 +74,7 @@ def test_a_booking_is_load_that_moves_and_goes() -> None:
 
 
 @pytest.mark.parametrize("says", ["renew", "first_token", "output_blocks", "nothing"])
-def test_a_booking_ends_when_its_owner_was_silent_for_so_long(says: str) -> None:
+def test_a_booking_lapses_after_its_ttl_without_renewal(says: str) -> None:
     async def story() -> None:
         owner = await owner_of()
         bookings = owner.bookings
@@ -97,7 +97,7 @@ def test_a_booking_ends_when_its_owner_was_silent_for_so_long(says: str) -> None
     run_in_virtual_time(story())
 
 
-def test_without_a_time_to_live_nothing_ends_by_itself() -> None:
+def test_a_booking_without_a_ttl_never_lapses() -> None:
     async def story() -> None:
         owner = await owner_of(lease_ttl_s=None)
         await owner.book()
@@ -109,7 +109,7 @@ def test_without_a_time_to_live_nothing_ends_by_itself() -> None:
     run_in_virtual_time(story())
 
 
-def test_an_id_is_one_request_also_while_it_is_being_booked() -> None:
+def test_a_request_id_is_taken_while_booking_or_claimed() -> None:
     async def story() -> None:
         owner = await owner_of()
         both = await asyncio.gather(owner.book(), owner.book(), return_exceptions=True)
@@ -125,7 +125,7 @@ def test_an_id_is_one_request_also_while_it_is_being_booked() -> None:
     run_in_virtual_time(story())
 
 
-def test_one_too_many_is_refused_and_leaves_nothing() -> None:
+def test_a_booking_over_the_limit_is_refused_and_leaves_no_load() -> None:
     async def story() -> None:
         owner = await owner_of(bookings_max=2)
         done = await asyncio.gather(*(owner.book(f"r{n}") for n in range(4)), return_exceptions=True)
@@ -137,7 +137,7 @@ def test_one_too_many_is_refused_and_leaves_nothing() -> None:
     run_in_virtual_time(story())
 
 
-def test_a_refusal_leaves_the_id_free() -> None:
+def test_a_refused_booking_frees_its_request_id() -> None:
     async def story() -> None:
         owner = await owner_of()
         owner.bench.discovery.drop(1)
@@ -149,7 +149,7 @@ def test_a_refusal_leaves_the_id_free() -> None:
     run_in_virtual_time(story())
 
 
-def test_what_waits_for_a_place_when_all_is_closed_gets_none() -> None:
+def test_a_queued_booking_fails_when_bookings_close() -> None:
     async def story() -> None:
         config = KvRouterConfig(
             active_prefill_tokens_threshold=10, admission_queue_max=4, admission_wait_s=100.0
@@ -170,7 +170,7 @@ def test_what_waits_for_a_place_when_all_is_closed_gets_none() -> None:
     run_in_virtual_time(story())
 
 
-def test_a_drain_waits_until_all_is_freed_or_its_time_is_up() -> None:
+def test_a_drain_waits_until_all_bookings_are_freed_or_times_out() -> None:
     async def story() -> None:
         owner = await owner_of()
         assert await owner.bookings.wait_empty(1) == 0
@@ -194,7 +194,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_happens_no_ghost_load_is_left(steps: list[tuple[str, int]]) -> None:
+def test_any_steps_leave_no_booking_or_load_after_the_ttl(steps: list[tuple[str, int]]) -> None:
     async def story() -> None:
         owner = await owner_of(Role.BOTH, Role.BOTH, bookings_max=3)
         bookings = owner.bookings

@@ -26,7 +26,7 @@ from kvrouter.transports.records.port import CordonStore
 from tests.testing.frontend_harness import text_answer
 from tests.testing.log_events import events_of
 from tests.testing.router_harness import RouterHarness, card, decode_card, prefill_card, read_all
-from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.scripted_transport import ScriptedTransport, address_of
 from tests.testing.waits import until
 
 ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
@@ -34,9 +34,9 @@ ZONES = (card(1, zone="a"), card(2, zone="a"), card(3, zone="b"))
 
 @asynccontextmanager
 async def running(
-    *cards: WorkerCard, plane: ScriptedPlane | None = None, cordons: CordonStore | None = None
+    *cards: WorkerCard, plane: ScriptedTransport | None = None, cordons: CordonStore | None = None
 ) -> AsyncIterator[RouterHarness]:
-    harness = RouterHarness(plane or ScriptedPlane(text_answer("ok")), cordons=cordons)
+    harness = RouterHarness(plane or ScriptedTransport(text_answer("ok")), cordons=cordons)
     await harness.start(*cards)
     try:
         yield harness
@@ -89,7 +89,7 @@ class BrokenStore(MemoryCordons):
         ("worker", str(2**63), "name"),
     ],
 )
-def test_a_mistake_names_the_field(level: str, name: str, field: str) -> None:
+def test_an_invalid_cordon_is_refused_by_field(level: str, name: str, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         checked_cordon(Cordon(level, name))
     assert refused.value.param == field
@@ -97,14 +97,14 @@ def test_a_mistake_names_the_field(level: str, name: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("at_s", [1764205200000.0, -1.0, float("nan"), float("inf")])
-def test_a_time_that_no_date_says_names_the_field(at_s: float) -> None:
+def test_a_cordon_with_an_invalid_time_is_refused_by_field(at_s: float) -> None:
     """One such record would make every answer that shows it fail."""
     with pytest.raises(InvalidRequest) as refused:
         checked_cordon(Cordon("zone", "a", at_s=at_s))
     assert refused.value.param == "at_s"
 
 
-def test_rules_hold_by_id_by_node_and_by_every_level() -> None:
+def test_cordons_match_by_worker_id_node_level_and_cluster() -> None:
     worker = structs.replace(card(7, zone="a"), node="gpu-4")
     domains = topology_domains(worker.runtime_config) | {"host": "h1", "cluster": "east"}
 
@@ -123,11 +123,11 @@ def test_rules_hold_by_id_by_node_and_by_every_level() -> None:
     assert checked_cordon(Cordon("worker", "007")).name == "7"
 
 
-async def test_a_cordon_keeps_new_requests_away_until_it_is_taken_back(
+async def test_a_cordon_keeps_new_requests_away_until_it_is_removed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    plane = ScriptedPlane(text_answer("ok"))
+    plane = ScriptedTransport(text_answer("ok"))
     async with running(*ZONES, plane=plane) as harness:
         change = await put(harness, "zone", "a", reason="rack 4")
         assert (change.changed, change.warnings) == (True, ())
@@ -149,7 +149,7 @@ async def test_a_cordon_keeps_new_requests_away_until_it_is_taken_back(
     assert found == [*["worker_cordoned"] * 2, "cordoned", *["worker_uncordoned"] * 2, "uncordoned"]
 
 
-async def test_a_refusal_says_that_it_was_a_cordon() -> None:
+async def test_a_refusal_by_a_cordon_has_the_reason_cordoned() -> None:
     async with running(card(1)) as harness:
         await put(harness, "worker", "1", force=True)
         with pytest.raises(NoEligibleWorker) as refused:
@@ -158,8 +158,8 @@ async def test_a_refusal_says_that_it_was_a_cordon() -> None:
         assert harness.telemetry.refusals.value("cordoned", "decode") == 1
 
 
-async def test_what_runs_goes_on() -> None:
-    plane = ScriptedPlane()
+async def test_a_running_request_continues_on_a_cordoned_worker() -> None:
+    plane = ScriptedTransport()
     async with running(card(1), card(2), plane=plane) as harness:
         reading = asyncio.create_task(read_all(harness, max_tokens=2))
         stream = await plane.wait_for(Leg.AGGREGATED)
@@ -174,10 +174,10 @@ async def test_what_runs_goes_on() -> None:
 
 
 @pytest.mark.parametrize("others", [True, False])
-async def test_a_pair_that_prefills_decodes_elsewhere_or_where_nobody_else_may_where_it_was_booked(
+async def test_decode_moves_off_a_cordoned_worker_if_another_is_open(
     others: bool,
 ) -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     cards = [prefill_card(1), decode_card(2), *([decode_card(3)] if others else [])]
     async with running(*cards, plane=plane) as harness:
         reading = asyncio.create_task(read_all(harness, max_tokens=1))
@@ -202,7 +202,7 @@ def _slot(harness: RouterHarness, worker_id: int) -> int:
     return harness.model.fleet.slots_of(WorkerId(worker_id))[0]
 
 
-async def test_running_requests_are_those_booked_or_those_that_the_engine_reports() -> None:
+async def test_running_requests_of_a_cordoned_worker_include_engine_reports() -> None:
     async with running(card(1), card(2)) as harness:
         harness.load(
             LoadReport(WorkerRank(WorkerId(1), DpRank(0)), 5, 100, running_requests=2, waiting_requests=1)
@@ -216,7 +216,7 @@ async def test_running_requests_are_those_booked_or_those_that_the_engine_report
         )
 
 
-async def test_a_worker_that_joins_later_is_cordoned_too_and_one_that_moves_is_not() -> None:
+async def test_workers_joining_a_cordoned_zone_are_cordoned_until_they_move() -> None:
     async with running(*ZONES) as harness:
         await put(harness, "zone", "a")
         harness.discovery.put(card(4, zone="a"), card(5, zone="b"), card(2, zone="a", incarnation=2))
@@ -237,7 +237,7 @@ async def test_a_worker_that_joins_later_is_cordoned_too_and_one_that_moves_is_n
         assert other.fleet.cordons_on(WorkerId(9)), "a model that is new here, too"
 
 
-async def test_a_last_resort_undoes_no_cordon() -> None:
+async def test_last_resort_routing_keeps_off_cordoned_workers() -> None:
     async with running(card(1), card(2)) as harness:
         await put(harness, "worker", "1")
         harness.model.fleet.set_circuit_open(WorkerId(2), True)
@@ -250,7 +250,7 @@ async def test_a_last_resort_undoes_no_cordon() -> None:
         assert refused.value.refusals == {Reason.CORDONED: 1, Reason.NOT_ALIVE: 1}
 
 
-async def test_a_cordon_of_all_that_could_answer_asks_for_force() -> None:
+async def test_a_cordon_of_the_last_workers_of_a_role_needs_force() -> None:
     async with running(prefill_card(1), decode_card(2), decode_card(3)) as harness:
         cordons = harness.service.cordons
         with pytest.raises(NoWorkersLeft) as refused:
@@ -275,7 +275,7 @@ async def test_a_cordon_of_all_that_could_answer_asks_for_force() -> None:
     ("level", "name", "field", "known"),
     [("rack", "1", "level", "worker, node, zone"), ("worker", "9", "name", "no worker 9")],
 )
-async def test_what_nobody_knows_is_not_found(level: str, name: str, field: str, known: str) -> None:
+async def test_an_unknown_level_or_worker_is_not_found(level: str, name: str, field: str, known: str) -> None:
     async with running(*ZONES) as harness:
         with pytest.raises(NotFound) as refused:
             await put(harness, level, name)
@@ -307,7 +307,7 @@ async def test_a_worker_that_left_stays_cordoned_and_can_be_uncordoned() -> None
         assert (await harness.service.cordons.remove("worker", "1")).changed
 
 
-async def test_another_cordon_that_still_holds_is_said() -> None:
+async def test_removing_a_cordon_warns_of_another_that_still_holds() -> None:
     async with running(*ZONES) as harness:
         await put(harness, "zone", "a")
         await put(harness, "worker", "1")
@@ -318,7 +318,7 @@ async def test_another_cordon_that_still_holds_is_said() -> None:
         assert harness.model.fleet.cordons_on(WorkerId(1))
 
 
-async def test_a_cordon_that_others_made_is_not_taken_back_here() -> None:
+async def test_a_cordon_of_another_source_or_cluster_cannot_be_removed() -> None:
     store = MemoryCordons()
     await store.put(Cordon("node", "n1", source=CordonSource.NODE_ANNOTATION))
     await store.put(Cordon("zone", "a", cluster="west"))
@@ -330,7 +330,7 @@ async def test_a_cordon_that_others_made_is_not_taken_back_here() -> None:
         assert len(harness.service.cordons.rules.all) == 2
 
 
-async def test_a_router_that_starts_knows_the_cordons_before_it_knows_workers() -> None:
+async def test_a_starting_router_applies_stored_cordons_to_its_workers() -> None:
     store = MemoryCordons()
     await store.put(Cordon("zone", "a"))
     async with running(*ZONES, cordons=store) as harness:
@@ -338,7 +338,7 @@ async def test_a_router_that_starts_knows_the_cordons_before_it_knows_workers() 
         assert not harness.model.fleet.cordons_on(WorkerId(3))
 
 
-async def test_another_routers_cordon_is_followed() -> None:
+async def test_a_router_follows_another_routers_cordons() -> None:
     store = BrokenStore()
     async with running(*ZONES, cordons=store) as here, running(*ZONES, cordons=store) as there:
         await put(here, "zone", "a", reason="one")
@@ -349,7 +349,7 @@ async def test_another_routers_cordon_is_followed() -> None:
         await until(lambda: not here.model.fleet.cordons_on(WorkerId(1)))
 
 
-async def test_a_store_that_is_away_fails_the_call_and_what_was_read_last_holds(
+async def test_a_lost_cordon_store_fails_calls_and_keeps_known_cordons(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -371,7 +371,7 @@ async def test_a_store_that_is_away_fails_the_call_and_what_was_read_last_holds(
     assert found == ["cordons_lost", "cordons_back"]
 
 
-async def test_a_write_that_fails_changes_nothing_here() -> None:
+async def test_a_failed_cordon_write_changes_nothing() -> None:
     class ReadOnly(MemoryCordons):
         async def put(self, cordon: Cordon) -> None:
             raise CordonsUnavailable(f"{cordon.place} cannot be written")
@@ -383,7 +383,7 @@ async def test_a_write_that_fails_changes_nothing_here() -> None:
         assert not harness.model.fleet.columns.cordoned.any()
 
 
-async def test_there_are_not_too_many() -> None:
+async def test_a_cordon_over_the_limit_is_refused() -> None:
     store = MemoryCordons()
     for number in range(CORDONS_MAX):
         await store.put(Cordon("zone", f"z{number}"))

@@ -77,7 +77,7 @@ async def outcomes(here: Up, outcome: str) -> float:
     return metrics.total("engine_tokenize_total", model="tiny", outcome=outcome)
 
 
-async def test_a_model_whose_tokenizer_is_its_engine_is_routed_by_cache(
+async def test_a_model_tokenized_by_its_engine_is_routed_by_cache(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -114,7 +114,7 @@ async def test_a_model_whose_tokenizer_is_its_engine_is_routed_by_cache(
 
 
 @pytest.mark.parametrize("fallback", [*TokenizeFallback])
-async def test_prompts_that_cannot_be_made_here_go_to_the_engine_where_that_is_said(
+async def test_prompts_without_a_tokenizer_use_the_configured_fallback(
     fallback: TokenizeFallback, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -131,7 +131,7 @@ async def test_prompts_that_cannot_be_made_here_go_to_the_engine_where_that_is_s
     assert [each["reason"] for each in fields_of(caplog, event)] == ["tiny-model is no folder here"]
 
 
-async def test_a_slow_tokenize_costs_a_call_its_limit_and_soon_nothing(
+async def test_a_slow_tokenize_route_delays_a_few_calls_then_is_not_asked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scripted_engine() as engine:
@@ -153,7 +153,7 @@ async def test_a_slow_tokenize_costs_a_call_its_limit_and_soon_nothing(
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-async def test_an_engine_without_the_route_is_asked_once_and_said_once(
+async def test_an_engine_without_tokenize_is_asked_and_reported_once(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scripted_engine() as engine:
@@ -176,7 +176,7 @@ async def test_an_engine_without_the_route_is_asked_once_and_said_once(
     assert (failed["model"], failed["reason"]) == ("tiny", "Not Found")
 
 
-async def test_the_engine_that_has_the_route_is_asked_where_another_has_none() -> None:
+async def test_tokenize_calls_go_to_the_engine_that_has_the_route() -> None:
     async with scripted_engine() as one, scripted_engine() as two:
         one.tokens_of = lambda body: failing(404)
         two.tokens_of = lambda body: TOKENS
@@ -205,7 +205,7 @@ MISTAKEN = {
 
 
 @pytest.mark.parametrize("what", sorted(MISTAKEN))
-async def test_an_answer_that_is_no_list_of_tokens_is_none(what: str) -> None:
+async def test_an_invalid_tokenize_answer_is_ignored(what: str) -> None:
     async with scripted_engine() as engine:
         engine.tokens_of = lambda body: ScriptedAnswer((MISTAKEN[what],), content_type=JSON)
         front = FrontendSettings(http_port=0, tokenize_engine_wait_s=0.5)
@@ -215,7 +215,7 @@ async def test_an_answer_that_is_no_list_of_tokens_is_none(what: str) -> None:
             assert await outcomes(here, "failed") + await outcomes(here, "late") == 2
 
 
-async def test_what_one_call_gets_wrong_says_nothing_about_the_engine() -> None:
+async def test_tokenize_refusals_of_bad_calls_do_not_disable_the_engine() -> None:
     async with scripted_engine() as engine:
         engine.tokens_of = lambda body: failing(400) if "wrong" in str(body) else TOKENS
         async with up(before(engine, tokenizer="engine"), frontend=FALLBACK) as here:
@@ -235,7 +235,7 @@ NOT_ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", sorted(NOT_ASKED))
-async def test_an_engine_is_not_asked_what_it_would_not_answer_as_a_whole(what: str) -> None:
+async def test_images_own_templates_and_long_prompts_are_not_sent_to_tokenize(what: str) -> None:
     async with scripted_engine() as engine:
         engine.tokens_of = lambda body: TOKENS
         async with up(before(engine, tokenizer="engine"), frontend=FALLBACK) as here:
@@ -243,7 +243,7 @@ async def test_an_engine_is_not_asked_what_it_would_not_answer_as_a_whole(what: 
     assert asked(engine) == []
 
 
-async def test_only_so_many_prompts_are_at_engines_at_a_time(set_constants: SetConstants) -> None:
+async def test_concurrent_tokenize_calls_are_limited(set_constants: SetConstants) -> None:
     set_constants(engine_tokenizer, ASKING_MAX=2)
     async with scripted_engine() as engine:
         engine.tokens_of = lambda body: ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
@@ -274,7 +274,7 @@ def counted(prompt_tokens: int) -> ScriptedAnswer:
     return ScriptedAnswer((json.dumps({**body, "usage": usage}).encode(),), content_type=JSON)
 
 
-async def test_a_blind_shape_becomes_seeing_by_what_its_engine_answers(
+async def test_a_blind_shape_is_tokenized_by_its_engine(
     caplog: pytest.LogCaptureFixture, set_constants: SetConstants
 ) -> None:
     caplog.set_level(logging.INFO)

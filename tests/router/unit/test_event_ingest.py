@@ -14,7 +14,8 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.router import event_ingest
-from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, LoadSink
@@ -109,7 +110,7 @@ def batch(first_id: int, *events: KvEvent, rank: WorkerRank = RANK, epoch: Epoch
     return KvBatch(rank, epoch, EventId(first_id), events)
 
 
-async def test_a_rank_scores_once_it_has_reported_what_it_holds() -> None:
+async def test_a_rank_scores_after_its_snapshot_is_loaded() -> None:
     bench = Bench()
     bench.ingest.joined(RANK, SLOT, EPOCH)
     assert not bench.ingest.all_score
@@ -124,7 +125,7 @@ async def test_a_rank_scores_once_it_has_reported_what_it_holds() -> None:
     assert bench.telemetry.feed_events.value("mock", "blocks_stored") == 3
 
 
-async def test_batches_are_applied_in_order_and_once() -> None:
+async def test_batches_are_applied_in_order_and_repeats_are_dropped() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(batch(0, stored(0, 2), stored(2, 1, parent=101)))
@@ -154,7 +155,7 @@ async def test_a_rank_with_a_gap_scores_nothing_until_the_gap_is_filled() -> Non
     assert bench.telemetry.feed_events.value("mock", "gaps") == 1
 
 
-async def test_a_range_that_is_gone_is_replaced_by_a_snapshot() -> None:
+async def test_a_range_lost_at_the_worker_is_replaced_by_a_snapshot() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(batch(0, stored(0, 3)))
@@ -168,7 +169,7 @@ async def test_a_range_that_is_gone_is_replaced_by_a_snapshot() -> None:
     assert bench.overlap() == [1, 0], "what the snapshot does not name is forgotten"
 
 
-async def test_history_that_is_lost_for_good_empties_the_rank() -> None:
+async def test_lost_history_empties_the_rank_and_makes_its_feed_partial() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(batch(0, stored(0, 3)))
@@ -183,7 +184,7 @@ async def test_history_that_is_lost_for_good_empties_the_rank() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("not a batch")])
-async def test_a_question_that_fails_is_answered_by_none(
+async def test_failed_recovery_questions_make_the_feed_partial(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench()
@@ -199,7 +200,7 @@ async def test_a_question_that_fails_is_answered_by_none(
     bench.ingest.close()
 
 
-async def test_a_store_without_its_parent_is_not_placed_by_guess() -> None:
+async def test_an_orphan_block_is_not_indexed_and_makes_the_feed_partial() -> None:
     """A snapshot came just now, so asking again waits: what is known is a lower bound, and it scores."""
     bench = Bench()
     await bench.join()
@@ -212,7 +213,7 @@ async def test_a_store_without_its_parent_is_not_placed_by_guess() -> None:
     bench.ingest.close()
 
 
-async def test_a_freed_slot_is_empty_for_whoever_comes_next() -> None:
+async def test_a_freed_slot_is_empty_for_the_next_rank() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(batch(0, stored(0, 3)))
@@ -225,7 +226,7 @@ async def test_a_freed_slot_is_empty_for_whoever_comes_next() -> None:
     assert bench.overlap() == [0, 0]
 
 
-async def test_a_slot_that_is_freed_while_it_recovers_leaves_nothing_running() -> None:
+async def test_a_slot_freed_during_recovery_cancels_its_question() -> None:
     bench = Bench()
     bench.ingest.joined(RANK, SLOT, EPOCH)
     await until(lambda: len(bench.subscriber.snapshots) == 1)
@@ -237,7 +238,7 @@ async def test_a_slot_that_is_freed_while_it_recovers_leaves_nothing_running() -
     assert bench.ingest.all_score, "freeing it again changes nothing"
 
 
-async def test_slots_are_as_many_as_there_are() -> None:
+async def test_only_the_joined_slot_scores_at_a_high_slot_number() -> None:
     bench = Bench()
     far = Slot(300)
     await bench.join(RANK, far)
@@ -245,7 +246,7 @@ async def test_slots_are_as_many_as_there_are() -> None:
     assert not bench.ingest.scores(301)[: int(far)].any()
 
 
-async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_heard(
+async def test_a_silent_event_stream_is_reported_missing_once_until_a_batch(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missed() -> int:
@@ -267,7 +268,7 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     bench.ingest.close()
 
 
-async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_misses_anybody(
+async def test_a_blocked_event_loop_reports_no_rank_as_missing(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_constants(event_ingest, SILENT_AFTER_S=0.3)
@@ -281,7 +282,7 @@ async def test_a_router_that_stood_still_reads_what_came_meanwhile_before_it_mis
     bench.ingest.close()
 
 
-async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_asked_for_all_of_them() -> None:
+async def test_a_heartbeat_with_another_block_count_asks_for_a_snapshot() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored(0, 3),)))

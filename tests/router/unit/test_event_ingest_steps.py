@@ -66,7 +66,7 @@ class Turns:
             self.largest_step = max(self.largest_step, abs(held - before))
 
 
-async def test_others_are_routed_to_between_two_steps_of_a_big_load() -> None:
+async def test_other_ranks_score_and_update_between_steps_of_a_large_load() -> None:
     bench = Bench()
     await bench.join(OTHER, OTHER_SLOT)
     bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
@@ -88,7 +88,7 @@ async def test_others_are_routed_to_between_two_steps_of_a_big_load() -> None:
     assert bench.telemetry.feed_events.value("mock", "blocks_stored") >= N_BLOCKS
 
 
-async def test_what_comes_while_a_state_is_loaded_follows_it() -> None:
+async def test_batches_arriving_during_a_load_are_applied_after_it() -> None:
     bench = Bench()
     await big(bench, many())
     bench.ingest.on_batch(batch(5, stored(0, 2)))
@@ -99,7 +99,7 @@ async def test_what_comes_while_a_state_is_loaded_follows_it() -> None:
     assert bench.index.held(SLOT) == N_BLOCKS + 3
 
 
-async def test_a_big_rank_that_is_cleared_scores_nothing_until_it_is_empty() -> None:
+async def test_a_cleared_large_rank_scores_nothing_until_it_is_emptied() -> None:
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
@@ -114,7 +114,7 @@ async def test_a_big_rank_that_is_cleared_scores_nothing_until_it_is_empty() -> 
     assert bench.telemetry.feed_events.value("mock", "blocks_cleared") == N_BLOCKS + 4
 
 
-async def test_a_big_state_replaces_another_step_by_step() -> None:
+async def test_a_large_snapshot_replaces_another_step_by_step() -> None:
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
@@ -130,7 +130,7 @@ async def test_a_big_state_replaces_another_step_by_step() -> None:
     assert bench.telemetry.feed_events.value("mock", "blocks_cleared") == N_BLOCKS
 
 
-async def test_after_a_mistake_of_ours_the_worker_is_asked_for_all_of_it_again(
+async def test_an_exception_during_a_load_asks_for_a_new_snapshot(
     make_fail: MakeFail,
 ) -> None:
     shown: list[object] = []
@@ -148,7 +148,7 @@ async def test_after_a_mistake_of_ours_the_worker_is_asked_for_all_of_it_again(
     assert bench.index.held(SLOT) == N_BLOCKS
 
 
-async def test_a_slot_is_free_for_the_next_rank_while_the_last_one_is_forgotten() -> None:
+async def test_a_slot_can_be_joined_while_its_old_blocks_are_dropped() -> None:
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
@@ -164,7 +164,7 @@ async def test_a_slot_is_free_for_the_next_rank_while_the_last_one_is_forgotten(
     bench.ingest.close()
 
 
-async def test_a_rank_that_goes_while_it_is_loaded_leaves_nothing() -> None:
+async def test_a_rank_freed_during_its_load_leaves_no_blocks() -> None:
     bench = Bench()
     await big(bench, many())
     bench.ingest.freed(SLOT)
@@ -174,7 +174,7 @@ async def test_a_rank_that_goes_while_it_is_loaded_leaves_nothing() -> None:
     assert bench.index.stats().blocks[0] == 0
 
 
-async def test_a_worker_that_starts_again_while_it_is_loaded_begins_empty() -> None:
+async def test_a_worker_restarting_during_its_load_keeps_no_old_blocks() -> None:
     bench = Bench()
     await big(bench, many())
     bench.ingest.freed(SLOT)
@@ -190,7 +190,7 @@ async def test_a_worker_that_starts_again_while_it_is_loaded_begins_empty() -> N
     bench.ingest.close()
 
 
-async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
+async def test_batches_over_the_waiting_limit_are_dropped_and_asked_for(
     set_constants: SetConstants,
 ) -> None:
     set_constants(rank_ingest, WAITING_EVENTS_MAX=3)
@@ -210,7 +210,7 @@ async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
     assert bench.overlap() == [2, 0]
 
 
-async def test_a_snapshot_is_of_one_moment_though_it_is_read_step_by_step() -> None:
+async def test_a_snapshot_read_step_by_step_excludes_later_batches() -> None:
     bench = Bench()
     held = many()
     await big(bench, held)
@@ -230,7 +230,7 @@ async def test_a_snapshot_is_of_one_moment_though_it_is_read_step_by_step() -> N
     await until(lambda: bench.overlap() == [2, 0])
 
 
-async def test_a_rank_that_goes_while_it_is_read_has_no_snapshot() -> None:
+async def test_a_rank_freed_while_it_is_read_has_no_snapshot() -> None:
     bench = Bench()
     await big(bench, many())
     assert await bench.ingest.snapshot(SLOT) is None, "not while it is loaded"
@@ -241,7 +241,7 @@ async def test_a_rank_that_goes_while_it_is_read_has_no_snapshot() -> None:
     assert await taking is None
 
 
-async def test_a_doubt_about_a_rank_that_is_read_leaves_the_reading_alone() -> None:
+async def test_a_doubt_during_the_reading_of_a_rank_does_not_disturb_it() -> None:
     bench = Bench()
     await big(bench, many())
     await until(lambda: bench.state() is FeedState.LIVE)
@@ -256,7 +256,7 @@ async def test_a_doubt_about_a_rank_that_is_read_leaves_the_reading_alone() -> N
     await until(lambda: bench.overlap() == [2, 0])
 
 
-async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_whose_reading_raises_has_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
     bench = Bench()
@@ -273,7 +273,7 @@ async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.Mo
     assert shown == [mistake]
 
 
-async def test_only_so_many_whole_states_are_asked_for_at_once() -> None:
+async def test_concurrent_snapshot_questions_are_limited() -> None:
     bench = Bench(snapshots_asked_max=2)
     ranks = [WorkerRank(WorkerId(10 + number), DpRank(0)) for number in range(5)]
     for slot, rank in enumerate(ranks):
@@ -292,7 +292,7 @@ async def test_only_so_many_whole_states_are_asked_for_at_once() -> None:
     assert bench.ingest.all_score
 
 
-async def test_a_question_that_nobody_waits_for_is_taken_back() -> None:
+async def test_a_range_question_is_cancelled_when_the_gap_closes() -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.on_batch(
@@ -310,7 +310,7 @@ def stored_run(first: int, n_blocks: int, *, parent: int | None = None) -> Store
     return Stored(None if parent is None else EngineHash(parent), names.tobytes(), (names * 7).tobytes())
 
 
-async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_a_whole() -> None:
+async def test_a_large_batch_applied_in_steps_equals_one_application() -> None:
     bench, whole = Bench(), NativeBlockIndex()
     await bench.join(OTHER, OTHER_SLOT)
     bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
@@ -333,7 +333,7 @@ async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_
     bench.ingest.close()
 
 
-async def test_a_live_batch_of_many_events_is_applied_in_steps_however_few_blocks_it_has() -> None:
+async def test_a_batch_of_many_small_events_is_applied_in_steps() -> None:
     bench = Bench()
     await bench.join()
     blocks = [stored_run(seed, 1) for seed in range(3 * STEP_EVENTS)]
@@ -344,7 +344,7 @@ async def test_a_live_batch_of_many_events_is_applied_in_steps_however_few_block
     bench.ingest.close()
 
 
-async def test_a_rank_whose_steps_are_many_does_not_hold_up_that_of_another() -> None:
+async def test_a_rank_with_many_steps_does_not_delay_another_rank() -> None:
     bench = Bench()
     await bench.join()
     await bench.join(OTHER, OTHER_SLOT)
@@ -355,7 +355,7 @@ async def test_a_rank_whose_steps_are_many_does_not_hold_up_that_of_another() ->
     bench.ingest.close()
 
 
-async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_again_after_a_rest() -> None:
+async def test_a_rank_over_its_block_limit_is_emptied_and_asked_again_later() -> None:
     bench = Bench()
     await bench.join(OTHER, OTHER_SLOT)
     bench.ingest.on_batch(batch(0, stored(0, 3), rank=OTHER))
@@ -384,7 +384,7 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
 
 
 @pytest.mark.parametrize("reported", [None, 0])
-async def test_a_card_that_does_not_tell_what_its_worker_holds_limits_nothing(reported: int | None) -> None:
+async def test_a_card_without_total_blocks_does_not_limit_its_rank(reported: int | None) -> None:
     bench = Bench()
     await bench.join()
     bench.ingest.set_total_blocks(SLOT, reported)
@@ -394,7 +394,7 @@ async def test_a_card_that_does_not_tell_what_its_worker_holds_limits_nothing(re
     bench.ingest.close()
 
 
-async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is_over_its_limit() -> None:
+async def test_a_rank_with_a_too_large_snapshot_is_over_its_limit() -> None:
     bench = Bench()
     bench.ingest.joined(RANK, SLOT, EPOCH)
     bench.ingest.set_total_blocks(SLOT, 16_384)
@@ -409,7 +409,7 @@ async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is
     bench.ingest.close()
 
 
-async def test_what_waits_for_the_index_is_bounded_in_blocks_too() -> None:
+async def test_waiting_batches_are_bounded_in_blocks() -> None:
     waiting = rank_ingest.WaitingBatches()
     large = KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 200_000),))
     n_kept = sum(waiting.add(large) for _ in range(60))
@@ -417,9 +417,7 @@ async def test_what_waits_for_the_index_is_bounded_in_blocks_too() -> None:
 
 
 @pytest.mark.parametrize(("n_ranks", "share"), [(1, 1_000_000), (4, 1_000_000), (16, 250_000)])
-async def test_the_ranks_of_a_worker_have_equal_shares_of_what_is_believed_of_it(
-    n_ranks: int, share: int
-) -> None:
+async def test_ranks_of_a_worker_share_its_block_limit_equally(n_ranks: int, share: int) -> None:
     bench = Bench(rank_blocks_max=1_000_000)
     bench.ingest.joined(RANK, SLOT, EPOCH)
     bench.ingest.set_total_blocks(SLOT, None, n_ranks=n_ranks)

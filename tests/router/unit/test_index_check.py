@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.core.ids import Slot
-from kvrouter.router.engine_reports import (
+from kvrouter.router.index_check import (
     SPAN_S,
     WINDOW_ANSWERS,
     AnswerCounts,
@@ -59,22 +59,22 @@ def test_a_window_of_wrong_predictions_is_reported_once(error: int) -> None:
     assert verdicts[-1] == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
 
 
-def test_half_of_the_answers_are_enough_and_fewer_are_not() -> None:
+def test_a_verdict_needs_half_of_the_answers_wrong() -> None:
     half = WINDOW_ANSWERS // 2
     assert noted([0] * half + [3] * half)[-1] == AnswerCounts(WINDOW_ANSWERS, half, 1.5)
     assert noted([0] * (half + 1) + [3] * (half - 1))[-1] is None
 
 
 @pytest.mark.parametrize("error", [0, 1, -1])
-def test_a_block_more_or_less_is_not_wrong(error: int) -> None:
+def test_a_prediction_off_by_one_block_is_not_wrong(error: int) -> None:
     assert not any(noted([error] * WINDOW_ANSWERS))
 
 
-def test_a_burst_says_nothing() -> None:
+def test_a_burst_of_wrong_predictions_gives_no_verdict() -> None:
     assert not any(noted([-9] * WINDOW_ANSWERS, spread_s=SPAN_S - 0.1))
 
 
-def test_after_a_verdict_a_whole_new_window_is_needed() -> None:
+def test_a_second_verdict_needs_a_whole_new_window() -> None:
     check = IndexCheck(block_size=BLOCK)
     assert noted([4] * WINDOW_ANSWERS, check=check)[-1] is not None
     verdicts = noted([4] * WINDOW_ANSWERS, check=check, begun_s=2 * SPAN_S)
@@ -82,7 +82,7 @@ def test_after_a_verdict_a_whole_new_window_is_needed() -> None:
     assert verdicts[-1] is not None
 
 
-def test_the_block_of_the_last_token_is_never_expected() -> None:
+def test_the_block_of_the_last_token_is_not_predicted_as_cached() -> None:
     check = IndexCheck(block_size=BLOCK)
     for number in range(WINDOW_ANSWERS):
         verdict = check.note(
@@ -96,7 +96,7 @@ def test_the_block_of_the_last_token_is_never_expected() -> None:
         assert verdict == Compared(Prediction.RIGHT, None)
 
 
-def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
+def test_answers_without_a_prediction_do_not_hide_wrong_predictions() -> None:
     check = IndexCheck(block_size=BLOCK)
     verdicts = []
     for number in range(2 * WINDOW_ANSWERS):
@@ -115,13 +115,13 @@ def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
     assert any(each is not None and each.wrong for each in verdicts)
 
 
-def test_each_answer_is_reported_apart() -> None:
+def test_each_answer_has_its_own_prediction_result() -> None:
     said = [each.prediction for each in compared([0, 1, -1, 2, -2])]
     right = Prediction.RIGHT
     assert said == [right, right, right, Prediction.TOO_MANY, Prediction.TOO_FEW]
 
 
-def test_the_last_answers_are_shown_also_after_a_verdict_until_the_rank_is_gone() -> None:
+def test_the_last_answers_are_kept_after_a_verdict_until_the_slot_is_freed() -> None:
     check = IndexCheck(block_size=BLOCK)
     assert check.last_answers(SLOT) is None
     compared([0, 0, 0, -4], check=check)
@@ -134,7 +134,7 @@ def test_the_last_answers_are_shown_also_after_a_verdict_until_the_rank_is_gone(
     assert check.last_answers(SLOT) is None
 
 
-def test_an_engine_that_made_another_prompt_of_the_call_says_nothing_of_the_index() -> None:
+def test_answers_with_another_prompt_length_are_not_compared() -> None:
     check = IndexCheck(block_size=BLOCK)
     for number in range(2 * WINDOW_ANSWERS):
         said = check.note(

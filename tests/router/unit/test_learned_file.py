@@ -21,7 +21,7 @@ from kvrouter.telemetry import Event
 from tests.testing.calls import MakeFail
 from tests.testing.log_events import events_of
 from tests.testing.router_harness import MODEL, RouterHarness, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 LINK = LinkName((("zone", "a"),), "b")
@@ -38,7 +38,7 @@ def news(n: int = 8, *, slowness: float = 10.0, table: str | None = None) -> Lin
 async def a_bench(path: Path | None) -> tuple[RouterHarness, KvRouterConfig]:
     kept = None if path is None else str(path)
     config = KvRouterConfig(router_cost="time", router_learned_file=kept)
-    harness = RouterHarness(ScriptedPlane(None), config)
+    harness = RouterHarness(ScriptedTransport(None), config)
     await harness.start()
     return harness, config
 
@@ -51,7 +51,7 @@ def slowness(service: RouterService) -> list[float]:
     return [reading.slowness for reading in transfers.learned.readings()]
 
 
-async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_the_longer_it_took(
+async def test_learned_links_survive_a_restart_and_fade_with_its_duration(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "learned.json"
@@ -72,7 +72,7 @@ async def test_what_was_learned_is_there_again_after_a_restart_and_counts_less_t
         path.write_bytes(kept)  # as it was at the first end, for the next
 
 
-async def test_models_that_did_not_come_meanwhile_are_kept_too_and_grow_older(tmp_path: Path) -> None:
+async def test_learned_links_of_absent_models_are_kept_with_a_higher_age(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
@@ -85,7 +85,7 @@ async def test_models_that_did_not_come_meanwhile_are_kept_too_and_grow_older(tm
     assert ages == pytest.approx([each.age_s + 50.0 for each in news().seen], abs=5.0)
 
 
-async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_file_longer(
+async def test_present_models_recall_links_and_restarts_do_not_grow_the_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "learned.json"
@@ -100,7 +100,7 @@ async def test_models_that_are_there_already_learn_it_and_no_restart_makes_the_f
         assert sum(len(each[4]) for each in links) == 64
 
 
-async def test_a_card_that_is_refused_uses_up_nothing(tmp_path: Path) -> None:
+async def test_a_refused_card_does_not_use_up_the_learned_links(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
@@ -112,7 +112,7 @@ async def test_a_card_that_is_refused_uses_up_nothing(tmp_path: Path) -> None:
     harness.service.stop()
 
 
-async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tmp_path: Path) -> None:
+async def test_old_learned_links_of_absent_models_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
@@ -122,7 +122,7 @@ async def test_what_was_seen_long_ago_is_not_kept_for_workers_that_never_come(tm
     assert msgspec.json.decode(path.read_bytes())["links"] == []
 
 
-async def test_it_is_written_while_the_router_runs(tmp_path: Path) -> None:
+async def test_the_learned_file_is_written_while_the_router_runs(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     harness, config = await a_bench(path)
     async with keeping_learned_links(config, harness.service, save_s=0.01):
@@ -134,7 +134,7 @@ async def test_it_is_written_while_the_router_runs(tmp_path: Path) -> None:
     "content",
     [b"", b"{", b"[]", b'{"version": 2, "saved_at_s": 1, "links": []}', b'{"version":1}', b"\xff"],
 )
-async def test_a_file_that_is_none_is_said_and_the_router_begins_without(
+async def test_an_invalid_learned_file_is_reported_and_ignored(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter.router")
@@ -149,7 +149,7 @@ async def test_a_file_that_is_none_is_said_and_the_router_begins_without(
     assert str(path) in caplog.text
 
 
-async def test_what_was_measured_by_other_figures_is_left_out(tmp_path: Path) -> None:
+async def test_learned_links_of_another_link_table_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     other = structs.replace(news(), table="another")
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (other,)}))
@@ -160,7 +160,7 @@ async def test_what_was_measured_by_other_figures_is_left_out(tmp_path: Path) ->
     harness.service.stop()
 
 
-async def test_a_place_that_takes_no_file_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_an_unwritable_learned_file_path_is_refused_at_the_start(tmp_path: Path) -> None:
     harness, config = await a_bench(tmp_path / "nowhere" / "learned.json")
     with pytest.raises(ConfigError, match="router_learned_file") as refused:
         async with keeping_learned_links(config, harness.service):
@@ -169,7 +169,7 @@ async def test_a_place_that_takes_no_file_is_refused_at_the_start(tmp_path: Path
     harness.service.stop()
 
 
-async def test_a_full_disk_is_said_once_and_what_was_kept_before_stays(
+async def test_a_full_disk_is_reported_once_and_keeps_the_old_file(
     tmp_path: Path, make_fail: MakeFail, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter.router")

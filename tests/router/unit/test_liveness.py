@@ -24,7 +24,7 @@ class _Elsewhere:
         pass
 
 
-async def test_a_worker_of_another_request_plane_is_reported_of_and_not_alive() -> None:
+async def test_a_worker_with_an_unusable_address_is_reported_and_not_alive() -> None:
     reported: list[tuple[WorkerCard, bool]] = []
     liveness = Liveness(
         _Elsewhere(),

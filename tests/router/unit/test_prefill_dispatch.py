@@ -27,7 +27,7 @@ from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 R1 = RequestId("r1")
@@ -42,7 +42,7 @@ def ends(stream: ScriptedStream) -> None:
 @dataclass
 class Place:
     harness: RouterHarness
-    plane: ScriptedPlane
+    plane: ScriptedTransport
     bookings: Bookings
     prefills: PrefillDispatch
 
@@ -72,7 +72,7 @@ async def place(
     limit_s: float = 60.0,
     config: KvRouterConfig | None = None,
 ) -> AsyncIterator[Place]:
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = RouterHarness(plane, config, prefill_alone=True)
     await harness.start(*cards)
     bookings = Bookings()
@@ -95,7 +95,7 @@ def prefill_card(worker_id: int, *, bootstrap: bool = False, dp_size: int = 1) -
     return card(worker_id, Role.PREFILL, bootstrap=bootstrap, dp_size=dp_size)
 
 
-async def test_a_synchronous_prefill_is_answered_when_its_kv_waits() -> None:
+async def test_a_synchronous_prefill_is_answered_when_its_leg_ends() -> None:
     async with place(prefill_card(1)) as here:
         running = asyncio.ensure_future(here.prefill())
         stream = await here.plane.wait_for(Leg.PREFILL)
@@ -110,7 +110,7 @@ async def test_a_synchronous_prefill_is_answered_when_its_kv_waits() -> None:
         assert stream.cancelled_for is None, "its KV waits for decode"
 
 
-async def test_a_bootstrap_prefill_is_answered_at_once_and_runs_on() -> None:
+async def test_a_bootstrap_prefill_is_answered_at_once_while_its_leg_runs() -> None:
     async with place(prefill_card(1, bootstrap=True, dp_size=4)) as here:
         done = await here.prefill()
         (stream,) = here.plane.opened
@@ -128,7 +128,7 @@ async def test_a_bootstrap_prefill_is_answered_at_once_and_runs_on() -> None:
         await here.prefill()
 
 
-async def test_a_worker_that_fails_costs_another_try_elsewhere() -> None:
+async def test_a_failed_prefill_is_tried_on_another_worker() -> None:
     dead: list[str] = []
 
     def script(stream: ScriptedStream) -> None:
@@ -148,7 +148,7 @@ async def test_a_worker_that_fails_costs_another_try_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "refuses", "tells nothing", "fails"])
-async def test_after_the_last_try_it_is_one_clear_error(how: str) -> None:
+async def test_a_prefill_failing_every_try_raises_worker_failed(how: str) -> None:
     def script(stream: ScriptedStream) -> None:
         match how:
             case "dies":
@@ -167,14 +167,14 @@ async def test_after_the_last_try_it_is_one_clear_error(how: str) -> None:
         assert here.is_clean
 
 
-async def test_when_nobody_is_left_the_loss_is_reported() -> None:
+async def test_a_prefill_failing_on_the_only_worker_reports_the_failure() -> None:
     async with place(prefill_card(1), script=ScriptedStream.die) as here:
         with pytest.raises(NoEligibleWorker, match=r"worker 1 failed .*; after that, no prefill worker"):
             await here.prefill()
         assert here.is_clean
 
 
-async def test_what_every_worker_would_refuse_is_tried_once() -> None:
+async def test_an_invalid_prefill_request_is_tried_once() -> None:
     async with place(
         prefill_card(1),
         prefill_card(2),
@@ -186,7 +186,7 @@ async def test_what_every_worker_would_refuse_is_tried_once() -> None:
         assert here.is_clean
 
 
-async def test_a_caller_that_leaves_takes_its_prefill_back() -> None:
+async def test_a_cancelled_caller_cancels_its_prefill_leg() -> None:
     async with place(prefill_card(1)) as here:
         running = asyncio.ensure_future(here.prefill())
         stream = await here.plane.wait_for(Leg.PREFILL)
@@ -198,7 +198,7 @@ async def test_a_caller_that_leaves_takes_its_prefill_back() -> None:
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-async def test_a_prefill_has_its_time(bootstrap: bool) -> None:
+async def test_a_prefill_past_its_time_limit_is_cancelled(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.05) as here:
         if bootstrap:
             await here.prefill()
@@ -209,7 +209,7 @@ async def test_a_prefill_has_its_time(bootstrap: bool) -> None:
         assert here.plane.opened[0].cancelled_for is not None
 
 
-async def test_kv_that_nobody_will_fetch_is_let_go() -> None:
+async def test_discarding_a_finished_prefill_cancels_its_leg() -> None:
     async with place(prefill_card(1), script=ends) as here:
         await here.prefill()
         here.prefills.discard(R1)
@@ -218,7 +218,9 @@ async def test_kv_that_nobody_will_fetch_is_let_go() -> None:
             here.prefills.discard(R1)
 
 
-async def test_a_leg_that_runs_on_is_let_go_in_its_middle(caplog: pytest.LogCaptureFixture) -> None:
+async def test_discarding_a_running_prefill_cancels_it_without_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with place(prefill_card(1, bootstrap=True)) as here:
         await here.prefill()
         here.prefills.discard(R1)
@@ -231,7 +233,7 @@ async def test_a_leg_that_runs_on_is_let_go_in_its_middle(caplog: pytest.LogCapt
         assert "request_failed" in caplog.text
 
 
-async def test_only_so_many_run_and_so_many_are_remembered() -> None:
+async def test_running_and_remembered_prefills_are_limited() -> None:
     async with place(prefill_card(1, bootstrap=True), prefills_max=2) as here:
         for request_id in ("r1", "r2"):
             await here.prefill(request_id)
@@ -249,7 +251,7 @@ async def test_only_so_many_run_and_so_many_are_remembered() -> None:
         here.prefills.discard(RequestId("r3"))
 
 
-async def test_closing_cancels_what_runs_on() -> None:
+async def test_closing_cancels_running_prefills_and_refuses_new_prefills() -> None:
     async with place(prefill_card(1, bootstrap=True)) as here:
         await here.prefill()
         assert await here.prefills.wait_idle(0.0) == 1
@@ -260,7 +262,7 @@ async def test_closing_cancels_what_runs_on() -> None:
             await here.prefill()
 
 
-async def test_a_mistake_of_ours_in_a_leg_that_runs_on_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_in_a_bootstrap_leg_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with place(prefill_card(1, bootstrap=True)) as here:
         await here.prefill()
         here.plane.opened[0].feed(ZeroDivisionError("a mistake"))
@@ -268,7 +270,7 @@ async def test_a_mistake_of_ours_in_a_leg_that_runs_on_is_reported(caplog: pytes
         await until(lambda: "internal_error" in caplog.text)
 
 
-async def test_kv_that_may_go_nowhere_is_not_made() -> None:
+async def test_a_required_domain_without_a_value_refuses_the_prefill() -> None:
     lost = card(1, Role.PREFILL, enforcement=Enforcement.REQUIRED)
     async with place(lost, script=ends) as here:
         with pytest.raises(NoEligibleWorker) as refused:
@@ -286,7 +288,7 @@ async def fails_at(here: Place, worker_id: int, request_id: str, error: type[Exc
         await here.prefills.prefill(here.harness.model, request)
 
 
-async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> None:
+async def test_a_repeatedly_failing_prefill_worker_has_an_open_circuit() -> None:
     def script(stream: ScriptedStream) -> None:
         (ScriptedStream.die if stream.address == address_of(1) else ends)(stream)
 
@@ -302,7 +304,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: bool) -> None:
+async def test_a_silent_prefill_worker_has_an_open_circuit(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.2) as here:
         state_of = here.harness.circuit_state
         for number in range(3):
@@ -316,7 +318,7 @@ async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: 
         assert here.is_clean
 
 
-async def test_whoever_gets_a_leg_late_is_not_silent_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_tried_late_is_not_silent_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def script(stream: ScriptedStream) -> None:
         if stream is here.plane.opened[0]:
             asyncio.get_running_loop().call_later(0.3, stream.die)
@@ -330,7 +332,7 @@ async def test_whoever_gets_a_leg_late_is_not_silent_when_time_is_up(monkeypatch
         assert here.is_clean
 
 
-async def test_who_lost_a_leg_is_not_silent_too_while_that_waits_for_another(
+async def test_a_worker_that_lost_a_leg_is_not_silent_while_the_retry_queues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = KvRouterConfig(admission_queue_max=8, admission_wait_s=60.0, active_prefill_tokens_threshold=100)

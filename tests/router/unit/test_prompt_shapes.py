@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from kvrouter.core.ids import DpRank, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import CallRoute
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.router.engine_reports import WINDOW_ANSWERS, EngineInstrumentation, EngineReports, IndexCheck
+from kvrouter.router.engine_instrumentation import EngineInstrumentation
+from kvrouter.router.engine_reports import EngineReports
+from kvrouter.router.index_check import WINDOW_ANSWERS, IndexCheck
 from kvrouter.router.prompt_shapes import (
     ANSWERS_MIN,
     OTHER_SHAPES,
@@ -51,7 +53,7 @@ def blind(shapes: PromptShapes) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [{"predicted": 0}, {"predicted": 8}, {"predicted": 10, "other": True}])
-def test_a_shape_that_is_missed_again_and_again_is_blind_and_turns_so_once(how: dict[str, Any]) -> None:
+def test_a_repeatedly_missed_shape_turns_blind_once(how: dict[str, Any]) -> None:
     shapes = PromptShapes(block_size=BLOCK)
     said = [noted(shapes, now_s, **how) for now_s in range(ANSWERS_MIN + 3)]
     turned = [each is not None and each.turned_blind is not None for each in said]
@@ -62,7 +64,7 @@ def test_a_shape_that_is_missed_again_and_again_is_blind_and_turns_so_once(how: 
     assert blind(shapes) == []
 
 
-def test_other_shapes_stay_as_they_are() -> None:
+def test_a_blind_shape_does_not_change_other_shapes() -> None:
     shapes = PromptShapes(block_size=BLOCK)
     for now_s in range(20):
         noted(shapes, now_s, shape="missed")
@@ -71,21 +73,21 @@ def test_other_shapes_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("predicted", "cached"), [(0, 0), (0, 1), (9, 10), (11, 10), (30, 10)], ids=str)
-def test_what_says_nothing_of_the_prompt_blinds_nothing(predicted: int, cached: int) -> None:
+def test_answers_without_a_clear_miss_blind_no_shape(predicted: int, cached: int) -> None:
     shapes = PromptShapes(block_size=BLOCK)
     for now_s in range(40):
         noted(shapes, now_s, predicted=predicted, cached=cached)
     assert blind(shapes) == []
 
 
-def test_a_burst_of_one_new_prompt_blinds_nothing() -> None:
+def test_a_burst_of_misses_blinds_no_shape() -> None:
     shapes = PromptShapes(block_size=BLOCK)
     for number in range(16):
         noted(shapes, number * SPAN_S / 17)
     assert blind(shapes) == []
 
 
-def test_no_more_shapes_are_kept_than_are_told_apart() -> None:
+def test_kept_shapes_are_limited() -> None:
     shapes = PromptShapes(block_size=BLOCK)
     for number in range(10 * SHAPES_MAX):
         noted(shapes, number, shape=f"s{number}")
@@ -94,7 +96,7 @@ def test_no_more_shapes_are_kept_than_are_told_apart() -> None:
     assert OTHER_SHAPES in found
 
 
-def test_of_a_blind_shape_a_rank_is_asked_once_for_all_that_it_holds() -> None:
+def test_a_blind_shape_gives_one_wrong_verdict_until_a_right_window() -> None:
     check = IndexCheck(block_size=BLOCK)
 
     def asked(n_answers: int, *, predicted: int, is_blind: bool) -> int:
@@ -157,7 +159,7 @@ SHAPES_BY_NAME = {shape.name: shape for shape in SHAPES}
         ("messages-tool", "messages user tools"),
     ],
 )
-def test_a_shape_is_the_route_the_roles_and_whether_there_are_tools(name: str, expected: str) -> None:
+def test_a_shape_consists_of_route_roles_and_tools(name: str, expected: str) -> None:
     shape = SHAPES_BY_NAME[name]
     assert shape_of(PromptFields(route=shape.route, **shape.body)) == expected
 
@@ -172,7 +174,7 @@ JSON = st.recursive(
 
 
 @given(messages=JSON, instructions=JSON, tools=JSON)
-def test_whatever_a_client_writes_there_are_few_shapes(messages: Any, instructions: Any, tools: Any) -> None:
+def test_any_client_input_maps_to_a_few_shapes(messages: Any, instructions: Any, tools: Any) -> None:
     fields = PromptFields(route=CallRoute.CHAT, messages=messages, instructions=instructions, tools=tools)
     words = shape_of(fields).split()
     assert words[0] == "chat"

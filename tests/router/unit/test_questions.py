@@ -8,7 +8,7 @@ import pytest
 from kvrouter import KvRouter, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
-from kvrouter.fleetfile.decision import routing_settings
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import NoCacheView
@@ -69,7 +69,7 @@ async def booked(router: ModelRouter, n: int) -> list[int]:
     return went
 
 
-def test_at_temperature_1_questions_are_drawn_by_their_costs() -> None:
+def test_questions_at_temperature_1_are_drawn_by_cost() -> None:
     router = room(KvRouterConfig(router_temperature=1.0))
     load(router, 1)
     share = 1 / (1 + exp(1.0))
@@ -77,7 +77,7 @@ def test_at_temperature_1_questions_are_drawn_by_their_costs() -> None:
     assert abs(dear - share * N) < 4 * (share * (1 - share) * N) ** 0.5
 
 
-def test_questions_take_workers_in_turn_and_by_chance() -> None:
+def test_questions_follow_round_robin_and_random_modes() -> None:
     in_turn = asked(room(KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN), workers=4))
     assert in_turn == [1, 2, 3, 4] * (N // 4)
     by_chance = Counter(asked(room(KvRouterConfig(router_mode=RouterMode.RANDOM), workers=4)))
@@ -86,7 +86,7 @@ def test_questions_take_workers_in_turn_and_by_chance() -> None:
 
 
 @pytest.mark.parametrize("mode", RouterMode)
-async def test_questions_change_no_booking_and_a_seed_gives_the_same_ones(mode: RouterMode) -> None:
+async def test_questions_and_bookings_do_not_change_each_other(mode: RouterMode) -> None:
     config = KvRouterConfig(router_mode=mode, router_temperature=1.0)
     plain, asked_between, again = (room(config, workers=5) for _ in range(3))
     expected = await booked(plain, 50)
@@ -97,7 +97,7 @@ async def test_questions_change_no_booking_and_a_seed_gives_the_same_ones(mode: 
     assert asked(again, 33) == reported, "nor does a booking change a question"
 
 
-async def test_best_worker_without_an_id_names_every_worker() -> None:
+async def test_best_worker_without_a_request_id_spreads_over_all_workers() -> None:
     config = KvRouterConfig(router_temperature=1.0)
     async with (
         program(uniform_fleet(replicas=3)) as here,

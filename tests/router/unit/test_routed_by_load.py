@@ -54,7 +54,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [vars(line)["kvrouter_fields"]["reason"] for line in lines]
 
 
-async def test_a_model_without_a_tokenizer_is_served_on_every_route_and_says_so_once(
+async def test_a_model_without_a_tokenizer_is_served_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scripted_engine() as engine, up(before(engine)) as here:
@@ -79,7 +79,7 @@ async def test_a_model_without_a_tokenizer_is_served_on_every_route_and_says_so_
     assert reasons(caplog) == ["tiny-model is no folder here"]
 
 
-async def test_it_is_routed_by_a_length_that_its_bytes_give_and_by_no_overlap() -> None:
+async def test_a_prompt_without_a_tokenizer_has_an_estimated_length_and_no_overlap() -> None:
     async with scripted_engine() as engine, up(before(engine)) as here:
         for _ in range(2):
             engine.answers.append(WHOLE)
@@ -94,7 +94,7 @@ async def test_it_is_routed_by_a_length_that_its_bytes_give_and_by_no_overlap() 
         assert (await here.http.post("/v1/route/explain", json=ids)).json()["isl_tokens"] == 3
 
 
-async def test_a_pair_serves_it_too() -> None:
+async def test_a_pair_serves_a_model_without_a_tokenizer() -> None:
     kept = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_engine_id": "e"}
     prefilled = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": kept}
     async with scripted_engine() as prefill, scripted_engine() as decode:
@@ -120,7 +120,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("what", sorted(UNREADABLE))
-async def test_what_is_no_tokenizer_to_us_is_no_condition(what: str, tmp_path: Path) -> None:
+async def test_a_model_with_an_unreadable_tokenizer_is_routed_by_load(what: str, tmp_path: Path) -> None:
     for name, content in UNREADABLE[what].items():
         (tmp_path / name).write_text(content)
     async with scripted_engine() as engine:
@@ -138,7 +138,9 @@ VLLM_ROOT = "tiny-model"
 assert f'"{VLLM_ROOT}"' in page(VLLM_PAGES["/v1/models"]).decode()
 
 
-async def test_another_format_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_model_file_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
     async with scripted_engine() as engine, up(before(engine, tokenizer=tmp_path)) as here:
@@ -152,7 +154,7 @@ async def test_another_format_says_what_to_install(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("of", sorted(FORMATS))
-async def test_another_format_is_routed_by_cache(of: str, tmp_path: Path) -> None:
+async def test_other_tokenizer_formats_are_routed_by_cache(of: str, tmp_path: Path) -> None:
     written = FORMATS[of](tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     prompt = "the router's naïve user 🙂 " * 9
@@ -167,7 +169,7 @@ async def test_another_format_is_routed_by_cache(of: str, tmp_path: Path) -> Non
         assert explained["isl_tokens"] == len([*written.begin, *written.reference(prompt)])
 
 
-async def test_the_mock_tokenizer_before_a_real_engine_is_not_believed() -> None:
+async def test_the_mock_tokenizer_with_a_real_engine_is_routed_by_load() -> None:
     async with scripted_engine() as engine, up(before(engine, tokenizer="mock")) as here:
         engine.answers.append(WHOLE)
         assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
@@ -181,7 +183,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("what", sorted(TEMPLATES))
-async def test_a_template_that_fails_is_no_condition_either(what: str, tmp_path: Path) -> None:
+async def test_a_model_with_an_unusable_chat_template_is_routed_by_load(what: str, tmp_path: Path) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATES[what])
     async with scripted_engine() as engine, up(before(engine, tokenizer=folder)) as here:
@@ -211,7 +213,7 @@ async def unrendered(here: Up) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("what", sorted(FAULTS))
-async def test_a_template_that_fails_as_it_renders_says_so(
+async def test_a_chat_template_failing_to_render_is_counted_and_logged_once(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, reason, said = FAULTS[what]
@@ -234,7 +236,7 @@ async def test_a_template_that_fails_as_it_renders_says_so(
     assert [event_of(line) for line in caplog.records].count("chat_template_failed") == 1
 
 
-async def test_a_template_that_always_fails_says_so_at_the_start(
+async def test_an_always_failing_chat_template_is_logged_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
@@ -246,7 +248,7 @@ async def test_a_template_that_always_fails_says_so_at_the_start(
         assert [event_of(line) for line in caplog.records].count("chat_template_failed") == 1
 
 
-async def test_what_a_template_refuses_is_the_engines_to_judge(
+async def test_a_chat_refused_by_its_template_goes_to_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
@@ -266,7 +268,7 @@ async def test_what_a_template_refuses_is_the_engines_to_judge(
     assert "chat_template_failed" not in caplog.text
 
 
-async def test_a_chat_that_fails_among_others_that_do_not(
+async def test_a_failing_chat_among_others_keeps_routing_by_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
@@ -283,7 +285,7 @@ async def test_a_chat_that_fails_among_others_that_do_not(
         assert counted["chats"] == 1
 
 
-async def test_a_chat_of_a_model_without_a_template_says_so_once(
+async def test_chats_without_a_template_are_counted_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
@@ -297,7 +299,7 @@ async def test_a_chat_of_a_model_without_a_template_says_so_once(
     assert [event_of(line) for line in caplog.records].count("chat_template_failed") == 1
 
 
-async def test_it_is_served_while_the_tokenizer_is_loaded_and_by_cache_from_then_on(
+async def test_a_model_is_routed_by_load_until_its_tokenizer_is_loaded(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -323,7 +325,7 @@ ODD = {"absent": None, "ill": ("no", 500), "no JSON": ("<html>", 200), "of anoth
 
 @pytest.mark.parametrize("odd", sorted(ODD))
 @pytest.mark.parametrize("kind", sorted(KINDS))
-async def test_an_engine_of_which_nothing_but_its_model_can_be_read_serves(
+async def test_an_engine_with_only_a_readable_model_name_serves(
     kind: str, odd: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scripted_engine(KINDS[kind]) as engine:

@@ -9,21 +9,21 @@ from kvrouter.app.followed_links import following_links
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
-from kvrouter.fleetfile.decision import routing_settings
 from kvrouter.fleetfile.link_table import link_warnings, read_links
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
 from tests.testing.log_events import event_of
 from tests.testing.router_harness import RouterHarness, card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 TEXT = '{"within": {"zone": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1e9, "price_per_gb": 0.5}}}'
 SLOW = "within: {zone: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e8}}\n"
 
 
-def test_the_setting_holds_a_table_or_names_a_file_of_one(tmp_path: Path) -> None:
+def test_router_links_holds_a_link_table_or_names_its_file(tmp_path: Path) -> None:
     file = tmp_path / "links.yaml"
     file.write_text(SLOW)
     assert read_links(TEXT).by_level == {"zone": Link(0.001, 1e9, 0.5)}
@@ -41,7 +41,7 @@ def test_the_setting_holds_a_table_or_names_a_file_of_one(tmp_path: Path) -> Non
         ("/nowhere/links.yaml", "router_links: /nowhere/links.yaml: cannot be read"),
     ],
 )
-def test_a_mistake_names_the_setting_and_the_field(text: str, said: str) -> None:
+def test_an_invalid_router_links_setting_is_refused_by_name(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         routing_settings(KvRouterConfig(router_links=text), None)
     assert said in refused.value.message
@@ -49,7 +49,7 @@ def test_a_mistake_names_the_setting_and_the_field(text: str, said: str) -> None
     assert refused.value.param == "router_links"
 
 
-def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_with_assumed_links() -> None:
+def test_router_links_override_fleet_file_links_and_default_to_assumed() -> None:
     of_file = LinkTable(otherwise=Link(1.0, 1.0))
     given = routing_settings(KvRouterConfig(router_links=TEXT, kv_transfer_weight=1.0), of_file)
     assert given.links is not None
@@ -62,7 +62,7 @@ def test_the_setting_wins_over_the_fleet_file_and_time_without_either_begins_wit
     assert assumed.has_same_links(LinkTable())
 
 
-def test_a_weight_without_links_is_warned_of() -> None:
+def test_a_transfer_weight_without_links_is_warned_of() -> None:
     weighed = KvRouterConfig(kv_transfer_weight=1.0)
     assert link_warnings(weighed, None) == [
         "router.kv_transfer_weight has no effect without links: give router.router_links",
@@ -75,7 +75,7 @@ def test_a_weight_without_links_is_warned_of() -> None:
 UNLIKE = LinkTable(by_level={"zone": Link(0.001, 1e9)}, otherwise=Link(0.002, 1e8))
 
 
-def test_blocks_over_unlike_links_without_a_policy_or_a_weight_is_warned_of() -> None:
+def test_blocks_cost_over_unlike_links_is_warned_of() -> None:
     blocks = KvRouterConfig(router_cost="blocks")
     (warning,) = link_warnings(blocks, UNLIKE)
     assert warning.startswith("router.router_cost 'blocks' does not see that links differ")
@@ -88,14 +88,14 @@ def test_blocks_over_unlike_links_without_a_policy_or_a_weight_is_warned_of() ->
     assert link_warnings(blocks, alike) == []
 
 
-async def test_a_changed_file_counts_from_then_on_also_for_models_that_come_later(
+async def test_a_changed_links_file_applies_to_present_and_later_models(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter.router")
     file = tmp_path / "links.yaml"
     file.write_text(TEXT)
     config = KvRouterConfig(router_links=str(file), router_cost="time")
-    harness = RouterHarness(ScriptedPlane(None), config)
+    harness = RouterHarness(ScriptedTransport(None), config)
     await harness.start(card(1))
 
     def within_zone() -> Link | None:

@@ -5,11 +5,11 @@ import pytest
 from kvrouter.router.rank_ingest import CLOCK_WINDOW_S, SenderClock
 
 
-def test_nothing_is_known_before_the_first_message() -> None:
+def test_the_clock_offset_is_unknown_before_the_first_message() -> None:
     assert SenderClock().ahead_s is None
 
 
-def test_messages_that_were_long_on_their_way_do_not_count() -> None:
+def test_delayed_messages_do_not_change_the_clock_offset() -> None:
     clock = SenderClock()
     for at_s, ahead_s in ((0.0, -9.0), (1.0, -0.01), (2.0, -30.0)):
         clock.note(ahead_s, now_s=at_s)
@@ -17,7 +17,7 @@ def test_messages_that_were_long_on_their_way_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("before_s", "after_s"), [(60.0, 0.0), (0.0, -60.0)])
-def test_a_clock_that_is_set_is_known_again_after_two_windows(before_s: float, after_s: float) -> None:
+def test_a_changed_worker_clock_is_known_after_two_windows(before_s: float, after_s: float) -> None:
     clock = SenderClock()
     clock.note(before_s, now_s=0.0)
     clock.note(after_s, now_s=CLOCK_WINDOW_S)

@@ -39,7 +39,7 @@ def test_every_attempt_of_a_request_is_kept_in_order() -> None:
     assert attempts(log, MODEL) is None
 
 
-def test_the_oldest_request_is_forgotten_first() -> None:
+def test_a_full_decision_log_drops_the_oldest_request() -> None:
     log = DecisionLog(requests_max=2)
     for at_s, request_id in enumerate("abac"):
         log.record(decision(request_id), decided_at_s=float(at_s))
@@ -48,7 +48,7 @@ def test_the_oldest_request_is_forgotten_first() -> None:
     assert attempts(log, "c") == [(3.0, 0)]
 
 
-def test_one_request_keeps_its_last_attempts() -> None:
+def test_a_request_keeps_only_its_last_attempts() -> None:
     log = DecisionLog(requests_max=1)
     for attempt in range(ATTEMPTS_MAX + 3):
         log.record(decision("a", attempt), decided_at_s=0.0)
@@ -57,13 +57,13 @@ def test_one_request_keeps_its_last_attempts() -> None:
     assert [attempt for _, attempt in kept] == list(range(3, ATTEMPTS_MAX + 3))
 
 
-def test_none_are_kept_when_none_are_wanted() -> None:
+def test_a_decision_log_of_size_zero_keeps_no_decision() -> None:
     log = DecisionLog(requests_max=0)
     log.record(decision("a"), decided_at_s=0.0)
     assert attempts(log, "a") is None
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_reading_the_decision_log_gives_a_copy() -> None:
     log = DecisionLog(requests_max=1)
     log.record(decision("a"), decided_at_s=0.0)
     kept = log.get(RequestId("a"))

@@ -10,7 +10,8 @@ from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
-from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import EventIngest
 from kvrouter.router.index_snapshots import IndexSnapshots
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
@@ -92,7 +93,7 @@ class Bench:
         return KvBatch(rank, Epoch(5), EventId(first), (Stored(None, pack_hashes([13]), pack_hashes([13])),))
 
 
-async def test_every_live_rank_is_stored_as_it_is() -> None:
+async def test_every_live_rank_is_stored_at_its_current_event_id() -> None:
     bench = await Bench().live()
     bench.ingest.on_batch(bench.batch(RANKS[1], 2))
     assert await bench.snapshots.check() == 1
@@ -106,7 +107,7 @@ async def test_every_live_rank_is_stored_as_it_is() -> None:
     assert [sum(held.n_blocks for held in snapshot.events) for snapshot in taking.added] == [2, 3, 2]
 
 
-async def test_ranks_that_are_not_known_for_sure_are_left_out() -> None:
+async def test_ranks_with_a_gap_or_not_covered_are_not_stored() -> None:
     bench = await Bench().live()
     bench.ingest.on_batch(bench.batch(RANKS[0], 7))  # a gap
     bench.store.uncovered.add(RANKS[2])
@@ -116,7 +117,7 @@ async def test_ranks_that_are_not_known_for_sure_are_left_out() -> None:
     bench.ingest.close()
 
 
-async def test_a_rank_that_goes_or_changes_while_others_are_stored_is_stored_as_it_is_then() -> None:
+async def test_ranks_changing_during_a_snapshot_are_stored_as_changed() -> None:
     bench = await Bench().live()
 
     def meanwhile() -> None:
@@ -133,7 +134,7 @@ async def test_a_rank_that_goes_or_changes_while_others_are_stored_is_stored_as_
     ]
 
 
-async def test_a_slot_that_another_rank_has_meanwhile_is_not_stored_under_the_old_name() -> None:
+async def test_a_slot_reused_during_a_snapshot_is_not_stored_as_its_old_rank() -> None:
     bench = await Bench().live()
     other = WorkerRank(WorkerId(9), DpRank(0))
 
@@ -149,13 +150,13 @@ async def test_a_slot_that_another_rank_has_meanwhile_is_not_stored_under_the_ol
     bench.ingest.close()
 
 
-async def test_an_empty_index_stores_nothing_and_frees_the_place() -> None:
+async def test_an_empty_index_abandons_its_snapshot() -> None:
     bench = Bench()
     assert await bench.snapshots.check() == 0
     assert [taking.end for taking in bench.store.taken] == ["abandoned"]
 
 
-async def test_a_snapshot_that_fails_is_abandoned_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_snapshot_is_abandoned_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = await Bench().live()
     bench.store.fails = True
     assert await bench.snapshots.check() == 0
@@ -163,14 +164,14 @@ async def test_a_snapshot_that_fails_is_abandoned_and_reported(caplog: pytest.Lo
     assert "index_not_stored" in caplog.text
 
 
-async def test_another_replica_at_it_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_snapshot_held_by_another_replica_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
     bench = await Bench().live()
     bench.store.is_held = True
     assert await bench.snapshots.check() == 0
     assert "index_not_stored" not in caplog.text
 
 
-async def test_it_looks_again_and_again_until_it_is_stopped() -> None:
+async def test_snapshots_are_checked_repeatedly_until_stopped() -> None:
     bench = await Bench().live()
     snapshots = IndexSnapshots(bench.store, lambda: [], messages_max=1, check_s=0.001)
     snapshots.start()
@@ -180,7 +181,7 @@ async def test_it_looks_again_and_again_until_it_is_stopped() -> None:
     await snapshots.stop()
 
 
-async def test_a_store_that_can_not_be_reached_is_asked_again() -> None:
+async def test_an_unreachable_snapshot_store_is_asked_again() -> None:
     bench = await Bench().live()
     trouble: list[KvrouterError] = [SnapshotFailed("no way")]
     overdue = bench.store.overdue

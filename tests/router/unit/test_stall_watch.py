@@ -10,7 +10,7 @@ from tests.testing.waits import until
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
 
 
-async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:
+async def test_a_blocked_event_loop_does_not_count_as_worker_silence() -> None:
     reported: list[TooLong] = []
     watch = StallWatch(PATIENCE, lambda kind, _: reported.append(kind))
     watch.enter(Phase.STREAMING)
@@ -26,7 +26,7 @@ async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:
     watch.stop()
 
 
-async def test_behind_a_comment_the_clients_time_is_no_workers_silence() -> None:
+async def test_the_clients_read_time_does_not_count_as_worker_silence() -> None:
     reported: list[float] = []
     limit_s = 0.8
     watch = StallWatch(

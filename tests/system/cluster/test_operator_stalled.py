@@ -11,10 +11,23 @@ from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import graph, install_crds, operator, reasons
 from tests.system.cluster.pods import BY_HAND
 from tests.system.cluster.refusals import MISTAKES, with_main
-from tests.testing.kstatus import kstatus
 from tests.testing.processes import eventually
 
 COMPONENT = "kvrouter.dev/component"
+
+
+def kstatus(found: Mapping[str, Any]) -> str:
+    """``Current``, ``InProgress`` or ``Failed``, by the rules of kstatus for kinds that it does not know."""
+    status = found.get("status", {})
+    observed = status.get("observedGeneration")
+    if observed is not None and observed != found["metadata"]["generation"]:
+        return "InProgress"
+    holds = {each["type"]: each["status"] for each in status.get("conditions", [])}
+    if holds.get("Reconciling") == "True":
+        return "InProgress"
+    if holds.get("Stalled") == "True":
+        return "Failed"
+    return "Current" if holds.get("Ready", "True") == "True" else "InProgress"
 
 
 @pytest.fixture(autouse=True)

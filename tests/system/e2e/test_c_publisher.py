@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.c_library import INCLUDE, ROOT, compiler, library
+from tests.testing.c_engine import INCLUDE, ROOT, compiler, library
 from tests.testing.publishing_workers import BLOCK_SIZE, PROMPT, TOKEN, PublishingWorkers, publishing_workers
 
 EXAMPLE = ROOT / "examples" / "c" / "publish.c"

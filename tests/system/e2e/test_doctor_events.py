@@ -9,7 +9,7 @@ from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.router import event_ingest
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from tests.testing.constants import SetConstants

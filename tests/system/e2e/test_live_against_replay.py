@@ -22,7 +22,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.engines.mock import MockEngineHandle
 from kvrouter.engines.mock_engine.sequence import LegStamps
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet

@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId
 from kvrouter.core.workers import LoadReport
 from kvrouter.kernel.ledger.replicas import Counts
 from kvrouter.router import event_ingest
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.settings.router_settings import KvRouterConfig

@@ -21,7 +21,7 @@ from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHe
 from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.servers import serve_probes
 from kvrouter.router import event_ingest
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
@@ -36,7 +36,7 @@ from tests.testing.process_transports import NATS_TCP_JETSTREAM_SYNC
 from tests.testing.processes import eventually, fleet
 from tests.testing.router_harness import RouterHarness, decode_card, prefill_card, read_all
 from tests.testing.scripted_engine import VLLM_PAGES, scripted_engine
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
 from tests.testing.static_cluster import StaticCluster
 from tests.testing.waits import until
 
@@ -234,7 +234,7 @@ async def test_handoffs_that_lose_their_kv(prometheus: Prometheus) -> None:
         else:
             stream.tokens(5, 6, finish=FinishReason.STOP)
 
-    harness = RouterHarness(ScriptedPlane(lose))
+    harness = RouterHarness(ScriptedTransport(lose))
     await harness.start(prefill_card(1), decode_card(2))
     numbers = count()
 

@@ -10,7 +10,8 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.router import router_service
-from kvrouter.router.event_ingest import EventCacheView, EventIngest
+from kvrouter.router.event_cache_view import EventCacheView
+from kvrouter.router.event_ingest import EventIngest
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.records.port import Gone
 from tests.testing.calls import WatchCalls
@@ -24,7 +25,7 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.scripted_transport import ScriptedTransport, address_of
 
 OTHER = 2 * BLOCK_SIZE
 
@@ -38,7 +39,7 @@ def ids(harness: RouterHarness) -> set[int]:
 
 
 def bench_of_streams() -> RouterHarness:
-    return RouterHarness(ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
+    return RouterHarness(ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
 
 
 async def test_a_first_card_that_is_wrong_does_not_keep_the_right_ones_out() -> None:
@@ -86,7 +87,7 @@ async def test_a_refused_worker_that_left_counts_no_more() -> None:
 
 
 async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), card(2))
     for worker_id in (1, 2):
         harness.discovery.drop(worker_id, why=Gone.EXPIRED)
@@ -121,7 +122,7 @@ async def test_such_a_card_in_a_workers_place_lets_those_take_over_who_are_more_
 
 
 async def test_a_worker_that_dies_after_its_lease_lets_those_take_over_who_are_more_now() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), odd(2))
     harness.discovery.drop(1, why=Gone.EXPIRED)
     assert ids(harness) == {1}, "it answers"
@@ -198,7 +199,7 @@ async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kep
 
 async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes() -> None:
     """An answer goes on where it is; one that needs another worker, or waits for one, is refused at once."""
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=600.0)
     harness = await router_harness(plane, card(1), config=config)
     first = asyncio.create_task(read_all(harness, max_tokens=2))
@@ -222,7 +223,9 @@ async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes(
 
 async def test_a_request_that_waits_for_its_domain_is_refused_when_the_block_size_changes() -> None:
     config = KvRouterConfig(router_domain_wait_s=600.0)
-    harness = await router_harness(ScriptedPlane(), prefill_card(1), decode_card(2, zone="b"), config=config)
+    harness = await router_harness(
+        ScriptedTransport(), prefill_card(1), decode_card(2, zone="b"), config=config
+    )
     waiting = asyncio.create_task(read_all(harness))
     await harness.until_parked()
     harness.discovery.put(odd(3), odd(4), odd(5))

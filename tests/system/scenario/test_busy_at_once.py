@@ -14,7 +14,7 @@ from tests.oracles.sync import MemorySyncTransport
 from tests.testing.mock_fleet import MockFleetHarness, prompt, running_mock_fleet, uniform_fleet
 from tests.testing.router_harness import BLOCK_SIZE, RouterHarness, card, generate_request, router_harness
 from tests.testing.router_replicas import ReplicaRouter
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
 from tests.testing.waits import until
 
 RANK = card(1).ranks()[0]
@@ -41,7 +41,7 @@ async def ask(harness: RouterHarness, number: int) -> int:
         return len([token async for chunk in generation for token in chunk.token_ids])
 
 
-async def settled(plane: ScriptedPlane, asked: list[asyncio.Task[int]]) -> int:
+async def settled(plane: ScriptedTransport, asked: list[asyncio.Task[int]]) -> int:
     """Wait until each request was sent or refused; return how many were sent."""
     await until(lambda: len(plane.opened) + sum(each.done() for each in asked) == len(asked))
     return len(plane.opened)
@@ -53,7 +53,7 @@ def held(harness: RouterHarness) -> int:
 
 
 async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported_to_be_idle() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=HALF)
     harness.load(report(0))
     asked = [asyncio.create_task(ask(harness, number)) for number in range(8)]
@@ -71,7 +71,7 @@ async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported
 
 
 async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=HALF)
     harness.load(report(20))
     asked = [asyncio.create_task(ask(harness, number)) for number in range(8)]
@@ -89,7 +89,7 @@ async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
 
 async def test_whoever_is_released_together_counts_each_other() -> None:
     opened: asyncio.Queue[ScriptedStream] = asyncio.Queue()
-    plane = ScriptedPlane(opened.put_nowait)
+    plane = ScriptedTransport(opened.put_nowait)
     harness = await router_harness(plane, card(1), config=QUEUE)
     harness.load(report(TOTAL))
     waiting = [asyncio.create_task(ask(harness, number)) for number in range(40)]
@@ -105,7 +105,7 @@ async def test_whoever_is_released_together_counts_each_other() -> None:
 
 
 async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=KvRouterConfig())
     harness.load(report(0))
     asked = [asyncio.create_task(ask(harness, number)) for number in range(4)]

@@ -13,7 +13,8 @@ from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
-from kvrouter.frontend.fleet_state import Gauges, fleet_state
+from kvrouter.frontend.fleet_state import fleet_state
+from kvrouter.frontend.gauges import Gauges
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
@@ -27,7 +28,7 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 ONE = WorkerId(1)
@@ -63,7 +64,7 @@ def state(harness: RouterHarness, worker_id: int = 1) -> CircuitState:
     return harness.circuit_state(WorkerId(worker_id))
 
 
-def sent_to(plane: ScriptedPlane, worker_id: int) -> int:
+def sent_to(plane: ScriptedTransport, worker_id: int) -> int:
     return sum(stream.address == address_of(worker_id) for stream in plane.opened)
 
 
@@ -81,7 +82,7 @@ async def until_half_open(harness: RouterHarness, worker_id: int = 1) -> None:
 async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plane = ScriptedPlane(Script(1))
+    plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     with caplog.at_level(logging.INFO, "kvrouter.router"):
         await fail(harness, 3)
@@ -101,7 +102,7 @@ async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
 
 
 async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:
-    plane = ScriptedPlane(Script())
+    plane = ScriptedTransport(Script())
     plane.unreachable = {address_of(1)}
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     await fail(harness, 3)
@@ -110,7 +111,7 @@ async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:
 
 async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
     script = Script(1)
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = await router_harness(plane, card(1), card(2), config=BRIEF)
     await fail(harness, 3)
     await until_half_open(harness)
@@ -130,7 +131,7 @@ async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
 
 async def test_half_open_it_gets_another_request_when_the_first_one_reported_nothing() -> None:
     script = Script(1)
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = await router_harness(plane, card(1), card(2), config=BRIEF)
     await fail(harness, 3)
     await until_half_open(harness)
@@ -147,7 +148,7 @@ async def test_half_open_it_gets_another_request_when_the_first_one_reported_not
 
 async def test_the_last_one_left_is_tried_rather_than_refused() -> None:
     script = Script(1)
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = await router_harness(plane, card(1), config=LONG)
     await fail(harness, 3)
     assert state(harness) is CircuitState.OPEN
@@ -159,7 +160,7 @@ async def test_the_last_one_left_is_tried_rather_than_refused() -> None:
 
 
 async def test_one_that_is_busy_is_somebody_else() -> None:
-    plane = ScriptedPlane(Script(1))
+    plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     await fail(harness, 3)
     before = sent_to(plane, 1)
@@ -180,7 +181,7 @@ async def test_one_that_is_busy_is_somebody_else() -> None:
     ids=lambda step: type(step).__name__,
 )
 async def test_what_is_no_failure_of_the_worker_opens_nothing(step: Exception) -> None:
-    class Refusing(ScriptedPlane):
+    class Refusing(ScriptedTransport):
         async def open(self, address: str, request: object) -> ScriptedStream:
             raise step
 
@@ -191,7 +192,7 @@ async def test_what_is_no_failure_of_the_worker_opens_nothing(step: Exception) -
 
 
 async def test_clients_that_leave_open_nothing() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=LONG)
     for number in range(10):
         async with harness.service.requests.generate(generate_request(request_id=f"r{number}")) as generation:
@@ -204,7 +205,7 @@ async def test_clients_that_leave_open_nothing() -> None:
 
 async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
-    plane = ScriptedPlane(Script(1, does=lambda _stream: None))
+    plane = ScriptedTransport(Script(1, does=lambda _stream: None))
     harness = await router_harness(plane, card(1), card(2), config=config)
     failed = await asyncio.gather(
         *(read_all(harness, request_id=f"r{number}") for number in range(12)), return_exceptions=True
@@ -220,7 +221,7 @@ async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
 
 async def test_a_worker_that_is_slow_with_some_and_answers_others_is_none() -> None:
     config = KvRouterConfig(ttft_timeout_s=3.0, circuit_failures=2)
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=config)
     slow = [asyncio.create_task(read_all(harness, request_id=f"slow-{number}")) for number in range(6)]
     await plane.wait_for(Leg.AGGREGATED, nth=5)
@@ -233,7 +234,7 @@ async def test_a_worker_that_is_slow_with_some_and_answers_others_is_none() -> N
 
 
 async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     tasks = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(10)]
     await plane.wait_for(Leg.AGGREGATED, nth=9)
@@ -250,7 +251,7 @@ async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
 
 async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
     config = KvRouterConfig(circuit_failures=1, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=config)
     reading = asyncio.create_task(read_all(harness))
     first = await plane.wait_for(Leg.AGGREGATED)
@@ -262,7 +263,7 @@ async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
 
 
 async def test_a_new_start_of_a_worker_begins_again() -> None:
-    plane = ScriptedPlane(Script(1))
+    plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     await fail(harness, 3)
     harness.discovery.put(card(1, incarnation=2))
@@ -273,7 +274,7 @@ async def test_a_new_start_of_a_worker_begins_again() -> None:
 
 
 async def test_the_pages_tell_of_circuits_and_of_pairs() -> None:
-    plane = ScriptedPlane(Link())
+    plane = ScriptedTransport(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
     harness = await router_harness(plane, *cards, config=LONG)
     await send(harness, 20)
@@ -291,7 +292,7 @@ async def test_the_pages_tell_of_circuits_and_of_pairs() -> None:
 
 
 async def test_circuits_can_be_switched_off() -> None:
-    plane = ScriptedPlane(Script(1))
+    plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(circuit_failures=0))
     await fail(harness, 20)
     assert state(harness) is CircuitState.CLOSED
@@ -317,7 +318,7 @@ class Link(Script):
             super().__call__(stream)
 
 
-def pairs(plane: ScriptedPlane) -> list[tuple[int | None, str]]:
+def pairs(plane: ScriptedTransport) -> list[tuple[int | None, str]]:
     legs = [stream for stream in plane.opened if stream.request.leg is Leg.DECODE]
     return [(stream.request.prefill_worker_id, stream.address) for stream in legs]
 
@@ -325,7 +326,7 @@ def pairs(plane: ScriptedPlane) -> list[tuple[int | None, str]]:
 async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plane = ScriptedPlane(Link())
+    plane = ScriptedTransport(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
     harness = await router_harness(plane, *cards, config=LONG)
     with caplog.at_level(logging.INFO, "kvrouter.router"):
@@ -343,7 +344,7 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
 
 async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None:
     link = Link()
-    plane = ScriptedPlane(link)
+    plane = ScriptedTransport(link)
     config = BRIEF
     harness = await router_harness(plane, prefill_card(1), prefill_card(2), decode_card(3), config=config)
     async with asyncio.timeout(20):
@@ -362,7 +363,7 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
 async def test_the_only_pair_that_lost_kv_is_tried_when_its_time_has_come() -> None:
     """Until then its decode worker serves alone, and no request spends a try on the pair."""
     link = Link()
-    plane = ScriptedPlane(link)
+    plane = ScriptedTransport(link)
     harness = await router_harness(plane, prefill_card(1), decode_card(3), config=BRIEF)
     await send(harness)
     assert harness.model.fleet.broken_pairs
@@ -377,7 +378,7 @@ async def test_after_lost_kv_a_worker_that_is_passed_over_comes_last() -> None:
     """Rather the same pair once more than another prefill worker that fails every time."""
     link = Link()
     script = Script(2)
-    plane = ScriptedPlane(lambda stream: (script if stream.address == address_of(2) else link)(stream))
+    plane = ScriptedTransport(lambda stream: (script if stream.address == address_of(2) else link)(stream))
     harness = await router_harness(plane, prefill_card(1), prefill_card(2), decode_card(3), config=LONG)
     for number in range(3):
         with pytest.raises(KvrouterError):
@@ -397,7 +398,7 @@ async def send_prefill_to(harness: RouterHarness, worker_id: int, number: int) -
 
 
 async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
-    plane = ScriptedPlane(Link())
+    plane = ScriptedTransport(Link())
     harness = await router_harness(plane, prefill_card(1), decode_card(3), config=LONG)
     await send(harness)
     assert harness.model.fleet.broken_pairs
@@ -409,7 +410,7 @@ async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
 async def test_decode_that_is_picked_again_may_keep_the_worker_that_is_tried() -> None:
     """After a synchronous prefill decode is decided afresh: the half-open worker is not in its own way."""
     script = Script(3)
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = await router_harness(plane, prefill_card(1), decode_card(3), decode_card(4), config=BRIEF)
     await fail(harness, 3, worker=3)
     await until_half_open(harness, 3)
@@ -425,7 +426,7 @@ async def test_an_answer_that_broke_off_is_a_failure_however_well_it_began() -> 
         stream.tokens(1)
         stream.feed(StreamBroken("gone"))
 
-    plane = ScriptedPlane(Script(1, does=breaks_off))
+    plane = ScriptedTransport(Script(1, does=breaks_off))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     async with asyncio.timeout(20):
         while state(harness) is CircuitState.CLOSED:

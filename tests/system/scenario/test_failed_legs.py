@@ -20,7 +20,7 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
@@ -72,7 +72,7 @@ async def poison(harness: RouterHarness, times: int = 1, *, pinned: int | None =
             await read_all(harness, request_id=f"poison-{number}", pinned=pinned)
 
 
-def sent_to(plane: ScriptedPlane, worker: int) -> int:
+def sent_to(plane: ScriptedTransport, worker: int) -> int:
     return sum(each.address == address_of(worker) for each in plane.opened)
 
 
@@ -90,7 +90,7 @@ PAIRS = [prefill_card(1), decode_card(2), decode_card(3), decode_card(4)]
 async def test_a_call_that_every_engine_fails_sets_none_aside(
     failure: EngineChunk | KvrouterError, cards: list[WorkerCard]
 ) -> None:
-    plane = ScriptedPlane(Engines(failure))
+    plane = ScriptedTransport(Engines(failure))
     harness = await router_harness(plane, *cards, config=LONG)
     await poison(harness, 12)
     assert circuits_open(harness, 1, 2, 3, 4) == set()
@@ -104,7 +104,7 @@ async def test_a_call_that_every_engine_fails_sets_none_aside(
 async def test_an_engine_that_fails_what_others_answer_is_set_aside_after_three_calls(
     failure: EngineChunk | KvrouterError,
 ) -> None:
-    plane = ScriptedPlane(Engines(failure, 1))
+    plane = ScriptedTransport(Engines(failure, 1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     await send(harness, 40)
     assert circuits_open(harness, 1, 2) == {1}
@@ -112,32 +112,32 @@ async def test_an_engine_that_fails_what_others_answer_is_set_aside_after_three_
 
 
 async def test_a_decode_engine_that_fails_what_others_answer_is_set_aside() -> None:
-    harness = await router_harness(ScriptedPlane(Engines(FAILURES[2], 2)), *PAIRS, config=LONG)
+    harness = await router_harness(ScriptedTransport(Engines(FAILURES[2], 2)), *PAIRS, config=LONG)
     await send(harness, 40)
     assert circuits_open(harness, 1, 2, 3, 4) == {2}
 
 
 async def test_two_engines_that_fail_what_a_third_answers_are_set_aside() -> None:
-    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0], 1, 2)), *AGGREGATED, config=LONG)
+    harness = await router_harness(ScriptedTransport(Engines(FAILURES[0], 1, 2)), *AGGREGATED, config=LONG)
     await send(harness, 60)
     assert circuits_open(harness, 1, 2, 3) == {1, 2}
 
 
 async def test_a_lone_engine_that_only_fails_is_seen_to() -> None:
-    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0], 1)), card(1), config=LONG)
+    harness = await router_harness(ScriptedTransport(Engines(FAILURES[0], 1)), card(1), config=LONG)
     await poison(harness, 3)
     assert circuits_open(harness, 1) == {1}
 
 
 async def test_a_lone_engine_that_answers_others_is_not_set_aside_for_one_caller() -> None:
-    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0])), card(1), config=LONG)
+    harness = await router_harness(ScriptedTransport(Engines(FAILURES[0])), card(1), config=LONG)
     await send(harness)
     await poison(harness, 12)
     assert circuits_open(harness, 1) == set()
 
 
 async def test_nor_is_one_that_a_caller_names() -> None:
-    harness = await router_harness(ScriptedPlane(Engines(FAILURES[0])), card(1), card(2), config=LONG)
+    harness = await router_harness(ScriptedTransport(Engines(FAILURES[0])), card(1), card(2), config=LONG)
     await send(harness, 12)
     await poison(harness, 12, pinned=1)
     assert circuits_open(harness, 1, 2) == set()
@@ -146,7 +146,7 @@ async def test_nor_is_one_that_a_caller_names() -> None:
 async def test_an_engine_that_cannot_be_reached_is_set_aside_whoever_else_cannot() -> None:
     """Its connection is refused: it had nothing of the call."""
     refused = WorkerUnreachable("the engine is not reached: nothing listens at its host and port")
-    harness = await router_harness(ScriptedPlane(Engines(refused)), card(1), card(2), config=LONG)
+    harness = await router_harness(ScriptedTransport(Engines(refused)), card(1), card(2), config=LONG)
     await poison(harness, 3)
     assert circuits_open(harness, 1, 2) == {1, 2}
 
@@ -155,7 +155,7 @@ async def test_what_failed_counts_from_when_it_failed_however_long_the_next_engi
     """Whole answers come late: calls that were sent one after the other are so many failures all the same."""
     engines = Engines(FAILURES[0], 1)
     engines.holds = True
-    plane = ScriptedPlane(engines)
+    plane = ScriptedTransport(engines)
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     tasks: list[asyncio.Task[list[int]]] = []
     async with asyncio.timeout(20):
@@ -170,7 +170,7 @@ async def test_what_failed_counts_from_when_it_failed_however_long_the_next_engi
 
 async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
     engines = Engines(FAILURES[0], 1)
-    plane = ScriptedPlane(engines)
+    plane = ScriptedTransport(engines)
     harness = await router_harness(plane, card(1), card(2), config=BRIEF)
     await send(harness, 20)
     await until(lambda: harness.circuit_state(WorkerId(1)) is CircuitState.HALF_OPEN)
@@ -188,7 +188,7 @@ async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
 
 @pytest.mark.parametrize("retries_max", [0, 1, 2])
 async def test_a_call_that_kills_engines_gets_as_many_as_it_has_tries(retries_max: int) -> None:
-    plane = ScriptedPlane(Engines(FAILURES[2]))
+    plane = ScriptedTransport(Engines(FAILURES[2]))
     config = KvRouterConfig(router_cost="blocks", retries_max=retries_max)
     harness = await router_harness(plane, *map(card, range(1, 7)), config=config)
     await poison(harness)
@@ -212,7 +212,9 @@ class Pairs(Engines):
 
 
 async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
-    harness = await router_harness(ScriptedPlane(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG)
+    harness = await router_harness(
+        ScriptedTransport(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG
+    )
     await poison(harness, 12)
     assert harness.broken_pairs() == []
     assert circuits_open(harness, 1, 2, 3, 4, 5) == set()
@@ -221,6 +223,6 @@ async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
 async def test_a_pair_whose_call_is_answered_without_its_kv_is_parted() -> None:
     engines = Pairs(FAILURES[0])
     engines.cut = address_of(2)
-    harness = await router_harness(ScriptedPlane(engines), *PAIRS, config=LONG)
+    harness = await router_harness(ScriptedTransport(engines), *PAIRS, config=LONG)
     await send(harness, 20)
     assert {pair.decode for pair, _ in harness.broken_pairs()} == {2}

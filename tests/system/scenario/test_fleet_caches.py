@@ -14,8 +14,8 @@ from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
-from kvrouter.router import engine_reports
-from kvrouter.router.event_ingest import EventCacheView
+from kvrouter.router import index_check
+from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.constants import SetConstants
 from tests.testing.log_events import events_of
@@ -33,7 +33,7 @@ from tests.testing.mock_fleet import (
 )
 from tests.testing.router_harness import RouterHarness
 from tests.testing.router_harness import card as worker_card
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 from tests.testing.waits import until
 
 SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"
@@ -241,7 +241,7 @@ async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> 
 async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_constants(engine_reports, SPAN_S=0.0)
+    set_constants(index_check, SPAN_S=0.0)
     caplog.set_level("WARNING")
     async with running_mock_fleet(uniform_fleet(replicas=1)) as harness:
         asked = prompt(tokens=20 * BLOCK)
@@ -250,7 +250,7 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
         slot = harness.model.fleet.slot_of(harness.ranks()[0])
         assert slot is not None
         harness.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
-        for _ in range(engine_reports.WINDOW_ANSWERS):
+        for _ in range(index_check.WINDOW_ANSWERS):
             await harness.read(harness.request(asked))
         await harness.until_index_is_true()
         rank = harness.ranks()[0]
@@ -266,7 +266,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     reported: int, state: FeedState, is_card_published_again: bool
 ) -> None:
     """A worker may register before its engine knows how many blocks it has."""
-    harness = RouterHarness(ScriptedPlane(lambda _stream: None))
+    harness = RouterHarness(ScriptedTransport(lambda _stream: None))
     known = structs.replace(
         worker_card(1),
         publishes_kv_events=True,
@@ -289,7 +289,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
 
 
 async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
-    harness = RouterHarness(ScriptedPlane(lambda _stream: None))
+    harness = RouterHarness(ScriptedTransport(lambda _stream: None))
     known = structs.replace(
         worker_card(1, dp_size=16), publishes_kv_events=True, runtime_config=ModelRuntimeConfig()
     )

@@ -17,13 +17,13 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.events.port import DropReason, EventSubscriber
 from kvrouter.transports.records.port import Gone
 from tests.testing.router_harness import RouterHarness, ScriptedEvents, card, read_all
-from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.scripted_transport import ScriptedTransport, address_of
 
 
 async def bench_of(
     *cards: WorkerCard, config: KvRouterConfig | None = None
-) -> tuple[RouterHarness, ScriptedPlane]:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+) -> tuple[RouterHarness, ScriptedTransport]:
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = RouterHarness(plane, config)
     await harness.start(*cards)
     return harness, plane
@@ -178,7 +178,7 @@ async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
 async def test_a_worker_on_a_lane_that_is_not_heard_is_reported_of_and_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = RouterHarness(plane, subscriber=Lanes().both)
     await harness.start(on(EventTransport.NATS, 1))
     assert "config_warning" in caplog.text

@@ -17,12 +17,12 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 
 async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1))
     async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
@@ -46,7 +46,7 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
 
 async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> None:
     last = EngineChunk(raw=b"data: [DONE]", finish=FinishReason.LENGTH, completion_tokens=9)
-    plane = ScriptedPlane(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))
+    plane = ScriptedTransport(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))
     harness = await router_harness(plane, card(1))
     async with harness.service.requests.generate(generate_request()) as generation:
         while (await anext(generation)).finish is None:
@@ -61,13 +61,13 @@ async def test_an_engine_that_made_another_prompt_of_the_call_does_not_contradic
 ) -> None:
     prompt_tokens = len(generate_request().token_ids) + more_tokens
     reported = EngineChunk((1,), FinishReason.STOP, cached_tokens=32, prompt_tokens=prompt_tokens)
-    harness = await router_harness(ScriptedPlane(lambda stream: stream.feed(reported)), card(1))
+    harness = await router_harness(ScriptedTransport(lambda stream: stream.feed(reported)), card(1))
     await read_all(harness)
     assert harness.telemetry.index_predictions.value("mock", "1", "0", prediction) == 1
 
 
 async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(card(1), card(2), card(3))
     reading = asyncio.create_task(read_all(harness, sampling=Sampling(max_tokens=4, seed=1)))
@@ -83,7 +83,7 @@ async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
 
 
 async def test_an_unreachable_worker_costs_a_try_and_no_more() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), card(2))
     plane.unreachable = {address_of(1)}
     for number in range(4):
@@ -92,7 +92,7 @@ async def test_an_unreachable_worker_costs_a_try_and_no_more() -> None:
 
 
 async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2))
     reading = asyncio.create_task(read_all(harness, max_tokens=6))
     first = await plane.wait_for(Leg.AGGREGATED)
@@ -110,7 +110,7 @@ async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
 
 
 async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2))
     sampling = Sampling(max_tokens=6, temperature=0.5, seed=3)
     async with harness.service.requests.generate(generate_request(sampling=sampling)) as generation:
@@ -129,7 +129,7 @@ async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
 
 
 async def test_three_workers_at_most_meet_one_request() -> None:
-    plane = ScriptedPlane(ScriptedStream.die)
+    plane = ScriptedTransport(ScriptedStream.die)
     harness = RouterHarness(plane)
     await harness.start(*(card(number) for number in range(1, 7)))
     with pytest.raises(WorkerFailed, match="try 3 of 3"):
@@ -139,7 +139,7 @@ async def test_three_workers_at_most_meet_one_request() -> None:
 
 
 async def test_when_nobody_is_left_the_refusal_counts_who_failed() -> None:
-    plane = ScriptedPlane(ScriptedStream.die)
+    plane = ScriptedTransport(ScriptedStream.die)
     harness = await router_harness(plane, card(1))
     with pytest.raises(NoEligibleWorker, match=r"worker 1 failed .* died\); after that") as refused:
         await read_all(harness)
@@ -148,7 +148,7 @@ async def test_when_nobody_is_left_the_refusal_counts_who_failed() -> None:
 
 
 async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1))
     reading = asyncio.create_task(read_all(harness))
     stream = await plane.wait_for(Leg.AGGREGATED)
@@ -162,7 +162,7 @@ async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> Non
 
 
 async def test_explaining_changes_nothing_and_tells_the_next_decision_where_nothing_is_drawn() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = RouterHarness(plane, KvRouterConfig())
     await harness.start(*(card(number) for number in range(1, 6)))
     for number in range(6):
@@ -176,7 +176,7 @@ async def test_explaining_changes_nothing_and_tells_the_next_decision_where_noth
 
 
 async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2))
     plane.full = {address_of(1), address_of(2)}
     with pytest.raises(AllWorkersBusy, match="queue is full"):
@@ -184,14 +184,14 @@ async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
 
 
 async def test_a_worker_that_says_only_later_that_it_is_full_is_as_full() -> None:
-    plane = ScriptedPlane(lambda stream: stream.feed(WorkerFull("its queue is full")))
+    plane = ScriptedTransport(lambda stream: stream.feed(WorkerFull("its queue is full")))
     harness = await router_harness(plane, card(1), card(2))
     with pytest.raises(AllWorkersBusy, match="queue is full"):
         await read_all(harness)
 
 
 async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1))
     plane.accepts.clear()
     reading = asyncio.create_task(read_all(harness))
@@ -204,7 +204,7 @@ async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
 
 
 async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() -> None:
-    plane = ScriptedPlane(ScriptedStream.die)
+    plane = ScriptedTransport(ScriptedStream.die)
     harness = await router_harness(plane, card(1), card(2))
     with pytest.raises(NoEligibleWorker):
         await read_all(harness)
@@ -212,7 +212,7 @@ async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() 
 
 
 async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> None:
-    harness = RouterHarness(ScriptedPlane())
+    harness = RouterHarness(ScriptedTransport())
     await harness.start(card(1), card(2))
     harness.discovery.put(structs.replace(card(1, incarnation=2), block_size=BLOCK_SIZE * 2))
     assert len(harness.model.fleet) == 1

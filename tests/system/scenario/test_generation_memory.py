@@ -4,7 +4,7 @@ import gc
 
 from kvrouter.core.requests import FinishReason
 from tests.testing.router_harness import RouterHarness, card, generate_request, router_harness
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 
 
 async def read_one(harness: RouterHarness) -> None:
@@ -14,7 +14,7 @@ async def read_one(harness: RouterHarness) -> None:
 
 
 async def test_an_answer_leaves_no_circle_behind() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, 2, 3, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, 2, 3, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1))
     await read_one(harness)
     gc.collect()

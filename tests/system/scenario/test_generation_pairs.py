@@ -19,12 +19,12 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, address_of
+from tests.testing.scripted_transport import ScriptedTransport, address_of
 from tests.testing.waits import until
 
 
 async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
@@ -42,7 +42,7 @@ async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens()
 
 
 async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1, bootstrap=True, dp_size=4), decode_card(2))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
@@ -57,7 +57,7 @@ async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> No
 
 @pytest.mark.parametrize("bootstrap", [False, True])
 async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1, bootstrap=bootstrap), decode_card(2))
     async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
 
 
 async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2))
     async with harness.service.requests.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() 
 
 
 async def test_kv_that_a_decode_engine_finds_by_itself_needs_no_word() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
@@ -107,7 +107,7 @@ async def test_kv_that_a_decode_engine_finds_by_itself_needs_no_word() -> None:
 
 
 async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsewhere() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(
         plane,
         prefill_card(1, bootstrap=True),
@@ -127,7 +127,7 @@ async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsew
 
 
 async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1, zone="b"), decode_card(2))
     with pytest.raises(NoEligibleWorker) as refused:
         await read_all(harness)
@@ -137,7 +137,7 @@ async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() 
 
 
 async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2), decode_card(3))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
@@ -160,7 +160,7 @@ async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now(
 
 
 async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), *(decode_card(number) for number in range(2, 6)))
     for number in range(8):
         reading = asyncio.create_task(read_all(harness, max_tokens=1, request_id=f"r{number}"))
@@ -175,7 +175,7 @@ async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
 
 
 async def test_a_decode_worker_that_leaves_during_prefill_is_replaced_and_booked() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2), decode_card(3))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
     prefill = await plane.wait_for(Leg.PREFILL)
@@ -193,7 +193,7 @@ async def test_a_decode_worker_that_leaves_during_prefill_is_replaced_and_booked
 
 
 async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = RouterHarness(plane, KvRouterConfig(active_decode_blocks_threshold=0.5))
     decode = decode_card(2)
     await harness.start(prefill_card(1), decode)
@@ -206,7 +206,7 @@ async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() ->
 
 
 async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_a_new_pair() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(
         plane,
         prefill_card(1),
@@ -231,7 +231,7 @@ async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_
 
 async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the_last_token() -> None:
     """Two workers, two connections: the prefill leg said its last word first, and it may come last."""
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2))
     async with harness.service.requests.generate(generate_request(max_tokens=2)) as generation:
         reading = asyncio.create_task(anext(generation))
@@ -252,7 +252,7 @@ async def test_an_answer_does_not_wait_for_ever_for_a_prefill_leg_that_says_noth
     set_constants: SetConstants,
 ) -> None:
     set_constants(request_run, PREFILL_END_WAIT_S=0.01)
-    plane = ScriptedPlane(
+    plane = ScriptedTransport(
         lambda stream: (
             stream.tokens(1, finish=FinishReason.STOP) if stream.request.leg is Leg.DECODE else None
         )

@@ -19,7 +19,7 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
 from tests.testing.waits import until
 
 RANK = card(1).ranks()[0]
@@ -30,7 +30,7 @@ DECODE, ELSEWHERE, THERE = decode_card(2), decode_card(2, zone="b"), decode_card
 
 
 async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
-    plane = ScriptedPlane(
+    plane = ScriptedTransport(
         lambda stream: stream.feed(
             EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
         )
@@ -47,7 +47,7 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
 
 
 async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=QUEUE)
     harness.load(BUSY)
     parked = asyncio.create_task(read_all(harness))
@@ -62,7 +62,7 @@ async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
 
 
 async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
         await read_all(harness)
@@ -72,7 +72,7 @@ async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefi
 
 
 async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(stall_timeout_s=0.05))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
@@ -84,7 +84,7 @@ async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
 
 
 async def test_the_whole_request_has_a_deadline() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1))
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded):
         await read_all(harness)
@@ -92,7 +92,7 @@ async def test_the_whole_request_has_a_deadline() -> None:
 
 
 async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=500.0))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
@@ -109,7 +109,7 @@ async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
 
 
 async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
     harness.load(BUSY)
     parked = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(3)]
@@ -127,7 +127,7 @@ async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
 
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
     config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
-    harness = await router_harness(ScriptedPlane(), PREFILL, ELSEWHERE, config=config)
+    harness = await router_harness(ScriptedTransport(), PREFILL, ELSEWHERE, config=config)
     waits = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(3)]
     await until(lambda: len(harness.model.placer.waiting) == 3)
     assert len(harness.model.placer.waiting.admission) == 0
@@ -138,7 +138,7 @@ async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> N
 
 
 async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=1.0))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
@@ -151,7 +151,7 @@ async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_
 
 async def test_waiting_never_outlasts_the_request() -> None:
     config = QUEUE.model_copy(update={"request_timeout_s": 0.05})
-    harness = await router_harness(ScriptedPlane(), card(1), config=config)
+    harness = await router_harness(ScriptedTransport(), card(1), config=config)
     harness.load(BUSY)
     with pytest.raises(AllWorkersBusy):
         await asyncio.wait_for(read_all(harness), 30)
@@ -159,7 +159,7 @@ async def test_waiting_never_outlasts_the_request() -> None:
 
 
 async def test_a_model_may_come_back_with_another_block_size() -> None:
-    harness = RouterHarness(ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
+    harness = RouterHarness(ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
     await harness.start(card(1))
     harness.discovery.drop(1)
     harness.discovery.put(structs.replace(card(2), block_size=2 * BLOCK_SIZE))
@@ -174,7 +174,7 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_report
         if stream.request.leg is Leg.PREFILL:
             stream.feed(ZeroDivisionError("a mistake"))
 
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     harness = await router_harness(plane, prefill_card(1, bootstrap=True), DECODE)
     with pytest.raises(InternalError):
         await asyncio.wait_for(read_all(harness), 30)
@@ -183,13 +183,15 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_report
 
 
 async def test_without_tracked_blocks_loads_are_reported_as_if_all_were_new() -> None:
-    harness = await router_harness(ScriptedPlane(), card(1), config=KvRouterConfig(track_active_blocks=False))
+    harness = await router_harness(
+        ScriptedTransport(), card(1), config=KvRouterConfig(track_active_blocks=False)
+    )
     request = generate_request()
     assert harness.model.view(harness.model.hash_prompt(request.token_ids)).not_active is None
 
 
 async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     plane.accepts = asyncio.Event()
     harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
     async with harness.service.requests.generate(generate_request()) as generation:
@@ -205,7 +207,7 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
 
 async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_worker() -> None:
     """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, PREFILL, prefill_card(3), DECODE)
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
@@ -229,7 +231,7 @@ def asked_at_once() -> GenerateRequest:
 
 
 async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_may() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
     async with harness.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))
@@ -240,7 +242,7 @@ async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_m
 
 
 async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_request_may_take() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
     harness = await router_harness(plane, card(1), config=config)
     async with harness.service.requests.generate(asked_at_once()) as generation:
@@ -252,7 +254,7 @@ async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_req
 
 
 async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
     harness = await router_harness(plane, PREFILL, DECODE, config=config)
     async with harness.service.requests.generate(asked_at_once()) as generation:
@@ -265,7 +267,7 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
 
 
 async def test_its_answer_may_take_longer_once_it_is_prefilled() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
     async with harness.service.requests.generate(asked_at_once()) as generation:
         reading = asyncio.create_task(anext(generation))

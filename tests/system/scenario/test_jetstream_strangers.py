@@ -16,9 +16,7 @@ from kvrouter.transports.events.jetstream import JetStreamPublisher, snapshot_st
 from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.port import DropReason
 from tests.testing.constants import SetConstants
-from tests.testing.event_delivery import card, until_delivered
-from tests.testing.event_transport_jetstream import jetstream_transport
-from tests.testing.event_transport_nats import TOKEN
+from tests.testing.event_transports import TOKEN, card, jetstream_transport, until_delivered
 from tests.testing.jetstream_fleet import Fleet, Worker, fleet_on
 from tests.testing.nats_server import NatsServer
 from tests.testing.waits import until

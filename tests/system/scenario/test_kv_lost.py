@@ -13,7 +13,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampl
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request, read_all
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 
 HANDOFFS = pytest.mark.parametrize("bootstrap", [False, True], ids=["synchronous", "bootstrap"])
 DECODE = card(2, Role.DECODE, zone="a")
@@ -31,7 +31,7 @@ def prefilled(stream: ScriptedStream) -> None:
     stream.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
 
 
-def losing(times: int) -> ScriptedPlane:
+def losing(times: int) -> ScriptedTransport:
     """Prefill legs end well, and so many decode legs do not get their KV; then answers are 5 and 6."""
     seen: dict[int, set[Leg]] = {}
 
@@ -46,7 +46,7 @@ def losing(times: int) -> ScriptedPlane:
         if request.attempt < times and legs == {Leg.PREFILL, Leg.DECODE}:  # in whatever order they came
             kv_lost(next(each for each in reversed(plane.opened) if each.request.leg is Leg.DECODE))
 
-    plane = ScriptedPlane(script)
+    plane = ScriptedTransport(script)
     return plane
 
 
@@ -120,7 +120,7 @@ async def test_a_prefill_worker_that_a_client_insists_on_is_asked_until_the_trie
     assert harness.booked() == 0
 
 
-def cut_off(*, alone: bool = True) -> ScriptedPlane:
+def cut_off(*, alone: bool = True) -> ScriptedTransport:
     """KV arrives nowhere; one worker alone answers 5 and 6, unless it can't work ``alone``."""
 
     def script(stream: ScriptedStream) -> None:
@@ -133,7 +133,7 @@ def cut_off(*, alone: bool = True) -> ScriptedPlane:
         else:
             stream.die()
 
-    return ScriptedPlane(script)
+    return ScriptedTransport(script)
 
 
 ZONES = tuple(prefill(n, zone=zone) for n, zone in ((1, "a"), (3, "a"), (5, "b"))) + tuple(
@@ -212,7 +212,7 @@ async def test_the_next_pair_keeps_to_its_domain_too() -> None:
 
 
 async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
     reading = asyncio.create_task(read_all(harness, sampling=Sampling(max_tokens=6, temperature=0.0)))
@@ -232,7 +232,7 @@ async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
 
 
 async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_blame() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
     reading = asyncio.create_task(read_all(harness, max_tokens=3))
@@ -249,7 +249,7 @@ async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_bl
 
 
 async def test_a_prefill_leg_that_failed_is_the_better_reason_of_a_bootstrap_handoff() -> None:
-    plane = ScriptedPlane()
+    plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(prefill(1, bootstrap=True), prefill(3, bootstrap=True), DECODE)
     reading = asyncio.create_task(read_all(harness, max_tokens=1))

@@ -6,10 +6,10 @@ from kvrouter.core.errors import WorkerFailed
 from kvrouter.core.requests import EngineRequest, FinishReason
 from kvrouter.transports.requests.port import LegRepeated
 from tests.testing.router_harness import RouterHarness, card, read_all
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
 
 
-class Repeating(ScriptedPlane):
+class Repeating(ScriptedTransport):
     """Finds that the first legs of each request arrived before."""
 
     def __init__(self, n_repeated: int) -> None:

@@ -18,7 +18,7 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedPlane, ScriptedStream, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 
 LONG = KvRouterConfig(router_cost="blocks", circuit_open_s=1000.0, circuit_open_max_s=1000.0)
 FAILED = EngineFailed("the engine answered 500: Internal server error")
@@ -52,7 +52,7 @@ async def send(harness: RouterHarness, kind: str, times: int = 1) -> None:
         assert await read_all(harness, request_id=f"{kind}-{number}") == [1]
 
 
-def legs_of(plane: ScriptedPlane, request_id: str) -> list[Leg]:
+def legs_of(plane: ScriptedTransport, request_id: str) -> list[Leg]:
     return [each.request.leg for each in plane.opened if each.request.request_id == request_id]
 
 
@@ -65,7 +65,7 @@ def open_circuits(harness: RouterHarness, *workers: int) -> set[int]:
 async def test_a_request_that_fails_wherever_it_is_prefilled_is_answered_whole_and_blames_nobody(
     error: KvrouterError,
 ) -> None:
-    plane = ScriptedPlane(Engines(1, 2, error=error))
+    plane = ScriptedTransport(Engines(1, 2, error=error))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), *map(decode_card, (3, 4)), config=LONG)
     await send(harness, "poison", 12)
     for number in range(12):
@@ -78,7 +78,7 @@ async def test_a_request_that_fails_wherever_it_is_prefilled_is_answered_whole_a
 
 
 async def test_a_prefill_leg_that_is_refused_is_answered_whole_at_once() -> None:
-    plane = ScriptedPlane(Engines(1, 2, error=REFUSED))
+    plane = ScriptedTransport(Engines(1, 2, error=REFUSED))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     await send(harness, "poison", 6)
     assert legs_of(plane, "poison-0") == [Leg.PREFILL, Leg.AGGREGATED]
@@ -89,7 +89,7 @@ async def test_a_prefill_leg_that_is_refused_is_answered_whole_at_once() -> None
 async def test_what_the_worker_that_does_it_all_says_is_the_answer() -> None:
     engines = Engines(1, error=REFUSED)
     engines.decode_error = InvalidRequest("tools: odd", param="tools")
-    harness = await router_harness(ScriptedPlane(engines), prefill_card(1), decode_card(2), config=LONG)
+    harness = await router_harness(ScriptedTransport(engines), prefill_card(1), decode_card(2), config=LONG)
     with pytest.raises(InvalidRequest, match="odd"):
         await send(harness, "poison")
     assert harness.booked() == 0
@@ -97,7 +97,7 @@ async def test_what_the_worker_that_does_it_all_says_is_the_answer() -> None:
 
 async def test_where_no_worker_may_do_it_all_the_prefill_engines_word_is_the_answer() -> None:
     only_decodes = structs.replace(decode_card(2), decode_only=True)
-    plane = ScriptedPlane(Engines(1, error=REFUSED))
+    plane = ScriptedTransport(Engines(1, error=REFUSED))
     harness = await router_harness(plane, prefill_card(1), only_decodes, config=LONG)
     with pytest.raises(InvalidRequest, match="FunctionDefinition"):
         await send(harness, "poison")
@@ -110,7 +110,7 @@ async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_n
             if stream.request.leg is Leg.PREFILL:
                 super().__call__(stream)  # decode waits for KV that never comes
 
-    plane = ScriptedPlane(Pairs(1, error=REFUSED))
+    plane = ScriptedTransport(Pairs(1, error=REFUSED))
     harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2), config=LONG)
     for number in range(6):
         with pytest.raises(InvalidRequest, match="FunctionDefinition"):
@@ -121,7 +121,7 @@ async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_n
 
 
 async def test_a_worker_that_fails_what_another_prefills_is_passed_over() -> None:
-    plane = ScriptedPlane(Engines(1, error=FAILED))
+    plane = ScriptedTransport(Engines(1, error=FAILED))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     await send(harness, "poison", 40)
     assert open_circuits(harness, 1, 2, 3) == {1}
@@ -129,7 +129,7 @@ async def test_a_worker_that_fails_what_another_prefills_is_passed_over() -> Non
 
 
 async def test_a_lone_prefill_worker_that_was_well_lately_is_not_passed_over_for_one_request() -> None:
-    plane = ScriptedPlane(Engines(1, error=FAILED))
+    plane = ScriptedTransport(Engines(1, error=FAILED))
     harness = await router_harness(plane, prefill_card(1), decode_card(2), config=LONG)
     await send(harness, "plain")
     await send(harness, "poison", 12)
@@ -138,7 +138,7 @@ async def test_a_lone_prefill_worker_that_was_well_lately_is_not_passed_over_for
 
 
 async def test_a_lone_prefill_worker_that_only_fails_is_passed_over() -> None:
-    plane = ScriptedPlane(Engines(1, error=FAILED))
+    plane = ScriptedTransport(Engines(1, error=FAILED))
     harness = await router_harness(plane, prefill_card(1), decode_card(2), config=LONG)
     await send(harness, "poison", 4)
     assert open_circuits(harness, 1, 2) == {1}
@@ -146,7 +146,7 @@ async def test_a_lone_prefill_worker_that_only_fails_is_passed_over() -> None:
 
 
 async def test_a_client_that_named_its_prefill_worker_gets_no_other() -> None:
-    plane = ScriptedPlane(Engines(1, 2, error=FAILED))
+    plane = ScriptedTransport(Engines(1, 2, error=FAILED))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     pinned = structs.replace(generate_request(request_id="poison-0"), prefill_pin=Pin(WorkerId(1)))
     async with harness.service.requests.generate(pinned) as generation:

@@ -12,11 +12,9 @@ from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
-from kvrouter.transports.requests.messages import (
+from kvrouter.transports.requests.frames import (
     TO_WORKER,
     FrameKind,
-    Hello,
-    Secret,
     encode_cancel,
     encode_credits,
     encode_items,
@@ -24,9 +22,8 @@ from kvrouter.transports.requests.messages import (
     encode_refused,
     frame,
     goodbye,
-    greeting,
-    hello,
 )
+from kvrouter.transports.requests.handshake import Hello, Secret, greeting, hello
 from kvrouter.transports.requests.nats.transport import FromRouter, NatsPipe, PipePublisher
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.session import (

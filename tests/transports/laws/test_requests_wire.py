@@ -21,8 +21,7 @@ from kvrouter.core.requests import (
     Sampling,
     merge_chunks,
 )
-from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.transports.requests.stream import (
+from kvrouter.transports.requests.encoding import (
     decode_chunk,
     decode_refusal,
     decode_request,
@@ -32,6 +31,7 @@ from kvrouter.transports.requests.stream import (
     error_of,
     refusal_of,
 )
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 READERS = [decode_request, decode_chunk, decode_refusal]
 

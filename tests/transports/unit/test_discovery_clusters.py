@@ -19,7 +19,7 @@ from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 from tests.testing.constants import SetConstants
 from tests.testing.discovery_stores import DiscoveryRecorder, record_discovery
 from tests.testing.router_harness import RouterHarness, ScriptedDiscovery, card, generate_request
-from tests.testing.scripted_transport import ScriptedPlane
+from tests.testing.scripted_transport import ScriptedTransport
 
 EAST, WEST = "east", "west"
 
@@ -79,7 +79,7 @@ def test_a_link_within_the_cluster_is_one_and_the_same_zone_of_another_cluster_i
 async def test_required_on_the_cluster_keeps_kv_in_it_though_zones_have_the_same_names() -> None:
     here, harness = (
         Clusters(),
-        RouterHarness(ScriptedPlane(None), KvRouterConfig(kv_transfer_topology_level="cluster")),
+        RouterHarness(ScriptedTransport(None), KvRouterConfig(kv_transfer_topology_level="cluster")),
     )
     await harness.start()
     end = await here.discovery.watch(harness.discovery.put, harness.discovery.drop)

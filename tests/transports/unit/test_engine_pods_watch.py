@@ -17,7 +17,7 @@ from kvrouter.kube.informer import ListAndWatch
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods, pods_reason
 from tests.testing.constants import SetConstants
-from tests.testing.engine_pods import pod_json
+from tests.testing.pod_fleet import pod_json
 from tests.testing.waits import until
 
 FORBIDDEN = RequestRefused("cannot list", status=403, reason="Forbidden")

@@ -19,8 +19,7 @@ from kvrouter.transports.events.nats import NatsEventPublisher
 from kvrouter.transports.events.port import DropReason
 from kvrouter.transports.events.subjects import events_subject, loads_subject, recovery_subject
 from kvrouter.worker import KvPublisher
-from tests.testing.event_delivery import card, until_delivered
-from tests.testing.event_transport_nats import TOKEN, NatsTransport, connect
+from tests.testing.event_transports import TOKEN, NatsTransport, card, connect, until_delivered
 from tests.testing.nats_server import NatsServer
 from tests.testing.waits import until
 
@@ -47,7 +46,7 @@ async def two_ends(server: NatsServer) -> AsyncIterator[NatsTransport]:
     worker, router = await connect(server.url), await connect(server.url)
     transport = NatsTransport(worker, router, f"test-{uuid4().hex}")
     try:
-        await transport.nats_subscriber.start()
+        await transport.subscriber.start()
         await until_delivered(transport.publisher, transport.subscriber, RANK.worker_id)
         yield transport
     finally:

@@ -14,8 +14,7 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.transports.events.nats import NatsEventPublisher
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.transports.events.subjects import events_subject, recovery_subject
-from tests.testing.event_delivery import until_delivered
-from tests.testing.event_transport_nats import TOKEN, NatsTransport, connect
+from tests.testing.event_transports import TOKEN, NatsTransport, connect, until_delivered
 from tests.testing.nats_server import NatsServer
 from tests.testing.waits import until
 
@@ -88,7 +87,7 @@ async def scene(shared_nats: NatsServer) -> AsyncIterator[Scene]:
     clients = [await connect(shared_nats.url) for _ in range(3)]
     namespace = f"test-{uuid4().hex}"
     transport = NatsTransport(clients[0], clients[1], namespace)
-    await transport.nats_subscriber.start()
+    await transport.subscriber.start()
     await until_delivered(transport.publisher, transport.subscriber, RANK.worker_id)
     yield Scene(transport, Stranger(clients[2], namespace))
     await transport.close()

@@ -19,7 +19,7 @@ from kvrouter.transports.events.encoding import (
     encode_question,
 )
 from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from tests.testing.event_delivery import card, until_delivered
+from tests.testing.event_transports import card, until_delivered
 from tests.testing.waits import LIMIT_S, until
 
 RANK, OTHER = (WorkerRank(WorkerId(number), DpRank(0)) for number in (4, 5))

@@ -13,7 +13,7 @@ from kvrouter.transports.events.jetstream.publisher import merged
 from kvrouter.transports.events.jetstream.stream import ComponentNames
 from kvrouter.transports.events.jetstream.stream_subscriber import Replay, Replays
 from kvrouter.transports.events.loads import Drops
-from tests.testing.event_transport_jetstream import TransportReports
+from tests.testing.event_transports import TransportReports
 from tests.testing.waits import until
 
 RANK = WorkerRank(WorkerId(7), DpRank(1))

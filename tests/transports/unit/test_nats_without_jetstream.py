@@ -11,7 +11,7 @@ from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.nats_client import NO_JETSTREAM, reason
 from kvrouter.transports.records.nats import NatsDiscovery
 from tests.testing.discovery_stores import LEASE_S, card, ignore_reports
-from tests.testing.event_transport_jetstream import TransportReports
+from tests.testing.event_transports import TransportReports
 from tests.testing.nats_server import NatsServer, running_nats
 from tests.testing.waits import until
 

@@ -11,12 +11,12 @@ import trustme
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.transports.requests.encoding import REQUEST_MAX_BYTES
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
 from kvrouter.transports.requests.http import transport as http_plane
 from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
-from kvrouter.transports.requests.stream import REQUEST_MAX_BYTES
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.constants import SetConstants
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all

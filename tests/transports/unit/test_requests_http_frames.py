@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.transports.requests.encoding import CHUNKS_MAX_BYTES, ErrorMessage
 from kvrouter.transports.requests.http.frames import ALIVE, HttpFrameReader, chunk_frame, failure_frame
-from kvrouter.transports.requests.stream import CHUNKS_MAX_BYTES, ErrorMessage
 
 chunks = st.builds(
     EngineChunk,

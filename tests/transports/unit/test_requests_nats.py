@@ -14,7 +14,7 @@ from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.transports.requests import session
-from kvrouter.transports.requests.messages import (
+from kvrouter.transports.requests.frames import (
     TO_ROUTER,
     TO_WORKER,
     FrameKind,

@@ -12,20 +12,20 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.transports.requests import legs, session
-from kvrouter.transports.requests.messages import (
+from kvrouter.transports.requests.frames import (
     FrameKind,
     ReadItem,
     encode_cancel,
     encode_credits,
     items_decoder,
 )
+from kvrouter.transports.requests.leg_stream import SessionStream
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull
 from kvrouter.transports.requests.session import RouterLimits
-from kvrouter.transports.requests.stream import SessionStream
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.constants import SetConstants
-from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.transports.requests.leg_stream import SessionStream
 from kvrouter.transports.requests.port import HandingStream, StreamBroken
-from kvrouter.transports.requests.stream import SessionStream
 
 
 class Connection:

@@ -18,7 +18,7 @@ from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTrans
 from kvrouter.transports.requests.tcp import transport as transport_module
 from kvrouter.transports.requests.tcp.transport import RouterPipe
 from tests.testing.constants import SetConstants
-from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawWorkers
 from tests.testing.tcp_proxy import TcpProxy

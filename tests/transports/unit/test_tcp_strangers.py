@@ -9,22 +9,15 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.transports.requests.frames import HEADER, FrameKind, frame
+from kvrouter.transports.requests.handshake import GREETING_BYTES, Secret, greeting, hello
 from kvrouter.transports.requests.legs import LegServer
-from kvrouter.transports.requests.messages import (
-    GREETING_BYTES,
-    HEADER,
-    FrameKind,
-    Secret,
-    frame,
-    greeting,
-    hello,
-)
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
-from kvrouter.transports.requests.tcp.transport import new_nonce
+from kvrouter.transports.requests.tcp.pipe import new_nonce
 from kvrouter.transports.requests.worker_session import WorkerLimits
-from tests.testing.request_transport_tcp import TOKEN
+from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 

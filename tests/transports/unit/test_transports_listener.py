@@ -22,8 +22,8 @@ from kvrouter.transports.listener import (
     ListenerLimits,
     TcpServer,
 )
+from kvrouter.transports.requests.handshake import GREETING_BYTES
 from kvrouter.transports.requests.http import HttpRequestAcceptor
-from kvrouter.transports.requests.messages import GREETING_BYTES
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.calls import WatchCalls

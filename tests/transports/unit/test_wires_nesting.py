@@ -9,7 +9,7 @@ from kvrouter.engines.mock.transfer import ConnectionRefused, decode_sink_messag
 from kvrouter.transports.events import encoding as events
 from kvrouter.transports.message_auth import MessageAuth
 from kvrouter.transports.records.encoding import decode_record
-from kvrouter.transports.requests import stream as requests
+from kvrouter.transports.requests import encoding as requests
 from kvrouter.transports.requests.nats.transport import from_router, from_worker
 from kvrouter.transports.sync.nats import decode_message
 from kvrouter.worker.engine_door import decode_frame

@@ -97,7 +97,9 @@ def events(harness: EngineDoorHarness) -> list[object]:
     return [event for batch in harness.batches for event in batch.events]
 
 
-async def test_what_an_engine_tells_is_published_and_ends_with_it(harness: EngineDoorHarness) -> None:
+async def test_engine_events_are_published_and_cleared_when_it_disconnects(
+    harness: EngineDoorHarness,
+) -> None:
     async with friend(harness, 0, 1) as who:
         who.say(STORED, 1, Medium.CPU, None, ONE, pack_hashes([11]))
         who.say(STORED, 1, Medium.GPU, 1, pack_hashes([2]), pack_hashes([22]))
@@ -128,7 +130,7 @@ async def test_the_load_of_an_engine_that_left_is_not_repeated(harness: EngineDo
     assert len(harness.loads) == 2
 
 
-async def test_a_strangers_words_are_not_read(harness: EngineDoorHarness) -> None:
+async def test_a_connection_without_the_token_is_refused(harness: EngineDoorHarness) -> None:
     async with caller(harness) as stranger:
         stranger.send(b"a guess")
         stranger.send(b"\xc1 is no msgpack at all")
@@ -147,7 +149,7 @@ async def test_a_strangers_words_are_not_read(harness: EngineDoorHarness) -> Non
         ((HELLO,), "frame: Expected `array` of at least length 3, got 1"),
     ],
 )
-async def test_a_greeting_that_is_none(
+async def test_an_invalid_hello_is_refused(
     harness: EngineDoorHarness, frame: tuple[int, ...], reason: str
 ) -> None:
     async with caller(harness) as who:
@@ -175,7 +177,7 @@ async def test_a_greeting_that_is_none(
         (KNOCK, "it says hello twice"),
     ],
 )
-async def test_a_frame_that_cannot_be_meant_ends_the_conversation(
+async def test_an_invalid_frame_ends_the_connection_and_clears_its_rank(
     harness: EngineDoorHarness, frame: tuple[object, ...], reason: str
 ) -> None:
     async with friend(harness, 0) as who:
@@ -187,7 +189,7 @@ async def test_a_frame_that_cannot_be_meant_ends_the_conversation(
         pass
 
 
-async def test_a_frame_that_is_too_long_is_not_waited_for(harness: EngineDoorHarness) -> None:
+async def test_a_frame_longer_than_the_limit_is_refused_at_its_length(harness: EngineDoorHarness) -> None:
     async with friend(harness, 0) as who:
         who.writer.write((FRAME_BYTES_MAX + 1).to_bytes(4, "big"))
         assert await who.is_refused(
@@ -195,7 +197,7 @@ async def test_a_frame_that_is_too_long_is_not_waited_for(harness: EngineDoorHar
         )
 
 
-async def test_who_says_nothing_is_gone(tmp_path: Path) -> None:
+async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
     async with open_engine_door(f"unix:{tmp_path}/door", silence_s=0.05) as harness, caller(harness) as who:
         who.send(TOKEN.encode())
         who.say(*KNOCK)
@@ -203,7 +205,7 @@ async def test_who_says_nothing_is_gone(tmp_path: Path) -> None:
         assert await who.is_refused("it said nothing for 0.05 s")
 
 
-async def test_the_newest_connection_tells_of_a_rank(harness: EngineDoorHarness) -> None:
+async def test_the_newest_connection_takes_over_a_claimed_rank(harness: EngineDoorHarness) -> None:
     async with friend(harness, 0, 1) as old, friend(harness, 1) as new:
         assert await old.is_refused("a newer connection tells of dp_rank 1")
         assert harness.door.dp_ranks == {1}
@@ -213,7 +215,7 @@ async def test_the_newest_connection_tells_of_a_rank(harness: EngineDoorHarness)
         assert len(harness.believed(DpRank(1))) == 1
 
 
-async def test_a_full_door_says_so_and_opens_again(harness: EngineDoorHarness) -> None:
+async def test_a_connection_over_the_limit_is_refused_until_others_close(harness: EngineDoorHarness) -> None:
     place = ListenAddress.parse(harness.door.address)
     assert place.path is not None
     ends = [await asyncio.open_unix_connection(place.path) for _ in range(CONNECTIONS_MAX)]
@@ -232,7 +234,7 @@ async def test_a_full_door_says_so_and_opens_again(harness: EngineDoorHarness) -
         await asyncio.sleep(0)
 
 
-async def test_every_ending_is_logged_without_what_was_said(
+async def test_refusals_joins_and_leaves_are_logged_without_frame_content(
     harness: EngineDoorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter")
@@ -250,7 +252,7 @@ async def test_every_ending_is_logged_without_what_was_said(
     ]
 
 
-async def test_who_knocks_again_and_again_with_a_wrong_token_is_logged_once(
+async def test_repeated_wrong_tokens_are_logged_once(
     harness: EngineDoorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter")
@@ -263,7 +265,7 @@ async def test_who_knocks_again_and_again_with_a_wrong_token_is_logged_once(
     assert events_of(caplog.records).count("engine_refused") == 1
 
 
-async def test_stopping_tells_the_engines_and_clears_their_ranks(harness: EngineDoorHarness) -> None:
+async def test_stopping_the_door_notifies_engines_and_clears_their_ranks(harness: EngineDoorHarness) -> None:
     async with friend(harness, 0) as who:
         await harness.door.stop()
         await harness.door.stop()
@@ -271,14 +273,14 @@ async def test_stopping_tells_the_engines_and_clears_their_ranks(harness: Engine
         assert events(harness) == [Cleared(), Cleared()]
 
 
-async def test_tcp_finds_a_port(tmp_path: Path) -> None:
+async def test_tcp_port_zero_gets_a_free_port(tmp_path: Path) -> None:
     async with open_engine_door("tcp://127.0.0.1:0") as harness:
         assert not harness.door.address.endswith(":0")
         async with friend(harness, 0):
             pass
 
 
-async def test_a_socket_file_is_its_users_alone_and_goes_with_the_door(tmp_path: Path) -> None:
+async def test_socket_file_is_private_exclusive_and_removed_with_the_door(tmp_path: Path) -> None:
     path = tmp_path / "door"
     async with open_engine_door(f"unix:{path}"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -296,13 +298,13 @@ async def test_a_socket_file_is_its_users_alone_and_goes_with_the_door(tmp_path:
     "address",
     ["", "door", "unix:door", "tcp://1.2.3.4", "tcp://:1", "tcp://a:65536", "tcp://a:b", "http://a:1"],
 )
-async def test_an_address_that_is_none(address: str) -> None:
+async def test_an_invalid_door_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="neither unix:/path nor tcp://host:port") as caught:
         EngineDoorHarness(address)
     assert caught.value.param == "address"
 
 
-async def test_an_address_that_cannot_be_had(tmp_path: Path) -> None:
+async def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
         await EngineDoorHarness(f"unix:{tmp_path}/none/door").door.start()
     with pytest.raises(ConfigError, match="cannot listen at"):
@@ -310,14 +312,14 @@ async def test_an_address_that_cannot_be_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "some.host", "[::]"])
-async def test_a_door_that_others_reach_needs_a_token(host: str) -> None:
+async def test_a_non_loopback_door_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match="token: must be set") as caught:
         EngineDoorHarness(f"tcp://{host}:7000", token="")
     assert caught.value.param == "token"
     assert EngineDoorHarness(f"tcp://{host}:7000").door.address == f"tcp://{host}:7000"
 
 
-async def test_a_token_that_is_too_long() -> None:
+async def test_a_token_over_1024_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="token: is longer than 1024 bytes"):
         EngineDoorHarness("unix:/door", token="x" * 1025)
 
@@ -334,7 +336,9 @@ frames = st.one_of(
 
 @settings(max_examples=60)
 @given(st.lists(frames, max_size=8), st.booleans())
-async def test_nothing_that_is_said_ends_the_worker(said: list[bytes], is_friend: bool) -> None:
+async def test_any_frames_leave_the_door_serving_the_next_connection(
+    said: list[bytes], is_friend: bool
+) -> None:
     """Whatever one connection says, the next one is served, and holds what it says alone."""
     async with open_engine_door("tcp://127.0.0.1:0") as harness:
         async with caller(harness) as who:

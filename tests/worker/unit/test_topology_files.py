@@ -83,7 +83,7 @@ def test_each_visible_file_with_content_is_a_domain(tmp_path: Path) -> None:
     )
 
 
-def test_a_kubelets_tree_is_read_through_its_links(tmp_path: Path) -> None:
+def test_topology_files_are_read_through_kubelet_symlinks(tmp_path: Path) -> None:
     kubelet = Kubelet(tmp_path)
     kubelet.write(zone="a", rack="1")
     assert read_domains(tmp_path).domains == {"zone": "a", "rack": "1"}
@@ -91,7 +91,9 @@ def test_a_kubelets_tree_is_read_through_its_links(tmp_path: Path) -> None:
     assert read_domains(tmp_path).domains == {"zone": "b", "rack": "2"}
 
 
-def test_values_of_two_moments_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domains_are_reread_when_the_files_change_during_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kubelet = Kubelet(tmp_path)
     kubelet.write(rack="a1", zone="a")
     read_value = topology._read_value
@@ -117,7 +119,7 @@ def test_values_of_two_moments_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mo
         ("x" * 64, b"a", "cannot be a domain: its name is longer than 63"),
     ],
 )
-def test_what_cannot_be_a_taint_is_passed_over_with_a_warning(
+def test_files_invalid_as_domains_are_skipped_with_a_warning(
     tmp_path: Path, name: str, content: bytes, why: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -143,7 +145,7 @@ def test_an_unreadable_file_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mon
     assert reading.warnings == (f"{tmp_path}/rack cannot be read: Permission denied",)
 
 
-def test_a_folder_that_is_not_there_has_no_domains(tmp_path: Path) -> None:
+def test_a_missing_or_unlistable_topology_folder_is_described(tmp_path: Path) -> None:
     reading = read_domains(tmp_path / "topology")
     assert reading.domains == {}
     assert "does not exist" in reading.describe()
@@ -167,7 +169,7 @@ async def test_a_late_file_is_waited_for(tmp_path: Path) -> None:
     assert time.slept == [1.0, 1.0, 1.0]
 
 
-async def test_a_file_that_stays_away_ends_the_start_with_what_was_found(tmp_path: Path) -> None:
+async def test_an_absent_file_fails_the_start_and_lists_found_domains(tmp_path: Path) -> None:
     write(tmp_path, zone="  \n", rack="r1")
     time = Time()
     env = env_of(tmp_path, DYN_TOPOLOGY_POLL_S="2", DYN_TOPOLOGY_TIMEOUT_S="5")
@@ -181,7 +183,7 @@ async def test_a_file_that_stays_away_ends_the_start_with_what_was_found(tmp_pat
     assert refused.value.param == "DYN_KV_TRANSFER_DOMAIN"
 
 
-async def test_topology_that_is_off_waits_for_nothing() -> None:
+async def test_disabled_topology_waits_for_no_file() -> None:
     reading = await wait_for_topology(TopologyEnv(enabled=False))
     assert reading.domains == {}
 
@@ -228,7 +230,7 @@ async def end(watch: Watch) -> None:
     await asyncio.wait([watch.task])
 
 
-async def test_a_label_that_changes_is_reported_once(tmp_path: Path, watch: Watch) -> None:
+async def test_a_changed_label_is_reported_once(tmp_path: Path, watch: Watch) -> None:
     await watch.look()
     write(tmp_path, zone="b")
     await watch.look()
@@ -239,7 +241,7 @@ async def test_a_label_that_changes_is_reported_once(tmp_path: Path, watch: Watc
     await end(watch)
 
 
-async def test_a_value_that_vanishes_is_reported_as_vanished(tmp_path: Path, watch: Watch) -> None:
+async def test_a_removed_value_is_reported_as_absent_with_a_warning(tmp_path: Path, watch: Watch) -> None:
     (tmp_path / "zone").unlink()
     await watch.look()
     [(config, warnings)] = watch.reported
@@ -249,9 +251,7 @@ async def test_a_value_that_vanishes_is_reported_as_vanished(tmp_path: Path, wat
     await end(watch)
 
 
-async def test_a_change_that_could_not_be_reported_is_reported_at_the_next_look(
-    tmp_path: Path, watch: Watch
-) -> None:
+async def test_a_change_that_failed_to_be_reported_is_reported_again(tmp_path: Path, watch: Watch) -> None:
     watch.failures = iter([OSError("discovery is away")])
     write(tmp_path, zone="b")
     await watch.look()
@@ -268,7 +268,7 @@ def check(folder: Path, **variables: str) -> CheckReport:
     return topology_check({**ON, "DYN_TOPOLOGY_MOUNT_PATH": str(folder), **variables})
 
 
-def test_the_check_shows_what_would_be_published(tmp_path: Path) -> None:
+def test_topology_check_shows_the_config_and_taints_to_publish(tmp_path: Path) -> None:
     write(tmp_path, zone="us-east-1a\n", rack="rack-22")
     report = check(
         tmp_path,
@@ -288,7 +288,7 @@ def test_the_check_shows_what_would_be_published(tmp_path: Path) -> None:
     assert shown[1] == "  dynamo.topology/rack=rack-22\n  dynamo.topology/zone=us-east-1a"
 
 
-def test_the_check_says_why_a_worker_would_not_start(tmp_path: Path) -> None:
+def test_topology_check_states_why_a_worker_would_not_start(tmp_path: Path) -> None:
     report = check(tmp_path)
     assert report.exit_code == 1
     assert report.text == (
@@ -300,7 +300,7 @@ def test_the_check_says_why_a_worker_would_not_start(tmp_path: Path) -> None:
     assert "DYN_KV_TRANSFER_ENFORCEMENT: 'strict' is none of" in refused.text
 
 
-def test_the_check_repeats_warnings(tmp_path: Path) -> None:
+def test_topology_check_shows_warnings(tmp_path: Path) -> None:
     write(tmp_path, zone="a")
     (tmp_path / "rack").write_bytes(b"\xff")
     report = check(tmp_path, DYN_KV_TRANSFER_PREFERRED_WEIGHT="0.5")
@@ -308,7 +308,7 @@ def test_the_check_repeats_warnings(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in report.text.splitlines()[-2:]] == ["warning", "warning"]
 
 
-def test_the_check_warns_of_a_level_that_has_no_file(tmp_path: Path) -> None:
+def test_topology_check_warns_of_levels_without_a_value(tmp_path: Path) -> None:
     write(tmp_path, zone="a", rack="")
     report = check(tmp_path, DYN_TOPOLOGY_LEVELS="region,zone,rack")
     assert report.exit_code == 0
@@ -326,7 +326,7 @@ def test_the_check_warns_of_a_level_that_has_no_file(tmp_path: Path) -> None:
     ]
 
 
-def test_the_check_of_a_worker_without_topology(tmp_path: Path) -> None:
+def test_topology_check_reports_disabled_topology(tmp_path: Path) -> None:
     report = topology_check({})
     assert report == CheckReport(
         "Topology is off (DYN_TOPOLOGY_ENABLED is not true): nothing is published.", 0, ModelRuntimeConfig()

@@ -38,7 +38,7 @@ def waited(wanted: Awaited, time: Time, timeout_s: float) -> tuple[list[str], di
     return said, dict(reading.domains)
 
 
-def test_files_that_come_late_are_waited_for_and_reported_of_every_few_seconds(tmp_path: Path) -> None:
+def test_waiting_for_late_files_reports_progress_every_5_seconds(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("")
     time = Time(12.0, lambda: (tmp_path / "zone").write_text("us-east-1a\n"))
     said, domains = waited(Awaited(tmp_path, ("zone",)), time, 60.0)
@@ -52,7 +52,7 @@ def test_files_that_come_late_are_waited_for_and_reported_of_every_few_seconds(t
     ]
 
 
-def test_every_wanted_level_must_have_a_value(tmp_path: Path) -> None:
+def test_wait_fails_and_names_each_level_without_a_value(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("a")
     wanted = Awaited(tmp_path, ("zone", "rack", "host"), {"rack": "nvidia.com/rack"})
     with pytest.raises(TopologyUnavailable) as failed:
@@ -66,21 +66,21 @@ def test_every_wanted_level_must_have_a_value(tmp_path: Path) -> None:
     assert "nvidia.com/rack and grove.io/topology.host" in failed.value.message
 
 
-def test_files_that_are_there_are_not_waited_for(tmp_path: Path) -> None:
+def test_wait_ends_at_once_if_all_files_are_present(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("a")
     time = Time()
     waited(Awaited(tmp_path, ("zone",)), time, 0.0)
     assert time.now_s == 0.0
 
 
-def test_a_timeout_of_zero_looks_once(tmp_path: Path) -> None:
+def test_wait_with_timeout_zero_fails_without_sleeping(tmp_path: Path) -> None:
     time = Time()
     with pytest.raises(TopologyUnavailable):
         waited(Awaited(tmp_path, ("zone",)), time, 0.0)
     assert time.now_s == 0.0
 
 
-def test_without_topology_nothing_is_waited_for(tmp_path: Path) -> None:
+def test_wait_without_topology_waits_for_no_file(tmp_path: Path) -> None:
     wanted = awaited({}, mount_path=str(tmp_path))
     said, _ = waited(wanted, Time(), 5.0)
     assert len(said) == 1
@@ -96,13 +96,13 @@ def test_without_topology_nothing_is_waited_for(tmp_path: Path) -> None:
         ({"DYN_KV_TRANSFER_DOMAIN": "zone"}, ()),
     ],
 )
-def test_without_levels_it_waits_for_what_a_worker_would(
+def test_wait_without_levels_awaits_the_level_that_a_worker_awaits(
     environ: dict[str, str], levels: tuple[str, ...]
 ) -> None:
     assert awaited(environ).levels == levels
 
 
-def test_options_win_over_the_environment() -> None:
+def test_options_override_the_environment() -> None:
     environ = {"DYN_TOPOLOGY_MOUNT_PATH": "/etc/podinfo/topology"}
     assert awaited(environ).folder == Path("/etc/podinfo/topology")
     wanted = awaited(environ, mount_path="/here", levels=" zone, rack,zone ", labels=("zone=a/b=c",))
@@ -112,7 +112,7 @@ def test_options_win_over_the_environment() -> None:
 
 
 @pytest.mark.parametrize("levels", ["", "zone,,rack", ".hidden", "zo/ne", "a=b"])
-def test_levels_that_no_file_can_have_are_refused(levels: str) -> None:
+def test_levels_invalid_as_file_names_are_refused(levels: str) -> None:
     with pytest.raises(ConfigError, match="--levels"):
         awaited({}, levels=levels)
 

@@ -30,7 +30,7 @@ async def harness() -> WorkerHarness:
     return made
 
 
-async def test_a_started_worker_is_found_serves_and_publishes(harness: WorkerHarness) -> None:
+async def test_a_started_worker_is_discovered_serves_legs_and_publishes(harness: WorkerHarness) -> None:
     card = await harness.cards.get()
     assert card == harness.worker.card
     stream = await harness.requests.open(harness.worker.card.address, harness.request())
@@ -48,7 +48,7 @@ async def test_a_started_worker_is_found_serves_and_publishes(harness: WorkerHar
     await harness.worker.stop()
 
 
-async def test_stopping_says_goodbye_and_may_come_twice(harness: WorkerHarness) -> None:
+async def test_stopping_withdraws_the_worker_and_is_idempotent(harness: WorkerHarness) -> None:
     await harness.cards.get()
     await harness.worker.stop()
     await harness.worker.stop()
@@ -58,7 +58,7 @@ async def test_stopping_says_goodbye_and_may_come_twice(harness: WorkerHarness) 
         await harness.requests.open(harness.worker.card.address, harness.request())
 
 
-async def test_a_drain_waits_for_running_legs_and_takes_no_new_ones(harness: WorkerHarness) -> None:
+async def test_a_drain_waits_for_running_legs_and_refuses_new_legs(harness: WorkerHarness) -> None:
     await harness.cards.get()
     stream = await harness.requests.open(harness.worker.card.address, harness.request())
     drain = asyncio.create_task(harness.worker.drain(60.0))
@@ -75,7 +75,7 @@ async def test_a_drain_waits_for_running_legs_and_takes_no_new_ones(harness: Wor
     assert harness.engine.stops == 1
 
 
-async def test_a_silent_engine_is_reported_as_such_and_gets_no_new_legs(harness: WorkerHarness) -> None:
+async def test_a_silent_engine_is_published_and_refuses_new_legs(harness: WorkerHarness) -> None:
     """Those that run go on, and somebody who looks does not take it for a worker that leaves."""
     tell = harness.engine.on_state
     assert tell is not None
@@ -96,7 +96,7 @@ async def test_a_silent_engine_is_reported_as_such_and_gets_no_new_legs(harness:
     await harness.worker.stop()
 
 
-async def test_a_worker_that_leaves_drains_whether_its_engine_answers_or_not(harness: WorkerHarness) -> None:
+async def test_a_draining_worker_stays_draining_when_its_engine_changes_state(harness: WorkerHarness) -> None:
     tell = harness.engine.on_state
     assert tell is not None
     await harness.cards.get()
@@ -110,7 +110,7 @@ async def test_a_worker_that_leaves_drains_whether_its_engine_answers_or_not(har
     await harness.worker.stop()
 
 
-async def test_a_drain_has_a_limit(harness: WorkerHarness) -> None:
+async def test_a_drain_past_its_limit_breaks_running_legs(harness: WorkerHarness) -> None:
     stream = await harness.requests.open(harness.worker.card.address, harness.request())
     assert not await harness.worker.drain(0.0)
     with pytest.raises(StreamBroken):
@@ -118,7 +118,9 @@ async def test_a_drain_has_a_limit(harness: WorkerHarness) -> None:
 
 
 @pytest.mark.parametrize("ending", ["cancel", "broken", "exhausted"])
-async def test_a_leg_counts_once_however_it_ends(harness: WorkerHarness, ending: str) -> None:
+async def test_a_leg_is_counted_until_it_is_cancelled_broken_or_exhausted(
+    harness: WorkerHarness, ending: str
+) -> None:
     stream = await harness.requests.open(harness.worker.card.address, harness.request())
     assert harness.worker.running_legs == 1
     chunks = harness.engine.streams[0].chunks
@@ -138,7 +140,7 @@ async def test_a_leg_counts_once_however_it_ends(harness: WorkerHarness, ending:
     await harness.worker.stop()
 
 
-async def test_what_is_not_served_here_is_refused_by_name(harness: WorkerHarness) -> None:
+async def test_a_leg_of_another_model_or_rank_is_refused_by_name(harness: WorkerHarness) -> None:
     for request, param in (
         (harness.request(model="other"), "model"),
         (harness.request(dp_rank=1), "dp_rank"),
@@ -150,7 +152,7 @@ async def test_what_is_not_served_here_is_refused_by_name(harness: WorkerHarness
     await harness.worker.stop()
 
 
-async def test_a_death_has_no_goodbye(harness: WorkerHarness) -> None:
+async def test_a_dying_worker_publishes_no_withdrawal(harness: WorkerHarness) -> None:
     await harness.cards.get()
     harness.engine.tell(STORED)
     harness.worker.die("power")
@@ -162,7 +164,7 @@ async def test_a_death_has_no_goodbye(harness: WorkerHarness) -> None:
         await harness.requests.open(harness.worker.card.address, harness.request())
 
 
-async def test_heartbeats_tell_the_latest_load_again() -> None:
+async def test_heartbeats_repeat_the_latest_load() -> None:
     """An engine at rest reports nothing more: a router that missed the last one thinks it busy for ever."""
     harness = WorkerHarness(heartbeat_s=0.001)
     await harness.start()
@@ -175,7 +177,7 @@ async def test_heartbeats_tell_the_latest_load_again() -> None:
 
 
 @pytest.mark.parametrize("kv_events", [True, False])
-async def test_heartbeats_repeat_one_load_a_rank_whoever_reported_it_until_the_worker_stops(
+async def test_heartbeats_repeat_only_the_last_load_until_the_worker_stops(
     kv_events: bool,
 ) -> None:
     harness = WorkerHarness(heartbeat_s=0.001)
@@ -192,7 +194,7 @@ async def test_heartbeats_repeat_one_load_a_rank_whoever_reported_it_until_the_w
     assert len(harness.loads) == n_loads
 
 
-async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:
+async def test_heartbeats_publish_an_empty_batch_with_the_next_event_id() -> None:
     harness = WorkerHarness(heartbeat_s=0.001)
     await harness.start()
     batch = await harness.batches.get()
@@ -200,7 +202,7 @@ async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:
     await harness.worker.stop()
 
 
-async def test_a_task_that_breaks_is_reported_without_the_words_of_strangers(
+async def test_a_failed_task_is_logged_without_the_error_message(
     caplog: pytest.LogCaptureFixture, make_fail: MakeFail
 ) -> None:
     words = "what a client wrote"
@@ -217,7 +219,7 @@ async def test_a_task_that_breaks_is_reported_without_the_words_of_strangers(
     assert words not in str(line)
 
 
-async def test_a_start_that_fails_leaves_nothing_behind() -> None:
+async def test_a_failed_start_publishes_no_card_and_stops_its_engine() -> None:
     harness = WorkerHarness()
     harness.requests.serve(harness.worker.card.address, harness.worker)
     with pytest.raises(ConfigError):
@@ -237,7 +239,7 @@ def environ(folder: Path, **variables: str) -> dict[str, str]:
     }
 
 
-async def test_the_card_says_where_the_worker_is_and_says_so_again(tmp_path: Path) -> None:
+async def test_the_card_has_the_workers_domain_and_follows_its_changes(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("a")
     harness = WorkerHarness(environ=environ(tmp_path))
     await harness.start()
@@ -258,7 +260,7 @@ async def test_the_card_says_where_the_worker_is_and_says_so_again(tmp_path: Pat
     await harness.worker.stop()
 
 
-async def test_without_its_place_a_worker_does_not_start(tmp_path: Path) -> None:
+async def test_a_worker_without_its_topology_value_does_not_start(tmp_path: Path) -> None:
     harness = WorkerHarness(environ=environ(tmp_path, DYN_TOPOLOGY_TIMEOUT_S="0"))
     with pytest.raises(TopologyUnavailable):
         await harness.start()
@@ -266,7 +268,7 @@ async def test_without_its_place_a_worker_does_not_start(tmp_path: Path) -> None
     assert harness.cards.empty()
 
 
-async def test_kv_events_of_a_rank_that_is_not_here_are_let_go_and_reported_once(
+async def test_kv_events_of_unknown_ranks_are_dropped_and_reported_once(
     harness: WorkerHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_events = harness.engine.on_events
@@ -285,7 +287,9 @@ async def test_kv_events_of_a_rank_that_is_not_here_are_let_go_and_reported_once
     await harness.worker.stop()
 
 
-async def test_odd_settings_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_topology_setting_without_effect_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "zone").write_text("a")
     harness = WorkerHarness(environ=environ(tmp_path, DYN_KV_TRANSFER_PREFERRED_WEIGHT="0.5"))
     with caplog.at_level(logging.WARNING):

@@ -64,7 +64,7 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-async def test_one_turn_of_the_loop_is_one_batch_a_rank() -> None:
+async def test_events_of_one_loop_turn_are_one_batch_per_rank() -> None:
     wire = Wire()
     publisher = publisher_on(wire)
     publisher.publish(DpRank(0), (event(0),))
@@ -92,7 +92,7 @@ async def test_a_full_pending_list_is_sent_at_once() -> None:
     assert [batch.first_event_id for batch in wire.batches] == [0, 3]
 
 
-async def test_the_ring_answers_for_what_it_still_has() -> None:
+async def test_the_ring_answers_only_ranges_that_it_still_holds() -> None:
     publisher = publisher_on(Wire(), ring_events_max=4)
     publisher.publish(DpRank(0), tuple(event(n) for n in range(6)))
     publisher.flush()
@@ -106,7 +106,7 @@ async def test_the_ring_answers_for_what_it_still_has() -> None:
     await turn()
 
 
-async def test_a_snapshot_has_every_event_before_its_id() -> None:
+async def test_a_snapshot_includes_events_published_while_it_is_taken() -> None:
     """An engine may tell of events while it is asked: they are in the snapshot, and not after it."""
     wire = Wire()
 
@@ -125,7 +125,7 @@ async def test_a_snapshot_has_every_event_before_its_id() -> None:
     await turn()
 
 
-async def test_a_custom_engine_needs_tokens_and_its_own_names_only() -> None:
+async def test_a_custom_engine_publishes_with_token_ids_and_engine_hashes() -> None:
     wire = Wire()
     publisher = publisher_on(wire)
     publisher.publish_stored(TOKENS[:8], [100, 101])
@@ -156,14 +156,14 @@ async def test_tokens_that_do_not_fill_the_named_blocks_are_refused(tokens: list
 
 
 @pytest.mark.parametrize("tokens", [[], array("I")])
-async def test_of_no_block_nothing_is_said(tokens: TokenBuffer | list[int]) -> None:
+async def test_storing_no_blocks_publishes_nothing(tokens: TokenBuffer | list[int]) -> None:
     wire = Wire()
     publisher_on(wire).publish_stored(tokens, [])
     await turn()
     assert wire.batches == []
 
 
-async def test_a_publisher_without_an_engines_account_mirrors_its_own_events() -> None:
+async def test_a_publisher_without_engine_snapshots_mirrors_its_events() -> None:
     publisher = publisher_on(Wire())
     publisher.publish_stored(TOKENS[:8], [100, 101])
     publisher.publish_stored(TOKENS[8:], [102], parent=EngineHash(101))
@@ -174,7 +174,7 @@ async def test_a_publisher_without_an_engines_account_mirrors_its_own_events() -
     await turn()
 
 
-async def test_a_heartbeat_tells_how_far_the_ids_have_come() -> None:
+async def test_a_heartbeat_publishes_the_next_event_id_of_each_rank() -> None:
     wire = Wire()
     publisher = publisher_on(wire)
     publisher.publish(DpRank(0), (event(0),))
@@ -215,7 +215,7 @@ def test_the_mirror_counts_stores_and_keeps_media_apart() -> None:
     assert mirror.held() == ()
 
 
-def test_the_mirror_places_no_orphan_and_keeps_what_follows_a_removed_block() -> None:
+def test_the_mirror_drops_orphans_and_keeps_blocks_after_a_removed_block() -> None:
     mirror = RankMirror()
     chain = Prompt(TOKENS, block_size=BLOCK_SIZE)
     mirror.apply((Stored(None, pack_hashes([1, 2, 3]), chain.block_hashes), Removed(pack_hashes([2]))))
@@ -226,7 +226,7 @@ def test_the_mirror_places_no_orphan_and_keeps_what_follows_a_removed_block() ->
     assert mirror.held()[0].engine_hashes == pack_hashes([1, 3])
 
 
-def test_a_name_that_stands_for_other_content_forgets_its_stores() -> None:
+def test_an_engine_hash_with_new_content_resets_its_store_count() -> None:
     mirror = RankMirror()
     column = pack_hashes([1])
     mirror.apply((Stored(None, column, pack_hashes([11])), Stored(None, column, pack_hashes([11]))))
@@ -256,7 +256,7 @@ class Loads(Wire):
         self.loads.append(report)
 
 
-async def test_a_load_is_of_the_workers_own_rank_and_a_closed_publisher_tells_none() -> None:
+async def test_loads_name_their_rank_and_end_when_the_publisher_closes() -> None:
     wire = Loads()
     publisher = publisher_on(wire)
     publisher.publish_load(active_blocks=3, total_blocks=8, running_requests=1, dp_rank=DpRank(2))
@@ -271,7 +271,7 @@ async def test_a_load_is_of_the_workers_own_rank_and_a_closed_publisher_tells_no
     ]
 
 
-async def test_heartbeats_publish_the_latest_load_of_each_rank_until_its_engine_is_gone() -> None:
+async def test_heartbeats_repeat_each_ranks_latest_load_until_it_is_dropped() -> None:
     """An engine that reports changes alone says nothing more: a router that joins later would never know."""
     wire = Loads()
     publisher = publisher_on(wire)
@@ -290,7 +290,7 @@ async def test_heartbeats_publish_the_latest_load_of_each_rank_until_its_engine_
     assert wire.loads == [idle, other, idle]
 
 
-async def test_a_heartbeat_counts_what_the_rank_holds() -> None:
+async def test_a_heartbeat_counts_the_blocks_of_its_rank() -> None:
     wire = Wire()
     publisher = publisher_on(wire)
     publisher.publish_stored(TOKENS, [1, 2, 3])
@@ -299,7 +299,7 @@ async def test_a_heartbeat_counts_what_the_rank_holds() -> None:
     assert [(batch.next_event_id, batch.held_blocks) for batch in wire.batches] == [(2, None), (2, 2)]
 
 
-async def test_an_engines_own_count_is_that_after_the_events_which_it_reported_when_asked() -> None:
+async def test_a_heartbeat_count_includes_events_reported_while_counting() -> None:
     wire = Wire()
 
     def held_blocks(dp_rank: DpRank) -> int:

@@ -56,12 +56,14 @@ async def register(
         (ModelType.Prefill, False, Role.PREFILL),
     ],
 )
-async def test_the_role_follows_from_the_type(model_type: ModelType, disaggregated: bool, role: Role) -> None:
+async def test_the_role_follows_from_the_model_type(
+    model_type: ModelType, disaggregated: bool, role: Role
+) -> None:
     card = await register(MemoryDiscovery(), model_type, disaggregated=disaggregated)
     assert (card.role, card.serves) == (role, model_type)
 
 
-async def test_where_it_is_heard_and_what_it_is_tokenized_with_are_on_its_card() -> None:
+async def test_the_card_has_the_event_source_and_the_tokenizer() -> None:
     source = EventSource(EventTransport.ZMQ, "tcp://h:1", "tcp://h:2")
     card = await register_llm(
         MemoryDiscovery(),
@@ -90,17 +92,17 @@ async def test_a_registered_worker_is_discovered() -> None:
     assert card.ranks() == ((WorkerId(3), DpRank(0)), (WorkerId(3), DpRank(1)))
 
 
-def test_every_start_is_another_incarnation() -> None:
+def test_each_new_incarnation_is_different() -> None:
     assert len({new_incarnation() for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize("model_type", [ModelType.Prefill | ModelType.Chat, ModelType(0)])
-async def test_a_type_that_mixes_legs_is_refused(model_type: ModelType) -> None:
+async def test_a_model_type_mixing_legs_or_empty_is_refused(model_type: ModelType) -> None:
     with pytest.raises(ConfigError, match=r"^model_type: "):
         await register(MemoryDiscovery(), model_type)
 
 
-async def test_what_cannot_be_routed_to_is_refused_by_name() -> None:
+async def test_an_invalid_registration_is_refused_by_name() -> None:
     discovery = MemoryDiscovery()
     for name, refused in {
         "block_size": register(discovery, block_size=0),

@@ -33,7 +33,7 @@ class Failing(ScriptedStream):
         (math.inf, TIME_LEFT_MAX_S + GRACE_S),
     ],
 )
-def test_a_leg_ends_a_little_after_its_request(time_left_s: float, ends_s: float) -> None:
+def test_a_leg_is_cancelled_a_grace_time_after_its_time_left(time_left_s: float, ends_s: float) -> None:
     async def run() -> None:
         inner = ScriptedStream()
         stream = TimedStream(inner, time_left_s)
@@ -48,7 +48,7 @@ def test_a_leg_ends_a_little_after_its_request(time_left_s: float, ends_s: float
 
 
 @pytest.mark.parametrize("ending", ["last chunk", "broken", "cancelled"])
-def test_a_leg_that_ended_in_time_is_left_alone(ending: str) -> None:
+def test_a_leg_that_ended_in_time_is_not_cancelled_later(ending: str) -> None:
     async def run() -> None:
         inner = Failing() if ending == "broken" else ScriptedStream()
         stream = TimedStream(inner, 1.0)
@@ -69,7 +69,7 @@ def test_a_leg_that_ended_in_time_is_left_alone(ending: str) -> None:
     run_in_virtual_time(run())
 
 
-def test_a_worker_keeps_to_the_time_that_a_request_brings() -> None:
+def test_a_worker_cancels_only_the_leg_whose_time_left_is_over() -> None:
     async def run() -> None:
         harness = WorkerHarness()
         await harness.start()

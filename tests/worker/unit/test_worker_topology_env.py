@@ -15,21 +15,21 @@ WEIGHT = "DYN_KV_TRANSFER_PREFERRED_WEIGHT"
 
 
 @pytest.mark.parametrize("text", ["true", "1", "on", "yes", "TRUE", " Yes "])
-def test_topology_is_on(text: str) -> None:
+def test_topology_is_enabled_by_each_true_value(text: str) -> None:
     assert parse_topology_env({**ON, "DYN_TOPOLOGY_ENABLED": text}).enabled
 
 
 @pytest.mark.parametrize(
     "environ", [{}] + [{"DYN_TOPOLOGY_ENABLED": text} for text in ("false", "0", "off", "NO", "")]
 )
-def test_topology_is_off(environ: dict[str, str]) -> None:
+def test_topology_is_disabled_by_default_and_by_each_false_value(environ: dict[str, str]) -> None:
     env = parse_topology_env(environ)
     assert not env.enabled
     config = ModelRuntimeConfig(total_kv_blocks=5)
     assert topology_config(config, env, read_domains(env.mount_path)) is config
 
 
-def test_the_defaults_are_the_specifications() -> None:
+def test_the_defaults_equal_the_specification() -> None:
     env = parse_topology_env(ON)
     assert env == TopologyEnv(
         enabled=True,
@@ -74,7 +74,9 @@ def test_each_enforcement_is_read(enforcement: str) -> None:
         ({**ON, "DYN_TOPOLOGY_TIMEOUT_S": "soon"}, "DYN_TOPOLOGY_TIMEOUT_S", "'soon'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(environ: dict[str, str], variable: str, says: str) -> None:
+def test_invalid_topology_variables_are_refused_by_name(
+    environ: dict[str, str], variable: str, says: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_topology_env(environ)
     assert refused.value.param == variable
@@ -95,7 +97,7 @@ def test_a_policy_without_topology_is_a_warning() -> None:
     assert env.warnings == ("DYN_KV_TRANSFER_DOMAIN has no effect unless DYN_TOPOLOGY_ENABLED is true",)
 
 
-def test_the_routers_default_waits_for_its_level_and_publishes_no_policy(tmp_path: Path) -> None:
+def test_a_router_topology_level_is_awaited_but_sets_no_policy(tmp_path: Path) -> None:
     (tmp_path / "rack").write_text("r1")
     env = parse_topology_env(
         {
@@ -111,6 +113,6 @@ def test_the_routers_default_waits_for_its_level_and_publishes_no_policy(tmp_pat
     assert config == ModelRuntimeConfig(topology_domains={"rack": "r1"})
 
 
-def test_a_workers_own_domain_wins_over_the_routers_level() -> None:
+def test_a_workers_transfer_domain_overrides_the_routers_level() -> None:
     env = parse_topology_env({**ON, "DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL": "rack"})
     assert (env.awaited_domain, env.transfer_domain) == ("zone", "zone")

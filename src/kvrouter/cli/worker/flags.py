@@ -15,19 +15,16 @@ from kvrouter.cli.options import takes
 from kvrouter.cli.output import Output, echo, json_text
 from kvrouter.cli.process_settings import begun
 from kvrouter.cli.setting_flags import SettingsCommand, output_option, setting_options
-from kvrouter.core.errors import ConfigError
-from kvrouter.engines.registry import ENGINES, help_of
-from kvrouter.fleetfile.worker_options import (
+from kvrouter.cli.worker.options import (
     AttachOptions,
     AttachRunOptions,
-    EnginePods,
-    MockEngineOptions,
     MockFileOptions,
-    MockModelOptions,
     MockRunOptions,
-    PlaceOptions,
     PodsRunOptions,
 )
+from kvrouter.core.errors import ConfigError
+from kvrouter.engines.registry import ENGINES, help_of
+from kvrouter.fleetfile.worker_options import EnginePods, MockEngineOptions, MockModelOptions, PlaceOptions
 from kvrouter.settings.option import given_of
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 from kvrouter.text.source import ENGINE_TOKENIZER, is_repository

@@ -15,6 +15,7 @@ from kvrouter.app.router_transports import settled
 from kvrouter.app.standby import until_free
 from kvrouter.app.tls import advertised, tls_of
 from kvrouter.app.worker_transports import open_worker_transports
+from kvrouter.cli.worker.options import MockFileOptions, MockRunOptions
 from kvrouter.cli.worker.worker_process import WorkerProcess, logger
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
@@ -31,7 +32,6 @@ from kvrouter.fleetfile.fleet_workers import (
     worker_card,
 )
 from kvrouter.fleetfile.one_worker import worker_id_of
-from kvrouter.fleetfile.worker_options import MockFileOptions, MockRunOptions
 from kvrouter.settings.static_endpoint import STATIC_INCARNATION
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event

@@ -98,7 +98,7 @@ class EngineEventStream:
         can_replay: bool,
         limits: EventStreamLimits | None = None,
     ) -> None:
-        self.ledgers: dict[DpRank, RankBlocks] = {}
+        self.rank_blocks: dict[DpRank, RankBlocks] = {}
         self._decode = decode
         self._traits = traits
         self._can_replay = can_replay
@@ -117,12 +117,12 @@ class EngineEventStream:
     @property
     def partial_ranks(self) -> tuple[DpRank, ...]:
         """The ranks of which events were missed since their last clear."""
-        return tuple(rank for rank, ledger in self.ledgers.items() if ledger.is_partial)
+        return tuple(rank for rank, blocks in self.rank_blocks.items() if blocks.is_partial)
 
     @property
     def lookahead_tokens(self) -> int:
         """How many tokens behind a block its name covers, the most of any rank."""
-        return max((ledger.lookahead_tokens for ledger in self.ledgers.values()), default=0)
+        return max((blocks.lookahead_tokens for blocks in self.rank_blocks.values()), default=0)
 
     @property
     def is_waiting(self) -> bool:
@@ -133,8 +133,8 @@ class EngineEventStream:
         """Return the counts of skipped events of a rank since its engine began. Those without a rank count
         with the socket's own rank, since the beginning.
         """
-        ledger = self.ledgers.get(dp_rank)
-        counts = Counter[Skipped]() if ledger is None else ledger.skipped.copy()
+        blocks = self.rank_blocks.get(dp_rank)
+        counts = Counter[Skipped]() if blocks is None else blocks.skipped.copy()
         if dp_rank == self._traits.dp_rank:
             counts.update(self._skipped)
         return counts
@@ -286,19 +286,19 @@ class EngineEventStream:
             return
         for each in engine_batches:
             dp_rank = self._traits.dp_rank if each.dp_rank is None else each.dp_rank
-            ledger = self._ledger_of(dp_rank)
-            if ledger is not None:
-                self._publish(dp_rank, ledger.take(each.events))
+            blocks = self._blocks_of(dp_rank)
+            if blocks is not None:
+                self._publish(dp_rank, blocks.take(each.events))
 
-    def _ledger_of(self, dp_rank: DpRank) -> RankBlocks | None:
-        """Return the ledger of a rank, a new one if the limit allows it."""
-        ledger = self.ledgers.get(dp_rank)
-        if ledger is None and len(self.ledgers) >= self._limits.ranks_max:
-            why = f"data_parallel_rank: {dp_rank} is one more than the {len(self.ledgers)} ranks allowed"
+    def _blocks_of(self, dp_rank: DpRank) -> RankBlocks | None:
+        """Return the blocks of a rank, a new one if the limit allows it."""
+        blocks = self.rank_blocks.get(dp_rank)
+        if blocks is None and len(self.rank_blocks) >= self._limits.ranks_max:
+            why = f"data_parallel_rank: {dp_rank} is one more than the {len(self.rank_blocks)} ranks allowed"
             self._out.append(self._refused(ProtocolError(why, param="data_parallel_rank")))
-        elif ledger is None:
-            ledger = self.ledgers[dp_rank] = RankBlocks(self._traits, is_partial=self._is_partial)
-        return ledger
+        elif blocks is None:
+            blocks = self.rank_blocks[dp_rank] = RankBlocks(self._traits, is_partial=self._is_partial)
+        return blocks
 
     def _lose_place(self, next_seq: int) -> None:
         """Forget the position in the stream: begin with the next batch."""
@@ -310,8 +310,8 @@ class EngineEventStream:
         self._is_partial = True
         self._skipped[Skipped.MISSED] += 1
         self._out.append(Missed(first_seq, last_seq))
-        for dp_rank, ledger in self.ledgers.items():
-            self._publish(dp_rank, ledger.lose())
+        for dp_rank, blocks in self.rank_blocks.items():
+            self._publish(dp_rank, blocks.lose())
 
     def _refused(self, error: ProtocolError) -> MalformedBatch:
         self._skipped[Skipped.UNREADABLE] += 1
@@ -324,9 +324,9 @@ class EngineEventStream:
 
     def _restart(self) -> None:
         self._out.append(Restarted())
-        for dp_rank, ledger in self.ledgers.items():
-            self._publish(dp_rank, ledger.lose())
-        self.ledgers.clear()
+        for dp_rank, blocks in self.rank_blocks.items():
+            self._publish(dp_rank, blocks.lose())
+        self.rank_blocks.clear()
         self._remembered.clear()
         self._next_seq = self._fruitless_at = None
         self._is_partial = False

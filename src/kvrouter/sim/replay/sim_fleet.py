@@ -13,7 +13,6 @@ from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.remote import Peer
-from kvrouter.fleetfile.decision import circuit_settings, routing_settings, waiting_limits
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import (
     BOOTSTRAP_PORT,
@@ -24,6 +23,7 @@ from kvrouter.fleetfile.fleet_workers import (
     numbered_workers,
     worker_card,
 )
+from kvrouter.fleetfile.routing_settings import circuit_settings, routing_settings, waiting_limits
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.kernel.ledger.port import NativeLedger

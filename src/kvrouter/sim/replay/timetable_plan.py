@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.engines.mock_engine.mock_links import LinkChange, Place
-from kvrouter.fleetfile.decision import routing_settings
 from kvrouter.fleetfile.fleet_checks import examine_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import link_level, mock_links, numbered_workers
+from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.settings.problems import Document, Path, Problem, did_you_mean, dotted
 from kvrouter.sim.replay.fleet_check import group_problems
 from kvrouter.sim.replay.timetable import (

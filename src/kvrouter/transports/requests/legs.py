@@ -11,6 +11,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.transports.background import spawn
+from kvrouter.transports.requests.encoding import credit_of
 from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
@@ -20,7 +21,6 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 from kvrouter.transports.requests.session import LEFT
-from kvrouter.transports.requests.stream import credit_of
 from kvrouter.transports.requests.worker_session import Answer, WorkerSession
 
 LEGS_MAX = 16_384

@@ -16,33 +16,25 @@ from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
-from kvrouter.transports.requests.messages import (
+from kvrouter.transports.requests.encoding import REQUEST_MAX_BYTES, ErrorMessage, encode_request, error_of
+from kvrouter.transports.requests.frames import (
     GREETED,
-    GREETING_BYTES,
     HEADER,
     TO_ROUTER,
     FrameKind,
     FrameReader,
     Open,
-    Secret,
     decode,
     encode_cancel,
     encode_credits,
     encoder,
     goodbye,
-    hello,
     items_decoder,
     number_decoder,
-    read_greeting,
     refused_decoder,
 )
+from kvrouter.transports.requests.handshake import GREETING_BYTES, Secret, hello, read_greeting
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.transports.requests.stream import (
-    REQUEST_MAX_BYTES,
-    ErrorMessage,
-    encode_request,
-    error_of,
-)
 
 STREAMS_MAX = 8192
 """Legs of one session at once."""

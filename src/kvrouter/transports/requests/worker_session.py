@@ -12,15 +12,13 @@ from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.listener import ListenerLimits
-from kvrouter.transports.requests.messages import (
+from kvrouter.transports.requests.encoding import credit_of, decode_request, is_bare
+from kvrouter.transports.requests.frames import (
     CHUNKS_FLUSH_TOKENS,
-    HELLO_BYTES,
     ITEM_TOKENS,
     TO_WORKER,
     FrameKind,
-    Hello,
     Item,
-    Secret,
     cancel_decoder,
     credits_decoder,
     decode,
@@ -28,13 +26,11 @@ from kvrouter.transports.requests.messages import (
     encode_items,
     encode_number,
     encode_refused,
-    greeting,
     open_decoder,
-    read_hello,
 )
+from kvrouter.transports.requests.handshake import HELLO_BYTES, Hello, Secret, greeting, read_hello
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull
 from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES, Session
-from kvrouter.transports.requests.stream import credit_of, decode_request, is_bare
 
 
 class Answer:

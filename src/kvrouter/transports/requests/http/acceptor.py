@@ -15,6 +15,12 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.listener import NO_DESCRIPTOR, TcpServer
+from kvrouter.transports.requests.encoding import (
+    REQUEST_MAX_BYTES,
+    decode_request,
+    encode_refusal,
+    refusal_of,
+)
 from kvrouter.transports.requests.http.connections import (
     HttpConnections,
     last_answer,
@@ -32,12 +38,6 @@ from kvrouter.transports.requests.http.frames import (
 )
 from kvrouter.transports.requests.legs import LegName, LegServer, RouterGone
 from kvrouter.transports.requests.port import RequestServer, WorkerFull, WorkerUnreachable
-from kvrouter.transports.requests.stream import (
-    REQUEST_MAX_BYTES,
-    decode_request,
-    encode_refusal,
-    refusal_of,
-)
 from kvrouter.transports.requests.worker_session import WORKER_LIMITS, WorkerLimits
 
 BODIES_MAX_BYTES = 512 * 1024 * 1024

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk
-from kvrouter.transports.requests.stream import (
+from kvrouter.transports.requests.encoding import (
     CHUNKS_MAX_BYTES,
     ErrorMessage,
     decode_chunk,

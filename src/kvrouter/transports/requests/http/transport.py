@@ -18,6 +18,13 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.transports.background import spawn, tick
+from kvrouter.transports.requests.encoding import (
+    REQUEST_MAX_BYTES,
+    ErrorMessage,
+    decode_refusal,
+    encode_request,
+    error_of,
+)
 from kvrouter.transports.requests.http.frames import (
     LEG_HEADER,
     MSGPACK,
@@ -26,6 +33,7 @@ from kvrouter.transports.requests.http.frames import (
     ROUTER_HEADER,
     HttpFrameReader,
 )
+from kvrouter.transports.requests.leg_stream import LegStream
 from kvrouter.transports.requests.port import (
     AliveSink,
     LivenessListeners,
@@ -34,14 +42,6 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 from kvrouter.transports.requests.session import ROUTER_LIMITS, RouterLimits
-from kvrouter.transports.requests.stream import (
-    REQUEST_MAX_BYTES,
-    ErrorMessage,
-    LegStream,
-    decode_refusal,
-    encode_request,
-    error_of,
-)
 
 STREAM_TOKENS_MAX = 1024
 """Unread tokens of one leg above which its connection is not read."""

@@ -23,8 +23,9 @@ from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
 from kvrouter.transports.nats_client import subject_name
+from kvrouter.transports.requests.frames import FrameKind, frame
+from kvrouter.transports.requests.leg_stream import SessionStream
 from kvrouter.transports.requests.legs import CONNECTION_CLOSED
-from kvrouter.transports.requests.messages import FrameKind, frame
 from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
     ROUTER_LIMITS,
@@ -32,7 +33,6 @@ from kvrouter.transports.requests.session import (
     RouterSession,
     Session,
 )
-from kvrouter.transports.requests.stream import SessionStream
 
 VERSION = 2
 """The version of the transport over NATS. Ends of different versions have different subjects and keys."""

@@ -1,7 +1,7 @@
 """Requests over tcp: one multiplexed connection for each pair of router and worker.
 
 A connection carries a session (:mod:`kvrouter.transports.requests.session`); ``transport`` is the
-router's end and ``acceptor`` the workers'. ``docs/wire.md`` has the format.
+router's end, ``acceptor`` the workers', ``pipe`` what both share. ``docs/wire.md`` has the format.
 """
 
 from kvrouter.transports.requests.tcp.acceptor import TcpRequestAcceptor

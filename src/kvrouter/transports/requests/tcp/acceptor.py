@@ -11,17 +11,12 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import advertised_host
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.listener import NO_DESCRIPTOR, Connections, TcpServer
+from kvrouter.transports.requests.frames import goodbye
+from kvrouter.transports.requests.handshake import Hello, Secret, greeting
 from kvrouter.transports.requests.legs import LegServer, SessionLegs
-from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import READING_MAX_BYTES
-from kvrouter.transports.requests.tcp.transport import (
-    CLOSE_WITHIN_S,
-    TcpAddress,
-    TcpPipe,
-    new_nonce,
-    read_address,
-)
+from kvrouter.transports.requests.tcp.pipe import CLOSE_WITHIN_S, TcpAddress, TcpPipe, new_nonce, read_address
 from kvrouter.transports.requests.worker_session import (
     WORKER_LIMITS,
     WorkerHello,

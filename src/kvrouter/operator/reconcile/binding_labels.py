@@ -27,7 +27,7 @@ class _Workers(NamedTuple):
     level_labels: tuple[LevelLabels, ...]
 
 
-class NodePlaces:
+class BindingLabels:
     """Returns a pod's labels by the watched deployments and its node, which is read at that moment.
 
     Deployments are watched only if a Binding's labels reach its pod and the cluster has no policies to write

@@ -9,7 +9,7 @@ from kvrouter.core.events import HashColumn, pack_hashes
 from kvrouter.core.hashing import finish64
 from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.tokens import MASK
-from tests.testing.paged_kv_model import PagedKvModel
+from tests.oracles.paged_kv_model import PagedKvModel
 
 STEP = 0xD1342543DE82EF95
 

@@ -1,4 +1,4 @@
-"""Messages of the session between a router and a worker, without a socket."""
+"""Frames and the handshake of the session between a router and a worker, without a socket."""
 
 import msgspec
 import pytest
@@ -9,7 +9,8 @@ from kvrouter.core.backoff import Backoff
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.messages import (
+from kvrouter.transports.requests.encoding import is_bare
+from kvrouter.transports.requests.frames import (
     CHUNK_MAX_BYTES,
     GREETED,
     HEADER,
@@ -17,20 +18,15 @@ from kvrouter.transports.requests.messages import (
     TO_WORKER,
     FrameKind,
     FrameReader,
-    Secret,
     encode_checked_chunk,
     encode_items,
     encode_refused,
     frame,
     goodbye,
-    greeting,
-    hello,
     items_decoder,
-    read_greeting,
-    read_hello,
 )
-from kvrouter.transports.requests.stream import is_bare
-from kvrouter.transports.requests.tcp.transport import TcpAddress, read_address
+from kvrouter.transports.requests.handshake import Secret, greeting, hello, read_greeting, read_hello
+from kvrouter.transports.requests.tcp.pipe import TcpAddress, read_address
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())
