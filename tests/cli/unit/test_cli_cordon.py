@@ -120,10 +120,10 @@ async def test_drain_asks_again_when_the_router_is_away_and_ends_when_it_is_unco
         now, away = [0.0], iter((True, True, False, False, True))
 
         class Sometimes(RouterClient):
-            def read(self, path: str) -> bytes:
+            def cordons(self) -> bytes:
                 if next(away, False):
                     raise AskFailed("away")
-                return super().read(path)
+                return super().cordons()
 
         def sleep(seconds: float) -> None:
             now[0] += seconds

@@ -56,10 +56,9 @@ async def test_a_router_that_is_lost_is_said_and_found_again() -> None:
         asked = iter([client, lost, lost, client])
 
         class Sometimes(RouterClient):
-            def read(self, path: str) -> bytes:
-                if path == "/v1/fleet":
-                    self._port = next(asked)._port
-                return super().read(path)
+            def fleet(self) -> bytes:
+                self._port = next(asked)._port
+                return super().fleet()
 
         shown = frames(Sometimes(here.url), here.url, "before")
         seen = [text_of(await asyncio.to_thread(next, shown)) for _ in range(4)]
