@@ -47,7 +47,9 @@ transfers = st.sampled_from((None, Required("zone"), Fallback("zone"), Preferred
 
 
 @given(fleets, transfers)
-def test_it_says_what_the_router_decides(workers: list[WorkerCard], transfer: TransferPolicy | None) -> None:
+def test_available_condition_agrees_with_the_routers_decision(
+    workers: list[WorkerCard], transfer: TransferPolicy | None
+) -> None:
     policy = None if transfer is None else DeploymentPolicy(transfer, RawLabel("example.com/zone"))
     assert serves([registered(card) for card in workers], policy) is is_placed(workers, default_of(transfer))
 
