@@ -59,8 +59,8 @@ MUTATIONS = (
     ),
     Mutation(
         "topology-domains-make-no-taints",
-        KERNEL + "topology/policy.py",
-        "return config.taints | frozenset(places)",
+        "src/kvrouter/core/taints.py",
+        "return config.taints | {topology_taint(domain, value) for domain, value in config.domains.items()}",
         "return config.taints",
         ("tests/kernel/unit/test_topology_taints.py",),
     ),

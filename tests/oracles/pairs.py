@@ -7,11 +7,12 @@ from typing import NamedTuple
 from kvrouter.core.constraints import Pin
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
+from kvrouter.core.taints import topology_taint
 from kvrouter.core.workers import Role
 from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, STALLS_WEIGHT
 from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, Times
 from kvrouter.kernel.topology.link_table import LinkState, SharedLink, distance
-from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferPolicy, topology_taint
+from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferPolicy
 from tests.oracles.prediction import RankLoad, predicted
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import kvrouter
 from kvrouter.engines.registry import ENGINES
+from kvrouter.operator.plan.programs import DYNAMO_ENGINES, ENGINE_LABELS, HTTP_IMAGES, HTTP_PROGRAMS
+from kvrouter.text.prompts import PROMPT_MAKERS
+from kvrouter.text.prompts.tokenize import CHAT_READERS
 
 HOME = Path(kvrouter.__file__).parent
 IMPORTS_NATIVE = re.compile(
@@ -34,7 +37,7 @@ def test_only_the_native_doors_import_the_native_core() -> None:
 
 
 def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -> None:
-    """A new kind touches its folder and one line of the registry. The mock is no server that is attached."""
+    """Only the registry imports the package of a kind. The mock is no server that is attached."""
     kinds = {name.split("/")[1] for name in sources() if re.fullmatch(r"engines/\w+/attach\.py", name)}
     assert {package.rpartition(".")[2] for package in ENGINES.values()} == kinds
     named = re.compile(rf"kvrouter\.engines\.({'|'.join(kinds)})\b")
@@ -45,6 +48,19 @@ def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -
         if not name.startswith(f"engines/{kind}/") and name != "engines/registry.py"
     }
     assert namers == set()
+
+
+def test_each_kind_of_engine_has_its_line_in_every_table_by_kind() -> None:
+    """A kind without a line gets another kind's prompts, or the operator does not recognise its server."""
+    tables: dict[str, set[str]] = {
+        "PROMPT_MAKERS of text/prompts/__init__.py": set(PROMPT_MAKERS),
+        "CHAT_READERS of text/prompts/tokenize.py": set(CHAT_READERS),
+        "ENGINE_LABELS of operator/plan/programs.py": set(ENGINE_LABELS),
+        "HTTP_PROGRAMS of operator/plan/programs.py": {kind for kind in HTTP_PROGRAMS.values() if kind},
+    }
+    assert {table: set(ENGINES) ^ kinds for table, kinds in tables.items() if kinds != set(ENGINES)} == {}
+    known = {*DYNAMO_ENGINES.values(), *(kind for _, kind in HTTP_IMAGES if kind)}
+    assert known <= set(ENGINES)
 
 
 def test_no_module_is_a_grab_bag() -> None:

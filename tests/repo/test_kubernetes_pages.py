@@ -88,8 +88,11 @@ def test_every_reason_is_on_the_page_on_troubleshooting() -> None:
     assert reasons() - named(TROUBLESHOOTING) == set()
 
 
-def test_every_reason_for_refusing_a_worker_is_there_too() -> None:
-    assert {reason.value for reason in Reason} - named(TROUBLESHOOTING) == set()
+def test_every_reason_for_refusing_a_worker_has_a_row_with_its_fix() -> None:
+    assert "](http-api.md#errors)" in TROUBLESHOOTING
+    table = (DOCS / "http-api.md").read_text("utf-8").partition("\n| in `refusals` | means | fix |\n")[2]
+    rows = [row.split(" | ")[0] for row in table.partition("\n\n")[0].splitlines()]
+    assert {reason.value for reason in Reason} == named("\n".join(rows))
 
 
 @pytest.mark.parametrize("page", GUIDES.values(), ids=GUIDES)

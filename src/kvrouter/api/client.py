@@ -10,6 +10,7 @@ import msgspec
 
 from kvrouter.api.cordon_schema import CordonBody
 from kvrouter.api.page_schema import ModelList
+from kvrouter.api.paths import CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
@@ -58,7 +59,7 @@ class RouterClient:
 
     def only_model(self) -> str:
         """Return the only served model; raise AskFailed unless exactly one is served."""
-        models = decode_answer(self._ask("GET", "/v1/models", None), ModelList).data
+        models = decode_answer(self.models(), ModelList).data
         if len(models) != 1:
             names = ", ".join(model.id for model in models) or "none"
             raise AskFailed(f"--model: is required: the router serves {names}")
@@ -72,21 +73,41 @@ class RouterClient:
             body["prompt"] = prompt
         else:
             body["messages"] = [{"role": "user", "content": prompt}]
-        return self._ask("POST", "/v1/route/explain", body)
+        return self._ask("POST", EXPLAIN, body)
 
     def decisions(self, request_id: str) -> bytes:
         """Return the kept decisions of a request, one per attempt, as JSON."""
         _check_utf8("--request-id", request_id)
-        return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
+        return self._ask("GET", f"{DECISIONS}/{quote(request_id)}", None)
 
     @property
     def url(self) -> str:
         """The URL of the router."""
         return self._url
 
-    def read(self, path: str) -> bytes:
-        """``GET`` a path of the router; return its answer as JSON."""
-        return self._ask("GET", path, None)
+    def models(self) -> bytes:
+        """Return the served models as JSON."""
+        return self._ask("GET", MODELS, None)
+
+    def latest_decisions(self, limit: int) -> bytes:
+        """Return the last decisions of the ``limit`` last requests as JSON."""
+        return self._ask("GET", f"{DECISIONS}?limit={limit}", None)
+
+    def fleet(self) -> bytes:
+        """Return every worker and model as JSON."""
+        return self._ask("GET", FLEET, None)
+
+    def flows(self) -> bytes:
+        """Return the KV handed over between domains as JSON."""
+        return self._ask("GET", FLOWS, None)
+
+    def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return self._ask("GET", METRICS, None)
+
+    def cordons(self) -> bytes:
+        """Return every cordon with its workers as JSON."""
+        return self._ask("GET", CORDONS, None)
 
     def cordon(self, body: CordonBody) -> bytes:
         """Cordon the worker, node or domain in ``body``; return the change as JSON."""
@@ -94,13 +115,13 @@ class RouterClient:
             text = getattr(body, name)
             if isinstance(text, str):
                 _check_utf8(name, text)
-        return self._ask("POST", "/v1/cordons", body)
+        return self._ask("POST", CORDONS, body)
 
     def uncordon(self, level: str, name: str) -> bytes:
         """Remove the cordon; return the change as JSON."""
         _check_utf8("LEVEL", level)
         _check_utf8("NAME", name)
-        return self._ask("DELETE", f"/v1/cordons?{urlencode({'level': level, 'name': name})}", None)
+        return self._ask("DELETE", f"{CORDONS}?{urlencode({'level': level, 'name': name})}", None)
 
     def post(self, path: str, body: Mapping[str, object]) -> bytes:
         """``POST`` to a path of the router; return its answer as JSON."""

@@ -1,4 +1,7 @@
-"""The command line of ``kvrouter``: its error messages and exit codes."""
+"""The command line of ``kvrouter``: a folder for each command, and the error messages and exit codes of all.
+
+A folder has ``flags.py``, the options and help; ``run.py``, the work; ``report.py``, how its result is shown.
+"""
 
 import os
 from collections.abc import Sequence

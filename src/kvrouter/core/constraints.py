@@ -44,11 +44,6 @@ class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     required_decode_taints: frozenset[Taint] = frozenset()
 
 
-def adapter_taint(name: str) -> Taint:
-    """Return the taint of workers whose engine has the adapter ``name``: calls that name it need one."""
-    return Taint(f"kvrouter.adapter/{name}")
-
-
 class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the decision that one request may override; None keeps the router's."""
 

@@ -85,6 +85,12 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_min: int | None = None
     prompt_tokens_max: int | None = None
 
+    @property
+    def domains(self) -> dict[str, str]:
+        """The domains and values, trimmed; a domain without a name or a value is left out."""
+        trimmed = ((domain.strip(), value.strip()) for domain, value in self.topology_domains.items())
+        return {domain: value for domain, value in trimmed if domain and value}
+
 
 BLOCK_SIZE_UNKNOWN = 16
 """The assumed block size, in tokens, when an engine does not report its own."""

@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from kvrouter.core.constraints import PdSelection
 from kvrouter.core.cost_rules import TIME
+from kvrouter.core.taints import RESERVED
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.fleetfile.link_table import unbound_blocks
-from kvrouter.kernel.topology.policy import RESERVED_TAINT_PREFIX, MismatchPolicy
+from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.settings.problems import (
     Document,
     Path,
@@ -367,8 +368,8 @@ def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
             if must := _unknown_level(fleet, domain):
                 yield Problem(("workers", position, "domains", domain), must)
         for index, taint in enumerate(group.taints):
-            if taint.startswith(RESERVED_TAINT_PREFIX):
-                must = f"must not begin with {RESERVED_TAINT_PREFIX}: topology taints come from domains"
+            for prefix in filter(taint.startswith, RESERVED):
+                must = f"must not begin with {prefix}: {RESERVED[prefix]}"
                 yield Problem(("workers", position, "taints", index), must)
     policy = fleet.kv_transfer
     if policy is not None:

@@ -213,7 +213,7 @@ class WorkerGroup(FleetPart):
     label that changes later is published again. It wins over ``kv_transfer``."""
 
     taints: Annotated[tuple[TaintText, ...], MaxLen(64)] = ()
-    """Their own taints; the prefix ``dynamo.topology/`` is reserved."""
+    """Their own taints; the prefixes ``dynamo.topology/`` and ``kvrouter.adapter/`` are reserved."""
 
     prompt_tokens: PromptRange | None = None
     """The prompts that they prefill, by length: pools for short and for long ones. Unset: any. Decode workers

@@ -1,14 +1,18 @@
 """Admin routes: busy thresholds, explanations, kept decisions, the fleet, cordons. None shows a prompt."""
 
 import hmac
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 from msgspec import UNSET
 
-from kvrouter.api.decision_schema import Decisions, LastDecisions
+from kvrouter.api import fleet_schema
+from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonList
+from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
 from kvrouter.api.fleet_schema import Refusals, RefusedAnswers, RefusedRanks
 from kvrouter.api.page_schema import BusyBody, ThresholdList, Thresholds
+from kvrouter.api.paths import CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
@@ -22,7 +26,7 @@ from kvrouter.frontend.openai.parse import NvextReader, parse_either
 from kvrouter.frontend.openai.passthrough import parse_passthrough
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
-from kvrouter.frontend.routes import Endpoint, Page, PageRequest, Route, json_page
+from kvrouter.frontend.routes import DELETE, POST, AdminRoute, Endpoint, Page, PageRequest, Route, json_page
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
@@ -64,24 +68,42 @@ class AdminRoutes:
         self._ids = RequestIds()
         self._cordons = CordonRoutes(service.cordons, bodies)
 
-    def routes(self) -> list[Route]:
-        """The table of these routes."""
-        return [
-            Route("/busy_threshold", self._guarded(self.thresholds), methods=["GET", "POST"]),
-            Route("/v1/route/explain", self._guarded(self.explain), methods=["POST"]),
-            Route("/v1/decisions", self._guarded(self.latest_decisions)),
-            Route("/v1/decisions/{request_id:path}", self._guarded(self.decisions)),
-            Route("/v1/fleet", self._guarded(self.fleet)),
-            Route("/v1/cordons", self._guarded(self._cordons.answer), methods=["GET", "POST", "DELETE"]),
-            Route("/v1/flows", self._guarded(self.flows)),
-            Route("/v1/refusals", self._guarded(self.refusals)),
+    def routes(self) -> Sequence[Route]:
+        """Return the table of these routes, each behind the check of the token."""
+        cordons, busy = self._cordons, "When a worker counts as busy"
+        explained = "Where a request would go, and why"
+        latest = "Where the last requests went, the latest first"
+        attempts = "Where one of the last requests went, attempt by attempt"
+        fleet = "Every worker, and what the router believes of it"
+        flows = "Handoffs and bytes of KV between domains"
+        cordoned = "Workers, nodes and zones that get no new requests"
+        refused = "How many worker ranks were refused, and why"
+        routes = [
+            AdminRoute("/busy_threshold", self.thresholds, busy, answer=ThresholdList),
+            AdminRoute(
+                "/busy_threshold", self.set_thresholds, busy, methods=POST, answer=Thresholds, body=BusyBody
+            ),
+            AdminRoute(EXPLAIN, self.explain, explained, methods=POST, answer=Explanation),
+            AdminRoute(DECISIONS, self.latest_decisions, latest, answer=LastDecisions),
+            AdminRoute(f"{DECISIONS}/{{request_id:path}}", self.decisions, attempts, answer=Decisions),
+            AdminRoute(FLEET, self.fleet, fleet, answer=fleet_schema.Fleet),
+            AdminRoute(CORDONS, cordons.remove, cordoned, methods=DELETE, answer=CordonChange),
+            AdminRoute(CORDONS, cordons.show, cordoned, answer=CordonList),
+            AdminRoute(CORDONS, cordons.put, cordoned, methods=POST, answer=CordonChange, body=CordonBody),
+            AdminRoute(FLOWS, self.flows, flows, answer=fleet_schema.Flows),
+            AdminRoute("/v1/refusals", self.refusals, refused, answer=Refusals),
         ]
+        for route in routes:
+            route.endpoint = self._guarded(route.endpoint)
+        return routes
 
-    async def thresholds(self, request: PageRequest) -> Page:
-        """``GET /busy_threshold``: all models' thresholds; ``POST``: set the given ones of one model."""
-        if request.method == "POST":
-            return json_page(self._set_thresholds(await self._bodies.read(request.take_body(), _busy)))
+    async def thresholds(self, _: PageRequest) -> Page:
+        """``GET /busy_threshold``: all models' thresholds."""
         return json_page(ThresholdList([_thresholds(model) for model in self._service.models()]))
+
+    async def set_thresholds(self, request: PageRequest) -> Page:
+        """``POST /busy_threshold``: set the given thresholds of one model."""
+        return json_page(self._set_thresholds(await self._bodies.read(request.take_body(), _busy)))
 
     def _set_thresholds(self, body: BusyBody) -> Thresholds:
         model = self._service.model(ModelName(body.model))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvrouter.api.paths import EXPLAIN
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.admin import AdminRoutes
@@ -62,7 +63,7 @@ _ANTHROPIC_ROUTES = tuple(each.route.value for each in PASSED_ROUTES if each.is_
 CLIENT_CALLS = frozenset(route.value for route in CallRoute)
 """Paths of the calls that clients also send to engines."""
 
-PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
+PAGES_WITH_PROMPTS = frozenset({EXPLAIN})
 
 
 class HttpApp:

@@ -28,19 +28,18 @@ class CordonRoutes:
         self._cordons = cordons
         self._bodies = bodies
 
-    async def answer(self, request: PageRequest) -> Page:
-        """``GET``: every cordon with its workers; ``POST``: cordon; ``DELETE``: uncordon."""
-        if request.method == "POST":
-            return json_page(await self._cordon(await self._bodies.read(request.take_body(), _body)))
-        if request.method == "DELETE":
-            return json_page(await self._uncordon(request))
+    async def show(self, _: PageRequest) -> Page:
+        """``GET``: every cordon with its workers."""
         return json_page(self._listed())
 
-    async def _cordon(self, body: api.CordonBody) -> api.CordonChange:
+    async def put(self, request: PageRequest) -> Page:
+        """``POST``: cordon."""
+        body = await self._bodies.read(request.take_body(), _body)
         cordon = Cordon(body.level, str(body.name), reason=body.reason, by=body.by)
-        return self._changed(await self._cordons.put(cordon, force=body.force))
+        return json_page(self._changed(await self._cordons.put(cordon, force=body.force)))
 
-    async def _uncordon(self, request: PageRequest) -> api.CordonChange:
+    async def remove(self, request: PageRequest) -> Page:
+        """``DELETE``: uncordon."""
         query = request.query
         for field in query:
             if field not in ("level", "name"):
@@ -48,7 +47,7 @@ class CordonRoutes:
         for field in ("level", "name"):
             if field not in query:
                 raise InvalidRequest(f"{field}: is required", param=field)
-        return self._changed(await self._cordons.remove(query["level"], query["name"]))
+        return json_page(self._changed(await self._cordons.remove(query["level"], query["name"])))
 
     def _listed(self) -> api.CordonList:
         return api.CordonList(

@@ -12,6 +12,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.taints import worker_taints
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.cordon_routes import cordoned
 from kvrouter.frontend.decision_state import policy_state
@@ -23,7 +24,7 @@ from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.engine_sums import SumsReading
 from kvrouter.kernel.placement.speeds import SpeedReading
 from kvrouter.kernel.routing.interface import cost_rule
-from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of, worker_taints
+from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of
 from kvrouter.router.engine_reports import ReportReading
 from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.event_ingest import FeedReading

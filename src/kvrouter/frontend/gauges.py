@@ -7,7 +7,6 @@ from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.kernel.placement.engine_sums import SumsReading
 from kvrouter.kernel.placement.link_speeds import LinkReading
-from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.router_service import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import GaugeFamily
@@ -59,7 +58,7 @@ class Gauges:
             telemetry.worker_up, float(worker.alive), worker_id, card.model, card.role.value, _place(worker)
         )
         engine, _, version = card.engine.partition(" ")
-        zone = topology_domains(card.runtime_config).get("zone", "")
+        zone = card.runtime_config.domains.get("zone", "")
         self._set(telemetry.worker_info, 1.0, worker_id, card.pod, card.address, engine, version, zone)
         self._set(telemetry.worker_draining, float(card.draining), worker_id)
         self._set(telemetry.worker_cordoned, float(bool(worker.cordons)), worker_id)
@@ -110,7 +109,7 @@ class Gauges:
 def _place(worker: WorkerReading) -> str:
     """Return the worker's value of its transfer domain, else of its broadest level, else ``none``."""
     config = worker.card.runtime_config
-    domains = topology_domains(config)
+    domains = config.domains
     for domain in (config.kv_transfer_domain, *config.topology_levels, *sorted(domains)):
         if domain is not None and domain in domains:
             return domains[domain]

@@ -1,7 +1,7 @@
 """The OpenAPI description at ``GET /openapi.json``, and the same as HTML at ``GET /docs``."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 
@@ -16,19 +16,17 @@ from kvrouter.api.fleet_schema import Fleet, Flows, Refusals
 from kvrouter.api.page_schema import (
     BusyBody,
     Health,
-    ModelCard,
     ModelList,
     Ready,
     ServerLoad,
     ThresholdList,
-    Thresholds,
     Version,
 )
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.errors import JSON_HEADERS
 from kvrouter.frontend.openai.form import CONTENT_TYPE
 from kvrouter.frontend.openai.passed import PASSED_ROUTES
-from kvrouter.frontend.routes import NO_CONTENT_POLICY, Page, PageRequest, PublicRoute, Route
+from kvrouter.frontend.routes import NO_CONTENT_POLICY, AdminRoute, Page, PageRequest, PublicRoute, Route
 
 Json = dict[str, object]
 
@@ -78,79 +76,17 @@ CALLS: Mapping[str, tuple[str, Json]] = {
 }
 """Summaries and minimal body schemas of the calls with a prompt, by path."""
 
-PAGES: Mapping[str, str] = {
-    "/v1/models": "The models that are served",
-    "/v1/models/{model}": "One of them",
-    "/health": "Whether the process answers",
-    "/ready": "Whether a plain request could be placed now",
-    "/accepting": "Whether a load balancer should send requests here",
-    "/ping": "The same, without a body, as SageMaker asks it",
-    "/load": "How many requests run",
-    "/version": "The version of the engines, where all have one",
-    "/metrics": "Metrics, for Prometheus",
-    "/openapi.json": "This description",
-    "/docs": "This description, for people",
-    "/ui": "The fleet and its decisions, live, in a browser",
-    "/ui/": "The same",
-    "/ui/{name}": "A file of that page",
-    "/v1/route/{request_id}/prefill_complete": "The first token of a booked request is there",
-    "/v1/route/{request_id}/output_blocks": "So many more blocks of a booked request are full",
-    "/v1/route/{request_id}/renew": "A booked request still runs",
-    "/v1/route/{request_id}/free": "A booked request has ended",
-    "/v1/route/{request_id}": "A booked request has ended",
-    "/v1/prefill/{request_id}": "No decode worker will fetch this KV",
-}
-ADMIN_PAGES: Mapping[str, str] = {
-    "/busy_threshold": "When a worker counts as busy",
-    "/v1/route/explain": "Where a request would go, and why",
-    "/v1/decisions": "Where the last requests went, the latest first",
-    "/v1/cordons": "Workers, nodes and zones that get no new requests",
-    "/v1/flows": "Handoffs and bytes of KV between domains",
-    "/v1/refusals": "How many worker ranks were refused, and why",
-    "/v1/decisions/{request_id}": "Where one of the last requests went, attempt by attempt",
-    "/v1/fleet": "Every worker, and what the router believes of it",
-}
-"""Summaries of the other routes, public and admin."""
+CALL_ANSWERS: Mapping[str, type[Struct]] = {"/v1/route": Routed, "/v1/prefill": Prefilled}
+"""JSON answer types of calls, by path; other calls answer as engines do."""
 
-ANSWERS: Mapping[str, type[Struct]] = {
-    "/v1/route": Routed,
-    "/v1/prefill": Prefilled,
-    "/v1/models": ModelList,
-    "/v1/models/{model}": ModelCard,
-    "/health": Health,
-    "/ready": Ready,
-    "/accepting": Ready,
-    "/load": ServerLoad,
-    "/version": Version,
-    "/busy_threshold": ThresholdList,
-    "POST /busy_threshold": Thresholds,
-    "/v1/route/explain": Explanation,
-    "/v1/decisions": LastDecisions,
-    "/v1/decisions/{request_id}": Decisions,
-    "/v1/cordons": CordonList,
-    "POST /v1/cordons": CordonChange,
-    "DELETE /v1/cordons": CordonChange,
-    "/v1/fleet": Fleet,
-    "/v1/flows": Flows,
-    "/v1/refusals": Refusals,
-    **{
-        f"/v1/route/{{request_id}}{end}": Booking
-        for end in ("", "/prefill_complete", "/output_blocks", "/renew", "/free")
-    },
-    "/v1/prefill/{request_id}": PrefillEnded,
-}
-"""JSON answer types by path, or by method and path; other paths answer as engines do, or without JSON."""
-
-BODIES: Mapping[str, type[Struct]] = {
-    "POST /busy_threshold": BusyBody,
-    "POST /v1/cordons": CordonBody,
-    "POST /v1/route/{request_id}/output_blocks": OutputBody,
-}
-
-_, SCHEMAS = msgspec.json.schema_components(
-    (ErrorBody, *ANSWERS.values(), *BODIES.values()), ref_template="#/components/schemas/{name}"
+TYPES: tuple[type[Struct], ...] = (
+    *(ErrorBody, Routed, Prefilled, ModelList, Health, Ready, ServerLoad, Version, ThresholdList),
+    *(Explanation, LastDecisions, Decisions, CordonList, CordonChange, Fleet, Flows, Refusals),
+    *(Booking, PrefillEnded, BusyBody, CordonBody, OutputBody),
 )
-"""The schemas of answers and bodies, by the names of their types."""
+"""The types that every description has, in the order of their schemas, also for routes that an app lacks; the
+types of other routes come after them.
+"""
 
 
 def _content(kind: type[Struct]) -> Json:
@@ -161,13 +97,15 @@ def _content(kind: type[Struct]) -> Json:
 _ERROR: Json = {"description": "An error in OpenAI's form", **_content(ErrorBody)}
 
 
-def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Json:
+def openapi(calls: Iterable[str], pages: Sequence[Route], *, version: str) -> Json:
     """Return the description of an app that takes POSTs at ``calls`` and has these ``pages``."""
     paths: dict[str, Json] = {path: {"post": _call(path)} for path in calls}
     for page in pages:
         path = page.path.replace(":path}", "}")
         methods = sorted(page.methods - {"HEAD"})
-        paths.setdefault(path, {}).update((method.lower(), _page(page, method, path)) for method in methods)
+        paths.setdefault(path, {}).update((method.lower(), _page(page)) for method in methods)
+    types = dict.fromkeys((*TYPES, *(kind for page in pages for kind in (page.answer, page.body) if kind)))
+    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrouter", "version": version, "summary": "A router for LLM serving fleets"},
@@ -175,15 +113,14 @@ def openapi(calls: Iterable[str], pages: Iterable[Route], *, version: str) -> Js
         "paths": paths,
         "components": {
             "securitySchemes": {"admin": {"type": "http", "scheme": "bearer"}},
-            "schemas": SCHEMAS,
+            "schemas": schemas,
         },
     }
 
 
-def _responses(method: str, path: str) -> Json:
-    """Return the schemas of the answer and of an error."""
-    answer = ANSWERS.get(f"{method} {path}") or ANSWERS.get(path)
-    response: Json = {"description": "As an engine answers" if path in CALLS else "A page, or nothing"}
+def _responses(answer: type[Struct] | None, otherwise: str) -> Json:
+    """Return the schemas of the answer, described by ``otherwise`` without one, and of an error."""
+    response: Json = {"description": otherwise}
     if answer is not None:
         response = {"description": (answer.__doc__ or "").partition("\n")[0], **_content(answer)}
     return {"200": response, "default": _ERROR}
@@ -195,25 +132,24 @@ def _call(path: str) -> Json:
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {media_type: {"schema": schema}}},
-        "responses": _responses("POST", path),
+        "responses": _responses(CALL_ANSWERS.get(path), "As an engine answers"),
     }
 
 
-def _page(page: Route, method: str, path: str) -> Json:
+def _page(page: Route) -> Json:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in page.parameters
     ]
     operation: Json = {
-        "summary": PAGES.get(path) or ADMIN_PAGES[path],
-        "responses": _responses(method, path),
+        "summary": page.summary,
+        "responses": _responses(page.answer, "A page, or nothing"),
     }
-    body = BODIES.get(f"{method} {path}")
-    if body is not None:
-        operation["requestBody"] = {"required": True, **_content(body)}
+    if page.body is not None:
+        operation["requestBody"] = {"required": True, **_content(page.body)}
     if parameters:
         operation["parameters"] = parameters
-    if path in ADMIN_PAGES:
+    if isinstance(page, AdminRoute):
         operation["security"] = [{"admin": []}, {}]
     return operation
 
@@ -240,8 +176,8 @@ class DescriptionRoutes:
     def routes(self) -> list[Route]:
         """Return the two routes."""
         return [
-            PublicRoute("/openapi.json", self.description),
-            PublicRoute("/docs", self.docs, policy=_DOCS_POLICY),
+            PublicRoute("/openapi.json", self.description, "This description"),
+            PublicRoute("/docs", self.docs, "This description, for people", policy=_DOCS_POLICY),
         ]
 
     async def description(self, _: PageRequest) -> Page:

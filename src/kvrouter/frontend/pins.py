@@ -12,7 +12,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.routing.pick import rules_of
-from kvrouter.kernel.topology.policy import Required, RouterTopologyDefault, derive, topology_domains
+from kvrouter.kernel.topology.policy import Required, RouterTopologyDefault, derive
 from kvrouter.router.model_router import ModelRouter
 
 _PIN = "nvext.worker_id"
@@ -101,7 +101,7 @@ def _check_domain(
     if constraint is None or not isinstance(constraint.policy, Required):
         return
     domain, sender_value = constraint.domain, constraint.value
-    receiver_value = topology_domains(receiver.runtime_config).get(domain)
+    receiver_value = receiver.runtime_config.domains.get(domain)
     if sender_value is None or receiver_value is None or sender_value == receiver_value:
         return
     raise _wrong(

@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
+from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN
 from kvrouter.frontend.engine_tokens import ModelTexts, PromptTokenizer
 from kvrouter.frontend.http import BodyLimit
@@ -189,6 +189,7 @@ class RequestPreparer:
         call, written = passthrough.call, passthrough.client_call
         model, adapter, router = called
         check_pins(call, router)
+        required = call.constraints.required_taints | adapter_taints([adapter])
         began_s = time.perf_counter()
         with self._counting_refusals():
             tokens, shape = await self.tokenizer.tokens_of(passthrough, router, text)
@@ -205,7 +206,7 @@ class RequestPreparer:
             model=model,
             token_ids=tokens.token_ids,
             sampling=Sampling(max_tokens=min(call.max_tokens or room_tokens, room_tokens)),
-            constraints=call.constraints if adapter is None else _with_adapter(call.constraints, adapter),
+            constraints=replace(call.constraints, required_taints=required),
             override=call.override,
             pin=call.pin,
             prefill_pin=call.prefill_pin,
@@ -262,11 +263,6 @@ class RequestPreparer:
         except (ContextLengthExceeded, EncodePoolFull, PromptOverBudget) as refused:
             self._instrumentation.prompt_refused(refused.code)
             raise
-
-
-def _with_adapter(constraints: RoutingConstraints, adapter: str) -> RoutingConstraints:
-    """Return constraints that also require a worker with the adapter."""
-    return replace(constraints, required_taints=constraints.required_taints | {adapter_taint(adapter)})
 
 
 def answer_tokens(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from itertools import starmap
 
 from kvrouter.api.page_schema import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
+from kvrouter.api.paths import METRICS, MODELS
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
 from kvrouter.frontend.prepare import NamedModel, RequestPreparer
-from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route, json_page
+from kvrouter.frontend.routes import GET, POST, Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.kernel.routing.interface import RouteRequest
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
@@ -116,16 +117,19 @@ class Pages:
 
     def routes(self) -> list[Route]:
         """Return the routes of these pages."""
+        accepts = "Whether a load balancer should send requests here"
+        ping = "The same, without a body, as SageMaker asks it"
+        version = "The version of the engines, where all have one"
         return [
-            PublicRoute("/v1/models", self.models),
-            PublicRoute("/v1/models/{model:path}", self.model),
-            PublicRoute("/health", self.health),
-            PublicRoute("/ready", self.ready),
-            PublicRoute("/accepting", self.accepting),
-            PublicRoute("/ping", self.ping, methods=["GET", "POST"]),
-            PublicRoute("/load", self.load),
-            PublicRoute("/version", self.version),
-            Route("/metrics", self.metrics),
+            PublicRoute(MODELS, self.models, "The models that are served", answer=ModelList),
+            PublicRoute(f"{MODELS}/{{model:path}}", self.model, "One of them", answer=ModelCard),
+            PublicRoute("/health", self.health, "Whether the process answers", answer=Health),
+            PublicRoute("/ready", self.ready, "Whether a plain request could be placed now", answer=Ready),
+            PublicRoute("/accepting", self.accepting, accepts, answer=Ready),
+            PublicRoute("/ping", self.ping, ping, methods=(*GET, *POST)),
+            PublicRoute("/load", self.load, "How many requests run", answer=ServerLoad),
+            PublicRoute("/version", self.version, version, answer=Version),
+            Route(METRICS, self.metrics, "Metrics, for Prometheus"),
         ]
 
     async def models(self, _: PageRequest) -> Page:

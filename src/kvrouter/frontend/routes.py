@@ -15,6 +15,8 @@ from kvrouter.frontend.http.response import ResponseHeaders
 NO_CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 """The Content-Security-Policy of answers that are not web pages: a browser loads and runs nothing."""
 
+GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
+
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
 
 
@@ -54,13 +56,25 @@ Endpoint = Callable[[PageRequest], Awaitable[Page]]
 
 
 class Route:
-    """A page at a path template: ``{name}`` matches one path segment, ``{name:path}`` any number."""
+    """A page at a path template: ``{name}`` matches one path segment, ``{name:path}`` any number.
 
-    policy = NO_CONTENT_POLICY
-    """The Content-Security-Policy of its answers."""
+    ``summary`` and the types of the JSON ``answer`` and ``body``, None without JSON, are for
+    ``/openapi.json``. ``policy`` is the Content-Security-Policy of the answers.
+    """
 
-    def __init__(self, path: str, endpoint: Endpoint, *, methods: Sequence[str] = ("GET",)) -> None:
-        self.path, self.endpoint = path, endpoint
+    def __init__(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        summary: str,
+        *,
+        methods: Sequence[str] = GET,
+        answer: type[msgspec.Struct] | None = None,
+        body: type[msgspec.Struct] | None = None,
+        policy: str = NO_CONTENT_POLICY,
+    ) -> None:
+        self.path, self.endpoint, self.summary = path, endpoint, summary
+        self.answer, self.body, self.policy = answer, body, policy
         self.methods = frozenset((*methods, "HEAD") if "GET" in methods else methods)
         self.parameters = [name for name, _ in _PARAMETER.findall(path)]
         literals = _PARAMETER.split(path)
@@ -80,13 +94,6 @@ class PublicRoute(Route):
     is guarded by :class:`~kvrouter.frontend.origins.FleetGuard`.
     """
 
-    def __init__(
-        self,
-        path: str,
-        endpoint: Endpoint,
-        *,
-        methods: Sequence[str] = ("GET",),
-        policy: str = NO_CONTENT_POLICY,
-    ) -> None:
-        super().__init__(path, endpoint, methods=methods)
-        self.policy = policy
+
+class AdminRoute(Route):
+    """A route that requires the admin token, if one is set."""

@@ -54,7 +54,7 @@ from kvrouter.frontend.prepare import (
 )
 from kvrouter.frontend.public_pages import Pages
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
-from kvrouter.frontend.routes import Page, PageRequest, Route, json_page
+from kvrouter.frontend.routes import DELETE, POST, Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.interface import Decision, Pick
@@ -453,13 +453,17 @@ class BookingPages:
 
     def routes(self) -> list[Route]:
         """Return the routes of bookings."""
-        booked = "/v1/route/{request_id:path}"
+        booked, answer = "/v1/route/{request_id:path}", api.Booking
+        began = "The first token of a booked request is there"
+        filled = "So many more blocks of a booked request are full"
+        runs, ended = "A booked request still runs", "A booked request has ended"
+        output, body = f"{booked}/output_blocks", api.OutputBody
         return [
-            Route(f"{booked}/prefill_complete", self.prefill_complete, methods=["POST"]),
-            Route(f"{booked}/output_blocks", self.output_blocks, methods=["POST"]),
-            Route(f"{booked}/renew", self.renew, methods=["POST"]),
-            Route(f"{booked}/free", self.free, methods=["POST", "DELETE"]),
-            Route(booked, self.free, methods=["DELETE"]),
+            Route(f"{booked}/prefill_complete", self.prefill_complete, began, methods=POST, answer=answer),
+            Route(output, self.output_blocks, filled, methods=POST, answer=answer, body=body),
+            Route(f"{booked}/renew", self.renew, runs, methods=POST, answer=answer),
+            Route(f"{booked}/free", self.free, ended, methods=(*POST, *DELETE), answer=answer),
+            Route(booked, self.free, ended, methods=DELETE, answer=answer),
         ]
 
     async def prefill_complete(self, request: PageRequest) -> Page:
@@ -495,7 +499,8 @@ class PrefillPages:
 
     def routes(self) -> list[Route]:
         """Return the route of prefills."""
-        return [Route("/v1/prefill/{request_id:path}", self.discard, methods=["DELETE"])]
+        path, summary = "/v1/prefill/{request_id:path}", "No decode worker will fetch this KV"
+        return [Route(path, self.discard, summary, methods=DELETE, answer=api.PrefillEnded)]
 
     async def discard(self, request: PageRequest) -> Page:
         """``DELETE /v1/prefill/{request_id}``: end the prefill; no decode worker will fetch its KV."""

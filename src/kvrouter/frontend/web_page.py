@@ -45,9 +45,9 @@ class WebPage:
     def routes(self) -> list[Route]:
         """Return the routes of the page."""
         return [
-            PublicRoute("/ui", self.page, policy=POLICY),
-            PublicRoute("/ui/", self.with_slash, policy=POLICY),
-            PublicRoute("/ui/{name}", self.asset, policy=POLICY),
+            PublicRoute("/ui", self.page, "The fleet and its decisions, live, in a browser", policy=POLICY),
+            PublicRoute("/ui/", self.with_slash, "The same", policy=POLICY),
+            PublicRoute("/ui/{name}", self.asset, "A file of that page", policy=POLICY),
         ]
 
     async def page(self, request: PageRequest) -> Page:

@@ -1,1 +1,1 @@
-"""The router at run time: event ingest, placement, requests and cordons on one asyncio event loop."""
+"""The router at run time: event ingest, requests, bookings and cordons on one asyncio event loop."""

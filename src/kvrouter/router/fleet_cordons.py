@@ -20,7 +20,6 @@ from kvrouter.core.cordon_rules import (
 from kvrouter.core.errors import CordonsUnavailable, InvalidRequest, NotFound
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.transports.background import spawn
@@ -188,7 +187,7 @@ class Cordons:
         found: dict[Cordon, list[tuple[ModelRouter, WorkerCard]]] = {cordon: [] for cordon in rules.all}
         for model in self._models():
             for card in model.fleet:
-                for cordon in rules.on(card, topology_domains(card.runtime_config)):
+                for cordon in rules.on(card, card.runtime_config.domains):
                     found[cordon].append((model, card))
         return found
 
@@ -197,7 +196,7 @@ class Cordons:
             name
             for model in self._models()
             for card in model.fleet
-            for name in names_at(level, card, topology_domains(card.runtime_config))
+            for name in names_at(level, card, card.runtime_config.domains)
         }
         return sorted(found)
 
@@ -207,7 +206,7 @@ class Cordons:
             domain
             for model in self._models()
             for card in model.fleet
-            for domain in topology_domains(card.runtime_config)
+            for domain in card.runtime_config.domains
         }
         return [
             WORKER_LEVEL,
@@ -318,7 +317,7 @@ class Cordons:
         holding: dict[str, list[WorkerId]] = {}
         for worker in reading.workers:
             card = worker.card
-            for cordon in self.rules.on(card, topology_domains(card.runtime_config)):
+            for cordon in self.rules.on(card, card.runtime_config.domains):
                 holding.setdefault(cordon.place, []).append(card.worker_id)
         return [
             f"{place} is still cordoned: {len(ids)} of these workers, such as {ids[0]}, take no new requests"
@@ -356,7 +355,7 @@ def running_on(model: ModelRouter, card: WorkerCard) -> int:
 def _may_take(model: ModelRouter, card: WorkerCard, rules: CordonRules | None) -> bool:
     if rules is None:
         return model.fleet.may_take(card)
-    is_cordoned = bool(rules.on(card, topology_domains(card.runtime_config)))
+    is_cordoned = bool(rules.on(card, card.runtime_config.domains))
     return model.fleet.is_alive(card.worker_id) and card.takes_new_requests and not is_cordoned
 
 

@@ -6,15 +6,16 @@ from typing import Protocol
 
 import msgspec
 
-from kvrouter.core.constraints import Pin, adapter_taint
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import GenerateRequest, Leg, TraceContext
+from kvrouter.core.taints import adapter_taints, worker_taints
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, CONTEXT_TOKENS_UNKNOWN, WorkerCard
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt
 from kvrouter.kernel.routing.interface import Pick
-from kvrouter.kernel.topology.policy import TransferConstraint, topology_domains, worker_taints
+from kvrouter.kernel.topology.policy import TransferConstraint
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.request import AttemptFields, LegFields, RequestDetails
 from kvrouter.recording.schema import Constraints, FleetChange, RefusalRecord, Status, Worker
@@ -226,9 +227,7 @@ def _constraints_of(request: GenerateRequest) -> Constraints | None:
         or request.prefill_pin is not None
     ):
         return None
-    required = asked.required_taints
-    if request.lora_name is not None:  # the recorded adapter implies this taint
-        required -= {adapter_taint(request.lora_name)}
+    required = asked.required_taints - adapter_taints([request.lora_name])  # the record has the adapter
     found = Constraints(
         required_taints=tuple(sorted(required)),
         required_decode_taints=tuple(sorted(asked.required_decode_taints)),
@@ -263,7 +262,7 @@ def _worker_of(card: WorkerCard, *, is_alive: bool) -> Worker:
         kv_bytes_per_token=config.kv_bytes_per_token,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        domains=topology_domains(config),
+        domains=config.domains,
         levels=config.topology_levels,
         taints=tuple(sorted(worker_taints(config))),
         transfer_domain=config.kv_transfer_domain,

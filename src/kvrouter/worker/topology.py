@@ -14,8 +14,9 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
+from kvrouter.core.taints import worker_taints
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.kernel.topology.policy import validate_runtime_config, worker_taints
+from kvrouter.kernel.topology.policy import validate_runtime_config
 from kvrouter.worker.topology_env import (
     DEFAULT_MOUNT_PATH,
     ENABLED,

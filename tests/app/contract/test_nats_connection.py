@@ -62,7 +62,7 @@ async def _dismissive(error: bytes, *, lets_in: bool = True) -> AsyncIterator[tu
 
 
 @pytest.mark.parametrize("error", [b"User Authentication Expired", b"Authorization Violation", b"Whatever"])
-async def test_a_server_that_dismisses_us_is_tried_again(
+async def test_connection_closed_by_the_nats_server_is_retried(
     error: bytes, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_constants(connection, RECONNECT_WAIT_S=0.05)
@@ -105,7 +105,7 @@ async def test_a_lost_connection_is_reported_once_with_the_reason(
     assert "unexpected EOF" not in str([vars(line) for line in caplog.records])
 
 
-async def test_a_server_that_does_not_answer_is_reported_as_that(
+async def test_unresponsive_nats_server_is_reported_with_the_time_waited(
     own_nats: NatsServer, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_constants(connection, PING_S=0.1, RECONNECT_WAIT_S=0.05)
@@ -115,7 +115,7 @@ async def test_a_server_that_does_not_answer_is_reported_as_that(
     assert "it did not answer for 0.2 s" in _losses(caplog)
 
 
-async def test_who_is_not_let_in_is_reported_why(set_constants: SetConstants) -> None:
+async def test_refused_nats_connection_is_reported_with_the_reason(set_constants: SetConstants) -> None:
     set_constants(connection, CONNECT_LIMIT_S=1.0)
     async with _dismissive(b"Authorization Violation", lets_in=False) as (_, url):
         with pytest.raises(NatsUnreachable, match="Authorization Violation"):
@@ -126,7 +126,7 @@ async def test_who_is_not_let_in_is_reported_why(set_constants: SetConstants) ->
             pass
 
 
-async def test_an_address_that_is_none_is_named() -> None:
+async def test_invalid_nats_address_is_named() -> None:
     settings = PlaneSettings(nats_server="127.0.0.1:99999")
     with pytest.raises(NatsUnreachable, match=r"99999.*invalid"):
         async with nats_connection(settings, name="test", tls=None):
@@ -148,7 +148,7 @@ async def test_credentials_that_cannot_be_read_are_named(
     assert caught.value.param == "nats_credentials"
 
 
-def test_a_process_that_ends_while_its_server_is_away_ends_well(
+def test_process_exits_cleanly_while_its_nats_server_is_away(
     own_nats: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")

@@ -30,7 +30,7 @@ def server(operator: Operator) -> Iterator[NatsServer]:
         yield ours
 
 
-async def test_a_user_of_the_operator_is_let_in_and_nobody_else(
+async def test_only_users_of_the_nats_operator_are_admitted(
     server: NatsServer, operator: Operator, tmp_path: Path, set_constants: SetConstants
 ) -> None:
     file = tmp_path / "user.creds"
@@ -47,7 +47,7 @@ async def test_a_user_of_the_operator_is_let_in_and_nobody_else(
                 pass
 
 
-async def test_credentials_that_ran_out_are_read_again(
+async def test_expired_nats_credentials_are_read_again(
     server: NatsServer,
     operator: Operator,
     tmp_path: Path,

@@ -71,7 +71,7 @@ def facts_of(card: CurrentCard) -> dict[str, object]:
         if (entrance, change) != ("file", "model")  # a file says which model its line has: the next test
     ],
 )
-async def test_an_engine_that_comes_back_as_another_is_taken_as_what_it_now_is(
+async def test_restarted_engine_with_changed_facts_gets_a_new_incarnation_and_card(
     entrance: str, change: str, tmp_path: Path
 ) -> None:
     happens, becomes = CHANGES[change]
@@ -91,7 +91,7 @@ async def test_an_engine_that_comes_back_as_another_is_taken_as_what_it_now_is(
         assert now.incarnation != before.incarnation, "nothing that was known of it holds any more"
 
 
-async def test_an_engine_that_comes_back_against_its_file_has_no_worker_until_it_is_as_asked_for(
+async def test_restarted_engine_against_its_file_has_no_worker_until_it_matches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scripted_engine() as engine, ATTACH_PATHS["file"]("vllm", engine, tmp_path) as card:
@@ -141,7 +141,7 @@ TROUBLES: dict[str, tuple[Callable[[ScriptedEngine], None], bool]] = {
 
 @pytest.mark.parametrize("entrance", ATTACH_PATHS)
 @pytest.mark.parametrize("trouble", TROUBLES)
-async def test_an_engine_whose_pages_cannot_be_read_for_a_moment_keeps_its_worker(
+async def test_restarted_engine_with_unreadable_pages_keeps_its_worker(
     entrance: str, trouble: str, tmp_path: Path
 ) -> None:
     happens, is_silent = TROUBLES[trouble]
@@ -165,7 +165,7 @@ async def test_an_engine_whose_pages_cannot_be_read_for_a_moment_keeps_its_worke
         assert now.incarnation == before.incarnation
 
 
-def test_a_new_kind_needs_its_folder_and_one_line() -> None:
+def test_new_engine_kind_needs_its_folder_and_one_line() -> None:
     """In a process of its own: the kinds are those that are registered when it begins."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.testing.toy_engine.registration"]
     command += ["-p", "no:cacheprovider", "tests/testing/toy_engine/checks.py"]
@@ -174,7 +174,7 @@ def test_a_new_kind_needs_its_folder_and_one_line() -> None:
     assert done.stdout.startswith("....  "), done.stdout
 
 
-async def test_an_adapter_that_was_loaded_makes_no_other_engine(tmp_path: Path) -> None:
+async def test_newly_loaded_adapter_keeps_the_incarnation_of_the_engine(tmp_path: Path) -> None:
     async with scripted_engine() as engine, ATTACH_PATHS["command"]("vllm", engine, tmp_path) as card:
         before = card()
         assert before is not None

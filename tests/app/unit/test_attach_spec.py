@@ -76,7 +76,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return runs
 
 
-def test_the_workers_as_processes_are_those_that_the_file_describes(path: Path, runs: list[Run]) -> None:
+def test_worker_processes_are_those_the_fleet_file_describes(path: Path, runs: list[Run]) -> None:
     fleet = load_fleet(read_document(path)).fleet
     commands = worker_commands(fleet, path)
     assert [command.name for command in commands] == [
@@ -113,7 +113,7 @@ def test_the_workers_as_processes_are_those_that_the_file_describes(path: Path, 
          "--group: 'p' has no mock engines: its workers are run by kvrouter worker vllm --fleet"),
     ],
 )  # fmt: skip
-def test_what_the_file_does_not_have_is_named(
+def test_group_index_or_kind_missing_from_the_fleet_file_is_refused(
     arguments: list[str], says: str, path: Path, runs: list[Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind, *flags = arguments
@@ -130,7 +130,7 @@ def test_a_group_without_a_file_is_refused(runs: list[Run], capsys: pytest.Captu
     assert runs == []
 
 
-def test_an_id_may_be_given_all_the_same(path: Path, runs: list[Run]) -> None:
+def test_worker_id_may_be_given_beside_a_fleet_file(path: Path, runs: list[Run]) -> None:
     assert main(["worker", "sglang", "--fleet", str(path), "--worker-id", "77"]) == 0
     assert [run.spec.worker_id for run in runs] == [77]
 
@@ -143,5 +143,5 @@ def test_an_id_may_be_given_all_the_same(path: Path, runs: list[Run]) -> None:
         ("http://user@[::1]:8000/", "http://[::1]:8000/"),
     ],
 )
-def test_what_others_read_of_an_engines_url_has_no_credentials(url: str, shown: str) -> None:
+def test_published_engine_url_has_no_credentials(url: str, shown: str) -> None:
     assert without_credentials(url) == shown

@@ -89,37 +89,39 @@ def test_other_clusters_are_names_with_kubeconfigs_and_contexts() -> None:
 
 
 @pytest.mark.parametrize("text", ["west", "west=", "=/etc/west", "we.st=/etc/west", "west=/f#", "west=/f,"])
-def test_what_names_no_cluster_or_no_file_is_refused(text: str) -> None:
+def test_malformed_other_cluster_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"must be NAME=KUBECONFIG or NAME=KUBECONFIG#CONTEXT") as caught:
         load_settings(flags={}, environ={VARIABLE: text})
     assert caught.value.message.startswith(f"{VARIABLE} (planes.other_clusters): ")
 
 
-def test_a_cluster_is_named_once() -> None:
+def test_cluster_named_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="must name each cluster once: west is there twice"):
         load_settings(flags={}, environ={VARIABLE: "west=/a,east=/b,west=/c"})
 
 
-def test_a_name_of_the_own_cluster_alone_is_a_warning() -> None:
+def test_own_cluster_name_without_other_clusters_is_a_warning() -> None:
     alone = load_settings(flags={"planes.cluster": "east"}, environ={})
     assert alone.warnings == ("planes.cluster has no effect without planes.other_clusters",)
     both = load_settings(flags={"planes.cluster": "east", "planes.other_clusters": "west=/f"}, environ={})
     assert both.warnings == ()
 
 
-async def test_the_own_cluster_alone_is_followed_as_ever(pod: dict[str, str]) -> None:
+async def test_own_cluster_alone_uses_plain_kubernetes_discovery(pod: dict[str, str]) -> None:
     for chosen in (settings(pod), settings(pod, KVROUTER_CLUSTER_NAME="east")):
         async with open_router_transports(chosen, Telemetry(), http_port=0) as transports:
             assert isinstance(transports.discovery, KubernetesDiscovery)
 
 
-async def test_other_clusters_are_followed_with_the_own_one(pod: dict[str, str], file: Path) -> None:
+async def test_other_clusters_are_followed_together_with_the_own_cluster(
+    pod: dict[str, str], file: Path
+) -> None:
     both = {"KVROUTER_CLUSTER_NAME": "east", VARIABLE: f"west={file},far={file}#two"}
     async with open_router_transports(settings(pod, **both), Telemetry(), http_port=0) as transports:
         assert isinstance(transports.discovery, ClustersDiscovery)
 
 
-def test_the_namespace_is_the_contexts_else_the_own_one(file: Path) -> None:
+def test_namespace_is_the_contexts_or_else_the_given_one(file: Path) -> None:
     assert user_of(file, None, namespace="models") == KubeconfigUser(file, None, "models")
     assert user_of(file, "two", namespace="models").namespace == "elsewhere"
 
@@ -140,7 +142,7 @@ def test_the_namespace_is_the_contexts_else_the_own_one(file: Path) -> None:
         ),
     ],
 )
-async def test_clusters_that_cannot_be_followed_are_refused_by_the_setting(
+async def test_invalid_cluster_settings_are_refused_by_name(
     pod: dict[str, str], file: Path, param: str, said: str, more: dict[str, str]
 ) -> None:
     environ = {**pod, "KVROUTER_CLUSTER_NAME": "east", VARIABLE: f"west={file}", **more}
@@ -169,7 +171,7 @@ async def test_a_kubeconfig_that_cannot_be_used_is_named_with_its_cluster(
     assert said in error.message
 
 
-async def test_workers_named_by_hand_worker_processes_and_up_have_no_other_clusters(
+async def test_static_workers_worker_processes_and_up_refuse_other_clusters(
     pod: dict[str, str], file: Path
 ) -> None:
     environ = {**pod, "KVROUTER_CLUSTER_NAME": "east", VARIABLE: f"west={file}"}
@@ -186,7 +188,7 @@ async def test_workers_named_by_hand_worker_processes_and_up_have_no_other_clust
         assert ran.exception.message.startswith("--other-cluster: kvrouter up discovers no workers")
 
 
-async def test_a_frontend_of_several_clusters_knows_its_own_without_a_file() -> None:
+async def test_frontend_of_several_clusters_knows_its_cluster_without_a_file() -> None:
     near = load_settings(flags={"router.router_prefill_level": "cluster"}, environ={}).settings.router
     place = await read_place(near, {}, cluster="east")
     assert (place.domains, place.env) == ({"cluster": "east"}, None)

@@ -54,7 +54,7 @@ async def refused(scripted: ScriptedEngine, said: AttachSpec) -> ConfigError:
     return caught.value
 
 
-async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
+async def test_vllm_engine_gives_the_facts_of_its_card() -> None:
     async with scripted_engine() as scripted, attaching(scripted, at("vllm")) as attached:
         assert replace(attached, engine=None) == Attached(  # type: ignore[arg-type]
             engine=None,  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
         )
 
 
-async def test_vllms_other_names_and_its_adapters_are_on_its_card() -> None:
+async def test_vllm_aliases_and_adapters_are_on_its_card() -> None:
     async with scripted_engine() as scripted:
         models = scripted.json("/v1/models")
         base = models["data"][0]
@@ -83,7 +83,7 @@ async def test_vllms_other_names_and_its_adapters_are_on_its_card() -> None:
     assert card.runtime_config.taints == {"kvrouter.adapter/french"}
 
 
-async def test_a_prefill_engine_whose_kv_nobody_may_find_is_warned_of() -> None:
+async def test_prefill_vllm_engine_without_a_kv_connector_is_warned_of() -> None:
     said = at("vllm", role=Role.PREFILL)
     async with scripted_engine() as scripted:
         async with attaching(scripted, said) as attached:
@@ -94,7 +94,7 @@ async def test_a_prefill_engine_whose_kv_nobody_may_find_is_warned_of() -> None:
             assert attached.warnings == ()
 
 
-async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
+async def test_sglang_engine_gives_the_facts_of_its_card() -> None:
     said = at("sglang")
     async with scripted_engine(SGLANG_PAGES) as scripted, attaching(scripted, said) as attached:
         assert (attached.version, attached.model) == ("sglang 0.5.23", "tiny")
@@ -103,7 +103,7 @@ async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
         assert ["--enable-cache-report" in warning for warning in attached.warnings] == [True]
 
 
-async def test_tensorrt_llm_is_asked_for_all_that_it_tells() -> None:
+async def test_tensorrt_llm_engine_gives_the_facts_of_its_card() -> None:
     said = at("trtllm")
     async with scripted_engine(TRTLLM_PAGES) as scripted, attaching(scripted, said) as attached:
         assert replace(attached, engine=None) == Attached(  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ async def test_tensorrt_llm_is_asked_for_all_that_it_tells() -> None:
         )
 
 
-async def test_what_tensorrt_llm_does_not_tell_can_be_said() -> None:
+async def test_facts_that_tensorrt_llm_does_not_give_may_be_specified() -> None:
     async with scripted_engine(TRTLLM_PAGES) as scripted:
         del scripted.pages["/prometheus/metrics"]
         scripted.set_json("/metrics", [])
@@ -144,7 +144,7 @@ async def test_an_old_tensorrt_llm_gets_a_warning() -> None:
             assert ["does not tell its load" in warning for warning in attached.warnings] == [True]
 
 
-async def test_whoever_publishes_tensorrt_llms_events_is_listened_to() -> None:
+async def test_tensorrt_llm_publishes_kv_events_as_specified() -> None:
     async with scripted_engine(TRTLLM_PAGES) as scripted:
         for said, publishes in (
             ({"kv_events": "tcp://h:5557"}, True),
@@ -155,7 +155,7 @@ async def test_whoever_publishes_tensorrt_llms_events_is_listened_to() -> None:
 
 
 @KINDS
-async def test_a_model_that_it_does_not_serve_is_named_with_the_fix(kind: str) -> None:
+async def test_model_the_engine_does_not_serve_is_refused_with_the_fix(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, model="big"))
     assert error.param == "model"
@@ -171,7 +171,7 @@ async def test_a_model_that_it_does_not_serve_is_named_with_the_fix(kind: str) -
         ("trtllm", 32, "kv_cache_config.tokens_per_block"),
     ],
 )
-async def test_a_block_size_that_it_does_not_have_is_named_with_the_fix(
+async def test_block_size_the_engine_does_not_have_is_refused_with_the_fix(
     kind: str, reported: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
@@ -191,7 +191,7 @@ async def test_a_block_size_that_it_does_not_have_is_named_with_the_fix(
         ("trtllm", 4096, "--max_seq_len"),
     ],
 )
-async def test_a_context_that_it_does_not_have_is_named_with_the_fix(
+async def test_context_longer_than_the_engines_is_refused_with_the_fix(
     kind: str, reported: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
@@ -203,7 +203,7 @@ async def test_a_context_that_it_does_not_have_is_named_with_the_fix(
             assert attached.context_length == 99
 
 
-async def test_events_that_an_engine_tells_itself_alone_get_a_warning() -> None:
+async def test_kv_events_inside_the_engine_process_alone_are_warned_of() -> None:
     async with scripted_engine() as scripted:
         source = scripted.json("/kv_event_sources")["0"]
         scripted.set_json("/kv_event_sources", {"0": {**source, "endpoint": "inproc://kv"}})
@@ -216,7 +216,7 @@ async def test_events_that_an_engine_tells_itself_alone_get_a_warning() -> None:
 
 
 @KINDS
-async def test_endpoints_that_the_operator_names_win_over_what_the_engine_tells(kind: str) -> None:
+async def test_specified_event_endpoints_win_over_those_of_the_engine(kind: str) -> None:
     said = at(kind, kv_events="tcp://h:5557", kv_events_replay="tcp://h:6557")
     topics: list[str] = []
     for rank, events in events_of(said, {DpRank(0): EventsAt("tcp://e:1", None, "t")}, 2)[0].items():
@@ -241,7 +241,7 @@ async def test_endpoints_that_the_operator_names_win_over_what_the_engine_tells(
         "tcp://h:0",
     ],
 )
-async def test_an_endpoint_that_is_none_is_named(kind: str, flag: str, endpoint: str) -> None:
+async def test_invalid_event_endpoint_is_refused_by_its_flag(kind: str, flag: str, endpoint: str) -> None:
     said = {"kv_events": "tcp://h:1", flag: endpoint}
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, **said))
@@ -250,7 +250,7 @@ async def test_an_endpoint_that_is_none_is_named(kind: str, flag: str, endpoint:
 
 
 @KINDS
-async def test_another_server_is_named_at_once(kind: str) -> None:
+async def test_other_server_at_the_url_is_refused_at_once(kind: str) -> None:
     async with scripted_engine({}) as scripted:
         error = await refused(scripted, at(kind))
     assert error.param == "url"
@@ -258,7 +258,7 @@ async def test_another_server_is_named_at_once(kind: str) -> None:
 
 
 @KINDS
-async def test_a_key_that_is_wanted_is_asked_for_at_once(kind: str) -> None:
+async def test_engine_that_wants_a_key_is_refused_naming_the_variable(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         for path in scripted.pages:
             scripted.set_page(path, '{"error":"Unauthorized"}', status=401)
@@ -267,7 +267,7 @@ async def test_a_key_that_is_wanted_is_asked_for_at_once(kind: str) -> None:
 
 
 @KINDS
-async def test_an_engine_whose_model_nobody_names_is_refused(kind: str) -> None:
+async def test_engine_without_a_named_model_is_refused_unless_one_is_specified(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         scripted.set_page("/v1/models", "<html>")
         error = await refused(scripted, at(kind))
@@ -278,7 +278,7 @@ async def test_an_engine_whose_model_nobody_names_is_refused(kind: str) -> None:
 
 
 @KINDS
-async def test_an_engine_that_comes_later_is_waited_for(kind: str, set_constants: SetConstants) -> None:
+async def test_attach_waits_for_an_engine_that_starts_later(kind: str, set_constants: SetConstants) -> None:
     set_constants(attached_module, PROBE_EVERY_S=0.005)
     async with scripted_engine(PAGES[kind]) as scripted:
         pages = dict(scripted.pages)
@@ -293,7 +293,7 @@ async def test_an_engine_that_comes_later_is_waited_for(kind: str, set_constants
 
 
 @KINDS
-async def test_an_engine_that_never_comes_is_given_up(kind: str) -> None:
+async def test_attach_gives_up_on_an_engine_that_never_answers(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         await scripted.stop()
         error = await refused(scripted, at(kind, wait_s=0.0))
@@ -303,7 +303,7 @@ async def test_an_engine_that_never_comes_is_given_up(kind: str) -> None:
 
 
 @PUBLISHING_KINDS
-async def test_without_events_or_replay_there_is_a_warning(kind: str) -> None:
+async def test_missing_kv_events_or_replay_endpoint_is_warned_of(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         if kind == "vllm":
             source = scripted.json("/kv_event_sources")["0"]
@@ -342,7 +342,7 @@ async def test_an_engine_without_a_prefix_cache_gets_a_warning(kind: str) -> Non
     ("mode", "role", "start_with"),
     [("null", Role.PREFILL, "prefill"), ("prefill", Role.BOTH, "null"), ("decode", Role.PREFILL, "prefill")],
 )
-async def test_a_role_that_sglang_does_not_have_is_named_with_the_fix(
+async def test_role_that_sglang_does_not_run_is_refused_with_the_fix(
     mode: str, role: Role, start_with: str
 ) -> None:
     async with scripted_engine(SGLANG_PAGES) as scripted:
@@ -352,7 +352,7 @@ async def test_a_role_that_sglang_does_not_have_is_named_with_the_fix(
     assert f"--disaggregation-mode {start_with}" in error.message
 
 
-async def test_a_prefill_worker_of_sglang_tells_where_handoffs_meet() -> None:
+async def test_sglang_prefill_card_has_the_bootstrap_address() -> None:
     async with scripted_engine(SGLANG_PAGES) as scripted:
         scripted.set_json("/server_info", {**scripted.json("/server_info"), "disaggregation_mode": "prefill"})
         async with attaching(scripted, at("sglang", role=Role.PREFILL)) as attached:
@@ -374,7 +374,7 @@ def card_of(attached: Attached, said: AttachSpec) -> WorkerCard:
     )
 
 
-async def test_the_card_says_what_the_engine_said() -> None:
+async def test_card_has_the_facts_the_engine_gave() -> None:
     async with scripted_engine() as scripted, attaching(scripted, at("vllm")) as attached:
         card = card_of(attached, at("vllm"))
     assert (card.model, card.block_size, card.context_length, card.dp_size) == ("tiny", 32, 2048, 1)

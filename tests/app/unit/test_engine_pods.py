@@ -39,7 +39,7 @@ def _asked_at_once(set_constants: SetConstants) -> None:
         set_constants(each, RETRY_AFTER_S=0.01)
 
 
-async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
+async def test_ready_pod_gets_a_worker_with_an_id_from_its_uid() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine, labels={ZONE: "a"}, annotations={"role": "prefill", "taints": "gpu"})
         made.fleet.on_pod(given)
@@ -54,7 +54,7 @@ async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
     assert made.gone == [card.incarnation]
 
 
-async def test_one_that_is_not_ready_rests_and_one_that_is_again_takes_requests() -> None:
+async def test_worker_of_an_unready_pod_drains_until_the_pod_is_ready_again() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine)
         made.fleet.on_pod(pod_of_engine(engine, ready=False))
@@ -69,7 +69,7 @@ async def test_one_that_is_not_ready_rests_and_one_that_is_again_takes_requests(
         assert made.gone == []
 
 
-async def test_one_that_is_not_ready_any_more_before_it_answers_joins_at_rest() -> None:
+async def test_pod_turned_unready_before_its_engine_answers_joins_draining() -> None:
     late = await stopped_engine()
     async with running_pod_fleet() as made:
         given = pod_of_engine(late)
@@ -83,7 +83,7 @@ async def test_one_that_is_not_ready_any_more_before_it_answers_joins_at_rest() 
             await late.stop()
 
 
-async def test_what_happens_to_a_pod_while_its_worker_joins_is_not_forgotten(
+async def test_pod_changes_during_a_join_are_applied_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start, goes_on = Worker.start, asyncio.Event()
@@ -106,7 +106,7 @@ async def test_what_happens_to_a_pod_while_its_worker_joins_is_not_forgotten(
         assert made.gone == []
 
 
-async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
+async def test_silent_engine_does_not_delay_another_pod() -> None:
     silent = await stopped_engine()
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine, "one")
@@ -118,7 +118,7 @@ async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
         await until(lambda: made.fleet.awaited() == [])
 
 
-async def test_a_pod_that_is_gone_withdraws_its_worker_once_its_answers_have_ended() -> None:
+async def test_gone_pod_withdraws_its_worker_and_its_return_is_a_new_incarnation() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine)
         made.fleet.on_pod(given)
@@ -133,7 +133,7 @@ async def test_a_pod_that_is_gone_withdraws_its_worker_once_its_answers_have_end
 
 
 @pytest.mark.parametrize("change", ["container", "address", "annotation"])
-async def test_another_start_address_or_description_is_another_incarnation(change: str) -> None:
+async def test_restart_new_address_or_new_role_makes_a_new_incarnation(change: str) -> None:
     async with scripted_engine() as engine, scripted_engine() as other, running_pod_fleet() as made:
         given = pod_of_engine(engine)
         made.fleet.on_pod(given)
@@ -150,7 +150,7 @@ async def test_another_start_address_or_description_is_another_incarnation(chang
         assert (now.role is Role.DECODE) is (change == "annotation")
 
 
-async def test_a_mistake_of_ours_while_a_worker_leaves_costs_no_pod_its_engine(
+async def test_internal_error_while_a_worker_leaves_does_not_block_its_pod(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop, mistakes = Worker.stop, [RuntimeError("a mistake of ours")]
@@ -170,7 +170,7 @@ async def test_a_mistake_of_ours_while_a_worker_leaves_costs_no_pod_its_engine(
     assert caplog.text.count("internal_error") == 1
 
 
-async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() -> None:
+async def test_changed_label_moves_the_worker_without_a_new_incarnation() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine, labels={ZONE: "a"}, annotations={"taints": "gpu"})
         made.fleet.on_pod(given)
@@ -183,7 +183,7 @@ async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() ->
         assert made.gone == []
 
 
-async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
+async def test_pod_mistake_is_reported_once_and_its_fix_lets_the_engine_join(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -205,7 +205,7 @@ async def test_a_mistake_is_reported_once_and_mending_it_brings_the_engine_in(
         assert len(made.reported(MISTAKEN)) == 2
 
 
-async def test_a_tokenizer_folder_without_one_keeps_no_engine_out(tmp_path: Path) -> None:
+async def test_folder_without_a_tokenizer_does_not_keep_an_engine_out(tmp_path: Path) -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine, annotations={"tokenizer": str(tmp_path)})
         made.fleet.on_pod(given)
@@ -213,7 +213,7 @@ async def test_a_tokenizer_folder_without_one_keeps_no_engine_out(tmp_path: Path
         assert made.reported(REFUSED) == []
 
 
-async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_again() -> None:
+async def test_engine_that_contradicts_its_pod_is_reported_once_and_retried() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine, annotations={"block-size": "64"})
         made.fleet.on_pod(given)
@@ -228,7 +228,9 @@ async def test_an_engine_that_contradicts_its_pod_is_reported_once_and_asked_aga
         assert (await made.joined(given)).block_size == 64
 
 
-async def test_planes_that_are_away_are_no_engines_mistake(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_planes_are_not_reported_as_an_engine_mistake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine)
@@ -242,7 +244,7 @@ async def test_planes_that_are_away_are_no_engines_mistake(caplog: pytest.LogCap
         await made.joined(given)
 
 
-async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:
+async def test_engines_of_two_kinds_for_one_pair_are_refused() -> None:
     async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other, running_pod_fleet() as made:
         first = pod_of_engine(one, annotations={"role": "prefill"})
         made.fleet.on_pod(first)
@@ -253,7 +255,7 @@ async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:
         assert "label kvrouter.dev/engine: must be 'vllm', as that of pod vllm-0" in made.reported(REFUSED)[0]
 
 
-async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
+async def test_pod_under_a_policy_joins_once_its_place_is_known() -> None:
     async with scripted_engine() as engine, running_pod_fleet(IN_ZONE) as made:
         made.fleet.on_pod(pod_of_engine(engine))
         (message,) = made.reported(MISTAKEN)
@@ -264,7 +266,7 @@ async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
         assert (config.kv_transfer_domain, config.kv_transfer_enforcement) == ("zone", Enforcement.REQUIRED)
 
 
-async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_it_is_free() -> None:
+async def test_worker_whose_place_is_taken_leaves_and_rejoins_when_it_is_free() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine)
         made.fleet.on_pod(given)
@@ -279,7 +281,7 @@ async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_
         assert (again.incarnation == card.incarnation, again.draining) == (False, True)
 
 
-async def test_one_whose_place_was_taken_lets_running_requests_finish(
+async def test_worker_whose_place_is_taken_drains_within_the_limit(
     watch_calls: WatchCalls,
 ) -> None:
     drains = watch_calls(Worker, "drain")
@@ -292,7 +294,7 @@ async def test_one_whose_place_was_taken_lets_running_requests_finish(
     assert [call.arguments[1] for call in drains] == [7.0]
 
 
-async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:
+async def test_drain_withdraws_all_workers_and_admits_no_pods() -> None:
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine)
         made.fleet.on_pod(given)
@@ -302,7 +304,7 @@ async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:
         assert (made.gone, made.fleet.workers, made.fleet.awaited()) == ([card.incarnation], {}, [])
 
 
-async def test_the_store_counts_as_lost_for_those_who_come_later_too() -> None:
+async def test_late_watcher_is_informed_that_the_store_is_lost() -> None:
     discovery = PodsDiscovery()
     heard: list[tuple[bool, str]] = []
     discovery.on_store(False, "away")
@@ -313,7 +315,7 @@ async def test_the_store_counts_as_lost_for_those_who_come_later_too() -> None:
     assert heard == [(False, "away"), (True, "")]
 
 
-def test_the_policy_is_a_workers_contract_without_its_files() -> None:
+def test_policy_and_keys_of_pods_are_read_from_worker_variables() -> None:
     assert policy_of({}) == (PodPolicy(), ())
     policy, _ = policy_of(
         {
@@ -335,12 +337,12 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
         policy_of({"DYN_KV_TRANSFER_DOMAIN": "zone", "DYN_KV_TRANSFER_ENFORCEMENT": "hard"})
 
 
-def test_the_label_is_asked_for_with_the_owners_selector() -> None:
+def test_pod_selector_always_includes_the_engine_label() -> None:
     assert full_selector(EnginePods()) == "kvrouter.dev/engine"
     assert full_selector(EnginePods(selector="team=a")) == "kvrouter.dev/engine,team=a"
 
 
-async def test_the_end_of_all_waits_for_nobody() -> None:
+async def test_shutdown_does_not_wait_for_a_silent_engine() -> None:
     silent = await stopped_engine()
     async with asyncio.timeout(30.0), running_pod_fleet() as made:
         made.fleet.on_pod(pod_of_engine(silent))

@@ -19,7 +19,7 @@ from kvrouter.settings.planes import PlaneSettings
         ("file", "nats", False, EventTransport.NATS),
     ],
 )
-def test_the_lane_of_a_worker(
+def test_event_lane_follows_discovery_event_plane_and_local_indexer(
     discovery: str, event_plane: str, has_local_indexer: bool, lane: EventTransport
 ) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": event_plane})
@@ -30,7 +30,9 @@ def test_the_lane_of_a_worker(
     ("discovery", "lane"),
     [("file", EventTransport.ZMQ), ("kubernetes", EventTransport.ZMQ), ("nats", EventTransport.JETSTREAM)],
 )
-def test_without_kv_events_no_lane_is_a_reason_for_nats(discovery: str, lane: EventTransport) -> None:
+def test_worker_without_kv_events_needs_no_nats_for_its_event_lane(
+    discovery: str, lane: EventTransport
+) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": "jetstream"})
     assert event_transport_of(settings, has_local_indexer=False, publishes_kv_events=False) is lane
 
@@ -51,7 +53,7 @@ def test_without_kv_events_no_lane_is_a_reason_for_nats(discovery: str, lane: Ev
         ({"discovery": "file"}, True, True, "file"),
     ],
 )
-def test_where_workers_are_announced_unless_it_is_said(
+def test_default_discovery_follows_kv_events_replica_sync_and_nats_settings(
     said: dict[str, str], kv_events: bool, replica_sync: bool, discovery: str
 ) -> None:
     settings = PlaneSettings.model_validate(said)

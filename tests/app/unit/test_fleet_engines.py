@@ -102,7 +102,9 @@ def completion() -> ScriptedAnswer:
     return ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
 
 
-async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.LogCaptureFixture) -> None:
+async def test_engine_given_by_its_url_alone_serves_with_its_own_facts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     async with scripted_engine() as engine:
         engine.answers.append(completion())
@@ -124,7 +126,7 @@ async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.Lo
             assert engine.calls[0].body == CALL
 
 
-async def test_its_kv_events_are_known_to_the_router() -> None:
+async def test_kv_events_of_an_engine_are_known_to_the_router() -> None:
     async with scripted_engine() as engine, publisher() as events:
         line = (
             f"{{kind: vllm, url: '{engine.url}', kv_events_endpoint: '{events.at.events}', "
@@ -142,14 +144,14 @@ async def test_its_kv_events_are_known_to_the_router() -> None:
             assert model.fleet.takes_calls
 
 
-async def test_the_key_that_it_asks_for_is_given() -> None:
+async def test_engine_key_of_the_environment_is_sent_to_the_engine() -> None:
     async with scripted_engine() as engine:
         async with up(file_of(VLLM.format(url=engine.url)), environ={"KVROUTER_ENGINE_API_KEY": "secret"}):
             pass
         assert {each["Authorization"] for each in engine.question_headers} == {"Bearer secret"}
 
 
-async def test_each_engine_is_given_its_own_key_and_no_other(tmp_path: Path) -> None:
+async def test_each_engine_gets_only_its_own_key(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("of b\n")
     keys = {"KVROUTER_ENGINE_API_KEY": "of all", "KVROUTER_ENGINE_API_KEY_A": "of a\n"}
     async with scripted_engine() as a, scripted_engine() as b, scripted_engine() as c:
@@ -164,7 +166,7 @@ async def test_each_engine_is_given_its_own_key_and_no_other(tmp_path: Path) -> 
             assert {each["Authorization"] for each in engine.question_headers} == {f"Bearer {key}"}
 
 
-async def test_an_engine_that_takes_another_key_is_named_with_where_that_is_read() -> None:
+async def test_engine_that_refuses_its_key_is_named_with_the_keys_source() -> None:
     async with scripted_engine() as engine:
         for path in engine.pages:
             engine.set_page(path, '{"error":"Unauthorized"}', status=401)
@@ -176,14 +178,14 @@ async def test_an_engine_that_takes_another_key_is_named_with_where_that_is_read
 
 
 @pytest.mark.parametrize("key", ["api_key_env: OURS", "api_key_file: /there/is/no/such/file"])
-async def test_a_key_that_is_not_there_ends_the_start_with_its_field(key: str) -> None:
+async def test_missing_engine_key_ends_the_start_with_its_field(key: str) -> None:
     line = f"{{kind: vllm, url: 'http://127.0.0.1:1', {key}}}"
     with pytest.raises(ConfigError, match=rf"^workers\[0\].engine.{key.partition(':')[0]}: "):
         async with up(file_of(line), environ={"OURS": " "}):
             pass
 
 
-async def test_place_taints_and_policy_are_those_of_every_worker() -> None:
+async def test_cards_of_attached_engines_have_place_taints_and_policy() -> None:
     async with scripted_engine() as one, scripted_engine() as other:
         file = f"""
 models: [{MODEL}]
@@ -201,7 +203,7 @@ workers:
             assert (await here.ready())[0] == 200
 
 
-async def test_a_pair_keeps_its_kv_in_its_zone() -> None:
+async def test_pair_of_attached_engines_keeps_kv_in_its_zone() -> None:
     async with scripted_engine() as prefill, scripted_engine() as near, scripted_engine() as far:
         file = f"""
 models: [{MODEL}]
@@ -226,7 +228,7 @@ workers:
         assert far.calls == []
 
 
-async def test_urls_are_a_worker_each_with_mock_engines_of_another_model() -> None:
+async def test_each_url_is_a_worker_beside_mock_engines_of_another_model() -> None:
     async with scripted_engine() as one, scripted_engine() as other:
         urls = f"{{kind: vllm, urls: ['{one.url}', '{other.url}'], kv_events: false}}"
         file = (
@@ -264,7 +266,7 @@ async def test_a_contradiction_ends_the_start_and_names_engine_field_and_fix(fie
         assert message.startswith(f"workers[0].engine.url: {engine.url}: {says}")
 
 
-async def test_every_engine_that_contradicts_has_its_line() -> None:
+async def test_every_contradicting_engine_is_reported_on_its_own_line() -> None:
     async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other:
         urls = f"{{kind: vllm, urls: ['{one.url}', '{other.url}'], kv_events: false}}"
         message = await refused(file_of(urls, model="{name: big, tokenizer: mock}"))
@@ -273,7 +275,7 @@ async def test_every_engine_that_contradicts_has_its_line() -> None:
     assert "is it vLLM's server?" in lines[1]
 
 
-async def test_engines_of_one_model_have_blocks_of_one_size() -> None:
+async def test_engines_of_one_model_must_have_equal_block_sizes() -> None:
     async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other:
         message = await refused(file_of(VLLM.format(url=one.url), SGLANG.format(url=other.url)))
         assert "models[0].block_size: the engine's blocks have" in message
@@ -283,7 +285,7 @@ async def test_engines_of_one_model_have_blocks_of_one_size() -> None:
         assert message.startswith(f"workers[0].engine.url: {one.url}: models[0].block_size: ")
 
 
-async def test_a_mock_engine_with_it_says_the_block_size() -> None:
+async def test_mock_engine_beside_an_engine_must_have_its_block_size() -> None:
     async with scripted_engine() as engine:
         line = VLLM.format(url=engine.url)
         assert "have 32 tokens, not 64" in await refused(file_of(line, "{}"))
@@ -293,7 +295,7 @@ async def test_a_mock_engine_with_it_says_the_block_size() -> None:
             assert {card.context_length for card in model.fleet} == {1024}
 
 
-async def test_a_tokenizer_that_is_no_folder_is_named(tmp_path: Path) -> None:
+async def test_missing_tokenizer_folder_is_named(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
         model = f"{{name: tiny, tokenizer: '{tmp_path}/absent'}}"
         message = await refused(file_of(VLLM.format(url=engine.url), model=model))
@@ -310,7 +312,7 @@ async def down() -> ScriptedEngine:
     return engine
 
 
-async def test_one_that_is_not_up_yet_is_awaited_and_holds_nobody_up() -> None:
+async def test_engine_that_is_not_up_is_awaited_and_delays_no_other() -> None:
     late = await down()
     file = (
         f"models: [{{name: mock}}, {MODEL}]\nworkers:\n"
@@ -331,7 +333,7 @@ async def test_one_that_is_not_up_yet_is_awaited_and_holds_nobody_up() -> None:
             await late.stop()
 
 
-async def test_alone_it_makes_nothing_ready_before_it_is_there() -> None:
+async def test_fleet_of_one_absent_engine_is_not_ready_until_it_answers() -> None:
     late = await down()
     async with up(file_of(VLLM.format(url=late.url))) as here:
         status, text = await here.ready()
@@ -344,7 +346,7 @@ async def test_alone_it_makes_nothing_ready_before_it_is_there() -> None:
             await late.stop()
 
 
-async def test_one_that_is_late_and_contradicts_the_file_is_reported_and_asked_again(
+async def test_late_engine_that_contradicts_the_file_is_reported_once_and_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     late = await down()
@@ -363,7 +365,7 @@ async def test_one_that_is_late_and_contradicts_the_file_is_reported_and_asked_a
             await late.stop()
 
 
-async def test_one_that_comes_back_as_another_one_gets_another_worker() -> None:
+async def test_engine_that_restarts_changed_gets_a_new_incarnation() -> None:
     async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
         (before,) = (worker.card for worker in here.workers.values())
         await engine.stop()
@@ -383,7 +385,7 @@ async def test_one_that_comes_back_as_another_one_gets_another_worker() -> None:
         await here.until_ready()
 
 
-async def test_a_place_that_stays_unknown_ends_the_start(tmp_path: Path) -> None:
+async def test_unknown_place_ends_the_start(tmp_path: Path) -> None:
     contract = (
         f", topology_env: {{DYN_TOPOLOGY_ENABLED: 'true', DYN_TOPOLOGY_MOUNT_PATH: '{tmp_path}', "
         "DYN_KV_TRANSFER_DOMAIN: zone, DYN_TOPOLOGY_TIMEOUT_S: '0.1', DYN_TOPOLOGY_POLL_S: '0.05'}"

@@ -10,13 +10,15 @@ from kvrouter.settings.planes import PlaneSettings
 from kvrouter.settings.tree import Settings
 
 
-def test_the_defaults_and_a_worker_that_others_find_are_beyond_doubt() -> None:
+def test_default_and_well_advertised_listen_addresses_give_no_warning() -> None:
     assert address_warnings(Settings()) == []
     planes = PlaneSettings(listen_host="0.0.0.0", advertise_host="node-7", plane_token=SecretStr("s"))
     assert address_warnings(Settings(planes=planes)) == []
 
 
-def test_every_interface_without_a_token_and_a_name_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listening_on_all_interfaces_without_token_or_name_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda: "localhost")
     open_to_all, nameless = address_warnings(Settings(planes=PlaneSettings(listen_host="0.0.0.0")))
     assert "KVROUTER_PLANE_TOKEN" in open_to_all

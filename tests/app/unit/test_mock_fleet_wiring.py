@@ -26,7 +26,7 @@ def fleet_of(text: str) -> FleetFile:
     return load_fleet(parse_document(text, "fleet.yaml")).fleet
 
 
-def test_a_file_that_says_nothing_gets_the_engine_that_the_mock_room_describes(text: TextModel) -> None:
+def test_default_fleet_file_gets_the_default_mock_engine(text: TextModel) -> None:
     fleet = load_fleet(default_fleet_document()).fleet
     worker_id, group = next(numbered_workers(fleet))
     config, default = text_mock_config(fleet, group, worker_id, text, bootstrap=None), MockConfig()
@@ -47,7 +47,7 @@ async def test_only_prefill_workers_that_bootstrap_offer_a_rendezvous() -> None:
     assert hosts == ["mock-1", None, None]
 
 
-def test_cards_say_where_workers_are_and_what_their_policy_is() -> None:
+def test_mock_cards_have_their_place_and_transfer_policy() -> None:
     fleet = load_fleet(default_fleet_document()).fleet
     worker_id, group = next(numbered_workers(fleet))
     card = worker_card(fleet, group, worker_id, incarnation=Epoch(1), address="there", bootstrap=None)
@@ -58,7 +58,7 @@ def test_cards_say_where_workers_are_and_what_their_policy_is() -> None:
     assert card.runtime_config.kv_transfer_enforcement is Enforcement.REQUIRED
 
 
-async def test_a_fleet_that_has_ended_encodes_no_more() -> None:
+async def test_stopped_mock_fleet_encodes_no_prompts() -> None:
     long = "x" * 100_000
     async with MockFleet(load_fleet(default_fleet_document()).fleet) as mock:
         (text,) = mock.texts.values()
@@ -67,7 +67,7 @@ async def test_a_fleet_that_has_ended_encodes_no_more() -> None:
         await text.encode_prompt(long)
 
 
-def test_links_of_the_file_are_those_of_the_mock_and_of_the_decision() -> None:
+def test_links_of_the_file_apply_to_mock_transfers_and_decisions() -> None:
     fleet = fleet_of(
         "version: 1\nmodels: [{name: mock}]\n"
         "topology:\n"
@@ -88,7 +88,7 @@ def test_links_of_the_file_are_those_of_the_mock_and_of_the_decision() -> None:
         assert table.link({"zone": one}, {"zone": other}, ["zone"]) == link
 
 
-def test_mock_transfers_have_the_links_of_every_level_and_are_reported_by_the_policys() -> None:
+def test_mock_transfers_use_links_of_every_level_and_report_the_policys_level() -> None:
     fleet = fleet_of(
         "version: 1\nmodels: [{name: mock}]\n"
         "topology:\n"

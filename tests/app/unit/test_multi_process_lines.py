@@ -9,7 +9,7 @@ from kvrouter.app.supervisor import copy_lines
 LIMIT_BYTES = 64
 
 
-async def test_a_line_too_long_is_let_go_and_the_next_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_overlong_line_is_dropped_and_the_next_is_copied(capsys: pytest.CaptureFixture[str]) -> None:
     lines = asyncio.StreamReader(limit=LIMIT_BYTES)
     lines.feed_data(b"first\n" + b"x" * 3 * LIMIT_BYTES + b"\nlast\n")
     lines.feed_eof()

@@ -10,7 +10,7 @@ from kvrouter.core.errors import ConfigError
 from tests.testing.processes import free_ports as some_free_ports
 
 
-async def test_free_ports_are_those_from_the_first_on() -> None:
+async def test_free_ports_are_consecutive_from_the_first() -> None:
     first = some_free_ports(3)
     assert await free_ports("127.0.0.1", first, 3) == [first, first + 1, first + 2]
 
@@ -25,6 +25,6 @@ async def test_a_taken_port_is_named() -> None:
 
 
 @pytest.mark.parametrize(("first", "n"), [(0, 1), (0, 2), (65535, 2)])
-async def test_ports_that_cannot_be_are_refused(first: int, n: int) -> None:
+async def test_impossible_port_ranges_are_refused(first: int, n: int) -> None:
     with pytest.raises(ConfigError, match="http-port"):
         await free_ports("127.0.0.1", first, n)

@@ -32,7 +32,7 @@ def follow(subscriber: ZmqEventSubscriber, n_workers: int) -> None:
             stack.callback(subscriber.follow(card(WorkerId(number), source(number))))
 
 
-async def test_more_worker_processes_can_be_asked_than_libzmq_has_sockets_for_by_default() -> None:
+async def test_subscriber_follows_more_workers_than_the_default_libzmq_sockets() -> None:
     allow_many_files()
     files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert files_max >= FILES, f"{FILES} open files are needed, {files_max} allowed: raise ulimit -Hn"
@@ -41,14 +41,14 @@ async def test_more_worker_processes_can_be_asked_than_libzmq_has_sockets_for_by
     await subscriber.close()
 
 
-async def test_a_worker_too_many_is_reported() -> None:
+async def test_worker_beyond_the_socket_limit_is_refused() -> None:
     subscriber = ZmqEventSubscriber(on_malformed=never, on_foreign=never, sockets_max=10)
     with pytest.raises(ConfigError, match="cannot be connected to"):
         follow(subscriber, 10)
     await subscriber.close()
 
 
-def test_a_process_may_open_as_many_files_as_the_system_allows() -> None:
+def test_open_file_limit_is_raised_to_the_system_maximum() -> None:
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))

@@ -39,7 +39,7 @@ class CountedDiscovery(PodsDiscovery):
         return await super().watch(on_card, on_gone, on_store)
 
 
-async def test_each_waits_for_its_own_place() -> None:
+async def test_standby_worker_waits_for_its_own_place() -> None:
     discovery = CountedDiscovery()
     for worker_id in (ONE, TWO):
         await discovery.publish(card(worker_id))
@@ -58,7 +58,7 @@ async def test_each_waits_for_its_own_place() -> None:
         await waiting[ONE]
 
 
-async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_place_is_free(
+async def test_standby_workers_share_one_watch_and_connect_when_their_place_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     discovery, opened = CountedDiscovery(), list[str]()

@@ -51,13 +51,13 @@ def reported(log: pytest.LogCaptureFixture, event: str) -> list[str]:
     return [record["kvrouter_fields"]["reason"] for record in records]
 
 
-def test_pauses_grow_to_a_limit_and_begin_again_after_a_good_run() -> None:
+def test_restart_pauses_grow_to_a_limit_and_reset_after_a_good_run() -> None:
     failures = Failures(Backoff(1.0, room.RESTART_MAX_S))
     assert [pause_after(failures, 0.5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert [pause_after(failures, room.RUNS_WELL_S), pause_after(failures, 0.5)] == [1, 2]
 
 
-async def test_what_cannot_be_started_is_tried_again(
+async def test_process_that_cannot_be_started_is_retried(
     family: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
@@ -77,7 +77,7 @@ async def test_what_cannot_be_started_is_tried_again(
     assert second.endswith("tried again in 0.02 s")
 
 
-async def test_one_that_was_killed_is_started_again(
+async def test_killed_process_is_restarted(
     family: Supervisor, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     child = await family.start("worker a/0", (sys.executable, "-c", LIVES), os.environ)
@@ -88,7 +88,7 @@ async def test_one_that_was_killed_is_started_again(
     assert reported(caplog, "process_ended") == ["killed by SIGKILL: started again in 0.01 s"]
 
 
-async def test_one_whose_place_is_anothers_is_run_in_standby_from_then_on(
+async def test_process_whose_place_is_taken_is_restarted_in_standby(
     family: Supervisor, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     command = (sys.executable, "-c", GIVES_WAY, "--index", "0")
@@ -100,7 +100,7 @@ async def test_one_whose_place_is_anothers_is_run_in_standby_from_then_on(
     assert "lives --index 0 --standby\n" in await said(capsys, "lives")
 
 
-async def test_who_does_not_end_is_killed_and_nobody_is_started_again(
+async def test_process_that_ignores_stop_is_killed_and_none_is_restarted(
     family: Supervisor, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")

@@ -11,7 +11,7 @@ from kvrouter.transports.events.port import DropReason, foreign
 from tests.testing.log_events import event_of
 
 
-def test_a_peer_that_tries_for_ever_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_peer_that_keeps_trying_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     telemetry = Telemetry()
     caplog.set_level(logging.INFO, logger="kvrouter")
     on_refused = refusals_on("tcp", telemetry)
@@ -22,7 +22,7 @@ def test_a_peer_that_tries_for_ever_is_logged_once(caplog: pytest.LogCaptureFixt
     assert 'kvrouter_planes_refused_total{plane="tcp"} 21' in telemetry.render().decode()
 
 
-def test_what_this_process_could_not_do_is_no_refused_peer(caplog: pytest.LogCaptureFixture) -> None:
+def test_local_trouble_is_not_counted_as_a_refused_peer(caplog: pytest.LogCaptureFixture) -> None:
     telemetry = Telemetry()
     caplog.set_level(logging.INFO, logger="kvrouter")
     on_trouble = troubles_on("discovery")

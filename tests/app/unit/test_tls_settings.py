@@ -26,7 +26,7 @@ def settings(**chosen: str | None) -> PlaneSettings:
     return PlaneSettings.model_validate(chosen)
 
 
-def test_without_files_nothing_is_encrypted() -> None:
+def test_tls_is_off_without_files() -> None:
     assert tls_of(settings()) == (None, None)
 
 
@@ -41,7 +41,7 @@ def test_both_ends_ask_for_a_certificate_of_the_authority(files: dict[str, str])
     assert client.check_hostname
 
 
-def test_an_authority_alone_is_for_nats(files: dict[str, str]) -> None:
+def test_tls_authority_alone_gives_only_a_client_context(files: dict[str, str]) -> None:
     server, client = tls_of(settings(tls_ca=files["tls_ca"]))
     assert server is None
     assert client is not None
@@ -49,7 +49,9 @@ def test_an_authority_alone_is_for_nats(files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])
-def test_files_that_belong_together_come_together(files: dict[str, str], missing: str) -> None:
+def test_incomplete_set_of_tls_files_is_refused_naming_the_missing_one(
+    files: dict[str, str], missing: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         tls_of(settings(**{**files, missing: None}))
     assert refused.value.param == missing
@@ -57,7 +59,7 @@ def test_files_that_belong_together_come_together(files: dict[str, str], missing
 
 @pytest.mark.parametrize("broken", ["tls_cert", "tls_ca"])
 @pytest.mark.parametrize("text", [None, "no PEM at all"])
-def test_a_file_that_cannot_be_read_is_named(
+def test_unreadable_tls_file_is_named(
     files: dict[str, str], tmp_path: Path, broken: str, text: str | None
 ) -> None:
     path = tmp_path / "broken.pem"

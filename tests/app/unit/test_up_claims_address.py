@@ -31,7 +31,7 @@ async def test_a_taken_port_is_reported_before_any_worker_starts(make_fail: Make
     assert caught.value.message == f"port {port} on 127.0.0.1 is taken: choose another with --http-port"
 
 
-async def test_a_port_that_is_taken_while_workers_start_is_reported_alike(
+async def test_port_taken_while_workers_start_is_reported_the_same_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start = MockFleet.__aenter__
@@ -51,7 +51,7 @@ async def test_a_port_that_is_taken_while_workers_start_is_reported_alike(
         assert system.address == ("127.0.0.1", port)
 
 
-async def test_nobody_is_let_in_before_the_door_serves() -> None:
+async def test_claimed_address_refuses_connections_before_serving() -> None:
     async with claimed("127.0.0.1", 0) as (sock,):
         host, port = sock.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -60,7 +60,7 @@ async def test_nobody_is_let_in_before_the_door_serves() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-async def test_an_address_that_is_not_ours_names_the_host(host: str) -> None:
+async def test_unavailable_listen_address_is_refused_with_its_flag(host: str) -> None:
     with pytest.raises(CannotListen, match=f"^cannot listen on {host}: .*: choose another .* --http-host$"):
         async with claimed(host, 0):
             pass

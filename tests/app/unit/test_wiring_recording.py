@@ -48,7 +48,7 @@ def lines(caplog: pytest.LogCaptureFixture, event: str) -> Sequence[logging.LogR
     return [record for record in caplog.records if getattr(record, "kvrouter_event", "") == event]
 
 
-async def test_records_that_cannot_be_made_are_counted_and_logged_once_and_the_others_are_written(
+async def test_unwritable_records_are_counted_and_logged_once_and_others_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry()
@@ -66,7 +66,7 @@ async def test_records_that_cannot_be_made_are_counted_and_logged_once_and_the_o
     assert len(list(open_trace(tmp_path))) == 2
 
 
-async def test_a_recording_whose_file_is_gone_says_so_and_counts_what_is_no_longer_written(
+async def test_recording_without_its_file_ends_with_a_log_line_and_counts_drops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry()

@@ -36,7 +36,7 @@ def taken_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("plane", ["tcp", "http"])
-async def test_a_port_that_is_taken_names_the_flag(tmp_path: Path, taken_port: int, plane: str) -> None:
+async def test_taken_listen_port_names_its_flag(tmp_path: Path, taken_port: int, plane: str) -> None:
     with pytest.raises(ConfigError) as refused:
         await listen(tmp_path, taken_port, request_plane=plane)
     assert refused.value.message == (
@@ -44,19 +44,19 @@ async def test_a_port_that_is_taken_names_the_flag(tmp_path: Path, taken_port: i
     )
 
 
-async def test_a_port_above_it_that_is_taken_names_the_flag_too(tmp_path: Path, taken_port: int) -> None:
+async def test_taken_port_for_kv_events_names_the_listen_port_flag(tmp_path: Path, taken_port: int) -> None:
     with pytest.raises(ConfigError) as refused:
         await listen(tmp_path, taken_port - 1)
     assert "for KV events over ZeroMQ, on 127.0.0.1 is taken" in refused.value.message
     assert "--listen-port" in refused.value.message
 
 
-async def test_an_address_of_another_host_names_the_other_flag(tmp_path: Path) -> None:
+async def test_unavailable_listen_address_names_the_listen_host_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on 192\.0\.2\.1:0: .* with --listen-host$"):
         await listen(tmp_path, 0, listen_host="192.0.2.1")
 
 
 @pytest.mark.parametrize("port", [65_534, 65_535])
-async def test_a_port_with_no_room_above_it_is_refused(tmp_path: Path, port: int) -> None:
+async def test_listen_port_without_room_above_it_is_refused(tmp_path: Path, port: int) -> None:
     with pytest.raises(ConfigError, match=f"--listen-port: at most 65533, not {port}: KV events over ZeroMQ"):
         await listen(tmp_path, port)

@@ -43,7 +43,7 @@ async def calibrated(engine: TimedEngine, path: Path, **others: object) -> str:
     return output.getvalue()
 
 
-async def test_what_the_engine_says_is_written_and_what_is_not_known_is_said(tmp_path: Path) -> None:
+async def test_stated_engine_facts_are_written_and_assumed_ones_are_noted(tmp_path: Path) -> None:
     path = tmp_path / "timing.yaml"
     engine = TimedEngine()
     output = await calibrated(engine, path)
@@ -61,13 +61,13 @@ async def test_what_the_engine_says_is_written_and_what_is_not_known_is_said(tmp
     assert "block_size of its model: 16" in comments
 
 
-async def test_with_the_times_of_each_answer_queue_and_service_are_separate(tmp_path: Path) -> None:
+async def test_engine_times_of_each_answer_separate_queue_and_service(tmp_path: Path) -> None:
     output = await calibrated(TimedEngine(says_times=True), tmp_path / "timing.yaml")
     assert "queue and service are separate in all requests, by what the engine says of each" in output
     assert "service TTFT" in output
 
 
-async def test_an_engine_with_fewer_seats_than_is_assumed_is_named_as_such(tmp_path: Path) -> None:
+async def test_long_queueing_is_noted_where_engine_seats_are_assumed(tmp_path: Path) -> None:
     queues = "requests queued for longer than they prefilled"
     engine = TimedEngine(queue_s=2.0 * PREFILL_S)
     assert queues in await calibrated(engine, tmp_path / "timing.yaml")
@@ -78,12 +78,12 @@ async def test_an_engine_with_fewer_seats_than_is_assumed_is_named_as_such(tmp_p
     assert queues not in await calibrated(known, tmp_path / "timing.yaml", folder=tmp_path)
 
 
-async def test_an_answer_that_came_at_once_is_left_out_and_said(tmp_path: Path) -> None:
+async def test_answer_that_came_at_once_is_left_out_with_a_note(tmp_path: Path) -> None:
     output = await calibrated(TimedEngine(held_back=5), tmp_path / "timing.yaml")
     assert "1 of 17 answers came at once, and say nothing of decoding" in output
 
 
-async def test_a_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
+async def test_missing_engine_key_is_asked_for_by_its_variable(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
         engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=401)
         with pytest.raises(ConfigError, match="answered 401: Unauthorized: give its key in KVROUTER_ENGINE"):
@@ -92,13 +92,13 @@ async def test_a_key_that_is_missing_is_asked_for(tmp_path: Path) -> None:
             )
 
 
-async def test_without_metrics_it_says_that_queue_and_service_are_one(tmp_path: Path) -> None:
+async def test_queue_and_service_are_reported_as_one_without_engine_metrics(tmp_path: Path) -> None:
     output = await calibrated(TimedEngine(has_metrics=False), tmp_path / "timing.yaml")
     assert "queue and service cannot be separated: the engine has no times of its own" in output
     assert "guessed: the engine's KV blocks" in output
 
 
-async def test_a_measurement_that_fails_writes_nothing_and_leaves_what_was_there(tmp_path: Path) -> None:
+async def test_failed_measurement_writes_nothing_and_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "timing.yaml"
     path.write_text("before")
     with pytest.raises(MeasurementFailed, match="no such parameter"):
@@ -114,7 +114,7 @@ async def test_too_few_requests_are_refused_before_any_is_sent(tmp_path: Path) -
     assert engine.calls == []
 
 
-async def test_files_that_say_too_little_are_mistakes_before_anything_is_measured(tmp_path: Path) -> None:
+async def test_insufficient_engine_files_are_refused_before_any_measurement(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
     meta = {"model": "someone/thing", "engine_kwargs": {}}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
@@ -129,7 +129,7 @@ async def test_files_that_say_too_little_are_mistakes_before_anything_is_measure
     assert engine.calls == []
 
 
-def test_a_known_gpu_is_where_the_fit_begins(tmp_path: Path) -> None:
+def test_fit_for_a_known_gpu_begins_at_its_expected_timing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
     hardware = read_json(tmp_path / "config.json", RunHardware)
     load = engine_load(12, context_tokens=2_048)

@@ -47,12 +47,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     return served
 
 
-def test_up_is_given_its_events(served: Served) -> None:
+def test_up_gets_its_events_file(served: Served) -> None:
     assert main(["up", "--events", "events.yaml"]) == 0
     assert served.events == Path("events.yaml")
 
 
-def test_up_serves_the_default_fleet_with_what_flags_and_variables_say(
+def test_up_serves_the_default_fleet_with_settings_of_flags_and_variables(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DYN_ROUTER_MODE", "random")
@@ -164,7 +164,7 @@ def test_up_refuses_a_topology_level_that_the_fleet_does_not_have(
         ("prefill, domains: {zone: a}", "prefill, topology_env: {DYN_TOPOLOGY_ENABLED: 'true'}", ""),
     ],
 )
-def test_up_takes_a_level_that_may_come_or_that_nobody_asks_for(
+def test_up_accepts_an_unknown_level_that_may_come_later_or_has_no_effect(
     old: str, new: str, err: str, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "fleet.yaml"
@@ -175,7 +175,7 @@ def test_up_takes_a_level_that_may_come_or_that_nobody_asks_for(
     assert len(served.calls) == 1
 
 
-def test_up_warns_of_what_settings_and_fleet_are_together_and_serves_both_alike(
+def test_up_warns_of_settings_and_fleet_combined_and_serves_with_both(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "fleet.yaml"
@@ -207,7 +207,7 @@ def test_up_warns_of_what_settings_and_fleet_are_together_and_serves_both_alike(
         (KeyboardInterrupt(), 130, "\n"),
     ],
 )
-def test_what_goes_wrong_while_serving_is_reported_in_one_line(
+def test_error_while_serving_is_one_line_with_its_exit_code(
     ends_with: int | BaseException, code: int, line: str, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.ends_with = ends_with
@@ -227,7 +227,7 @@ def test_help_lists_every_flag_with_its_variable_and_default(capsys: pytest.Capt
     assert max(map(len, page.splitlines())) <= 160
 
 
-def test_the_bare_command_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_command_exits_with_2_and_version_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvrouter ")
     assert main([]) == 2
@@ -263,7 +263,7 @@ def test_topology_check_prints_the_report_and_ends_with_its_code(
     assert capsys.readouterr().out == "enabled: yes\n"
 
 
-def test_a_command_begins_no_threads_for_linear_algebra() -> None:
+def test_importing_the_cli_starts_no_linear_algebra_threads() -> None:
     """A frontend on a machine with 128 cores would have 127 of them, which search for work as it starts."""
     code = "import os, kvrouter.cli, numpy; print(len(os.listdir('/proc/self/task')))"
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}

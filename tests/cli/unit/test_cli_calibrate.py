@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_timing_that_is_written_is_one_that_a_replay_reads(
+def test_written_timing_file_is_read_by_a_replay(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timing.yaml"
@@ -43,7 +43,9 @@ def test_the_timing_that_is_written_is_one_that_a_replay_reads(
         assert words in output
 
 
-def test_with_no_request_seen_there_is_one_prediction(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_from_zero_requests_predicts_all_and_writes_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = set(run.parent.rglob("*"))
     assert main(["calibrate", str(run), "--requests", "0"]) == 0
     assert "12 requests, predicted from 0" in capsys.readouterr().out
@@ -61,7 +63,7 @@ def test_the_result_as_json_has_the_engine_and_each_figure(
     assert "dimensions from" in report["notes"][0]
 
 
-def test_a_model_that_is_not_known_is_given_as_a_file(
+def test_unknown_model_is_described_by_a_model_config_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     meta = json.loads((run / "meta.json").read_text())

@@ -24,7 +24,7 @@ async def run(frontend: FrontendHarness, *arguments: str) -> int:
     return await asyncio.to_thread(main, [*arguments, "--url", url_of(frontend)])
 
 
-async def test_cordon_list_and_uncordon(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_cordon_is_set_listed_and_removed_by_uncordon(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_frontend(
         card(1, zone="a"), card(2, zone="b"), card(3, zone="b"), script=text_answer("ok")
     ) as frontend:
@@ -52,7 +52,7 @@ async def test_cordon_list_and_uncordon(capsys: pytest.CaptureFixture[str]) -> N
         assert "@" in cordon.by
 
 
-async def test_the_last_worker_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_cordoning_the_last_worker_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_frontend(prefill_card(1), decode_card(2)) as frontend:
         assert await run(frontend, "cordon", "worker", "2") == 1
         assert "needs --force: with worker 2 cordoned, model mock: none of its 1" in capsys.readouterr().err
@@ -71,7 +71,7 @@ async def test_the_last_worker_needs_force(capsys: pytest.CaptureFixture[str]) -
         (("drain", "worker"), 2, "Missing argument 'NAME'"),
     ],
 )
-async def test_a_mistake_is_said(
+async def test_cordon_or_drain_mistake_is_reported_with_its_exit_code(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, said: str
 ) -> None:
     async with running_frontend(card(1, zone="a")) as frontend:
@@ -79,7 +79,9 @@ async def test_a_mistake_is_said(
     assert said in capsys.readouterr().err
 
 
-async def test_drain_waits_for_what_runs_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_drain_waits_for_running_requests_and_names_their_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async with running_frontend(card(1, zone="a"), card(2, zone="b"), script=silent) as frontend:
         pins = [{"nvext": {"backend_instance_id": worker}} for worker in (1, 1, 2)]
         chats = [asyncio.create_task(frontend.chat(fields=pin, max_tokens=1)) for pin in pins]
@@ -99,7 +101,7 @@ async def test_drain_waits_for_what_runs_and_says_where(capsys: pytest.CaptureFi
     assert not printed.err.strip() or "waiting until every router knows" in printed.err
 
 
-async def test_drain_whose_time_ran_out_leaves_the_cordon(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_drain_that_times_out_leaves_the_cordon(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_frontend(card(1), card(2), script=silent) as frontend:
         chat = asyncio.create_task(frontend.chat(max_tokens=1))
         await until(lambda: bool(frontend.plane.opened))
@@ -112,7 +114,7 @@ async def test_drain_whose_time_ran_out_leaves_the_cordon(capsys: pytest.Capture
         assert (await chat).status_code == 200
 
 
-async def test_drain_asks_again_when_the_router_is_away_and_ends_when_it_is_uncordoned() -> None:
+async def test_drain_retries_an_unreachable_router_and_ends_when_uncordoned() -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         client = RouterClient(url_of(frontend))
         body = CordonBody("worker", "1")
@@ -120,10 +122,10 @@ async def test_drain_asks_again_when_the_router_is_away_and_ends_when_it_is_unco
         now, away = [0.0], iter((True, True, False, False, True))
 
         class Sometimes(RouterClient):
-            def read(self, path: str) -> bytes:
+            def cordons(self) -> bytes:
                 if next(away, False):
                     raise AskFailed("away")
-                return super().read(path)
+                return super().cordons()
 
         def sleep(seconds: float) -> None:
             now[0] += seconds

@@ -54,7 +54,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [line.replace("│", "").split() for line in text.splitlines() if "│" in line]
 
 
-def test_each_attempt_has_both_picks_with_the_parts_of_their_cost() -> None:
+def test_decisions_of_all_attempts_are_drawn_with_mode_and_kv_transfer() -> None:
     out = drawn(ATTEMPT, ATTEMPT | {"attempt": 1, "prefill": None, "constraint": None})
     assert "r[1]" in out
     assert "2 decisions" in out
@@ -65,7 +65,7 @@ def test_each_attempt_has_both_picks_with_the_parts_of_their_cost() -> None:
     assert "crosses" not in out
 
 
-def test_a_last_resort_is_reported_of() -> None:
+def test_last_resort_decision_is_marked() -> None:
     assert "failed again and again" in drawn(ATTEMPT | {"last_resort": True})
     assert "failed again and again" not in drawn(ATTEMPT)
 
@@ -80,7 +80,7 @@ def test_a_last_resort_is_reported_of() -> None:
         ({"cross_domain": True}, "not known to stay in its domain, which is preferred"),
     ],
 )
-def test_a_handoff_that_leaves_its_domain_stands_out(fields: dict[str, object], said: str) -> None:
+def test_handoff_that_leaves_its_domain_is_highlighted(fields: dict[str, object], said: str) -> None:
     out = drawn(ATTEMPT | fields)
     assert "\x1b[33mThe handoff" in out
     assert said in out
@@ -145,7 +145,9 @@ async def overlaps(here: MockServer, *arguments: str, capsys: pytest.CaptureFixt
     return [row["overlap_blocks"] for row in rows]
 
 
-async def test_explain_tells_what_a_chat_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_explain_shows_the_overlap_that_a_chat_left_on_a_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     prompt = words(n=200)
     async with mock_server(load_fleet(default_fleet_document()).fleet) as here:
         await here.openai.chat.completions.create(model=MODEL, messages=user(prompt), max_tokens=1)
@@ -165,7 +167,9 @@ async def test_explain_tells_what_a_chat_left_behind(capsys: pytest.CaptureFixtu
         (["--request-id", "r", "--completion"], "--model and --completion are about PROMPT"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_flag_mistake_is_one_line_with_exit_code_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"kvrouter: {line}")

@@ -33,7 +33,7 @@ async def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, kvrouter, ["doctor", *arguments], env=env)
 
 
-async def test_a_fleet_that_is_well_ends_with_0() -> None:
+async def test_doctor_of_a_healthy_fleet_exits_with_0() -> None:
     async with mock_server(zoned_fleet()) as here:
         done = await run("--url", here.url)
         by_variable = await run(env={"KVROUTER_URL": here.url})
@@ -44,7 +44,7 @@ async def test_a_fleet_that_is_well_ends_with_0() -> None:
     assert "--recording" in done.output
 
 
-async def test_a_problem_ends_with_1_and_is_named_with_its_remedy() -> None:
+async def test_doctor_problem_exits_with_1_and_names_its_remedy() -> None:
     async with mock_server(zoned_fleet()) as here:
         for worker_id in (2, 3):
             await here.kill(worker_id)
@@ -56,7 +56,7 @@ async def test_a_problem_ends_with_1_and_is_named_with_its_remedy() -> None:
         assert line in done.output
 
 
-async def test_the_report_for_programs() -> None:
+async def test_doctor_json_report_has_every_field_and_every_check() -> None:
     async with running_frontend(card(1), card(2, draining=True)) as frontend:
         done = await run("--url", url_of(frontend), "--output", "json", "--no-engines")
     assert done.exit_code == 0, "a note is no problem"
@@ -77,14 +77,16 @@ async def test_the_report_for_programs() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense"])
-async def test_who_cannot_be_asked_ends_with_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_doctor_of_an_unreachable_router_exits_with_2(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert await asyncio.to_thread(main, ["doctor", "--url", url]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("kvrouter: ")
 
 
-async def test_another_program_than_a_router_ends_with_2() -> None:
+async def test_doctor_refused_for_its_admin_token_exits_with_2() -> None:
     async with running_frontend(
         card(1), settings=FrontendSettings(admin_token=SecretStr("secret"))
     ) as frontend:
@@ -95,21 +97,21 @@ async def test_another_program_than_a_router_ends_with_2() -> None:
     assert let_in.exit_code == 0
 
 
-async def test_other_routers_are_named_by_their_urls() -> None:
+async def test_doctor_compares_the_router_with_replicas_given_by_url() -> None:
     async with running_frontend(card(1)) as one, running_frontend(card(1)) as two:
         done = await run("--url", url_of(one), "--replica", url_of(two))
     assert done.exit_code == 1
     assert "it shares nothing with 1 other router" in done.output
 
 
-def test_wrong_flags_name_themselves() -> None:
+def test_wrong_doctor_flag_is_named_with_exit_code_2() -> None:
     for flags in (["--over-s", "0"], ["--timeout-s", "-1"], ["--output", "yaml"]):
         done = CliRunner().invoke(kvrouter, ["doctor", *flags])
         assert done.exit_code == 2
         assert flags[0] in done.output
 
 
-async def test_what_has_one_cause_is_shown_once() -> None:
+async def test_findings_of_one_cause_are_shown_once() -> None:
     async with running_frontend(*(card(n, publishes_kv_events=False) for n in range(1, 21))) as frontend:
         report = await run_doctor(frontend)
     assert len(report.findings) == 20
@@ -132,7 +134,7 @@ def text_of(report: Report) -> str:
     return page.getvalue()
 
 
-async def test_what_the_fleet_says_is_text_and_nothing_that_a_terminal_obeys() -> None:
+async def test_text_of_the_fleet_is_printed_without_terminal_commands() -> None:
     async with running_frontend(card(1)) as frontend:
         report = await run_doctor(frontend)
     evil = Finding("roles", Severity.WARNING, "[red]x[/b]", "a\x1b[31mb\x07", "c\nd", "\u202ee")
@@ -154,7 +156,7 @@ OLD = (
 )
 
 
-def test_what_an_older_router_does_not_say_is_not_passed() -> None:
+def test_checks_without_data_from_an_older_router_are_not_passed() -> None:
     fleet = msgspec.json.decode(OLD, type=Fleet)
     report = examine(Reading(url="u", fleet=fleet, served=frozenset("m"), counts=Counts(), gauges=Counts()))
     assert {"refused-workers", "versions", "kv-events"} <= {each.check for each in report.not_made}

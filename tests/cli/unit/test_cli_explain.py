@@ -107,12 +107,12 @@ def test_the_tables_show_costs_reasons_and_the_choice(url: str, capsys: pytest.C
     assert "\x1b" not in out
 
 
-def test_a_completion_has_no_chat_around_its_prompt(url: str) -> None:
+def test_completion_prompt_is_sent_without_a_chat(url: str) -> None:
     assert main(["explain", "--completion", "hello", "--url", url, "--model", "mock"]) == 0
     assert Router.asked == [("/v1/route/explain", None, {"model": "mock", "prompt": "hello"})]
 
 
-def test_json_is_the_answer_as_it_is(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_json_output_is_the_routers_answer(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "hi", "--url", url, "--model", "mock", "--output", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == ANSWER
 
@@ -123,9 +123,7 @@ def test_the_admin_token_comes_from_the_environment(url: str, monkeypatch: pytes
     assert Router.asked[0][1] == "Bearer sesame"
 
 
-def test_what_the_router_refuses_is_reported_in_its_words(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_router_refusal_is_reported_in_its_words(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     Router.status, Router.answer = 404, b'{"error": {"message": "no model \'x\'", "code": "model_not_found"}}'
     assert main(["explain", "hi", "--url", url, "--model", "x"]) == 1
     assert capsys.readouterr().err == f"kvrouter: {url}: 404 no model 'x'\n"
@@ -142,7 +140,7 @@ def test_what_the_router_refuses_is_reported_in_its_words(
         (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: no answer: "),
     ],
 )
-def test_a_router_that_cannot_be_reached(
+def test_unreachable_router_is_reported_in_one_line(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", "hi", "--model", "m", *arguments]) == 1
@@ -151,7 +149,7 @@ def test_a_router_that_cannot_be_reached(
     assert err.count("\n") == 1
 
 
-def test_other_answers_and_unclear_models(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_answer_and_ambiguous_model_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     Router.answer = b'{"hello": 1}'
     assert main(["explain", "hi", "--url", url]) == 1
     assert "the answer is not a router's" in capsys.readouterr().err
@@ -190,7 +188,7 @@ def test_a_refusal_has_its_error_first_then_the_table_of_each_leg(
     assert "77.5" in lines[2]
 
 
-def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
+def test_large_fleet_is_cut_with_counts_and_a_refusal_is_highlighted() -> None:
     rows = [
         Candidate(
             worker_id=number,
@@ -232,7 +230,7 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     assert "\x1b[1;32m" in out
 
 
-def test_times_stand_behind_the_blocks_where_there_are_any(
+def test_times_follow_the_blocks_in_the_table_where_present(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = {"queue_ms": 1.25, "prefill_ms": 30.0, "memory_ms": 0.0, "transfer_ms": 2.0}

@@ -61,7 +61,7 @@ ENGINES = ("--engine", "vllm", "--model", "org/model")
         ((*ENGINES, "--url", "@b=http://h:1"), [("worker-b", Role.BOTH, 1, {"zone": "b"})]),
     ],
 )
-def test_a_file_is_written_with_comments_that_strict_checks_find_good(
+def test_fleet_init_file_has_comments_and_passes_the_strict_check(
     flags: tuple[str, ...],
     groups: list[tuple[str, Role, int, dict[str, str]]],
     folder: Path,
@@ -76,7 +76,7 @@ def test_a_file_is_written_with_comments_that_strict_checks_find_good(
     assert main(["fleet", "check", "--strict", "fleet.yaml"]) == 0
 
 
-def test_a_file_that_is_there_is_replaced_by_force_alone(folder: Path, capsys: Captured) -> None:
+def test_existing_fleet_file_is_replaced_only_with_force(folder: Path, capsys: Captured) -> None:
     path = folder / "mine.yaml"
     path.write_text("mine")
     assert main(["fleet", "init", "mine.yaml"]) == 2
@@ -102,7 +102,7 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(folder: Path, capsys: C
         (("no/such/fleet.yaml",), "is no folder"),
     ],
 )
-def test_what_makes_no_fleet_writes_no_file(
+def test_invalid_fleet_init_flags_write_no_file(
     flags: tuple[str, ...], line: str, folder: Path, capsys: Captured
 ) -> None:
     assert main(["fleet", "init", *flags]) == 2
@@ -162,7 +162,7 @@ workers:
         ("version: 1", "version: 1\nrouter: {admission_wait_s: 1}", "f.yaml: router.admission_wait_s has no"),
     ],
 )
-def test_strict_names_what_can_be_run_and_was_hardly_meant(
+def test_strict_check_names_valid_but_likely_unintended_settings(
     old: str, new: str, line: str, folder: Path, capsys: Captured
 ) -> None:
     (folder / "f.yaml").write_text(FLEET)
@@ -183,7 +183,7 @@ def test_engines_behind_one_gateway_are_not_one_engine(folder: Path, capsys: Cap
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "99999"])
-def test_a_port_that_is_none_is_named(port: str, folder: Path, capsys: Captured) -> None:
+def test_invalid_port_of_an_engine_endpoint_is_refused(port: str, folder: Path, capsys: Captured) -> None:
     old = '"http://h:2"'
     (folder / "f.yaml").write_text(FLEET.replace(old, f'{old}, kv_events_endpoint: "tcp://h:{port}"', 1))
     assert main(["fleet", "check", "--strict", "f.yaml"]) == 2
@@ -215,7 +215,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("what", sorted(UNREADABLE))
-def test_a_tokenizer_that_cannot_be_read_is_a_warning_before_engines_and_a_mistake_of_mocks(
+def test_unreadable_tokenizer_is_a_warning_for_engines_and_a_mistake_for_mocks(
     what: str, folder: Path
 ) -> None:
     files, said = UNREADABLE[what]
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_cannot_be_read_is_a_warning_before_engines_and_a_mista
     assert (code, [each["field"] for each in found["mistakes"]]) == (2, ["models[0].tokenizer"])
 
 
-def test_the_mocks_tokenizer_before_engines_is_a_warning(folder: Path) -> None:
+def test_mock_tokenizer_for_real_engines_is_a_warning(folder: Path) -> None:
     text = "version: 1\nmodels: [{name: m, tokenizer: %s}]\n"
     text += "workers: [{name: a, engine: {kind: vllm, url: 'http://h:1'}}]\n"
     (folder / "f.yaml").write_text(text % "mock")
@@ -258,7 +258,7 @@ def check(*arguments: str) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.stdout)
 
 
-async def test_engines_are_asked_and_compared_with_the_file(folder: Path) -> None:
+async def test_fleet_check_connect_compares_engines_with_the_file(folder: Path) -> None:
     async with scripted_engine() as one, scripted_engine() as two:
         text = "version: 1\nmodels:\n  - {name: tiny}\nworkers:\n" + "".join(
             f'  - {{name: {name}, engine: {{kind: vllm, url: "{engine.url}"}}}}\n'
@@ -282,7 +282,7 @@ async def test_engines_are_asked_and_compared_with_the_file(folder: Path) -> Non
     assert [each["is_unreachable"] for each in found["mistakes"]] == [True, True]
 
 
-async def test_an_engines_own_key_is_used_and_one_that_is_not_there_is_named(
+async def test_engine_key_of_the_file_is_used_and_a_missing_one_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scripted_engine() as one, scripted_engine() as two:
@@ -324,7 +324,7 @@ def shown(*arguments: str, environ: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-def test_a_file_is_shown_as_it_is_meant() -> None:
+def test_fleet_show_lists_models_groups_and_links_of_a_file() -> None:
     path = str(default_fleet_path())
     lines = [line.split() for line in shown(path).splitlines()]
     assert lines[0] == [f"{path}:", "6", "workers,", "KV", "required", "on", "zone"]
@@ -353,7 +353,7 @@ def test_a_file_is_shown_as_it_is_meant() -> None:
     }
 
 
-def test_what_engines_are_asked_is_said_and_settings_are_listed(folder: Path) -> None:
+def test_fleet_show_marks_values_asked_of_engines_and_lists_settings(folder: Path) -> None:
     text = FLEET + "router: {router_mode: random}\nfrontend: {admin_token: hidden-word}\n"
     (folder / "f.yaml").write_text(text)
     printed = shown("f.yaml")
@@ -363,7 +363,7 @@ def test_what_engines_are_asked_is_said_and_settings_are_listed(folder: Path) ->
     assert "hidden-word" not in printed + shown("f.yaml", "-o", "json")
 
 
-async def test_a_running_fleet_is_shown_by_workers_that_are_alike() -> None:
+async def test_fleet_show_groups_equal_workers_of_a_running_router() -> None:
     async with mock_server(zoned_fleet()) as here:
         printed = await asyncio.to_thread(shown, "--url", here.url)
         fleet = json.loads(await asyncio.to_thread(shown, "--url", here.url, "--output", "json"))
@@ -374,7 +374,7 @@ async def test_a_running_fleet_is_shown_by_workers_that_are_alike() -> None:
     assert all(group["kv_tokens"] for group in fleet["groups"])
 
 
-def test_a_file_or_a_router_and_not_both(capsys: Captured) -> None:
+def test_fleet_show_takes_either_a_file_or_a_url(capsys: Captured) -> None:
     for arguments in ([], ["f.yaml", "--url", "http://h:1"]):
         assert main(["fleet", "show", *arguments]) == 2
         assert "give FILE, or --url URL, and not both" in capsys.readouterr().err

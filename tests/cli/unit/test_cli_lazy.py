@@ -24,7 +24,7 @@ HEAVY = {
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_a_commands_line_in_the_list_is_its_own(name: str) -> None:
+def test_listed_help_line_of_a_command_is_its_own(name: str) -> None:
     command = kvrouter.get_command(click.Context(kvrouter), name)
     assert command is not None
     assert command.name == name
@@ -71,7 +71,7 @@ def imported(arguments: list[str], environ: Mapping[str, str] | None = None) -> 
     [["--help"], ["--version"], ["completion", "bash"], *([*path, "--help"] for path in paths(kvrouter))],
     ids=" ".join,
 )
-def test_what_serves_nothing_imports_little(arguments: list[str]) -> None:
+def test_help_version_and_completion_import_no_heavy_modules(arguments: list[str]) -> None:
     assert not HEAVY & imported(arguments)
 
 
@@ -83,7 +83,7 @@ def test_flags_are_completed_without_the_settings_models() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_given_its_completion(shell: str) -> None:
+def test_completion_prints_the_script_of_the_shell(shell: str) -> None:
     shown = CliRunner().invoke(kvrouter, ["completion", shell])
     assert shown.exit_code == 0
     assert f"_KVROUTER_COMPLETE={shell}_complete" in shown.output

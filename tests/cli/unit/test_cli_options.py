@@ -47,7 +47,7 @@ def test_a_command_gets_an_object_of_its_options() -> None:
     assert given == repr({"trace": Path("t"), "name": "x"})
 
 
-def test_what_is_given_differs_from_the_default() -> None:
+def test_given_options_are_those_that_differ_from_the_default() -> None:
     given = ran(
         "t", "--name", "x", "--port", "3", "--static", "--no-events", "--share", "0.5", "--other", "o"
     )
@@ -63,7 +63,7 @@ def test_what_is_given_differs_from_the_default() -> None:
         (("--no-asks",), {"asks": False}),
     ],
 )
-def test_a_flag_may_stand_alone_and_one_that_is_on_may_be_put_off(
+def test_flag_may_stand_without_a_value_and_a_switch_may_be_turned_off(
     arguments: tuple[str, ...], given: dict[str, object]
 ) -> None:
     expected = {"trace": Path("t"), "name": "x", **given}
@@ -86,7 +86,7 @@ def test_a_mistake_names_the_flag(arguments: tuple[str, ...], message: str) -> N
     assert message in ran("t", *arguments)
 
 
-def test_help_shows_defaults_that_say_something() -> None:
+def test_help_shows_only_meaningful_defaults() -> None:
     text = ran("--help")
     assert "Its ports.  [default: 1, 2; 1<=x<=9]" in text
     assert "A number.  [default: 0]" in text

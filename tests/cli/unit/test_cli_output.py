@@ -23,7 +23,7 @@ PRINT_RESULTS = {
 }
 
 
-def test_what_prints_a_result_takes_the_same_flag_and_no_other_spelling_of_it() -> None:
+def test_commands_with_a_result_take_output_and_no_other_flag_for_it() -> None:
     with_output = set()
     for path in paths(kvrouter):
         command: click.Command = kvrouter
@@ -41,7 +41,7 @@ def test_what_prints_a_result_takes_the_same_flag_and_no_other_spelling_of_it() 
 
 
 @pytest.mark.parametrize("said", ["yaml", "out.json", "json=", "table=x", "JSON"])
-def test_another_form_is_refused_with_those_that_there_are(
+def test_unknown_output_form_is_refused_with_the_known_ones(
     said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["topology", "check", "--output", said]) == 2
@@ -63,7 +63,7 @@ def test_a_result_is_a_table_or_json_or_both(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "out.json").read_text() == printed
 
 
-def test_the_place_of_a_worker_is_json_too(
+def test_topology_check_prints_json_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYN_TOPOLOGY_ENABLED", "true")

@@ -30,7 +30,7 @@ def run(*arguments: str) -> int:
     return main(["replay", *arguments])
 
 
-def test_policies_stand_in_one_table_and_the_same_seed_gives_the_same_bytes(
+def test_compared_policies_share_a_report_and_one_seed_repeats_its_bytes(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policies = "kvrouter,dynamo:overlap_weight=4,temperature=0.2,kvrouter:overlap_score_weight=2"
@@ -54,7 +54,7 @@ def test_policies_stand_in_one_table_and_the_same_seed_gives_the_same_bytes(
     assert "lmetric" not in output
 
 
-def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
+def test_replay_sweeps_fleet_keys_over_seeds_with_events(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet, events = tmp_path / "fleet.yaml", tmp_path / "events.yaml"
@@ -75,7 +75,7 @@ def test_keys_of_the_fleet_file_are_swept_and_seeds_give_intervals(
     assert "no_eligible_worker" in capsys.readouterr().out
 
 
-def test_what_kv_costs_stands_in_the_table_and_in_the_json(
+def test_cost_of_kv_is_in_the_table_and_in_the_json_where_priced(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet, path = tmp_path / "fleet.yaml", tmp_path / "out.json"
@@ -149,9 +149,7 @@ def test_mistakes_are_named_and_nothing_is_written(
     assert set(Path().iterdir()) == files
 
 
-def test_a_page_is_written_next_to_the_json_and_the_same_seed_gives_the_same_bytes(
-    trace: Path, tmp_path: Path
-) -> None:
+def test_report_page_is_written_beside_the_json_and_one_seed_repeats_it(trace: Path, tmp_path: Path) -> None:
     written = []
     for name in ("a.html", "b.html"):
         path, figures = tmp_path / name, tmp_path / "out.json"
@@ -170,7 +168,7 @@ def test_a_page_is_written_next_to_the_json_and_the_same_seed_gives_the_same_byt
     assert "Interrupted" not in page
 
 
-def test_a_traces_name_may_be_no_utf_8(
+def test_trace_name_may_be_invalid_utf_8(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, figures, page = (
@@ -186,7 +184,7 @@ def test_a_traces_name_may_be_no_utf_8(
     assert r"caf\xe9.jsonl: Mooncake" in capsys.readouterr().out
 
 
-def test_an_interrupted_replay_leaves_what_is_known(
+def test_interrupted_replay_writes_the_completed_variants(
     trace: Path, tmp_path: Path, make_fail: MakeFail, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_fail(SlotLoads, "reported", KeyboardInterrupt())
@@ -204,7 +202,7 @@ def test_an_interrupted_replay_leaves_what_is_known(
     ("decisions", "known"),
     [(5, [["kvrouter", [0]]]), (17, [["kvrouter", [0]]]), (41, [["kvrouter", [0, 1, 2]], ["random", [0]]])],
 )
-def test_an_interrupted_seed_stands_next_to_no_whole_one(
+def test_interrupted_seed_is_left_out_where_a_whole_one_exists(
     trace: Path, tmp_path: Path, decisions: int, known: list[object], make_fail: MakeFail
 ) -> None:
     make_fail(Simulation, "draw", KeyboardInterrupt(), at_call=decisions)  # 12 requests a replay
@@ -215,7 +213,7 @@ def test_an_interrupted_seed_stands_next_to_no_whole_one(
     assert all(each["requests"] == 12 for each in variants[0]["summaries"][: decisions // 12])
 
 
-def test_an_interrupt_between_two_replays_loses_none(
+def test_interrupt_between_two_replays_keeps_the_finished_ones(
     trace: Path, tmp_path: Path, make_fail: MakeFail
 ) -> None:
     make_fail(replay_run, "summarize", KeyboardInterrupt(), at_call=3)
@@ -283,7 +281,7 @@ def recorded(folder: Path) -> Path:
     return path
 
 
-def test_a_recording_is_replayed_over_its_own_fleet_and_what_became_of_it(
+def test_recording_is_replayed_over_its_own_fleet_and_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded(tmp_path / "recording")
@@ -306,7 +304,7 @@ def test_a_recording_is_replayed_over_its_own_fleet_and_what_became_of_it(
         assert json.loads(figures.read_text())["variants"][0]["summaries"] == written
 
 
-def test_what_was_recorded_of_another_fleet_is_not_applied_and_that_is_said(
+def test_changes_recorded_of_another_fleet_are_not_applied_with_a_note(
     tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded(tmp_path / "recording")

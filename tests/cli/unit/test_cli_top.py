@@ -26,7 +26,7 @@ async def frame_of(here: MockServer) -> Frame:
     return await asyncio.to_thread(read_frame, RouterClient(here.url))
 
 
-async def test_what_is_shown() -> None:
+async def test_top_shows_workers_decisions_and_flows() -> None:
     async with mock_server(zoned_fleet(enforcement="preferred")) as here:
         body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
         answer = await here.http.post("/v1/chat/completions", json=body)
@@ -50,16 +50,15 @@ async def test_what_is_shown() -> None:
         assert "5 of 5 workers" in text_of(drawn(await frame_of(here), here.url))
 
 
-async def test_a_router_that_is_lost_is_said_and_found_again() -> None:
+async def test_top_marks_a_lost_router_and_recovers() -> None:
     async with mock_server(zoned_fleet()) as here:
         client, lost = RouterClient(here.url), RouterClient("http://127.0.0.1:1")
         asked = iter([client, lost, lost, client])
 
         class Sometimes(RouterClient):
-            def read(self, path: str) -> bytes:
-                if path == "/v1/fleet":
-                    self._port = next(asked)._port
-                return super().read(path)
+            def fleet(self) -> bytes:
+                self._port = next(asked)._port
+                return super().fleet()
 
         shown = frames(Sometimes(here.url), here.url, "before")
         seen = [text_of(await asyncio.to_thread(next, shown)) for _ in range(4)]
@@ -67,7 +66,7 @@ async def test_a_router_that_is_lost_is_said_and_found_again() -> None:
         assert all("6 of 6 workers" in each for each in seen), "what was seen last stays"
 
 
-async def test_once_prints_a_page_of_plain_text() -> None:
+async def test_top_once_prints_plain_text() -> None:
     async with mock_server(zoned_fleet()) as here:
         runner = CliRunner()
         done = await asyncio.to_thread(runner.invoke, kvrouter, ["top", "--once", "--url", here.url])
@@ -80,7 +79,7 @@ async def test_once_prints_a_page_of_plain_text() -> None:
         assert by_variable.output == done.output
 
 
-async def test_once_as_json_is_the_routers_own_answers() -> None:
+async def test_top_once_json_is_the_routers_own_answers() -> None:
     async with mock_server(zoned_fleet()) as here:
         runner = CliRunner()
         arguments = ["top", "--once", "--url", here.url, "--output", "json"]
@@ -91,7 +90,7 @@ async def test_once_as_json_is_the_routers_own_answers() -> None:
     assert "--output: only with --once" in runner.invoke(kvrouter, ["top", "-o", "json"]).output
 
 
-async def test_what_workers_say_is_text_and_no_markup() -> None:
+async def test_text_of_workers_is_shown_and_not_read_as_markup() -> None:
     async with mock_server(zoned_fleet()) as here:
         frame = await frame_of(here)
         odd = replace(frame.fleet.workers[0], engine="[/b] [red]x", domains={"zone": "a[/b]"})
@@ -100,6 +99,6 @@ async def test_what_workers_say_is_text_and_no_markup() -> None:
         assert "zone=a[/b]" in shown
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_unreachable_router_is_an_error_of_top() -> None:
     with pytest.raises(AskFailed, match="no answer"):
         read_frame(RouterClient("http://127.0.0.1:1"))

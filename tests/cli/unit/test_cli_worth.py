@@ -85,7 +85,7 @@ def run(*arguments: str) -> int:
     return main(["worth", *arguments])
 
 
-def test_where_links_differ_pairs_by_topology_are_advised(
+def test_topology_aware_pairs_are_advised_where_links_differ(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -122,7 +122,7 @@ def test_where_links_differ_pairs_by_topology_are_advised(
     assert "Switch to preferred 1 on zone, kv by blocks: mean TTFT falls by" in output
 
 
-def test_where_links_are_alike_and_a_filter_would_strand_workers_nothing_is_changed(
+def test_no_change_is_advised_where_a_filter_strands_workers_of_equal_links(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("busy.yaml", "--fleet", "alike.yaml", *BY_BLOCKS) == 0
@@ -140,7 +140,7 @@ def test_where_links_are_alike_and_a_filter_would_strand_workers_nothing_is_chan
     assert "Worse than today, such as required on zone, kv by blocks: mean TTFT rises by" in output
 
 
-def test_where_links_are_alike_another_cost_is_advised_without_a_policy(
+def test_another_cost_is_advised_without_a_policy_where_links_are_equal(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -154,7 +154,7 @@ def test_where_links_are_alike_another_cost_is_advised_without_a_policy(
     assert "Switch to anywhere, kv by joint: mean TTFT falls by" in capsys.readouterr().out
 
 
-def test_who_has_the_good_policy_already_keeps_it(folder: Path) -> None:
+def test_good_policy_in_place_is_kept(folder: Path) -> None:
     Path("kept.yaml").write_text(f"{DIFFERENT_LINKS}kv_transfer: {{domain: zone}}\n")
     assert run("long.yaml", "--fleet", "kept.yaml", *BY_BLOCKS) == 0
     report = json.loads((folder / "out.json").read_text())
@@ -162,7 +162,7 @@ def test_who_has_the_good_policy_already_keeps_it(folder: Path) -> None:
     assert "anywhere, kv by blocks" in report["advice"]["worse"]
 
 
-def test_the_same_seeds_give_the_same_bytes_and_all_modes_are_compared(folder: Path) -> None:
+def test_same_seeds_repeat_the_bytes_and_all_modes_are_compared(folder: Path) -> None:
     for name in ("a.json", "b.json"):
         arguments = ("--fleet", "different.yaml", "--seeds", "2", "--seed", "3", "--output", f"json={name}")
         assert run("trace.jsonl", *arguments) == 0
@@ -250,7 +250,7 @@ def test_mistakes_are_named_and_nothing_is_written(
     assert set(folder.iterdir()) == files
 
 
-def test_an_interrupt_between_two_replays_loses_none(folder: Path, make_fail: MakeFail) -> None:
+def test_interrupt_between_two_replays_keeps_the_finished_ones(folder: Path, make_fail: MakeFail) -> None:
     make_fail(worth_run, "rows_of", KeyboardInterrupt(), at_call=2)
     arguments = (
         "--fleet",
@@ -270,7 +270,7 @@ def test_an_interrupt_between_two_replays_loses_none(folder: Path, make_fail: Ma
     assert [each["name"] for each in report["alternatives"]] == ["preferred 1 on zone, kv by blocks"]
 
 
-def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:
+def test_recorded_policy_does_not_replace_the_compared_choices(folder: Path) -> None:
     roles = ("prefill", "prefill", "decode", "decode")
     workers = [
         {
@@ -314,7 +314,7 @@ def test_a_recorded_policy_replaces_no_choice(folder: Path) -> None:
         (450, ["preferred 1 on zone, kv by blocks"]),
     ],  # 100 requests, two replays of each that are alike
 )
-def test_interrupted_it_leaves_what_is_known(
+def test_interrupted_worth_writes_the_known_results(
     folder: Path,
     decisions: int,
     known: list[str] | None,

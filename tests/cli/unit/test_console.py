@@ -28,7 +28,7 @@ def drawn(*, is_terminal: bool) -> str:
     return file.getvalue()
 
 
-def test_no_word_reaches_a_terminal_as_a_command() -> None:
+def test_printed_text_contains_no_terminal_control_characters() -> None:
     assert not {"\x1b", "\x07", "\x9b", "\x08", "\u202e", "\x7f"} & set(drawn(is_terminal=False))
     colored = drawn(is_terminal=True)
     assert "\x1b[1;31m" in colored  # its own styles are there
@@ -36,18 +36,18 @@ def test_no_word_reaches_a_terminal_as_a_command() -> None:
     assert not {"\x07", "\x9b", "\x08", "\u202e", "\x7f"} & set(colored)
 
 
-def test_lines_are_printed_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_with_control_characters_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     echo(f"{EVIL}\n\tnext", err=True)
     assert capsys.readouterr().err == f"{SHOWN}\n\tnext\n"
 
 
-def test_json_is_the_same_and_has_nothing_that_a_terminal_obeys() -> None:
+def test_printed_json_keeps_its_values_and_has_only_printable_characters() -> None:
     text = json_text({"name": EVIL})
     assert json.loads(text) == {"name": EVIL}
     assert all(char.isprintable() or char == "\n" for char in text.decode())
 
 
-def test_mistakes_of_a_command_are_printed_as_text(
+def test_command_mistakes_are_printed_without_control_characters(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "fleet.yaml"
@@ -58,7 +58,7 @@ def test_mistakes_of_a_command_are_printed_as_text(
     assert not {"\x1b", "\x07"} & set(shown)
 
 
-def test_calibrate_prints_the_words_of_a_run_as_text(
+def test_calibrate_prints_a_run_name_without_control_characters(
     run: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:

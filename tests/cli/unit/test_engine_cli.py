@@ -27,7 +27,7 @@ URL = ("--url", "http://127.0.0.1:1")
         ((*URL, "--engine-wait-s", "0"), "--url: no engine answered within 0 s"),
     ],
 )
-def test_each_is_reported_in_one_line(
+def test_worker_flag_mistake_is_reported_in_one_line(
     kind: str,
     flags: tuple[str, ...],
     says: str,
@@ -45,7 +45,7 @@ def test_each_is_reported_in_one_line(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])
-def test_help_names_every_flag(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_worker_help_names_its_engine_flags(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", kind, "--help"]) == 0
     said = capsys.readouterr().out
     for flag in (

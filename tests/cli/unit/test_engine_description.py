@@ -26,7 +26,7 @@ async def described(
         await server.close()
 
 
-async def test_a_vllm_says_its_cache_its_context_and_its_version() -> None:
+async def test_vllm_description_has_model_cache_size_and_context() -> None:
     async with scripted_engine() as engine:
         found = await described(engine)
         assert "/server_info" not in engine.asked  # in its developers' mode it takes long for that
@@ -41,7 +41,7 @@ async def test_a_vllm_says_its_cache_its_context_and_its_version() -> None:
     ]
 
 
-async def test_an_sglang_says_its_pages_and_what_it_runs_at_once() -> None:
+async def test_sglang_description_has_pages_and_batch_limits() -> None:
     async with scripted_engine(SGLANG_PAGES) as engine:
         info = {**engine.json("/server_info"), "chunked_prefill_size": 2_048, "max_running_requests": 48}
         engine.set_json("/server_info", info)
@@ -56,7 +56,7 @@ async def test_an_sglang_says_its_pages_and_what_it_runs_at_once() -> None:
     assert not unlimited.meta.plans_ahead
 
 
-async def test_an_sglang_without_a_limit_says_what_its_scheduler_made_of_it() -> None:
+async def test_sglang_without_a_request_limit_gives_its_schedulers_limit() -> None:
     async with scripted_engine(SGLANG_PAGES) as engine:
         states = [{"effective_max_running_requests_per_dp": 4_096}]
         info = {**engine.json("/server_info"), "max_running_requests": None, "internal_states": states}
@@ -67,7 +67,7 @@ async def test_an_sglang_without_a_limit_says_what_its_scheduler_made_of_it() ->
     assert found.notes == ()
 
 
-async def test_a_frontend_of_several_engines_is_not_measured_as_one() -> None:
+async def test_frontend_of_several_workers_is_refused_as_an_engine() -> None:
     async with scripted_engine(MODELS_ALONE) as engine:
         one = 'kvrouter_worker_up{worker="1",model="tiny"} 1\n'
         engine.set_page("/metrics", one)
@@ -79,7 +79,7 @@ async def test_a_frontend_of_several_engines_is_not_measured_as_one() -> None:
         assert caught.value.param == "url"
 
 
-async def test_files_say_what_the_engine_does_not(tmp_path: Path) -> None:
+async def test_engine_files_fill_values_the_engine_does_not_state(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(json.dumps(META))
     (tmp_path / "config.json").write_text(json.dumps(HARDWARE))
     async with scripted_engine() as engine:
@@ -98,7 +98,7 @@ async def test_files_say_what_the_engine_does_not(tmp_path: Path) -> None:
             await described(engine, folder=tmp_path / "nowhere")
 
 
-async def test_a_server_that_says_models_alone_leaves_the_rest_open() -> None:
+async def test_server_that_lists_models_alone_leaves_other_values_unknown() -> None:
     async with scripted_engine(MODELS_ALONE) as engine:
         engine.set_json("/v1/models", {"data": [{"id": "some"}, {"id": "adapter", "parent": "some"}]})
         found = await described(engine)
@@ -132,7 +132,7 @@ async def test_one_model_of_several_is_chosen_by_its_name() -> None:
     assert (found.served_model, found.context_tokens) == ("b", 512)
 
 
-async def test_another_program_is_named_by_its_url() -> None:
+async def test_other_program_at_the_url_is_refused_with_its_url() -> None:
     async with scripted_engine({}) as engine:
         with pytest.raises(ConfigError, match="is it an OpenAI-compatible engine") as caught:
             await described(engine)

@@ -61,7 +61,7 @@ async def test_stamps_are_those_of_the_first_and_the_last_token() -> None:
     assert sent == sorted(sent)
 
 
-async def test_lengths_are_those_of_the_load_and_no_prompt_comes_twice() -> None:
+async def test_prompts_have_the_lengths_of_the_load_and_are_never_repeated() -> None:
     engine = TimedEngine()
     ended: list[int] = []
     found = await measured(engine, ended=ended)
@@ -80,7 +80,7 @@ async def test_lengths_are_those_of_the_load_and_no_prompt_comes_twice() -> None
         assert call["stream_options"] == {"include_usage": True}
 
 
-async def test_metrics_give_the_times_of_each_request_that_ran_alone() -> None:
+async def test_metrics_give_queue_and_prefill_times_of_requests_run_alone() -> None:
     found = await measured(TimedEngine())
     alone, others = found.requests[:N_ALONE], found.requests[N_ALONE:]
     assert [request.queue_s for request in alone] == pytest.approx([QUEUE_S] * N_ALONE)
@@ -96,7 +96,7 @@ async def test_metrics_give_the_times_of_each_request_that_ran_alone() -> None:
     assert found.times.ttft is None
 
 
-async def test_without_metrics_there_are_the_clients_stamps() -> None:
+async def test_measurement_without_metrics_has_client_stamps_alone() -> None:
     found = await measured(TimedEngine(has_metrics=False))
     assert {request.prefill_s for request in found.requests} == {None}
     assert found.times.queue is None
@@ -111,7 +111,7 @@ async def test_a_metrics_page_that_counts_late_is_read_again() -> None:
     assert found.times.queue.count == LOAD.n_requests
 
 
-async def test_times_that_answers_say_are_those_of_requests_that_run_together_too() -> None:
+async def test_answers_with_times_give_them_for_concurrent_requests_too() -> None:
     for engine in (TimedEngine(says_times=True), TimedEngine(says_times=True, has_metrics=False)):
         found = await measured(engine)
         assert [request.queue_s for request in found.requests] == pytest.approx([QUEUE_S] * LOAD.n_requests)
@@ -120,7 +120,7 @@ async def test_times_that_answers_say_are_those_of_requests_that_run_together_to
         )
 
 
-async def test_an_engine_that_serves_others_too_is_refused_at_once() -> None:
+async def test_engine_that_serves_other_requests_is_refused_at_once() -> None:
     engine = TimedEngine(others=1)
     with pytest.raises(MeasurementFailed, match="served 2 requests, of which 1 came from here") as caught:
         await measured(engine)
@@ -128,7 +128,7 @@ async def test_an_engine_that_serves_others_too_is_refused_at_once() -> None:
     assert len(engine.calls) == len(LOAD.warm_up) + 1
 
 
-async def test_requests_of_others_that_do_not_end_are_seen_before_and_after(
+async def test_running_requests_of_others_are_refused_before_and_after(
     set_constants: SetConstants,
 ) -> None:
     set_constants(engine_measurement, SETTLE_PAUSE_S=0.0)
@@ -156,14 +156,14 @@ async def test_requests_of_others_that_do_not_end_are_seen_before_and_after(
         (Fault.BROKEN_OFF, "broke off before its last event"),
     ],
 )
-async def test_what_goes_wrong_names_the_url_and_what_the_server_said(fault: Fault, why: str) -> None:
+async def test_measurement_failure_names_the_url_and_the_servers_message(fault: Fault, why: str) -> None:
     engine = TimedEngine(fault=fault)
     with pytest.raises(MeasurementFailed, match=why) as caught:
         await measured(engine)
     assert f"{engine.url}/v1/completions: " in caught.value.message
 
 
-async def test_a_request_that_does_not_end_is_given_up() -> None:
+async def test_request_that_does_not_end_in_time_fails_the_measurement() -> None:
     engine = TimedEngine(fault=Fault.SILENT)
     with pytest.raises(MeasurementFailed, match=r"/v1/completions: a request did not end within 0\.01 s"):
         await measured(engine, limit_s=0.01)
@@ -182,7 +182,7 @@ async def test_a_failure_among_requests_that_run_together_is_one_error() -> None
             await measure_engine(server, MODEL, load, limit_s=60.0, on_request=fail, clock=engine.clock)
 
 
-async def test_the_key_is_sent() -> None:
+async def test_engine_key_is_sent_with_each_request() -> None:
     engine = TimedEngine()
     await measured(engine)
     assert {headers["authorization"] for headers in engine.headers} == {"Bearer secret"}

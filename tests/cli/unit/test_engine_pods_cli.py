@@ -21,7 +21,7 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str, command: str =
     return capsys.readouterr().err
 
 
-def test_outside_of_a_pod_it_says_so(
+def test_engine_pods_outside_of_a_pod_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -39,7 +39,7 @@ def test_outside_of_a_pod_it_says_so(
     "arguments",
     [("--fleet", "fleet.yaml"), ("--replicas", "2"), ("--nats",)],
 )
-def test_it_is_instead_of_a_fleet_file_and_one_process(
+def test_engine_pods_exclude_fleet_file_replicas_and_nats(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert "--engine-pods: not with --fleet, --replicas or --nats" in reported(
@@ -50,7 +50,7 @@ def test_it_is_instead_of_a_fleet_file_and_one_process(
 @pytest.mark.parametrize(
     "arguments", [("--engine-namespace", "other"), ("--model-path", "tiny=/models/tiny")]
 )
-def test_what_goes_with_it_is_refused_alone(
+def test_engine_pod_options_without_engine_pods_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert "only with --engine-pods" in reported(capsys, *arguments)
@@ -73,7 +73,7 @@ def _in_a_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_in_a_pod")
-def test_a_mistake_in_the_settings_of_all_workers_is_reported_before_pods_are_asked_for(
+def test_settings_mistake_is_reported_before_pods_are_followed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @asynccontextmanager
@@ -88,7 +88,7 @@ def test_a_mistake_in_the_settings_of_all_workers_is_reported_before_pods_are_as
 
 
 @pytest.mark.usefixtures("_in_a_pod")
-def test_workers_of_many_engines_have_a_port_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_listen_port_is_refused_for_workers_of_many_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--listen-port: must be 0: every engine's worker has a port of its own" in (
         reported(capsys, "--listen-port", "9000", command="worker pods")
     )
@@ -99,7 +99,7 @@ def examples() -> list[dict[str, Any]]:
     return [each for file in files for each in yaml.safe_load_all(file.read_text())]
 
 
-def test_the_examples_describe_engines_without_a_mistake() -> None:
+def test_example_manifests_describe_engines_without_mistakes() -> None:
     found = []
     for each in examples():
         template = each["spec"]["template"] if each["kind"] == "Deployment" else {"metadata": {}}

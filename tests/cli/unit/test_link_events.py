@@ -38,7 +38,7 @@ def refusal(folder: Path, fleet: FleetFile, *events: str) -> str:
     return refused.value.message
 
 
-def test_links_change_as_in_a_replay_and_say_so_in_words(tmp_path: Path) -> None:
+def test_link_events_are_read_as_in_a_replay_with_a_description(tmp_path: Path) -> None:
     steps = read(
         tmp_path,
         zoned_fleet(),
@@ -63,7 +63,7 @@ def test_links_change_as_in_a_replay_and_say_so_in_words(tmp_path: Path) -> None
         "what: add, group: decode-a",
     ],
 )
-def test_other_events_are_a_replays_and_named_all_at_once(event: str, tmp_path: Path) -> None:
+def test_events_other_than_link_changes_are_all_refused_at_once(event: str, tmp_path: Path) -> None:
     link = "at_s: 1, what: link, between: [a, b], bandwidth_factor: 0.1"
     message = refusal(tmp_path, zoned_fleet(), f"at_s: 0, {event}", link, f"at_s: 2, {event}")
     kind = event.partition(",")[0].removeprefix("what: ")
@@ -74,7 +74,7 @@ def test_other_events_are_a_replays_and_named_all_at_once(event: str, tmp_path: 
     ]
 
 
-def test_a_link_that_mock_engines_do_not_have_is_refused(tmp_path: Path) -> None:
+def test_link_that_no_mock_engines_have_is_refused(tmp_path: Path) -> None:
     change = "at_s: 1, what: link, bandwidth_factor: 0.1"
     assert "no worker has zone=c" in refusal(tmp_path, zoned_fleet(), f"{change}, between: [a, c]")
     mixed = fleet_file(MIXED)
@@ -85,7 +85,7 @@ def test_a_link_that_mock_engines_do_not_have_is_refused(tmp_path: Path) -> None
     )
 
 
-async def test_each_change_happens_on_the_engines_clock_and_is_one_line(
+async def test_each_link_change_happens_at_its_engine_time_with_one_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter.engines.mock_engine")

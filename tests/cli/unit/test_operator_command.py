@@ -9,7 +9,7 @@ import yaml
 from kvrouter.cli import main
 
 
-def test_without_its_extra_it_tells_how_to_install_it(
+def test_operator_without_its_extra_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "kvrouter.operator.run", raising=False)
@@ -21,7 +21,7 @@ def test_without_its_extra_it_tells_how_to_install_it(
     assert "pip install 'kvrouter[kubernetes]'" in reported
 
 
-def test_outside_of_a_cluster_it_asks_for_a_kubeconfig(
+def test_operator_outside_of_a_cluster_asks_for_a_kubeconfig(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -29,7 +29,7 @@ def test_outside_of_a_cluster_it_asks_for_a_kubeconfig(
     assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err
 
 
-def test_a_kubeconfig_that_is_none_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_kubeconfig_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("clusters: []\n")
     assert main(["operator", "run", "--image", "kvrouter", "--kubeconfig", str(path)]) == 2
@@ -39,14 +39,14 @@ def test_a_kubeconfig_that_is_none_is_reported(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("flag", "value"), [("--discovery", "nats"), ("--request-plane", "nats"), ("--event-plane", "jetstream")]
 )
-def test_a_plane_of_nats_needs_to_know_where_that_is(
+def test_nats_plane_without_a_server_is_refused(
     flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["operator", "run", "--image", "kvrouter", flag, value]) == 2
     assert f"{flag} is NATS: say with --nats-server where that is" in capsys.readouterr().err
 
 
-def test_clean_up_needs_a_cluster_as_the_operator_does(
+def test_clean_up_outside_of_a_cluster_asks_for_a_kubeconfig(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -54,7 +54,7 @@ def test_clean_up_needs_a_cluster_as_the_operator_does(
     assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err
 
 
-def test_an_admission_door_without_a_certificate_is_reported(
+def test_admission_without_a_certificate_file_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}

@@ -25,15 +25,15 @@ from tests.testing.waits import LIMIT_S
         ({"engine_silent": True, "draining": True}, WorkerHealth.DRAINING),
     ],
 )
-def test_a_worker_is_as_its_card_tells(reported: dict[str, bool], health: WorkerHealth) -> None:
+def test_worker_health_follows_from_its_card(reported: dict[str, bool], health: WorkerHealth) -> None:
     assert health_of(replace(card(1), **reported)) is health
 
 
-def test_a_worker_without_a_card_starts() -> None:
+def test_worker_without_a_card_is_starting() -> None:
     assert health_of(None) is WorkerHealth.STARTING
 
 
-async def test_it_answers_always_and_accepts_only_when_all_is_well() -> None:
+async def test_health_page_always_answers_and_accepting_only_when_ok() -> None:
     now = WorkerHealth.STARTING
     planes = PlaneSettings(health_port=free_ports(1))
     async with (
@@ -47,7 +47,7 @@ async def test_it_answers_always_and_accepts_only_when_all_is_well() -> None:
             assert answers.json() == accepts.json() == {"status": now.value}
 
 
-async def test_a_port_that_cannot_be_had_is_reported_with_its_flag() -> None:
+async def test_taken_health_port_is_reported_with_its_flag() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -58,7 +58,7 @@ async def test_a_port_that_cannot_be_had_is_reported_with_its_flag() -> None:
     assert refused.value.param == "health_port"
 
 
-async def test_connections_that_ask_nothing_make_room_for_those_that_ask() -> None:
+async def test_idle_health_connections_make_room_for_requests() -> None:
     planes = PlaneSettings(health_port=free_ports(1), hello_connections_max=8)
     async with health_pages(planes, lambda: WorkerHealth.OK):
         silent = [await asyncio.open_connection("127.0.0.1", planes.health_port) for _ in range(20)]

@@ -52,7 +52,7 @@ def values_of(body: bytes) -> dict[str, str]:
 
 
 @given(CALLS, SPACES, NAMES, JSON)
-def test_what_nobody_touches_keeps_its_bytes(
+def test_unchanged_fields_keep_their_bytes(
     fields: dict[str, str], space: str, name: str, value: object
 ) -> None:
     body = body_of(written(fields, space))
@@ -72,7 +72,7 @@ def test_what_nobody_touches_keeps_its_bytes(
 
 
 @given(CALLS, CALLS, SPACES, NAMES, NAMES)
-def test_inside_of_an_object_as_well(
+def test_unchanged_fields_inside_an_object_keep_their_bytes(
     fields: dict[str, str], inner: dict[str, str], space: str, name: str, field: str
 ) -> None:
     fields = {**fields, name: written(inner, space).decode().strip()}
@@ -92,7 +92,7 @@ def test_inside_of_an_object_as_well(
     }
 
 
-def test_where_nothing_is_nothing_is_dropped_and_an_object_is_made() -> None:
+def test_drop_in_an_absent_object_does_nothing_and_put_creates_it() -> None:
     for before in (b"{}", b'{"stream_options":null}'):
         body = body_of(before)
         drop_inside(body, "stream_options", "include_usage")
@@ -115,7 +115,7 @@ def test_where_nothing_is_nothing_is_dropped_and_an_object_is_made() -> None:
         "5",
     ],
 )
-def test_a_usage_that_a_client_may_have_asked_for_is_left_to_the_engine(value: str) -> None:
+def test_usage_is_not_added_if_the_client_may_have_asked_for_it(value: str) -> None:
     written = f'{{"stream_options":{value}}}'.encode()
     body = body_of(written)
     assert not ask_usage(body)
@@ -123,14 +123,14 @@ def test_a_usage_that_a_client_may_have_asked_for_is_left_to_the_engine(value: s
 
 
 @pytest.mark.parametrize("value", ['{"include_usage":false,"x":1.0}', '{"x":1.0,"include_usage":null}'])
-def test_a_usage_that_nobody_asked_for_is(value: str) -> None:
+def test_usage_is_added_if_the_client_did_not_ask_for_it(value: str) -> None:
     body = body_of(f'{{"stream_options":{value}}}'.encode())
     assert ask_usage(body)
     assert values_of(bytes(body["stream_options"])) == {"include_usage": "true", "x": "1.0"}
 
 
 @pytest.mark.parametrize("value", ["5", '"a"', "[1]", "true"])
-def test_what_must_be_an_object_and_is_none_is_left_to_the_engine(value: str) -> None:
+def test_field_that_is_not_an_object_is_left_to_the_engine(value: str) -> None:
     written = f'{{"vllm_xargs":{value}}}'.encode()
     body = body_of(written)
     drop_inside(body, "vllm_xargs", "kv_cache_report_mode")
@@ -138,7 +138,7 @@ def test_what_must_be_an_object_and_is_none_is_left_to_the_engine(value: str) ->
     assert bytes_of(body) == written
 
 
-def test_half_a_character_keeps_its_bytes() -> None:
+def test_lone_surrogate_keeps_its_bytes() -> None:
     written = b'{"prompt":"\\ud800","model": "m"}'
     assert values_of(written) == {"prompt": '"\\ud800"', "model": '"m"'}
     with pytest.raises(InvalidRequest, match="JSON object"):
@@ -149,7 +149,7 @@ HALF = st.text(st.sampled_from('a\\"/é\n\u2028\ud83d\ude00\udfff'), max_size=5)
 
 
 @given(st.dictionaries(HALF, HALF, max_size=5), st.sampled_from(["model", "m\\u006fdel", "\\u006dodel"]))
-def test_names_mean_what_they_meant_wherever_half_a_character_is(fields: dict[str, str], model: str) -> None:
+def test_field_names_are_read_right_beside_a_lone_surrogate(fields: dict[str, str], model: str) -> None:
     written = json.dumps({**fields, "half": "\ud800", "inner": {**fields, "half": "\ud800"}})
     body = body_of(f'{{"model":1,"{model}":2,{written[1:]}'.encode())
     assert bytes(body["model"]) == b"2"
@@ -164,7 +164,7 @@ def test_names_mean_what_they_meant_wherever_half_a_character_is(fields: dict[st
     st.binary(max_size=40)
     | st.sampled_from([b"[]", b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b'{"a":1}x'])
 )
-def test_no_body_does_more_than_be_refused(data: bytes) -> None:
+def test_any_body_is_read_or_refused(data: bytes) -> None:
     try:
         body = body_of(data)
     except InvalidRequest:
@@ -218,12 +218,12 @@ def test_any_metrics_page_is_read_or_refused(words: list[str]) -> None:
         st.fixed_dictionaries({}, optional={"error": JSON, "message": JSON, "detail": JSON, "param": JSON}),
     ),
 )
-def test_any_error_body_says_something_short(status: int, body: bytes) -> None:
+def test_any_error_body_gives_a_short_message(status: int, body: bytes) -> None:
     assert 0 < len(failure_of(status, body).message) < 700
 
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=4), max_size=6), st.booleans())
-def test_both_ways_of_telling_output_ids_give_the_tokens_once(
+def test_incremental_and_cumulative_output_ids_give_tokens_once(
     steps: list[list[int]], is_incremental: bool
 ) -> None:
     reader = GenerateReader()

@@ -58,7 +58,9 @@ async def publish_all(
     st.lists(st.sampled_from([*ORDERED, "repeat old", "swap"]), max_size=14),
     st.booleans(),
 )
-def test_what_the_ring_still_has_is_never_missed(n_before: int, ways: list[str], with_topic: bool) -> None:
+def test_batches_still_in_the_replay_ring_are_never_missed(
+    n_before: int, ways: list[str], with_topic: bool
+) -> None:
     async def run() -> None:
         heard = EventRecorder()
         async with publisher(with_topic=with_topic) as engine:
@@ -71,7 +73,7 @@ def test_what_the_ring_still_has_is_never_missed(n_before: int, ways: list[str],
 
 @settings(max_examples=30)
 @given(st.integers(0, 4), st.lists(st.sampled_from(ORDERED), max_size=14), st.integers(1, 3) | st.none())
-def test_what_is_lost_for_good_is_reported_and_nothing_counts_twice(
+def test_batches_lost_for_good_are_reported_and_none_counts_twice(
     n_before: int, ways: list[str], ring_batches_max: int | None
 ) -> None:
     async def run() -> None:

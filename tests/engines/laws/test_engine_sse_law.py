@@ -119,7 +119,7 @@ USAGE = {"id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 9, "compl
 
 
 @given(CUTS)
-def test_text_of_an_engine_that_tells_no_tokens_does_not_wait_for_them(at: list[int]) -> None:
+def test_text_is_passed_at_once_if_the_engine_sends_no_tokens(at: list[int]) -> None:
     events = [event_of(chat_event(text, None)) for text in ("", "a", "b")]
     wire = b"".join(events)
     end = event_of(chat_event("", None, "stop")) + event_of("[DONE]")
@@ -157,7 +157,7 @@ def as_the_standard_says(wire: bytes) -> list[bytes]:
 @given(LINES, CUTS)
 @example(b"data: a\r\n\r\n\ndata: b\n\n", [11])
 @example(b"data: a\r\rdata: b\r\n\rdata: c", [9, 20])
-def test_any_cutting_gives_the_events_of_the_standard_and_every_byte(wire: bytes, at: list[int]) -> None:
+def test_events_follow_the_sse_standard_however_the_bytes_are_cut(wire: bytes, at: list[int]) -> None:
     cutter = EventCutter()
     events = [event for piece in cut(wire, at) for event in cutter.push(piece)]
     events.append(cutter.end())
@@ -166,7 +166,7 @@ def test_any_cutting_gives_the_events_of_the_standard_and_every_byte(wire: bytes
 
 
 @given(LINES | st.binary(max_size=60), CUTS, st.sampled_from([PLAIN, ADDED]))
-def test_whatever_an_engine_writes_its_client_gets(
+def test_any_engine_stream_passes_unchanged_and_finishes_once(
     wire: bytes, at: list[int], reading: AnswerReading
 ) -> None:
     got, broken = read(cut(wire, at), reading)
@@ -180,7 +180,7 @@ def written(chunks: Sequence[EngineChunk]) -> bytes:
     return b"".join(chunk.comments + chunk.raw for chunk in chunks)
 
 
-def test_a_comment_is_there_at_once_and_begins_no_answer() -> None:
+def test_comment_is_passed_at_once_and_does_not_begin_the_answer() -> None:
     ping, first = b": keep-alive\n\n", event_of(chat_event("", None))
     got, _ = read([ping, ping, first + ping, event_of(chat_event("a", [1])), ping], ADDED)
     assert [chunk.is_comment for chunk in got] == [True, True, False, False, True, False]
@@ -190,7 +190,7 @@ def test_a_comment_is_there_at_once_and_begins_no_answer() -> None:
 
 
 @given(st.lists(st.text("abc{}:\"' é", max_size=9), max_size=6), st.sampled_from([b"\n", b"\r\n"]), CUTS)
-def test_any_line_ending_gives_the_data(datas: list[str], ending: bytes, at: list[int]) -> None:
+def test_every_line_ending_gives_the_same_data(datas: list[str], ending: bytes, at: list[int]) -> None:
     raws = [b"data: " + data.encode() + ending * 2 for data in datas]
     cutter = EventCutter()
     events = [event for piece in cut(b"".join(raws), at) for event in cutter.push(piece)]
@@ -204,7 +204,7 @@ def test_comments_are_events_without_data_and_lines_of_data_are_joined() -> None
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=20))
-def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> None:
+def test_held_bytes_are_bounded_by_the_event_limit(pieces: list[bytes]) -> None:
     limit_bytes, held = 64, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sse, "EVENT_MAX_BYTES", limit_bytes)
@@ -215,7 +215,7 @@ def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> No
 
 
 @given(st.integers(0, 3), st.integers(0, 200), CUTS)
-def test_an_event_that_is_too_long_to_be_read_passes(n_before: int, n_bytes: int, at: list[int]) -> None:
+def test_too_long_event_passes_unchanged(n_before: int, n_bytes: int, at: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sse, "EVENT_MAX_BYTES", 64)
         short = event_of("a")
@@ -249,7 +249,7 @@ def odd_events(draw: st.DrawFn) -> bytes:
     [b'data: {"choices":[{"index":"0","delta":{"content":["a"]},"finish_reason":7}]}\n\n'], [], ADDED, True
 )
 @example([b'data: {"choices":[{"text":5}],"usage":"x"}\n\n', b"data: text\n\n"], [3], PLAIN, False)
-def test_a_field_of_another_type_passes_as_it_is(
+def test_event_with_a_field_of_another_type_passes_unchanged(
     events: list[bytes], at: list[int], reading: AnswerReading, says_done: bool
 ) -> None:
     wire = b"".join(events) + (b"data: [DONE]\n\n" if says_done else b"")
@@ -267,7 +267,7 @@ def test_a_field_of_another_type_passes_as_it_is(
         b"no JSON",
     ],
 )
-def test_nobody_goes_on_from_what_could_not_be_read(data: bytes) -> None:
+def test_unreadable_event_is_marked_unread_without_a_text_length(data: bytes) -> None:
     got, _ = read([b"data: " + data + b"\n\n", b"data: [DONE]\n\n"], ADDED)
     assert got[0].text_chars is None
     assert got[0].unread
@@ -275,7 +275,7 @@ def test_nobody_goes_on_from_what_could_not_be_read(data: bytes) -> None:
     assert got[-1].finish is (FinishReason.LENGTH if is_length else FinishReason.STOP)
 
 
-def test_events_that_are_there_for_added_tokens_are_held_back_and_their_tokens_kept() -> None:
+def test_events_sent_only_for_added_tokens_are_held_and_tokens_kept() -> None:
     def chunk(delta: object, token_ids: list[int] | None, finish: str | None = None) -> dict[str, object]:
         choice = {
             "index": 0,
@@ -305,7 +305,7 @@ def test_events_that_are_there_for_added_tokens_are_held_back_and_their_tokens_k
     assert all(each.text_chars is not None for each in got if each.raw)
 
 
-def test_a_usage_in_every_event_is_the_operators_doing_and_stays() -> None:
+def test_usage_in_every_event_is_kept() -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
     events = [{**chat_event("a", None), "usage": usage}, {**chat_event("", None, "stop"), "usage": usage}]
     wire = b"".join(map(event_of, [*events, {**USAGE, "system_fingerprint": "f"}, "[DONE]"]))
@@ -314,7 +314,7 @@ def test_a_usage_in_every_event_is_the_operators_doing_and_stays() -> None:
 
 
 @given(CHUNKS, CUTS, st.sampled_from([PLAIN, ADDED, TOKENS]), st.booleans(), st.booleans())
-def test_what_the_engine_wrote_arrives_whole_and_in_order(
+def test_text_tokens_and_end_of_an_answer_arrive_whole_in_order(
     chunks: list[tuple[str, list[int]]],
     at: list[int],
     reading: AnswerReading,
@@ -346,7 +346,7 @@ def test_what_the_engine_wrote_arrives_whole_and_in_order(
 
 @given(CHUNKS, CUTS, st.integers(0, 10_000))
 @example([], [], 10_000)
-def test_an_answer_that_breaks_off_gives_only_whole_events_and_an_end_only_if_it_had_one(
+def test_cut_answer_gives_whole_events_only_and_an_end_only_if_sent(
     chunks: list[tuple[str, list[int]]], at: list[int], n_left_out: int
 ) -> None:
     events = [event_of(chat_event(text, ids)) for text, ids in chunks]
@@ -376,7 +376,7 @@ def test_many_events_of_one_read_are_chunks_of_a_bounded_size(n: int, text_chars
 
 @given(TEXTS, JSON_VALUES, st.lists(st.integers(0, 2**32 - 1), max_size=4), st.booleans())
 @example('","token_ids":[1]', ['","token_ids":[1]'], [5], True)
-def test_cutting_out_token_ids_changes_no_text(
+def test_removing_token_ids_changes_nothing_else(
     text: str, other: object, ids: list[int], is_ascii: bool
 ) -> None:
     def event(token_ids: list[int] | None, prompt_token_ids: list[int] | None) -> bytes:
@@ -401,7 +401,7 @@ def _keys(value: object) -> set[str]:
 
 
 @given(CUTS)
-def test_a_recorded_chat_asked_for_tokens_is_the_chat_as_without_them(at: list[int]) -> None:
+def test_recorded_chat_with_added_tokens_passes_like_one_without(at: list[int]) -> None:
     got, broken = read(cut(page("vllm-0.32.0-chat-tokens.sse"), at), ADDED)
     assert broken is None
     raw = b"".join(chunk.raw for chunk in got)
@@ -411,7 +411,7 @@ def test_a_recorded_chat_asked_for_tokens_is_the_chat_as_without_them(at: list[i
 
 
 @given(CUTS)
-def test_a_recorded_completion_has_its_tokens_and_its_end(at: list[int]) -> None:
+def test_recorded_completion_gives_its_tokens_and_finish_reason(at: list[int]) -> None:
     got, broken = read(cut(page("vllm-0.32.0-completion-tokens.sse"), at), ADDED)
     assert broken is None
     assert [token for chunk in got for token in chunk.token_ids] == [1629, 1581, 1629]

@@ -205,7 +205,7 @@ class Wire:
     can_replay=st.booleans(),
     before=st.integers(0, 5),
 )
-def test_routers_hold_what_the_engine_holds_or_less_and_all_of_it_while_nothing_is_lost(
+def test_router_index_is_part_of_the_engine_cache_and_equal_if_no_loss(
     ops: list[tuple[str, int]], ring_batches_max: int, can_replay: bool, before: int
 ) -> None:
     wire = Wire(ring_batches_max=ring_batches_max, can_replay=can_replay, before=before)

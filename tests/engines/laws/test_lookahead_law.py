@@ -81,7 +81,9 @@ STEPS = st.lists(
 
 
 @given(lookahead=st.integers(1, 6), steps=STEPS, tail=st.lists(st.integers(0, 1), max_size=9))
-def test_no_block_too_much_is_promised(lookahead: int, steps: list[list[int] | int], tail: list[int]) -> None:
+def test_overlap_promises_no_more_blocks_than_the_engine_finds(
+    lookahead: int, steps: list[list[int] | int], tail: list[int]
+) -> None:
     engine, ledger, index = Engine(lookahead), RankBlocks(EngineTraits(BLOCK)), NativeBlockIndex()
     prompts: list[list[int]] = [tail]
     for step in steps:

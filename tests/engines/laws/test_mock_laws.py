@@ -277,7 +277,7 @@ def generate(
     spare_blocks=st.integers(0, 10),
     async_scheduling=st.booleans(),
 )
-def test_no_circumstance_changes_the_tokens(
+def test_tokens_do_not_depend_on_load_and_scheduling(
     prompt: list[int],
     max_tokens: int,
     others: int,
@@ -309,7 +309,7 @@ def test_no_circumstance_changes_the_tokens(
     max_tokens=st.integers(2, 100),
     data=st.data(),
 )
-def test_resumed_elsewhere_equals_undisturbed(
+def test_resumed_answer_equals_the_undisturbed_one(
     prompt: list[int], max_tokens: int, data: st.DataObject
 ) -> None:
     undisturbed = generate(prompt, max_tokens)

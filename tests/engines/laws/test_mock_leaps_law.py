@@ -218,7 +218,7 @@ def done(
     timing=st.sampled_from([Timing(), MEASURED]),
 )
 @settings(max_examples=500)
-def test_leaping_is_stepping_bit_for_bit(
+def test_leaping_over_steps_equals_making_every_step(
     steps: list[Step],
     blocks: int,
     policy: KvLoadFailurePolicy,

@@ -27,7 +27,7 @@ def run(starts: list[tuple[float, int]], every_s: float | None = None) -> dict[i
 
 
 @given(STARTS)
-def test_a_link_that_has_work_works_at_full_bandwidth(starts: list[tuple[float, int]]) -> None:
+def test_busy_link_uses_its_full_bandwidth(starts: list[tuple[float, int]]) -> None:
     """The last end is when a single queue of the same bytes would be empty."""
     busy_until = 0.0
     for at, kv_bytes in starts:
@@ -38,7 +38,7 @@ def test_a_link_that_has_work_works_at_full_bandwidth(starts: list[tuple[float, 
 
 
 @given(STARTS)
-def test_nobody_is_faster_than_alone_or_slower_than_with_everyone(starts: list[tuple[float, int]]) -> None:
+def test_transfer_time_is_between_alone_and_shared_by_all(starts: list[tuple[float, int]]) -> None:
     for index, time in run(starts).items():
         at, kv_bytes = starts[index]
         assert time >= at + kv_bytes / BANDWIDTH - 1e-6
@@ -46,13 +46,15 @@ def test_nobody_is_faster_than_alone_or_slower_than_with_everyone(starts: list[t
 
 
 @given(STARTS, st.floats(0.1, 5.0))
-def test_how_often_one_looks_changes_nothing(starts: list[tuple[float, int]], every_s: float) -> None:
+def test_polling_interval_does_not_change_transfer_times(
+    starts: list[tuple[float, int]], every_s: float
+) -> None:
     rarely, often = run(starts), run(starts, every_s)
     assert all(abs(rarely[index] - often[index]) < 1e-6 for index in rarely)
 
 
 @given(STARTS, st.data())
-def test_smaller_of_two_that_start_together_ends_first(
+def test_smaller_of_two_transfers_started_together_ends_first(
     starts: list[tuple[float, int]], data: st.DataObject
 ) -> None:
     at, kv_bytes = data.draw(st.sampled_from(starts))
@@ -62,7 +64,7 @@ def test_smaller_of_two_that_start_together_ends_first(
 
 
 @given(st.integers(1, 8), st.integers(1, 5_000))
-def test_cancelled_ones_free_their_share(n_cancelled: int, kv_bytes: int) -> None:
+def test_cancelled_transfers_free_their_share(n_cancelled: int, kv_bytes: int) -> None:
     network = Network(zone_links(same=Link(0.0, BANDWIDTH)))
     for index in range(n_cancelled + 1):
         network.start(0.0, str(index), zone("a"), zone("a"), kv_bytes)

@@ -294,7 +294,7 @@ BLOCKS = st.integers(8, 24)
     policy=KvLoadFailurePolicy.FAIL,
     blocks=8,
 )
-def test_two_processes_do_what_one_does(
+def test_handoff_between_two_processes_equals_one_process(
     requests: list[Request], acts: list[Act], policy: KvLoadFailurePolicy, blocks: int
 ) -> None:
     at_once = iter(lambda: 0.0, None)
@@ -317,7 +317,7 @@ def test_two_processes_do_what_one_does(
     blocks=BLOCKS,
     delays_s=st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.7]), min_size=1, max_size=20),
 )
-def test_whatever_happens_on_the_way_everything_ends(
+def test_every_handoff_ends_whatever_the_delays_and_breaks(
     requests: list[Request],
     acts: list[Act],
     policy: KvLoadFailurePolicy,

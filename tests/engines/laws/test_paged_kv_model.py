@@ -88,7 +88,7 @@ TestPagedKv = PagedKvMachine.TestCase
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=30), total=st.integers(4, 8))
-def test_a_memory_in_use_for_long_evicts_as_its_model(sizes: list[int], total: int) -> None:
+def test_native_kv_memory_evicts_as_its_model_in_long_use(sizes: list[int], total: int) -> None:
     native = PagedKv(total_blocks=total, opaque=False, seed=0)
     model = PagedKvModel(total_blocks=total, opaque=False, seed=0)
     for number, size in enumerate(sizes * 3):

@@ -46,7 +46,7 @@ async def only(stream: EngineStream) -> list[EngineChunk]:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-async def test_its_engine_gets_the_call_before_it_is_taken_back(streams: bool) -> None:
+async def test_cancelled_decode_leg_reaches_its_engine_before_it_is_cancelled(streams: bool) -> None:
     async with scripted_engine() as engine, attached(engine) as at:
         engine.answers.append(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS))
         call = completion_request([1, 2, 3], stream=streams, kv_transfer_params=None).call
@@ -60,7 +60,7 @@ async def test_its_engine_gets_the_call_before_it_is_taken_back(streams: bool) -
             await asked.left.wait()
 
 
-async def test_a_read_that_waits_ends_at_once() -> None:
+async def test_cancelling_ends_a_waiting_read_at_once() -> None:
     inner = ScriptedStream()
     stream = FetchingStream(inner, read_within_s=SOON_S)
     reading = asyncio.ensure_future(anext(stream))
@@ -76,7 +76,7 @@ async def test_a_read_that_waits_ends_at_once() -> None:
     assert inner.reasons == ["client left"]
 
 
-async def test_once_it_answers_it_is_cancelled_at_once() -> None:
+async def test_leg_that_has_answered_is_cancelled_at_once() -> None:
     inner = ScriptedStream()
     stream = FetchingStream(inner, read_within_s=IN_TIME_S)
     await inner.put(EngineChunk((5,)))
@@ -86,7 +86,7 @@ async def test_once_it_answers_it_is_cancelled_at_once() -> None:
     assert (await anext(stream)).finish is FinishReason.CANCELLED
 
 
-async def test_who_waited_longer_is_cancelled_at_once() -> None:
+async def test_leg_past_the_read_limit_is_cancelled_without_an_answer() -> None:
     inner = ScriptedStream()
     stream = FetchingStream(inner, read_within_s=0.0)
     stream.cancel("client left")
@@ -105,12 +105,12 @@ class _Failing:
         raise AssertionError(reason)
 
 
-async def test_what_goes_wrong_is_reported() -> None:
+async def test_error_of_the_inner_stream_is_raised() -> None:
     with pytest.raises(KvrouterError, match="it died"):
         await anext(FetchingStream(_Failing(), read_within_s=SOON_S))
 
 
-async def test_a_reader_that_gives_up_ends_its_own_read_only() -> None:
+async def test_cancelling_a_read_does_not_cancel_the_leg() -> None:
     inner = ScriptedStream()
     stream = FetchingStream(inner, read_within_s=SOON_S)
     reading = asyncio.ensure_future(anext(stream))

@@ -64,7 +64,7 @@ TRTLLM_TOO_LONG = (
         (502, b"<html>", WorkerUnreachable, "answered 502", None),
     ],
 )  # fmt: skip
-def test_every_status_has_a_meaning(
+def test_error_answer_gives_its_error_class_message_and_field(
     status: int, body: bytes, kind: type[KvrouterError], says: str, param: str | None
 ) -> None:
     failure = failure_of(status, body)
@@ -75,7 +75,7 @@ def test_every_status_has_a_meaning(
     assert failure.param == param
 
 
-def test_an_engine_that_talks_on_is_cut_short() -> None:
+def test_long_engine_error_message_is_truncated() -> None:
     failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode())
     assert len(failure.message) == ERROR_CHARS_MAX
 
@@ -91,7 +91,7 @@ BLAMES = {
 
 
 @pytest.mark.parametrize(("blame", "status"), [(blame, each) for blame, of in BLAMES.items() for each in of])
-def test_the_table_blames_the_call_or_the_engine(blame: Blame, status: int) -> None:
+def test_each_status_blames_the_call_or_the_engine_by_the_table(blame: Blame, status: int) -> None:
     failure = failure_of(status, b"words", ((b"Retry-After", b"7"), (b"Location", b"http://10.0.0.1/")))
     assert blame_of(status) is blame
     assert type(failure) is KINDS[blame]
@@ -100,7 +100,7 @@ def test_the_table_blames_the_call_or_the_engine(blame: Blame, status: int) -> N
 
 
 @given(status=st.integers(200, 599).filter(lambda status: status != 200 and not 300 <= status < 400))
-def test_whatever_the_status_the_answer_passes_byte_for_byte(status: int) -> None:
+def test_error_answer_of_any_status_passes_byte_for_byte(status: int) -> None:
     body = bytes(range(256))
     failure = failure_of(status, body, ((b"Content-Type", b"text/html"),))
     assert failure.http_status == status
@@ -135,7 +135,7 @@ def test_headers_of_a_good_answer_may_be_longer_than_those_of_an_error() -> None
     assert passed_headers(too_long) == too_long[:1]
 
 
-def test_a_body_that_is_too_long_is_replaced_by_an_error_that_says_so() -> None:
+def test_too_long_error_body_is_replaced_by_an_error_that_says_so() -> None:
     longest = b"x" * BODY_MAX_BYTES
     html = ((b"Content-Type", b"text/html"), (b"Retry-After", b"7"))
     whole = failure_of(500, longest, html).answer
@@ -150,7 +150,7 @@ def test_a_body_that_is_too_long_is_replaced_by_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("code", [400, 404, 429, 500, 503, 7, "invalid", None])
-def test_an_error_in_place_of_an_answer_blames_by_its_code(code: int | str | None) -> None:
+def test_error_event_in_place_of_an_answer_is_classified_by_its_code(code: int | str | None) -> None:
     answer = EngineAnswer(200, body=b"data: ...", is_events=True)
     failure = failure_inside(Failure("no", code, "n"), answer)
     assert type(failure) is (InvalidRequest if code in (400, 404) else EngineFailedLater)
@@ -158,7 +158,7 @@ def test_an_error_in_place_of_an_answer_blames_by_its_code(code: int | str | Non
     assert failure.http_status == failure.status_hint
 
 
-def test_a_circuit_counts_what_blames_the_engine_and_nothing_else() -> None:
+def test_circuit_counts_only_failures_that_blame_the_engine() -> None:
     rank = WorkerRank(WorkerId(1), DpRank(0))
     pick = Pick(Slot(0), rank, Leg.AGGREGATED, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1)
     for blame in (FULL, DECLINED, ENGINE):

@@ -56,7 +56,7 @@ async def closing(engine: Closing) -> AsyncIterator[EngineServer]:
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("body", [b'{"a":1}', b"x" * 1_000_000])
-async def test_a_call_is_sent_once_more_on_a_fresh_connection(resets: bool, body: bytes) -> None:
+async def test_call_on_a_closed_kept_connection_is_sent_on_a_fresh_one(resets: bool, body: bytes) -> None:
     engine = Closing(resets=resets)
     async with closing(engine) as server:
         for _ in range(6):
@@ -66,7 +66,7 @@ async def test_a_call_is_sent_once_more_on_a_fresh_connection(resets: bool, body
     assert len({number for number, _ in engine.requests}) == 6
 
 
-async def test_a_probe_is_sent_once_more_although_every_kept_connection_ends() -> None:
+async def test_probe_succeeds_although_every_kept_connection_is_closed() -> None:
     engine = Closing()
     async with closing(engine) as server:
         both = [server.look("/metrics"), server.look("/metrics")]
@@ -74,7 +74,7 @@ async def test_a_probe_is_sent_once_more_although_every_kept_connection_ends() -
         assert await server.look("/metrics") == b"{}"
 
 
-async def test_a_call_on_a_connection_of_its_own_is_sent_once() -> None:
+async def test_call_on_a_fresh_connection_is_not_sent_again() -> None:
     engine = Closing(answers_max=0)
     async with closing(engine) as server:
         with pytest.raises(StreamBroken, match="took the call: it closed the connection before it answered"):
@@ -92,7 +92,7 @@ async def test_a_call_is_sent_twice_at_most() -> None:
     assert len(engine.requests) == 3
 
 
-async def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
+async def test_call_is_not_sent_again_once_its_answer_has_begun() -> None:
     engine = Closing(last=ANSWER[:-1])
     async with closing(engine) as server:
         assert await server.ask("/v1/completions", b"{}") == b"{}"

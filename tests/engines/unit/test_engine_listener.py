@@ -43,7 +43,7 @@ async def listening(
         listener.stop()
 
 
-async def test_what_was_published_before_is_asked_for() -> None:
+async def test_batches_published_before_attaching_are_replayed() -> None:
     async with publisher() as engine:
         for name in (1, 2, 3):
             await engine.publish(batch(name))
@@ -52,7 +52,7 @@ async def test_what_was_published_before_is_asked_for() -> None:
             assert (engine.questions, listener.is_partial, heard.ranks) == ([0], False, {RANK})
 
 
-async def test_attaching_past_the_ring_is_partial_and_not_blind() -> None:
+async def test_attaching_after_the_replay_ring_overflowed_is_partial() -> None:
     async with publisher(ring_batches_max=1) as engine:
         for name in (1, 2, 3):
             await engine.publish(batch(name))
@@ -63,7 +63,7 @@ async def test_attaching_past_the_ring_is_partial_and_not_blind() -> None:
 
 
 @pytest.mark.parametrize("n_of_the_new_start", [0, 1, 2, 5])
-async def test_an_engine_that_starts_again_is_known_from_its_beginning(n_of_the_new_start: int) -> None:
+async def test_restarted_engine_is_followed_from_its_first_batch(n_of_the_new_start: int) -> None:
     first = Publisher()
     first.start()
     async with listening(first.at) as (listener, heard):
@@ -88,7 +88,7 @@ async def test_an_engine_that_starts_again_is_known_from_its_beginning(n_of_the_
             second.stop()
 
 
-async def test_a_replay_that_does_not_come_is_reported_and_listening_goes_on() -> None:
+async def test_missing_replay_is_reported_and_listening_goes_on() -> None:
     async with publisher() as engine:
         engine.replay_silent = True
         async with listening(engine.at, replay_limit_s=0.05) as (listener, heard):
@@ -100,7 +100,7 @@ async def test_a_replay_that_does_not_come_is_reported_and_listening_goes_on() -
             assert not listener.is_partial
 
 
-async def test_a_replay_that_cannot_be_read_leaves_a_gap() -> None:
+async def test_unreadable_replay_is_reported_and_leaves_the_cache_partial() -> None:
     async with publisher() as engine:
         for name in (1, 2, 3):
             await engine.publish(batch(name))
@@ -125,7 +125,7 @@ async def test_without_replay_a_late_listener_is_partial_until_the_cache_is_clea
             assert heard.said[-1] == "its whole cache is known again"
 
 
-async def test_what_is_no_batch_is_refused_and_listening_goes_on() -> None:
+async def test_malformed_batch_is_reported_and_listening_goes_on() -> None:
     async with publisher() as engine, listening(engine.at) as (_, heard):
         await engine.subscribed.wait()
         await engine.send_frames((b"kv-events", b"1", b""))
@@ -138,7 +138,7 @@ async def test_what_is_no_batch_is_refused_and_listening_goes_on() -> None:
         assert heard.n_cleared == 1
 
 
-async def test_a_mistake_of_ours_is_shown_and_empties_the_ranks() -> None:
+async def test_exception_in_a_sink_is_reported_and_clears_the_ranks() -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
     mistake = RuntimeError("of ours")

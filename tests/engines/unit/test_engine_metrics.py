@@ -41,7 +41,7 @@ def cut(page: bytes, sizes: list[int], names: tuple[str, ...] = NAMES) -> bytes:
 
 
 @given(SAMPLES, st.lists(st.integers(1, 30), max_size=8))
-def test_wanted_samples_are_those_that_prometheus_reads_wherever_the_page_is_cut(
+def test_metrics_are_read_as_prometheus_does_however_the_page_is_cut(
     samples: list[tuple[str, dict[str, str], float]], sizes: list[int]
 ) -> None:
     text = "".join(f"# HELP {each[0]} a\n{written(*each)}\n" for each in samples)
@@ -63,12 +63,12 @@ def test_any_line_is_read_or_refused(line: bytes) -> None:
 
 
 @pytest.mark.parametrize("line", [b"a \n", b"a x", b'a{b="c} 1', b"a{b=c} 1", b"a{b} 1", b"a{} 1\xff"])
-def test_a_wanted_line_that_is_none_is_refused(line: bytes) -> None:
+def test_malformed_wanted_line_is_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="metrics page cannot be read"):
         read_metrics(line, NAMES)
 
 
-def test_what_is_no_finite_number_is_left_out_and_a_time_behind_the_number_is_not_read() -> None:
+def test_nonfinite_values_are_skipped_and_timestamps_ignored() -> None:
     assert read_metrics(b'a NaN\na +Inf\na 1 1395066363000\na 2 # {x="y"} 3\n', NAMES) == {
         "a": [Sample({}, 1.0), Sample({}, 2.0)]
     }
@@ -84,7 +84,7 @@ def test_what_is_no_finite_number_is_left_out_and_a_time_behind_the_number_is_no
         b'a{b="' + b"\\" * 65_530,
     ],
 )
-def test_a_page_without_end_is_read_up_to_a_limit_and_little_is_kept_of_it(piece: bytes) -> None:
+def test_endless_page_is_read_up_to_a_limit_in_bounded_memory(piece: bytes) -> None:
     lines = MetricLines(NAMES)
     tracemalloc.start()
     pieces = 0
@@ -100,7 +100,7 @@ def test_a_page_without_end_is_read_up_to_a_limit_and_little_is_kept_of_it(piece
     assert piece.count(b"\n") * (pieces - 1) <= PAGE_LINES_MAX
 
 
-def test_a_line_that_is_too_long_is_left_out_alone() -> None:
+def test_only_the_too_long_line_is_left_out() -> None:
     long = b'a{b="' + b"x" * LINE_MAX_BYTES * 3 + b'"} 1\n'
     for sizes in ([], [100], [LINE_MAX_BYTES, LINE_MAX_BYTES], [len(long) - 1]):
         assert cut(long + b"a 2\n", sizes) == b"a 2\n"

@@ -96,7 +96,7 @@ async def test_tokens_events_and_load_reach_their_sinks() -> None:
 
 
 @pytest.mark.parametrize("speedup", [20.0, 1_000.0])
-async def test_a_speedup_changes_when_things_happen_not_what(speedup: float) -> None:
+async def test_speedup_changes_the_timing_and_not_the_tokens(speedup: float) -> None:
     cluster = MockCluster(speedup=speedup)
     handle, _ = await started(cluster, MockConfig())
     loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ async def test_a_speedup_changes_when_things_happen_not_what(speedup: float) -> 
 
 
 @pytest.mark.parametrize("bootstrap", [True, False])
-async def test_both_handoffs(bootstrap: bool) -> None:
+async def test_each_handoff_completes_with_one_transfer(bootstrap: bool) -> None:
     cluster = MockCluster(speedup=200.0, links=zone_links())
     prefill, _ = await started(
         cluster, MockConfig(role=Role.PREFILL, bootstrap_host="10.0.0.1", bootstrap_port=99)
@@ -168,7 +168,7 @@ async def test_a_reader_that_does_not_read_holds_a_bounded_number_of_tokens() ->
     assert cluster.idle
 
 
-async def test_death_breaks_streams_and_tells_no_more() -> None:
+async def test_killed_engine_breaks_streams_and_reports_no_more_events() -> None:
     cluster = MockCluster(speedup=10.0)
     handle, listener = await started(cluster, MockConfig(block_size=4))
     stream = await handle.submit(a_leg(max_tokens=5_000))
@@ -227,7 +227,7 @@ async def test_a_decode_leg_outlives_its_prefill_engine_as_its_policy_says(
     assert cluster.idle
 
 
-async def test_refusals() -> None:
+async def test_mock_engine_refuses_bad_settings_bad_requests_and_a_full_queue() -> None:
     cluster = MockCluster()
     idle = cluster.add(MockConfig(), worker_id=WorkerId(9), domains={"zone": "a"})
     with pytest.raises(WorkerUnreachable, match="not serving"):
@@ -247,7 +247,7 @@ async def test_refusals() -> None:
     handle.kill()
 
 
-async def test_a_clock_that_asks_too_much_slips_and_nothing_else_changes(
+async def test_overloaded_clock_slips_and_every_request_completes(
     set_constants: SetConstants,
 ) -> None:
     set_constants(mock_cluster, TURN_MAX_S=0.0)  # every turn is too short for its work

@@ -20,7 +20,7 @@ R0 = DpRank(0)
 STARTED_LINE = "process_start_time_seconds 1.79528047303e+09"
 
 
-async def test_its_load_is_reported_at_every_look() -> None:
+async def test_engine_load_is_reported_at_every_probe() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         await until(lambda: len(watched.loads) >= 2)
         assert (watched.loads[0].total_blocks, watched.states) == (200, [])
@@ -31,7 +31,7 @@ async def test_its_load_is_reported_at_every_look() -> None:
         await until(lambda: watched.loads[-1].active_blocks == 100)
 
 
-async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None:
+async def test_engine_is_silent_after_some_failed_probes_and_back_after_one() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         await wait_for_probes(scripted, 2)
         scripted.set_page(METRICS, "", status=500)
@@ -47,7 +47,7 @@ async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None
         assert watched.state.why == "the engine answers again"
 
 
-async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
+async def test_exception_in_a_probe_is_reported_and_probing_goes_on() -> None:
     class Mistaken:
         n_looks = 0
 
@@ -66,7 +66,7 @@ async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
     assert [str(each) for each in shown] == ["of ours"]
 
 
-async def test_fewer_looks_in_vain_are_not_reported() -> None:
+async def test_few_failed_probes_are_not_reported() -> None:
     class Flaky:
         """Every answer but the last of these fails."""
 
@@ -85,7 +85,7 @@ async def test_fewer_looks_in_vain_are_not_reported() -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("no vLLM"), InvalidRequest("odd")])
-async def test_no_odd_answer_ends_the_looking(error: Exception) -> None:
+async def test_probing_goes_on_after_an_unexpected_error(error: Exception) -> None:
     class Odd:
         fails = True
 
@@ -101,7 +101,7 @@ async def test_no_odd_answer_ends_the_looking(error: Exception) -> None:
         await watched.until(answers=True)
 
 
-async def test_nobody_listens_for_a_while() -> None:
+async def test_engine_down_for_a_while_is_silent_and_then_back() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         await wait_for_probes(scripted, 1)
         await scripted.stop()
@@ -120,7 +120,9 @@ async def test_nobody_listens_for_a_while() -> None:
         ('engine="0"', 'engine="1"', "other ranks: [1], not [0]"),
     ],
 )
-async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, other: str, says: str) -> None:
+async def test_engine_that_comes_back_different_counts_as_not_answering(
+    found: str, other: str, says: str
+) -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         await wait_for_probes(scripted, 1)
         scripted.replace(METRICS, found, other)
@@ -131,7 +133,7 @@ async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, oth
         await watched.until(answers=True)
 
 
-async def test_a_new_start_is_reported_and_its_cache_is_learned_from_the_beginning() -> None:
+async def test_restart_is_reported_and_the_cache_learned_from_its_beginning() -> None:
     first = Publisher()
     first.start()
     async with scripted_engine() as scripted, probed_engine(scripted, {R0: first.at}) as watched:
@@ -153,7 +155,7 @@ async def test_a_new_start_is_reported_and_its_cache_is_learned_from_the_beginni
 
 
 @pytest.mark.parametrize("started", [STARTED_S, None])
-async def test_a_page_that_does_not_tell_the_start_is_no_new_start(started: float | None) -> None:
+async def test_page_without_a_start_time_is_not_a_restart(started: float | None) -> None:
     async with scripted_engine() as scripted:
         scripted.replace(METRICS, STARTED_LINE, "")
         async with probed_engine(scripted, started=started) as watched:
@@ -161,7 +163,7 @@ async def test_a_page_that_does_not_tell_the_start_is_no_new_start(started: floa
             assert watched.states == []
 
 
-async def test_an_engine_whose_hashes_cover_more_than_their_blocks_is_known_as_such() -> None:
+async def test_lookahead_tokens_in_kv_events_are_reported() -> None:
     engine = Publisher()
     engine.start()
     try:
@@ -176,7 +178,7 @@ async def test_an_engine_whose_hashes_cover_more_than_their_blocks_is_known_as_s
         engine.stop()
 
 
-async def test_events_that_are_gone_for_good_make_what_is_known_a_part() -> None:
+async def test_lost_kv_events_make_the_known_cache_partial_until_a_clear() -> None:
     engine = Publisher(replays=False)
     engine.start()
     try:

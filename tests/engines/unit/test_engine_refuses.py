@@ -33,7 +33,9 @@ async def first(stream: EngineStream) -> None:
         (short_completion(kind=Leg.PREFILL), AnswerEnd.NO_HEADERS),
     ],
 )
-async def test_a_leg_that_has_brought_nothing_is_lost(request_: EngineRequest, ends: AnswerEnd) -> None:
+async def test_leg_without_an_answer_breaks_when_connections_are_refused(
+    request_: EngineRequest, ends: AnswerEnd
+) -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer(ends=ends))
         reading = asyncio.create_task(first(await watched.engine.submit(request_)))
@@ -44,7 +46,7 @@ async def test_a_leg_that_has_brought_nothing_is_lost(request_: EngineRequest, e
         await watched.until(answers=False)
 
 
-async def test_a_stream_that_falls_silent_is_lost_too() -> None:
+async def test_silent_stream_breaks_when_connections_are_refused() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer((TOKEN,), ends=AnswerEnd.HELD))
         stream = await watched.engine.submit(short_completion())
@@ -55,7 +57,7 @@ async def test_a_stream_that_falls_silent_is_lost_too() -> None:
             await reading
 
 
-async def test_a_stream_that_goes_on_is_left_alone_to_its_end() -> None:
+async def test_active_stream_goes_on_to_its_end_while_connections_are_refused() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted, refused_probes=50) as watched:
         scripted.answers.append(ScriptedAnswer((TOKEN,), ends=AnswerEnd.HELD))
         stream = await watched.engine.submit(short_completion())
@@ -72,7 +74,7 @@ async def test_a_stream_that_goes_on_is_left_alone_to_its_end() -> None:
         assert [chunk.finish async for chunk in stream][-1] is FinishReason.STOP
 
 
-async def test_a_client_that_reads_slowly_loses_nothing() -> None:
+async def test_slow_reader_gets_the_whole_answer_while_connections_are_refused() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer((TOKEN,), ends=AnswerEnd.HELD))
         stream = await watched.engine.submit(short_completion())
@@ -88,7 +90,7 @@ async def test_a_client_that_reads_slowly_loses_nothing() -> None:
         assert rest[-1].finish is FinishReason.STOP
 
 
-async def test_what_other_engines_end_in_good_order_is_waited_for() -> None:
+async def test_unanswered_leg_is_waited_for_under_a_high_probe_limit() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted, refused_probes=GENTLE) as watched:
         scripted.answers.append(
             ScriptedAnswer((TOKEN + LAST + event_of("[DONE]"),), ends=AnswerEnd.NO_HEADERS)
@@ -114,6 +116,6 @@ async def test_an_engine_that_answers_its_probes_with_errors_keeps_its_legs() ->
         await reading
 
 
-def test_how_long_it_takes_is_what_the_page_says() -> None:
+def test_refused_connection_limits_are_the_documented_seconds() -> None:
     assert (REFUSED_PROBES - 1) * PROBE_EACH_S == 2.0
     assert (REFUSED_PROBES_DRAINING - 1) * PROBE_EACH_S == 30.0

@@ -18,7 +18,7 @@ from tests.testing.scripted_engine import page
 VLLM = page("vllm-0.32.0-metrics.txt")
 
 
-def test_a_page_of_vllms_has_every_time_and_the_cache() -> None:
+def test_vllm_page_gives_every_request_time_and_the_cache_size() -> None:
     times = read_request_times(VLLM)
     assert times.queue is not None
     assert times.queue.count == 10
@@ -31,7 +31,7 @@ def test_a_page_of_vllms_has_every_time_and_the_cache() -> None:
     assert read_cache_size(VLLM) == CacheSize(block_size=32, blocks=200, n_ranks=1)
 
 
-def test_a_page_of_sglangs_has_the_prefill_among_the_stages_of_requests() -> None:
+def test_sglang_page_gives_request_times_with_prefill_from_its_stages() -> None:
     times = read_request_times(page("sglang-0.5.23-metrics.txt"))
     assert times.queue == TimeSum(pytest.approx(0.05959652), 65)  # type: ignore[arg-type]
     assert times.prefill == TimeSum(pytest.approx(2.21614992), 65)  # type: ignore[arg-type]
@@ -40,13 +40,13 @@ def test_a_page_of_sglangs_has_the_prefill_among_the_stages_of_requests() -> Non
     assert times.token.count == 2801
 
 
-def test_what_runs_and_waits_is_counted_on_pages_that_say_it_of_now() -> None:
+def test_running_and_waiting_requests_are_counted_if_the_page_has_them() -> None:
     assert read_running(VLLM) == 0
     assert read_running(b"vllm:num_requests_running 2\nvllm:num_requests_waiting 3\n") == 5
     assert read_running(page("sglang-0.5.23-metrics.txt")) is None
 
 
-def test_an_answers_own_times_are_in_its_last_event() -> None:
+def test_own_times_of_an_answer_are_read_from_its_last_event() -> None:
     events = [
         line.removeprefix(b"data: ")
         for line in page("vllm-0.32.0-completion-times.sse").splitlines()
@@ -69,11 +69,11 @@ def test_an_answers_own_times_are_in_its_last_event() -> None:
         '{"queue_time_ms": 1',
     ],
 )
-def test_what_another_engine_calls_metrics_is_no_time(metrics: str) -> None:
+def test_unknown_metrics_field_gives_no_own_times(metrics: str) -> None:
     assert read_own_times(f'{{"choices": [], "metrics": {metrics}}}'.encode()) is None
 
 
-def test_other_names_are_read_and_ranks_are_added_up() -> None:
+def test_other_metric_prefixes_are_read_and_ranks_summed() -> None:
     text = b"""
 sglang:queue_time_seconds_sum{dp_rank="0"} 1.5
 sglang:queue_time_seconds_sum{dp_rank="1"} 0.5
@@ -90,7 +90,7 @@ vllm:time_per_output_token_seconds_count 2
     assert read_cache_size(text) is None
 
 
-def test_between_two_pages_is_what_the_sums_grew_by() -> None:
+def test_times_between_two_pages_are_the_growth_of_their_sums() -> None:
     before = read_request_times(VLLM)
     grown = VLLM.replace(
         b'vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 0.2548536799986323',
@@ -107,7 +107,7 @@ def test_between_two_pages_is_what_the_sums_grew_by() -> None:
     assert times_between(before, read_request_times(b"")).queue is None
 
 
-def test_sizes_that_are_no_numbers_are_refused() -> None:
+def test_cache_size_that_is_not_a_positive_number_is_refused() -> None:
     for wrong in ("None", "0", "many"):
         text = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{wrong}"}} 1\n'.encode()
         with pytest.raises(ProtocolError, match="num_gpu_blocks must be a number above 0"):

@@ -14,7 +14,7 @@ from tests.testing.probed_engine import probed_engine
 from tests.testing.scripted_engine import JSON, AnswerEnd, ScriptedAnswer, event_of, page, scripted_engine
 
 
-async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
+async def test_streamed_leg_gives_tokens_and_passes_no_prompt_token_ids() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer((page("vllm-0.32.0-completion-tokens.sse"),)))
         chunks = [chunk async for chunk in await watched.engine.submit(short_completion())]
@@ -33,7 +33,7 @@ async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
         (ScriptedAnswer(ends=AnswerEnd.REFUSED), StreamBroken),
     ],
 )
-async def test_a_streamed_leg_that_is_refused_tells_so_when_it_is_read(
+async def test_refusal_of_a_streamed_leg_is_raised_at_its_read(
     answer: ScriptedAnswer, kind: type[Exception]
 ) -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
@@ -45,7 +45,7 @@ async def test_a_streamed_leg_that_is_refused_tells_so_when_it_is_read(
             await anext(aiter(stream))
 
 
-async def test_a_streamed_leg_is_accepted_before_the_engine_sends_the_head_of_its_answer() -> None:
+async def test_streamed_leg_is_accepted_before_the_response_headers() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS))
         await watched.engine.submit(short_completion())
@@ -53,7 +53,7 @@ async def test_a_streamed_leg_is_accepted_before_the_engine_sends_the_head_of_it
 
 
 @pytest.mark.parametrize("request_", [short_completion(stream=False), short_completion(kind=Leg.PREFILL)])
-async def test_a_whole_answer_is_accepted_at_once_and_the_read_tells_what_was_wrong(
+async def test_unstreamed_leg_is_accepted_at_once_and_refused_at_its_read(
     request_: EngineRequest,
 ) -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
@@ -66,7 +66,7 @@ async def test_a_whole_answer_is_accepted_at_once_and_the_read_tells_what_was_wr
         assert [chunk.finish for chunk in chunks] == [FinishReason.LENGTH]
 
 
-async def test_a_prefill_with_tools_is_served_by_an_engine_without_a_parser_for_them() -> None:
+async def test_refused_prefill_with_tools_is_retried_with_tool_choice_none() -> None:
     """vLLM without --enable-auto-tool-choice refuses tools that may be called."""
     call = client_call({"messages": [], "tools": [{"type": "function", "function": {"name": "f"}}]})
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
@@ -99,7 +99,7 @@ def prefilled(prompt_tokens: int) -> ScriptedAnswer:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "f"}}, "auto", None]
 )
-async def test_a_prefill_engine_that_leaves_tools_out_where_none_may_be_called_prefills_no_other_prompt(
+async def test_prefill_of_a_shorter_prompt_without_tools_is_not_used(
     choice: object,
 ) -> None:
     """As vLLM with --exclude-tools-when-tool-choice-none: its prompt has fewer tokens than the call has."""
@@ -131,7 +131,7 @@ async def test_a_prefill_engine_that_leaves_tools_out_where_none_may_be_called_p
         assert choices() == kept
 
 
-async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:
+async def test_cancelled_leg_closes_its_connection_to_the_engine() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.extend(
             [ScriptedAnswer(ends=AnswerEnd.HELD), ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)]
@@ -143,7 +143,7 @@ async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:
             await call.left.wait()
 
 
-async def test_a_leg_that_nobody_wants_while_its_headers_are_awaited_is_gone_too() -> None:
+async def test_leg_cancelled_while_awaiting_headers_closes_its_connection() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS))
         stream = await watched.engine.submit(short_completion())
@@ -176,7 +176,7 @@ DOWN = ScriptedAnswer((b'{"error":{"message":"no KV came"}}',), status=500)
         (fetching(stream=False), ScriptedAnswer((event_of(DIED)[6:],), content_type=JSON)),
     ],
 )
-async def test_a_decode_leg_that_fails_before_its_first_token_did_not_get_its_kv(
+async def test_decode_leg_failing_before_its_first_token_reports_kv_lost(
     request_: EngineRequest, answer: ScriptedAnswer
 ) -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
@@ -202,7 +202,7 @@ async def test_a_decode_leg_that_fails_before_its_first_token_did_not_get_its_kv
         (short_completion(kind=Leg.PREFILL), DOWN, WorkerUnreachable),
     ],
 )
-async def test_any_other_failure_is_the_engines_or_the_calls(
+async def test_other_decode_leg_failures_do_not_report_kv_lost(
     request_: EngineRequest, answer: ScriptedAnswer, kind: type[Exception]
 ) -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
@@ -211,7 +211,7 @@ async def test_any_other_failure_is_the_engines_or_the_calls(
             assert all([chunk.kv_lost is None async for chunk in await watched.engine.submit(request_)])
 
 
-async def test_a_decode_leg_that_gets_its_kv_is_as_any_other_and_can_be_cancelled() -> None:
+async def test_decode_leg_with_its_kv_streams_and_can_be_cancelled() -> None:
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
         scripted.answers.append(ScriptedAnswer((page("vllm-0.32.0-completion-tokens.sse"),)))
         chunks = [chunk async for chunk in await watched.engine.submit(fetching())]

@@ -46,7 +46,7 @@ class Asked:
         await self.engine.stop()
 
 
-async def test_a_question_is_answered_and_a_path_that_is_not_there_is_none() -> None:
+async def test_look_returns_the_page_or_none_for_a_missing_path() -> None:
     async with Asked(api_key="secret") as asked:
         assert await asked.server.look("/version") == b'{"version":"0.32.0"}'
         assert await asked.server.look("/nothing") is None
@@ -56,7 +56,7 @@ async def test_a_question_is_answered_and_a_path_that_is_not_there_is_none() -> 
 
 
 @pytest.mark.parametrize("status", [400, 422, 429, 500, 503])
-async def test_whatever_error_answers_a_question_the_engine_counts_as_not_there(status: int) -> None:
+async def test_look_answered_with_an_error_raises_worker_unreachable(status: int) -> None:
     async with Asked() as asked:
         asked.engine.set_page("/metrics", '{"error":{"message":"not now"}}', status=status)
         with pytest.raises(WorkerUnreachable, match=rf"/metrics answered {status}: not now"):
@@ -64,14 +64,14 @@ async def test_whatever_error_answers_a_question_the_engine_counts_as_not_there(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_a_key_that_is_wanted_is_reported_apart(status: int) -> None:
+async def test_look_refused_for_its_api_key_raises_key_refused(status: int) -> None:
     async with Asked() as asked:
         asked.engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=status)
         with pytest.raises(KeyRefused, match="Unauthorized"):
             await asked.server.look("/v1/models")
 
 
-async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
+async def test_look_without_a_whole_answer_times_out() -> None:
     async with Asked(look_limit_s=0.05) as asked:
         asked.engine.pages["/metrics"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         with pytest.raises(PageFailed, match="did not answer in time"):
@@ -81,7 +81,7 @@ async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
             await asked.server.look("/metrics")
 
 
-async def test_an_answer_without_end_is_given_up(set_constants: SetConstants) -> None:
+async def test_too_long_answer_is_given_up(set_constants: SetConstants) -> None:
     set_constants(server_module, ANSWER_MAX_BYTES=1000, PAGE_MAX_BYTES=1000)
     long = ScriptedAnswer((b"x" * 1001,), content_type=JSON)
     async with Asked(long) as asked:
@@ -92,7 +92,7 @@ async def test_an_answer_without_end_is_given_up(set_constants: SetConstants) ->
             await asked.server.ask(COMPLETIONS, b"{}")
 
 
-async def test_of_a_metrics_page_only_the_wanted_lines_come_and_reading_ends_at_a_limit() -> None:
+async def test_metrics_gives_only_wanted_lines_and_stops_at_a_limit() -> None:
     async with Asked() as asked:
         short = ScriptedAnswer(
             (b"# TYPE a gauge\na 1\naa 2\n", b'a{b="c"} 3\nb 4\n', b"a 5"), content_type="text/plain"
@@ -108,7 +108,7 @@ async def test_of_a_metrics_page_only_the_wanted_lines_come_and_reading_ends_at_
         assert asked.server.has_long_metrics
 
 
-async def test_of_an_error_only_the_beginning_is_read() -> None:
+async def test_only_the_beginning_of_a_long_error_body_is_read() -> None:
     async with Asked() as asked:
         error = b'{"error":{"message":"' + b"x" * (BODY_MAX_BYTES + 1)
         asked.engine.pages["/version"] = ScriptedAnswer((error,), status=500, ends=AnswerEnd.HELD)
@@ -116,7 +116,7 @@ async def test_of_an_error_only_the_beginning_is_read() -> None:
             await asked.server.look("/version")
 
 
-async def test_nobody_listens() -> None:
+async def test_server_that_is_down_is_unreachable_until_it_is_back() -> None:
     async with Asked() as asked:
         await asked.engine.stop()
         for asking in (asked.server.look("/metrics"), asked.server.ask(COMPLETIONS, b"{}")):
@@ -126,7 +126,7 @@ async def test_nobody_listens() -> None:
         assert await asked.server.look("/version") is not None
 
 
-async def test_a_call_arrives_as_it_was_sent_and_its_whole_answer_comes_back() -> None:
+async def test_call_arrives_unchanged_and_its_whole_answer_returns() -> None:
     whole = page("vllm-0.32.0-completion.json")
     async with Asked(ScriptedAnswer((whole[:9], whole[9:]), content_type=JSON)) as asked:
         answer = await asked.server.ask(COMPLETIONS, b'{ "a" : 1.0 }', {"X-Request-Id": "r-1"})
@@ -136,7 +136,7 @@ async def test_a_call_arrives_as_it_was_sent_and_its_whole_answer_comes_back() -
         assert (call.headers["x-request-id"], call.headers["content-type"]) == ("r-1", JSON)
 
 
-async def test_errors_of_calls_are_what_their_status_means() -> None:
+async def test_call_error_has_the_class_of_its_status() -> None:
     answers = [
         ScriptedAnswer.error(400, "vllm-0.32.0-error-context.json"),
         ScriptedAnswer((b"",), status=503),
@@ -148,7 +148,7 @@ async def test_errors_of_calls_are_what_their_status_means() -> None:
                 await asked.server.post(COMPLETIONS, b"{}")
 
 
-async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_is_broken() -> None:
+async def test_connection_closed_before_or_within_an_answer_breaks_the_stream() -> None:
     refused, cut = (
         ScriptedAnswer(ends=AnswerEnd.REFUSED),
         ScriptedAnswer((b'{"id":',), content_type=JSON, ends=AnswerEnd.CUT),
@@ -160,7 +160,7 @@ async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_
             await asked.server.ask(COMPLETIONS, b"{}")
 
 
-async def test_what_a_client_may_read_does_not_tell_where_the_engine_is() -> None:
+async def test_client_error_messages_do_not_reveal_the_engine_address() -> None:
     answers = [
         ScriptedAnswer((b"boom",), status=500),
         ScriptedAnswer((b"",), status=503),
@@ -181,7 +181,7 @@ async def test_what_a_client_may_read_does_not_tell_where_the_engine_is() -> Non
             await asked.server.look("/metrics")
 
 
-async def test_one_server_after_the_other_is_closed_for_good() -> None:
+async def test_closed_engine_server_makes_no_more_requests() -> None:
     async with scripted_engine() as engine:
         server = EngineServer(engine.url)
         await server.open()

@@ -69,13 +69,13 @@ def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[st
 
 
 @pytest.mark.parametrize("call", [None, client(CHAT)], ids=["tokens", "as written"])
-def test_no_two_calls_have_one_rid(call: ClientCall | None) -> None:
+def test_every_call_has_its_own_rid(call: ClientCall | None) -> None:
     rids = {json.loads(call_of(leg(call)).body)["rid"] for _ in range(9)}
     assert len(rids) == 9
 
 
 @pytest.mark.parametrize("route", [CallRoute.GENERATE, CallRoute.EMBEDDINGS, CallRoute.RESPONSES])
-def test_no_client_chooses_a_rid(route: CallRoute) -> None:
+def test_rid_of_the_client_is_not_passed_on(route: CallRoute) -> None:
     """SGLang aborts every request whose rid begins with that of one that is aborted: an empty one is all."""
     written = client({"model": "tiny", "text": "a", "rid": "", "request_id": "r"})
     call = ClientCall(route, written.body, stream=False, resumable=False)
@@ -87,14 +87,14 @@ def test_no_client_chooses_a_rid(route: CallRoute) -> None:
         assert "rid" not in body
 
 
-def test_a_streamed_chat_goes_as_it_was_written() -> None:
+def test_streamed_chat_is_sent_as_written_with_rid_and_usage() -> None:
     call, body = asked(leg(client(CHAT)))
     assert body == {**CHAT, "rid": "r-i#1#aggregated", "stream_options": {"include_usage": True}}
     assert (call.path, call.streams) == ("/v1/chat/completions", True)
     assert call.reading == passing(added_usage=True)
 
 
-def test_a_client_that_wants_the_usage_gets_it() -> None:
+def test_usage_asked_for_by_the_client_is_passed() -> None:
     said = {**CHAT, "stream_options": {"include_usage": True}}
     call, body = asked(leg(client(said)))
     assert (body["stream_options"], call.reading) == (said["stream_options"], passing())
@@ -104,7 +104,7 @@ COMPLETION: dict[str, object] = {"model": "tiny", "prompt": "hi", "stream": True
 SAYS_TOKENS = {"return_token_ids": True}
 
 
-def test_the_stream_of_a_completion_tells_the_tokens_that_another_engine_could_go_on_from() -> None:
+def test_token_ids_are_asked_for_only_in_resumable_streamed_completions() -> None:
     plain = client(COMPLETION)
     call, body = asked(leg(plain))
     assert (body["return_token_ids"], call.reading) == (True, passing(added_token_ids=True, added_usage=True))
@@ -120,7 +120,7 @@ def test_the_stream_of_a_completion_tells_the_tokens_that_another_engine_could_g
     assert asked(leg(wanted))[0].reading == passing(added_usage=True)
 
 
-async def test_the_tokens_of_a_recorded_completion_do_not_reach_its_client() -> None:
+async def test_added_token_ids_are_removed_from_a_recorded_completion() -> None:
     recorded = page("sglang-0.5.23-completion-tokens.sse")
     async with scripted_engine(SGLANG_PAGES, ScriptedAnswer((recorded,))) as engine:
         server = EngineServer(engine.url)
@@ -137,7 +137,7 @@ async def test_the_tokens_of_a_recorded_completion_do_not_reach_its_client() -> 
     assert sum(chunk.text_chars or 0 for chunk in chunks) == len(" calledandmodule CO")
 
 
-def test_both_legs_get_the_same_call_and_the_same_meeting_place() -> None:
+def test_both_legs_get_the_same_call_and_bootstrap_room() -> None:
     prefill, sent_to_prefill = asked(leg(client(CHAT), Leg.PREFILL, bootstrap=MEETING))
     decode, sent_to_decode = asked(leg(client(CHAT), Leg.DECODE, bootstrap=MEETING))
     assert sent_to_prefill == {**CHAT, **MET, "stream": False, "rid": "r-i#1#prefill"}
@@ -155,7 +155,7 @@ def test_both_legs_get_the_same_call_and_the_same_meeting_place() -> None:
 
 
 @pytest.mark.parametrize("kind", list(Leg))
-def test_tokens_go_where_tokens_are_taken(kind: Leg) -> None:
+def test_tokens_are_sent_to_the_generate_route(kind: Leg) -> None:
     call, body = asked(leg(None, kind, bootstrap=MEETING))
     is_prefill = kind is Leg.PREFILL
     assert body == {
@@ -175,7 +175,7 @@ def test_tokens_go_where_tokens_are_taken(kind: Leg) -> None:
     assert call.reader() is not call.reader()
 
 
-def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_stop_strings() -> None:
+def test_resumed_call_keeps_client_sampling_and_has_no_stop_strings() -> None:
     call, body = asked(leg(client(CHAT), resumed_tokens=1))
     assert call.path == "/generate"
     assert body["sampling_params"] == {
@@ -195,13 +195,13 @@ def test_every_leg_has_its_salt_its_adapter_and_its_rank(kind: Leg, call: Client
 
 @pytest.mark.parametrize("kind", list(Leg))
 @pytest.mark.parametrize("tenant", ["a", None])
-def test_no_call_joins_anything_to_its_tenant(kind: Leg, tenant: str | None) -> None:
+def test_extra_key_of_the_client_is_not_passed_on(kind: Leg, tenant: str | None) -> None:
     _, body = asked(leg(client({**CHAT, "extra_key": "b"}), kind, cache_namespace=tenant))
     assert ("extra_key" in body, body.get("cache_salt")) == (False, tenant)
 
 
 @pytest.mark.parametrize("options", [1, "a", [1], {"include_usage": "maybe"}, {"include_usage": "yes"}])
-def test_options_that_are_no_options_or_ask_for_usage_stay(options: object) -> None:
+def test_unclear_stream_options_are_passed_unchanged(options: object) -> None:
     call, body = asked(leg(client({**CHAT, "stream": True, "stream_options": options})))
     assert (body["stream_options"], call.reading.added_usage) == (options, False)
 
@@ -219,17 +219,17 @@ def reported(output_ids: list[int], completion_tokens: int, finish: object = Non
         ({"type": "abort", "message": "left"}, FinishReason.CANCELLED),
     ],
 )
-def test_why_an_answer_ended(finish: object, expected: FinishReason) -> None:
+def test_finish_reason_is_read_from_the_answer(finish: object, expected: FinishReason) -> None:
     assert GenerateReader()(reported([1], 1, finish)).finish is expected
 
 
-def test_an_abort_with_a_status_is_a_failure_and_its_token_is_none() -> None:
+def test_abort_with_a_status_is_an_error_without_tokens() -> None:
     event = GenerateReader()(reported([0], 1, {"type": "abort", "message": "no room", "status_code": 503}))
     assert event.error is not None
     assert (event.error.message, event.error.code, event.token_ids) == ("no room", 503, ())
 
 
-def test_a_whole_answer_is_read_too() -> None:
+def test_unstreamed_answer_is_read() -> None:
     event = GenerateReader()(page("sglang-0.5.23-generate.json"))
     assert (event.token_ids, event.finish) == ((1309,), FinishReason.LENGTH)
     assert event.usage is not None
@@ -237,13 +237,13 @@ def test_a_whole_answer_is_read_too() -> None:
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b'{"output_ids":"x"}', b'{"output_ids":[-1.5]}', b"\xff"])
-def test_what_is_no_answer_is_refused(data: bytes) -> None:
+def test_malformed_answer_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         GenerateReader()(data)
     assert caught.value.param == "data"
 
 
-def test_tokens_that_are_counted_and_not_reported_are_no_answer() -> None:
+def test_answer_that_counts_more_tokens_than_it_has_is_refused() -> None:
     reader = GenerateReader()
     reader(reported([1], 1))
     with pytest.raises(ProtocolError) as caught:
@@ -269,7 +269,7 @@ def change(engine: ScriptedEngine, **fields: object) -> None:
     engine.set_json("/server_info", {**engine.json("/server_info"), **fields})
 
 
-async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
+async def test_recorded_pages_give_all_engine_info(server: EngineServer) -> None:
     info = await ask_info(server)
     assert info == SglangInfo(
         version="0.5.23",
@@ -290,7 +290,7 @@ async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
     assert "load_weight" in info.started
 
 
-async def test_each_rank_has_the_next_port(engine: ScriptedEngine, server: EngineServer) -> None:
+async def test_each_rank_has_the_next_event_port(engine: ScriptedEngine, server: EngineServer) -> None:
     events = {**engine.json("/server_info")["kv_events"], "dp_size": 2, "endpoint_host": "fd00::3"}
     change(engine, dp_size=2, kv_events={**events, "replay_endpoint_port_base": None})
     assert (await ask_info(server)).events == {
@@ -310,7 +310,7 @@ async def test_an_engine_without_events_has_no_sources(
 @pytest.mark.parametrize(
     ("mode", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("null", Role.BOTH)]
 )
-async def test_its_mode_is_its_role(
+async def test_disaggregation_mode_gives_the_role(
     engine: ScriptedEngine, server: EngineServer, mode: str, role: Role
 ) -> None:
     change(engine, disaggregation_mode=mode)
@@ -318,7 +318,7 @@ async def test_its_mode_is_its_role(
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("prefill", Leg.PREFILL), ("decode", Leg.DECODE)])
-async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client_is_not_to_blame(
+async def test_prefill_or_decode_engine_fails_requests_without_bootstrap(
     engine: ScriptedEngine, server: EngineServer, mode: str, kind: Leg
 ) -> None:
     change(engine, disaggregation_mode=mode)
@@ -330,7 +330,7 @@ async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client
     assert sent.items() >= MET.items()
 
 
-async def test_no_models_no_sglang(engine: ScriptedEngine, server: EngineServer) -> None:
+async def test_server_without_a_models_page_is_refused(engine: ScriptedEngine, server: EngineServer) -> None:
     del engine.pages["/v1/models"]
     with pytest.raises(ConfigError, match=r"^http://.* has no /v1/models: is it SGLang's server\?"):
         await ask_info(server)
@@ -352,7 +352,7 @@ UNKNOWN: Mapping[str, tuple[Callable[[ScriptedEngine], object], str, str]] = {
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-async def test_what_cannot_be_read_is_unknown_and_named(
+async def test_unreadable_info_is_unknown_and_named(
     engine: ScriptedEngine, server: EngineServer, what: str
 ) -> None:
     spoil, says, name = UNKNOWN[what]
@@ -386,7 +386,7 @@ async def test_loads_are_reported_for_each_rank(engine: ScriptedEngine, server: 
     assert await ask_loads(server, W, 16, model="tiny") == ()
 
 
-async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
+async def test_start_is_asked_again_only_after_a_failed_probe(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
     info = await ask_info(server)

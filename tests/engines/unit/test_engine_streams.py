@@ -85,7 +85,7 @@ async def test_a_recorded_answer_passes_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("fingerprint", ["vllm-0.32.0-tp1", 'a "quote", a \\ and an é', ""])
-async def test_a_fingerprint_with_the_usage_goes_back_to_the_last_event(fingerprint: str) -> None:
+async def test_fingerprint_of_the_usage_event_moves_to_the_last_event(fingerprint: str) -> None:
     last = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 2}, "system_fingerprint": fingerprint}
     reading = AnswerReading(passes_raw=True, added_usage=True)
@@ -99,7 +99,7 @@ LAST: dict[str, object] = {"choices": [{"index": 0, "text": "", "finish_reason":
 
 
 @pytest.mark.parametrize("late", [{"object": "error", "message": "no", "code": 500}, {"error": None}])
-async def test_what_comes_behind_the_last_event_and_is_no_usage_passes(late: dict[str, object]) -> None:
+async def test_event_after_the_last_one_that_is_not_usage_passes(late: dict[str, object]) -> None:
     own = sse(token(1), LAST, late)
     async with asked(ScriptedAnswer((own,))) as at:
         chunks = await read(await at.stream(AnswerReading(passes_raw=True, added_usage=True)))
@@ -116,7 +116,7 @@ async def test_comments_behind_the_last_event_wait_up_to_a_limit() -> None:
         stream.cancel("the client left")
 
 
-async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() -> None:
+async def test_long_unstreamed_answer_is_passed_in_bounded_pieces() -> None:
     long = json.dumps({"choices": [{"index": 0, "text": "x" * 1_000_000, "finish_reason": "stop"}]}).encode()
     async with asked(
         ScriptedAnswer((long,), content_type=JSON), ScriptedAnswer((long,), content_type=JSON)
@@ -132,7 +132,7 @@ async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() 
     assert [chunk.finish for chunk in rest] == [FinishReason.CANCELLED]
 
 
-async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None:
+async def test_long_event_is_passed_in_bounded_pieces() -> None:
     long = event_of({"choices": [{"index": 0, "text": "x" * 1_500_000, "finish_reason": None}]})
     recorded = event_of(token(1)) + long + sse(token(2, "stop"))
     async with asked(ScriptedAnswer((recorded[:9_000], recorded[9_000:]))) as at:
@@ -143,7 +143,7 @@ async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None
     assert [chunk.finish for chunk in chunks][-2:] == [None, FinishReason.STOP]
 
 
-async def test_streams_that_end_leave_their_connection_to_the_next(set_constants: SetConstants) -> None:
+async def test_ended_stream_leaves_its_connection_for_reuse(set_constants: SetConstants) -> None:
     set_constants(streams, END_LIMIT_S=60.0)
     late = ScriptedAnswer((sse(token(1, "stop")),), ends=AnswerEnd.HELD)
     async with asked(
@@ -161,7 +161,7 @@ async def test_streams_that_end_leave_their_connection_to_the_next(set_constants
         assert len({call.port for call in at.engine.calls}) == 1
 
 
-async def test_a_stream_that_does_not_end_behind_its_last_event_is_closed(
+async def test_stream_left_open_after_its_last_event_is_closed(
     set_constants: SetConstants,
 ) -> None:
     set_constants(streams, END_LIMIT_S=0.01)
@@ -172,14 +172,14 @@ async def test_a_stream_that_does_not_end_behind_its_last_event_is_closed(
         assert (await read(await at.stream()))[-1].finish is FinishReason.STOP
 
 
-async def test_each_token_is_there_as_soon_as_the_engine_wrote_it() -> None:
+async def test_token_is_passed_as_soon_as_the_engine_wrote_it() -> None:
     async with asked(ScriptedAnswer((event_of(token(1)),), ends=AnswerEnd.HELD)) as at:
         stream = await at.stream(TOKENS)
         assert (await anext(stream)).token_ids == (1,)
         assert not (await at.call()).left.is_set()
 
 
-async def test_a_cancelled_stream_closes_its_connection_and_a_read_that_waits_ends() -> None:
+async def test_cancelling_closes_the_connection_and_ends_a_waiting_read() -> None:
     async with asked(ScriptedAnswer((event_of(token(1)),), ends=AnswerEnd.HELD)) as at:
         stream = await at.stream()
         await anext(stream)
@@ -194,7 +194,7 @@ async def test_a_cancelled_stream_closes_its_connection_and_a_read_that_waits_en
         await (await at.call()).left.wait()
 
 
-async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -> None:
+async def test_stream_cancelled_before_its_first_read_ends_as_cancelled() -> None:
     async with asked(ScriptedAnswer((sse(token(1, "stop")),))) as at:
         stream = await at.stream()
         stream.cancel("no more")
@@ -217,7 +217,9 @@ async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -
         (ScriptedAnswer(()), 0, "without a finish reason"),
     ],
 )
-async def test_what_breaks_off_is_broken(answer: ScriptedAnswer, n_tokens: int, says: str) -> None:
+async def test_answer_that_breaks_off_is_a_broken_stream(
+    answer: ScriptedAnswer, n_tokens: int, says: str
+) -> None:
     async with asked(answer) as at:
         stream = await at.stream(TOKENS)
         for _ in range(n_tokens):
@@ -230,7 +232,7 @@ async def test_what_breaks_off_is_broken(answer: ScriptedAnswer, n_tokens: int, 
             await anext(stream)
 
 
-async def test_an_engine_that_stops_breaks_its_streams() -> None:
+async def test_closing_the_engine_server_breaks_its_streams() -> None:
     async with asked(ScriptedAnswer((event_of(token(1)),), ends=AnswerEnd.HELD)) as at:
         stream = await at.stream()
         await anext(stream)
@@ -241,7 +243,7 @@ async def test_an_engine_that_stops_breaks_its_streams() -> None:
             await waiting
 
 
-async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
+async def test_closing_the_engine_server_fails_waiting_unstreamed_reads() -> None:
     async with asked(
         ScriptedAnswer(ends=AnswerEnd.NO_HEADERS),
         ScriptedAnswer((b"{",), content_type=JSON, ends=AnswerEnd.HELD),
@@ -269,14 +271,14 @@ async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
         b'{"error":null,"detail":"\xff"}',
     ],
 )
-async def test_a_whole_answer_passes_whatever_it_is(body: bytes) -> None:
+async def test_any_unstreamed_answer_passes_unchanged(body: bytes) -> None:
     async with asked(ScriptedAnswer((body,), content_type=JSON)) as at:
         (chunk,) = await read(at.whole(RAW))
     assert (chunk.raw, chunk.finish) == (body, FinishReason.STOP)
     assert decode_chunk(encode_chunk(chunk)) == chunk
 
 
-async def test_a_whole_answer_that_its_engine_aborts_is_lost_and_passes_where_nobody_else_answers() -> None:
+async def test_aborted_unstreamed_answer_breaks_and_keeps_the_answer() -> None:
     """vLLM that is asked to end answers what it runs with what there is of it."""
     body = json.dumps(token(1, "abort")).encode()
     async with asked(ScriptedAnswer((body,), content_type=JSON)) as at:
@@ -295,7 +297,7 @@ async def test_a_whole_answer_that_its_engine_aborts_is_lost_and_passes_where_no
         (False, [token(1), token(2, "abort")], False),
     ],
 )
-async def test_a_stream_that_its_engine_aborts_is_lost_where_another_one_can_go_on(
+async def test_aborted_stream_breaks_only_where_another_engine_can_go_on(
     goes_on: bool, events: list[object], is_lost: bool
 ) -> None:
     """What came before is not lost, nor is the end of an answer that would end there in any case."""
@@ -313,7 +315,7 @@ async def test_a_stream_that_its_engine_aborts_is_lost_where_another_one_can_go_
             assert b"".join(chunk.raw for chunk in chunks).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_comment_comes_before_the_answer_does() -> None:
+async def test_comment_before_the_answer_is_passed_at_once() -> None:
     async with asked(ScriptedAnswer((b": keep-alive\n\n",), ends=AnswerEnd.HELD)) as at:
         chunk = await anext(await at.stream())
         assert (chunk.is_comment, chunk.comments) == (True, b": keep-alive\n\n")
@@ -329,7 +331,7 @@ async def test_a_comment_comes_before_the_answer_does() -> None:
         ([token(1), {"error": {"message": "late", "code": 400}}], StreamBroken, "late"),
     ],
 )
-async def test_an_error_event_blames_the_call_only_in_place_of_an_answer(
+async def test_error_event_blames_the_call_only_if_no_answer_has_begun(
     events: list[object], kind: type[KvrouterError], says: str
 ) -> None:
     async with asked(ScriptedAnswer(tuple(map(event_of, events)))) as at:
@@ -340,28 +342,28 @@ async def test_an_error_event_blames_the_call_only_in_place_of_an_answer(
             await anext(stream)
 
 
-async def test_an_error_event_of_sglang_blames_the_call_too() -> None:
+async def test_sglang_context_error_event_blames_the_call() -> None:
     async with asked(ScriptedAnswer((page("sglang-0.5.23-error-in-stream.sse"),))) as at:
         with pytest.raises(ContextLengthExceeded, match="1018 tokens"):
             await read(await at.stream())
 
 
 @pytest.mark.parametrize("name", ["sglang-0.5.23-generate-error.sse", "sglang-0.5.23-generate-abort.sse"])
-async def test_both_ways_in_which_sglang_refuses_token_ids_blame_the_call(name: str) -> None:
+async def test_sglang_refusal_of_token_ids_in_either_form_blames_the_call(name: str) -> None:
     async with asked(ScriptedAnswer((page(name),))) as at:
         stream = SseStream(at.server.post(PATH, b"{}"), TOKENS, GenerateReader())
         with pytest.raises(ContextLengthExceeded, match="tokens"):
             await read(stream)
 
 
-async def test_tokens_of_sglang_come_once_each() -> None:
+async def test_sglang_tokens_are_each_given_once() -> None:
     async with asked(ScriptedAnswer((page("sglang-0.5.23-generate.sse"),))) as at:
         chunks = await read(SseStream(at.server.post(PATH, b"{}"), TOKENS, GenerateReader()))
     assert [t for chunk in chunks for t in chunk.token_ids] == [1309, 722, 504, 1369, 1022, 1252]
     assert (chunks[-1].finish, chunks[-1].raw) == (FinishReason.LENGTH, b"")
 
 
-async def test_a_whole_answer_is_one_chunk() -> None:
+async def test_unstreamed_answer_is_one_chunk() -> None:
     async with asked(ScriptedAnswer((WHOLE,), content_type=JSON)) as at:
         assert await read(at.whole(RAW)) == [
             EngineChunk(
@@ -370,7 +372,7 @@ async def test_a_whole_answer_is_one_chunk() -> None:
         ]
 
 
-async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
+async def test_prefill_answer_gives_transfer_params_and_passes_no_bytes() -> None:
     params = {
         "remote_engine_id": "e",
         "remote_block_ids": [1, 2],
@@ -398,7 +400,7 @@ async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
         (ScriptedAnswer((b'{"error":{"message":"n","code":400}}',), content_type=JSON), InvalidRequest),
     ],
 )
-async def test_the_read_of_a_whole_answer_raises_what_the_engine_says(
+async def test_read_of_an_unstreamed_answer_raises_the_engine_error(
     answer: ScriptedAnswer, kind: type[KvrouterError]
 ) -> None:
     async with asked(answer) as at:
@@ -410,7 +412,7 @@ async def test_the_read_of_a_whole_answer_raises_what_the_engine_says(
             await anext(stream)
 
 
-async def test_a_whole_answer_that_is_cancelled_closes_its_connection() -> None:
+async def test_cancelling_an_unstreamed_answer_closes_its_connection() -> None:
     async with asked(ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)) as at:
         stream = at.whole()
         waiting = asyncio.create_task(anext(stream))
@@ -425,7 +427,7 @@ async def test_a_whole_answer_that_is_cancelled_closes_its_connection() -> None:
 @pytest.mark.parametrize(
     "answer", [ScriptedAnswer((WHOLE,), content_type=JSON), ScriptedAnswer((b"",), status=500)]
 )
-async def test_what_came_before_the_cancellation_is_not_read_any_more(answer: ScriptedAnswer) -> None:
+async def test_answer_that_came_before_a_cancellation_is_not_read(answer: ScriptedAnswer) -> None:
     async with asked(answer) as at:
         answering = asyncio.create_task(at.server.ask(PATH, b"{}"))
 

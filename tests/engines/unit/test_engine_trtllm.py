@@ -61,7 +61,7 @@ def changed(answer: bytes, **fields: object) -> bytes:
     return json.dumps(whole).encode()
 
 
-def test_a_streamed_chat_goes_as_it_was_written() -> None:
+def test_streamed_chat_is_sent_as_written_with_usage() -> None:
     call, body = asked(engine_request(call=client_call(CHAT)))
     assert body == {**CHAT, "stream_options": USAGE}
     assert (call.path, call.streams) == ("/v1/chat/completions", True)
@@ -69,13 +69,13 @@ def test_a_streamed_chat_goes_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("options", [USAGE, {}, {"include_usage": True, "continuous_usage_stats": True}])
-def test_a_client_that_gets_the_usage_keeps_it(options: dict[str, object]) -> None:
+def test_stream_options_that_give_the_client_usage_are_kept(options: dict[str, object]) -> None:
     call, body = asked(engine_request(call=client_call({**CHAT, "stream_options": options})))
     assert (body["stream_options"], call.reading) == (options, AnswerReading(passes_raw=True))
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": None}])
-def test_from_others_it_is_taken_out_again(options: dict[str, object] | None) -> None:
+def test_usage_is_added_if_the_client_does_not_get_it(options: dict[str, object] | None) -> None:
     call, body = asked(engine_request(call=client_call({**CHAT, "stream_options": options})))
     assert (body["stream_options"], call.reading.added_usage) == (USAGE, True)
 
@@ -86,12 +86,12 @@ def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:
 
 
 @pytest.mark.parametrize("options", [1, "a", [USAGE], {"include_usage": "maybe"}])
-def test_options_that_cannot_be_read_go_to_the_engine_as_they_are(options: object) -> None:
+def test_unreadable_stream_options_are_passed_unchanged(options: object) -> None:
     call, body = asked(engine_request(call=client_call({**CHAT, "stream": True, "stream_options": options})))
     assert (body["stream_options"], call.reading.added_usage) == (options, False)
 
 
-def test_tokens_go_as_a_completion_that_answers_in_tokens() -> None:
+def test_tokens_are_sent_as_a_completion_without_detokenization() -> None:
     sampling = Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,))
     call, body = asked(engine_request(sampling=sampling))
     assert body == {
@@ -105,7 +105,7 @@ def test_tokens_go_as_a_completion_that_answers_in_tokens() -> None:
     assert "seed" not in asked(engine_request())[1]
 
 
-def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_other_field() -> None:
+def test_resumed_call_keeps_client_sampling_and_no_other_client_field() -> None:
     call, body = asked(engine_request(call=client_call(CHAT), resumed_tokens=1))
     assert (call.path, call.reading) == ("/v1/completions", AnswerReading(passes_raw=False))
     assert body == {
@@ -114,7 +114,7 @@ def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_other_fie
     }  # fmt: skip
 
 
-def test_a_chat_has_its_salt_and_nothing_else_may() -> None:
+def test_cache_salt_is_sent_in_chats_and_refused_in_other_calls() -> None:
     chat = engine_request(call=client_call(CHAT), cache_namespace="tenant")
     assert asked(chat)[1]["cache_salt"] == "tenant"
     for call in (None, client_call(COMPLETION)):
@@ -123,7 +123,7 @@ def test_a_chat_has_its_salt_and_nothing_else_may() -> None:
         assert caught.value.param == "cache_salt"
 
 
-def test_an_adapter_by_its_name_is_refused() -> None:
+def test_adapter_name_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(engine_request(call=client_call(CHAT), lora_name="ada"))
     assert caught.value.param == "model"
@@ -143,7 +143,7 @@ def test_a_prefill_leg_is_context_only_and_not_streamed(body: dict[str, object] 
         assert {**sent, **body, "stream": None} == {**sent, "stream": None}
 
 
-def test_both_legs_get_an_id_that_no_engine_gives_itself() -> None:
+def test_shared_request_ids_are_distinct_and_above_engine_ids() -> None:
     ids = {
         asked(engine_request(kind=Leg.PREFILL, attempt=attempt), has_shared_ids=True)[1][
             "disaggregated_params"
@@ -155,14 +155,14 @@ def test_both_legs_get_an_id_that_no_engine_gives_itself() -> None:
 
 
 @pytest.mark.parametrize("field", ["n", "best_of"])
-def test_several_answers_cannot_be_handed_over(field: str) -> None:
+def test_prefill_of_several_answers_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(engine_request(kind=Leg.PREFILL, call=client_call({**CHAT, field: 2})))
     assert caught.value.param == field
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]]])
-def test_several_prompts_cannot_be_handed_over(prompts: list[object]) -> None:
+def test_prefill_of_several_prompts_is_refused(prompts: list[object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(engine_request(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts})))
     assert caught.value.param == "prompt"
@@ -170,7 +170,7 @@ def test_several_prompts_cannot_be_handed_over(prompts: list[object]) -> None:
     assert body["prompt"] == prompts[:1]
 
 
-def test_what_the_context_engine_said_goes_to_the_decode_leg_unchanged() -> None:
+def test_transfer_params_of_the_prefill_reach_the_decode_leg() -> None:
     reported = json.loads(CONTEXT)
     expected = {
         **reported["choices"][0]["disaggregated_params"],
@@ -188,7 +188,7 @@ def test_what_the_context_engine_said_goes_to_the_decode_leg_unchanged() -> None
     assert (body["prompt"], body["disaggregated_params"]) == ([5, 6, 7], expected)
 
 
-def test_a_client_is_not_reported_how_engines_reach_each_other() -> None:
+def test_disaggregated_params_are_removed_from_the_client_answer() -> None:
     call, _ = asked(decode(COMPLETION))
     cleaned = json.loads(call.reading.cleaned(CONTEXT))
     reported = json.loads(CONTEXT)
@@ -197,7 +197,7 @@ def test_a_client_is_not_reported_how_engines_reach_each_other() -> None:
     assert asked(engine_request(call=client_call(COMPLETION)))[0].reading.cleaned(CONTEXT) == CONTEXT
 
 
-def test_its_errors_are_reported_in_its_own_words() -> None:
+def test_engine_error_keeps_its_message_and_class() -> None:
     error = failure_of(400, page("trtllm-1.3.0-error-field.json"))
     assert isinstance(error, InvalidRequest)
     assert "Extra inputs are not permitted" in error.message
@@ -205,7 +205,7 @@ def test_its_errors_are_reported_in_its_own_words() -> None:
     assert isinstance(failure_of(400, page("trtllm-1.3.0-error-context.json")), ContextLengthExceeded)
 
 
-def test_its_streams_are_read_as_openais() -> None:
+def test_recorded_streams_are_read_as_openai_events() -> None:
     chat, tokens = (page(f"trtllm-1.3.0-{name}.sse") for name in ("chat", "completion-tokens"))
     events = [read_event(data) for _, data in EventCutter().push(chat) if data and data != DONE]
     assert [event.text_chars for event in events] == [0, 3, 4, 0]
@@ -215,25 +215,25 @@ def test_its_streams_are_read_as_openais() -> None:
     assert finish_of("cancelled") is FinishReason.CANCELLED
 
 
-def test_an_older_engine_is_not_sent_a_field_that_it_does_not_know() -> None:
+def test_ctx_usage_is_not_sent_to_an_older_engine() -> None:
     older = {"request_type": "context_only", "first_gen_tokens": [606], "ctx_request_id": 1}
     _, body = asked(decode(COMPLETION, changed(CONTEXT, disaggregated_params=older)))
     assert body["disaggregated_params"] == {**older, "request_type": "generation_only"}
 
 
 @pytest.mark.parametrize("reported", [[5, 6, 8], [[5, 6, 8]]])
-def test_the_prompt_is_the_context_engines_where_the_router_saw_another(reported: object) -> None:
+def test_decode_leg_uses_the_prompt_tokens_of_the_prefill_engine(reported: object) -> None:
     answer = json.dumps({**json.loads(CONTEXT), "prompt_token_ids": reported}).encode()
     assert asked(decode(COMPLETION, answer))[1]["prompt"] == [5, 6, 8]
 
 
 @pytest.mark.parametrize("reported", [[5, 6, 7], [[5, 6, 7]], None])
-def test_a_prompt_that_both_know_does_not_travel(reported: object) -> None:
+def test_prompt_equal_to_the_router_prompt_is_not_handed_over(reported: object) -> None:
     answer = json.dumps({**json.loads(CONTEXT), "prompt_token_ids": reported}).encode()
     assert "prompt_token_ids" not in handed(answer)
 
 
-def test_what_a_prefill_leg_ends_with() -> None:
+def test_prefill_answer_gives_finish_and_usage_without_tokens() -> None:
     event = PrefillReader(engine_request().token_ids)(CONTEXT)
     assert (event.finish, event.token_ids, event.text_chars) == (FinishReason.LENGTH, (), 0)
     assert event.usage is not None
@@ -242,7 +242,7 @@ def test_what_a_prefill_leg_ends_with() -> None:
     assert event.kv_transfer_params is None
 
 
-def test_an_engine_that_has_not_finished_hands_over_too() -> None:
+def test_not_finished_prefill_answer_gives_transfer_params() -> None:
     event = PrefillReader(engine_request().token_ids)(changed(CONTEXT, finish_reason="not_finished"))
     assert event.finish is FinishReason.LENGTH
     assert event.kv_transfer_params is not None
@@ -257,7 +257,7 @@ def test_an_engine_that_has_not_finished_hands_over_too() -> None:
         (b'{"choices":[{"finish_reason":"length","disaggregated_params":1}]}', "data"),
     ],
 )
-def test_what_is_no_answer_is_refused(answer: bytes, field: str) -> None:
+def test_malformed_prefill_answer_is_refused(answer: bytes, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         PrefillReader(engine_request().token_ids)(answer)
     assert caught.value.param == field
@@ -283,7 +283,7 @@ _answers = st.fixed_dictionaries(
 
 
 @given(answer=_answers | _odd)
-def test_whatever_a_prefill_engine_answers_is_read_or_refused_by_field(answer: object) -> None:
+def test_any_prefill_answer_is_read_or_refused_by_field(answer: object) -> None:
     fields: list[str | None] = []
     try:
         event = PrefillReader(engine_request().token_ids)(json.dumps(answer).encode())
@@ -307,24 +307,26 @@ def test_whatever_a_prefill_engine_answers_is_read_or_refused_by_field(answer: o
     )
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_whatever_is_handed_over_is_sent_on_or_none_of_ours(stream: bool, params: dict[str, object]) -> None:
+def test_any_transfer_params_are_sent_on_or_an_engine_failure(
+    stream: bool, params: dict[str, object]
+) -> None:
     call = client_call({**CHAT, "stream": stream})
     with suppress(EngineFailed):
         call_of(engine_request(kind=Leg.DECODE, call=call, kv_transfer_params=params), has_shared_ids=True)
 
 
-def test_an_error_in_an_answer_is_one() -> None:
+def test_error_in_a_prefill_answer_is_read_as_an_error() -> None:
     event = PrefillReader(engine_request().token_ids)(b'{"error":{"message":"no","code":400}}')
     assert event.error is not None
 
 
 @pytest.mark.parametrize("params", [{}, {"remote_engine_id": "x"}, {"disaggregated_params": 7}])
-def test_what_another_kind_of_engine_handed_over_is_none_of_ours(params: dict[str, object]) -> None:
+def test_transfer_params_of_another_engine_kind_are_an_engine_failure(params: dict[str, object]) -> None:
     with pytest.raises(EngineFailed):
         asked(engine_request(kind=Leg.DECODE, call=client_call(CHAT), kv_transfer_params=params))
 
 
-def test_an_answer_that_its_first_token_ended_needs_no_decode_engine() -> None:
+def test_answer_ended_by_its_first_token_needs_no_decode_engine() -> None:
     call = call_of(decode({**CHAT, "stream": False}, ENDED), has_shared_ids=True)
     assert call.answered is not None
     reported, was = json.loads(call.answered), json.loads(ENDED)
@@ -334,7 +336,7 @@ def test_an_answer_that_its_first_token_ended_needs_no_decode_engine() -> None:
 
 
 @pytest.mark.parametrize("has_usage", [False, True])
-def test_and_is_streamed_to_who_wants_a_stream(has_usage: bool) -> None:
+def test_answer_ended_by_its_first_token_is_streamed_if_asked(has_usage: bool) -> None:
     body = {**CHAT, "stream_options": USAGE} if has_usage else CHAT
     call = call_of(decode(body, ENDED), has_shared_ids=True)
     assert call.answered is not None
@@ -348,7 +350,7 @@ def test_and_is_streamed_to_who_wants_a_stream(has_usage: bool) -> None:
     assert call.reader()(b"").finish is FinishReason.STOP
 
 
-def test_a_completion_of_tokens_that_ended_has_its_token() -> None:
+def test_token_completion_ended_by_its_first_token_has_that_token() -> None:
     ended = changed(CONTEXT, finish_reason="stop", token_ids=[606], text="")
     call = call_of(decode(None, ended), has_shared_ids=True)
     assert call.answered is not None

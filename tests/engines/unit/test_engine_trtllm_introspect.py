@@ -40,11 +40,11 @@ def ways(info: TrtllmInfo = FACTS, block_size: int = 32) -> TrtllmClient:
     return TrtllmClient(WorkerId(7), info, block_size=block_size)
 
 
-async def test_an_engine_that_ran_something_tells_everything(server: EngineServer) -> None:
+async def test_engine_that_ran_something_gives_all_info(server: EngineServer) -> None:
     assert await ask_info(server) == FACTS
 
 
-async def test_one_that_ran_nothing_is_made_to_generate_a_token(
+async def test_engine_that_ran_nothing_is_made_to_generate_a_token(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_json("/metrics", [])
@@ -56,7 +56,7 @@ async def test_one_that_ran_nothing_is_made_to_generate_a_token(
     assert (await ask_info(server)).block_size is None
 
 
-async def test_one_that_tells_its_block_size_is_left_in_peace(
+async def test_engine_that_gives_its_block_size_is_not_made_to_generate(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_json("/metrics", [])
@@ -69,7 +69,7 @@ async def test_one_that_tells_its_block_size_is_left_in_peace(
 
 
 @pytest.mark.parametrize("labels", ["", 'max_model_len=""', 'max_model_len="None"'])
-async def test_a_context_that_it_does_not_tell_is_unknown(
+async def test_missing_context_length_is_unknown(
     engine: ScriptedTrtllm, server: EngineServer, labels: str
 ) -> None:
     engine.set_page("/prometheus/metrics", f"trtllm_model_config_info{{{labels}}} 1.0\n")
@@ -86,13 +86,13 @@ def test_versions_are_compared_by_their_numbers(version: str, is_from: bool) -> 
     assert replace(FACTS, version=version).is_from((1, 2)) is is_from
 
 
-async def test_no_models_no_tensorrt_llm(engine: ScriptedTrtllm, server: EngineServer) -> None:
+async def test_server_without_a_models_page_is_refused(engine: ScriptedTrtllm, server: EngineServer) -> None:
     del engine.pages["/v1/models"]
     with pytest.raises(ConfigError, match=r"^http://.* has no /v1/models: is it TensorRT-LLM's server\?"):
         await ask_info(server)
 
 
-async def test_another_engines_server_is_known_by_its_owner(
+async def test_server_of_another_engine_is_refused_by_its_model_owner(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.replace("/v1/models", "tensorrt_llm", "vllm")
@@ -117,16 +117,14 @@ UNKNOWN: Mapping[str, tuple[Callable[[ScriptedTrtllm], object], Mapping[str, Any
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-async def test_what_cannot_be_read_is_unknown(
-    engine: ScriptedTrtllm, server: EngineServer, what: str
-) -> None:
+async def test_unreadable_info_is_unknown(engine: ScriptedTrtllm, server: EngineServer, what: str) -> None:
     spoil, unknown = UNKNOWN[what]
     spoil(engine)
     info = await ask_info(server)
     assert replace(info, missing=()) == replace(FACTS, **unknown)
 
 
-async def test_its_load_is_that_of_its_last_iteration(server: EngineServer) -> None:
+async def test_load_is_that_of_the_last_iteration(server: EngineServer) -> None:
     assert await ways().look(server) == Probe((BUSY,))
 
 
@@ -135,7 +133,7 @@ def took(kv_bytes: int, start_s: float, end_s: float) -> dict[str, object]:
     return {"request_id": 1, "ctx_request_id": 2, "perf_metrics": {"first_iter": 1, "timing_metrics": timing}}
 
 
-async def test_a_decode_engine_tells_what_kv_it_fetched(engine: ScriptedTrtllm, server: EngineServer) -> None:
+async def test_decode_engine_reports_its_kv_transfers(engine: ScriptedTrtllm, server: EngineServer) -> None:
     looking = TrtllmClient(WorkerId(7), FACTS, block_size=32, fetches_kv=True)
     assert (await looking.look(server)).loads == (BUSY,)
     engine.set_json("/perf_metrics", [took(100, 5.0, 5.5), {"perf_metrics": {"timing_metrics": {}}}])
@@ -152,19 +150,21 @@ async def test_a_decode_engine_tells_what_kv_it_fetched(engine: ScriptedTrtllm, 
     assert await looking.look(server) == Probe(())
 
 
-async def test_other_engines_are_not_asked_for_it(engine: ScriptedTrtllm, server: EngineServer) -> None:
+async def test_other_engines_are_not_asked_for_kv_transfers(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
     await ways().look(server)
     assert engine.asked["/perf_metrics"] == 0
 
 
-async def test_an_engine_that_is_too_busy_to_tell_of_its_cache_is_asked_the_rest(
+async def test_engine_without_cache_metrics_still_gives_the_other_info(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_page("/metrics", "", status=500)
     assert await ask_info(server) == replace(FACTS, block_size=None, total_blocks=None)
 
 
-async def test_an_engine_that_runs_nothing_any_more_holds_nothing(
+async def test_engine_idle_for_some_probes_reports_no_active_blocks(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     looking = ways()
@@ -179,7 +179,7 @@ async def test_an_engine_that_runs_nothing_any_more_holds_nothing(
     assert await looking.look(server) == Probe((LoadReport(rank=RANK, active_blocks=0, total_blocks=200),))
 
 
-async def test_an_engine_that_is_too_busy_to_tell_its_load_is_well(
+async def test_engine_that_cannot_give_its_load_counts_as_answering(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_page("/metrics", "", status=500)
@@ -191,13 +191,15 @@ async def test_an_old_engine_is_not_asked_for_its_load(engine: ScriptedTrtllm, s
     assert engine.asked["/metrics"] == 0
 
 
-async def test_an_engine_that_is_ill_does_not_answer(engine: ScriptedTrtllm, server: EngineServer) -> None:
+async def test_engine_with_a_failing_health_page_is_unreachable(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
     engine.set_page("/health", "LLM is unavailable.", status=503)
     with pytest.raises(WorkerUnreachable):
         await ways().look(server)
 
 
-async def test_after_a_look_that_failed_it_has_to_be_what_it_was(
+async def test_models_are_checked_again_after_a_failed_probe(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     looking = ways()
@@ -214,6 +216,6 @@ async def test_after_a_look_that_failed_it_has_to_be_what_it_was(
     assert (await looking.look(server)).loads == (BUSY,)
 
 
-async def test_a_block_size_that_its_operator_got_wrong_is_found_out(server: EngineServer) -> None:
+async def test_wrong_configured_block_size_fails_the_probe(server: EngineServer) -> None:
     with pytest.raises(WorkerUnreachable, match="with other block size: 32, not 64"):
         await ways(replace(FACTS, block_size=None), block_size=64).look(server)

@@ -74,21 +74,21 @@ async def polled(engine: ScriptedTrtllm, *polls: Any) -> None:
     await until(lambda: engine.n_polls >= last)
 
 
-async def test_what_polls_bring_is_one_stream() -> None:
+async def test_polled_events_form_one_stream() -> None:
     async with hearing([native(0, created()), native(1, stored(A, B))]) as (engine, reported):
         await polled(engine, [native(2, stored(C, parent=2)), native(3, removed(3))])
         assert [type(event).__name__ for event in reported.events] == ["Stored", "Stored", "Removed"]
         assert (reported.is_partial(), reported.changes) == (False, [])
 
 
-async def test_all_of_a_long_poll_is_heard() -> None:
+async def test_every_event_of_a_long_poll_is_taken() -> None:
     blocks = [native(n, stored((n, [n, n, n, n]))) for n in range(1, 3 * EVENTS_AT_ONCE)]
     async with hearing([native(0, created()), *blocks]) as (engine, reported):
         await polled(engine)
         assert (reported.stored, reported.is_partial()) == (len(blocks), False)
 
 
-async def test_events_that_are_missing_empty_the_rank_until_it_is_cleared() -> None:
+async def test_missing_events_clear_the_rank_and_leave_it_partial_until_a_clear() -> None:
     async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine, [native(4, stored(B))])
         assert [type(event) for event in reported.events] == [Stored, Cleared, Stored]
@@ -99,14 +99,14 @@ async def test_events_that_are_missing_empty_the_rank_until_it_is_cleared() -> N
         assert reported.heard("its whole cache is known again")
 
 
-async def test_who_comes_late_knows_a_part() -> None:
+async def test_listener_that_attaches_late_is_partial() -> None:
     async with hearing([native(7, stored(A))]) as (engine, reported):
         await polled(engine)
         assert (reported.is_partial(), reported.stored) == (True, 1)
         assert reported.heard("KV events from 0 to 6 are lost for good")
 
 
-async def test_an_engine_that_tells_nothing_at_all_is_reported_of_once() -> None:
+async def test_engine_without_any_event_is_reported_once() -> None:
     async with hearing() as (engine, reported):
         await polled(engine)
         assert reported.is_partial()
@@ -116,7 +116,7 @@ async def test_an_engine_that_tells_nothing_at_all_is_reported_of_once() -> None
         assert not reported.is_partial()
 
 
-async def test_an_engine_that_began_again_is_heard_from_its_beginning() -> None:
+async def test_restarted_engine_is_followed_from_its_first_event() -> None:
     async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine, [native(0, created()), native(1, stored(A, B)), native(2, removed(2))])
         assert [type(event).__name__ for event in reported.events] == [
@@ -126,7 +126,7 @@ async def test_an_engine_that_began_again_is_heard_from_its_beginning() -> None:
         assert reported.heard("restarted")
 
 
-async def test_other_ranks_are_let_go_and_reported_of_once() -> None:
+async def test_events_of_other_ranks_are_ignored_and_reported_once() -> None:
     other = [native(0, created(), attention_dp_rank=1), native(1, stored(A), attention_dp_rank=1)]
     async with hearing([native(0, created(), attention_dp_rank=0), *other]) as (engine, reported):
         await polled(engine, [native(1, stored(B), attention_dp_rank=0)])
@@ -135,7 +135,7 @@ async def test_other_ranks_are_let_go_and_reported_of_once() -> None:
 
 
 @pytest.mark.parametrize("answer", ["<html>", [{"event_id": -1, "data": {}}]])
-async def test_a_poll_that_cannot_be_read_empties_the_rank(answer: Any) -> None:
+async def test_unreadable_poll_clears_the_rank(answer: Any) -> None:
     async with hearing([native(0, created()), native(1, stored(A))], answer) as (engine, reported):
         await polled(engine, [native(3, stored(B))])
         assert [type(event) for event in reported.events] == [Stored, Cleared, Stored]
@@ -143,7 +143,7 @@ async def test_a_poll_that_cannot_be_read_empties_the_rank(answer: Any) -> None:
         assert reported.heard("cannot be read")
 
 
-async def test_an_event_that_cannot_be_read_empties_the_rank() -> None:
+async def test_unreadable_event_clears_the_rank() -> None:
     odd = native(2, {"type": "removed"})
     async with hearing([native(0, created()), native(1, stored(A)), odd]) as (engine, reported):
         await polled(engine)
@@ -151,7 +151,7 @@ async def test_an_event_that_cannot_be_read_empties_the_rank() -> None:
         assert reported.heard("one of its KV events cannot be read: data")
 
 
-async def test_a_server_that_is_away_for_a_while_is_asked_on() -> None:
+async def test_polling_goes_on_after_a_server_outage() -> None:
     async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):
         await polled(engine)
         await engine.stop()
@@ -163,7 +163,7 @@ async def test_a_server_that_is_away_for_a_while_is_asked_on() -> None:
         assert (reported.stored, reported.is_partial(), reported.changes) == (2, False, [])
 
 
-async def test_a_server_that_has_no_events_is_asked_no_more() -> None:
+async def test_polling_ends_if_the_server_has_no_events_page() -> None:
     async with scripted_trtllm() as engine:
         engine.events_status = 404
         async with listening(engine) as reported:
@@ -172,7 +172,7 @@ async def test_a_server_that_has_no_events_is_asked_no_more() -> None:
         assert engine.n_polls == 1
 
 
-async def test_a_mistake_of_ours_is_shown_and_the_rank_emptied(make_fail: MakeFail) -> None:
+async def test_exception_in_polling_is_reported_and_clears_the_rank(make_fail: MakeFail) -> None:
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
     async with hearing([native(0, created()), native(1, stored(A))]) as (engine, reported):

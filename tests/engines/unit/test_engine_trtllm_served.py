@@ -60,7 +60,7 @@ def decode(body: dict[str, object], chunk: EngineChunk) -> EngineRequest:
     )
 
 
-async def test_the_first_token_comes_once() -> None:
+async def test_first_token_of_a_handoff_is_given_once() -> None:
     stream = ScriptedAnswer((page("trtllm-1.3.0-chat.sse"),))
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
         scripted.answers.extend((CONTEXT, stream))
@@ -77,7 +77,7 @@ async def test_the_first_token_comes_once() -> None:
         assert 2**62 <= scripted.calls[0].body["disaggregated_params"]["disagg_request_id"] < 2**63
 
 
-async def test_an_answer_that_its_first_token_ended_is_sent_to_no_decode_engine() -> None:
+async def test_answer_ended_by_its_first_token_is_not_sent_to_decode() -> None:
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
         scripted.answers.append(ENDED)
         chunk = await prefilled(engine, CHAT)
@@ -88,7 +88,7 @@ async def test_an_answer_that_its_first_token_ended_is_sent_to_no_decode_engine(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_decode_engine_that_refuses_the_call_got_no_kv(stream: bool) -> None:
+async def test_call_refused_by_the_decode_engine_reports_kv_lost(stream: bool) -> None:
     refusal = ScriptedAnswer.error(400, "trtllm-1.3.0-error-field.json")
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
         scripted.answers.extend((CONTEXT, refusal))
@@ -97,7 +97,7 @@ async def test_a_decode_engine_that_refuses_the_call_got_no_kv(stream: bool) -> 
         assert (chunk.finish, chunk.kv_lost) == (FinishReason.ERROR, KvLoss.BROKEN)
 
 
-async def test_a_prefill_engine_that_hands_nothing_over_says_so() -> None:
+async def test_prefill_without_disaggregated_params_gives_no_transfer_params() -> None:
     reported = json.loads(CONTEXT.pieces[0])
     reported["choices"][0]["disaggregated_params"] = None
     async with scripted_trtllm() as scripted, serving(scripted) as engine:
@@ -108,7 +108,7 @@ async def test_a_prefill_engine_that_hands_nothing_over_says_so() -> None:
             await prefilled(engine, CALL)
 
 
-async def test_an_attached_engine_tells_its_events_its_load_and_what_it_does_not_know() -> None:
+async def test_attached_engine_reports_its_load_and_a_partial_cache() -> None:
     states: list[EngineState] = []
     heard, loads = EventRecorder(), list[LoadReport]()
     polls = [native(0, created()), native(1, stored((1, list(range(32)))))]
@@ -126,7 +126,7 @@ async def test_an_attached_engine_tells_its_events_its_load_and_what_it_does_not
             await attached.engine.stop()
 
 
-async def test_a_fleet_file_says_what_its_engine_does_not_tell() -> None:
+async def test_fleet_file_gives_the_sizes_that_its_engine_does_not() -> None:
     async with scripted_trtllm([native(0, created())]) as scripted:
         scripted.set_json("/metrics", [])
         del scripted.pages["/prometheus/metrics"]

@@ -39,7 +39,7 @@ def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[st
     return call, json.loads(call.body)
 
 
-def test_a_streamed_chat_goes_as_it_was_written_and_is_asked_for_what_routing_needs() -> None:
+def test_streamed_chat_is_sent_as_written_with_token_ids_and_usage() -> None:
     call, body = asked(leg(client(CHAT)))
     assert body == {
         **CHAT,
@@ -53,7 +53,7 @@ def test_a_streamed_chat_goes_as_it_was_written_and_is_asked_for_what_routing_ne
     assert call.headers == {"X-Request-Id": "r-i#1"}
 
 
-def test_nothing_is_added_that_the_client_asked_for_itself() -> None:
+def test_options_that_the_client_set_are_not_added() -> None:
     said = {**COMPLETION, "return_token_ids": False, "stream_options": {"include_usage": True, "x": 1}}
     call, body = asked(leg(client(said)))
     assert body == {**said, "model": "tiny"}
@@ -61,30 +61,30 @@ def test_nothing_is_added_that_the_client_asked_for_itself() -> None:
 
 
 @pytest.mark.parametrize("several", [{"n": 2}, {"prompt": ["hi", "ho"]}, {"prompt": [[1, 2], [3]]}])
-def test_several_answers_are_not_asked_for_their_usage(several: dict[str, object]) -> None:
+def test_usage_is_not_added_for_several_answers(several: dict[str, object]) -> None:
     call, body = asked(leg(client({**COMPLETION, **several}, resumable=False)))
     assert "stream_options" not in body
     assert call.reading == AnswerReading(passes_raw=True)
 
 
 @pytest.mark.parametrize("one", [{"n": 1}, {"n": None}, {"prompt": [1, 2]}, {"prompt": "[["}])
-def test_one_answer_is_asked_for_its_usage(one: dict[str, object]) -> None:
+def test_usage_is_added_for_one_answer(one: dict[str, object]) -> None:
     call, _ = asked(leg(client({**COMPLETION, **one}, resumable=False)))
     assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
 
 
-def test_usage_that_the_client_does_not_want_is_asked_for_with_its_other_options() -> None:
+def test_usage_is_added_beside_other_stream_options() -> None:
     _, body = asked(leg(client({**COMPLETION, "stream_options": {"include_usage": False, "x": 1}})))
     assert body["stream_options"] == {"include_usage": True, "x": 1}
 
 
-def test_an_answer_that_nobody_could_go_on_with_needs_no_tokens() -> None:
+def test_token_ids_are_not_asked_for_if_not_resumable() -> None:
     call, body = asked(leg(client(CHAT, resumable=False)))
     assert "return_token_ids" not in body
     assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
 
 
-def test_a_whole_answer_is_asked_for_as_the_client_did() -> None:
+def test_unstreamed_chat_is_sent_as_written() -> None:
     said = {name: value for name, value in CHAT.items() if name != "stream"}
     call, body = asked(leg(client(said)))
     assert body == {**said, "model": "tiny"}
@@ -92,7 +92,7 @@ def test_a_whole_answer_is_asked_for_as_the_client_did() -> None:
 
 
 @pytest.mark.parametrize("said", [CHAT, COMPLETION])
-def test_a_prefill_keeps_the_prompt_and_makes_one_token(said: dict[str, object]) -> None:
+def test_prefill_keeps_the_prompt_and_generates_one_token(said: dict[str, object]) -> None:
     more = {"max_tokens": 50, "max_completion_tokens": 50, "min_tokens": 4, "n": 1, "best_of": 1,
             "stream_options": {"include_usage": True}}  # fmt: skip
     call, body = asked(leg(client({**said, **more}), Leg.PREFILL))
@@ -148,7 +148,7 @@ SHAPES_THE_PROMPT: dict[str, object] = {
 }
 
 
-def test_a_prefill_carries_what_shapes_its_prompt_and_nothing_that_shapes_the_answer_alone() -> None:
+def test_prefill_keeps_prompt_fields_and_drops_answer_fields() -> None:
     said = {"model": "public", "messages": CHAT["messages"], **SHAPES_THE_PROMPT}
     call, body = asked(leg(client({**said, **SHAPES_THE_ANSWER}), Leg.PREFILL))
     added = {"model": "tiny", "stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_FOR_KV)}
@@ -157,7 +157,7 @@ def test_a_prefill_carries_what_shapes_its_prompt_and_nothing_that_shapes_the_an
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_tool_that_must_be_called_stays_in_the_prompt_of_a_prefill(
+def test_required_tool_stays_in_a_prefill_with_tool_choice_none(
     choice: object,
 ) -> None:
     said = {**CHAT, "tools": TOOLS, "tool_choice": choice}
@@ -175,7 +175,7 @@ def test_a_tool_that_must_be_called_stays_in_the_prompt_of_a_prefill(
         ({"tools": TOOLS, "response_format": None}, False),
     ],
 )
-def test_choices_that_an_engine_writes_into_the_prompt_leave_it_to_the_decode_engine(
+def test_prompt_with_choices_in_it_is_left_to_the_decode_engine(
     more: dict[str, object], is_alone: bool
 ) -> None:
     request = leg(client({**CHAT, **more}), Leg.PREFILL)
@@ -194,7 +194,7 @@ def test_choices_that_an_engine_writes_into_the_prompt_leave_it_to_the_decode_en
         ({}, False),
     ],
 )
-def test_a_prefill_engine_without_a_tool_parser_is_asked_for_no_call_of_a_tool(
+def test_prefill_with_tools_has_a_fallback_with_tool_choice_none(
     more: dict[str, object], has_another: bool
 ) -> None:
     call, body = asked(leg(client({**CHAT, **more}), Leg.PREFILL))
@@ -205,7 +205,7 @@ def test_a_prefill_engine_without_a_tool_parser_is_asked_for_no_call_of_a_tool(
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", "required!", "any", None, 1])
-def test_every_other_choice_of_tools_stays_as_it_was_written(choice: object) -> None:
+def test_other_tool_choices_are_kept_in_a_prefill(choice: object) -> None:
     said = {**CHAT, "tools": TOOLS, "tool_choice": choice}
     assert asked(leg(client(said), Leg.PREFILL))[1]["tool_choice"] == choice
 
@@ -222,27 +222,25 @@ def test_every_other_choice_of_tools_stays_as_it_was_written(choice: object) -> 
         ({"truncate_prompt_tokens": 1}, False),
     ],
 )
-def test_a_prompt_that_its_decode_engine_has_to_compute_is_not_prefilled_elsewhere(
-    alone: dict[str, object], is_alone: bool
-) -> None:
+def test_prompt_that_decode_must_compute_is_not_prefilled(alone: dict[str, object], is_alone: bool) -> None:
     call = call_of(leg(client({**COMPLETION, **alone}), Leg.PREFILL), model="tiny")
     assert (call.answered is not None) is is_alone
 
 
-def test_a_prefill_of_what_goes_on_elsewhere_is_of_tokens() -> None:
+def test_prefill_of_a_resumed_request_sends_tokens() -> None:
     call, body = asked(leg(client(CHAT), Leg.PREFILL, resumed_tokens=1))
     assert (call.path, body["prompt"], body["max_tokens"]) == ("/v1/completions", [5, 6, 7], 1)
     assert "messages" not in body
     assert body["kv_transfer_params"] == dict(ASK_FOR_KV)
 
 
-def test_a_prefill_without_a_clients_call_is_of_tokens() -> None:
+def test_prefill_without_a_client_call_sends_tokens() -> None:
     _, body = asked(leg(None, Leg.PREFILL))
     assert (body["prompt"], body["stream"], body["max_tokens"]) == ([5, 6, 7], False, 1)
 
 
 @pytest.mark.parametrize("call", [client(CHAT), None])
-def test_a_decode_brings_what_the_prefill_worker_said(call: ClientCall | None) -> None:
+def test_decode_call_has_the_transfer_params_of_the_prefill(call: ClientCall | None) -> None:
     params = {"remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 5600}
     _, body = asked(leg(call, Leg.DECODE, kv_transfer_params=params))
     assert body["kv_transfer_params"] == params
@@ -264,7 +262,7 @@ def test_a_decode_brings_what_the_prefill_worker_said(call: ClientCall | None) -
         {"prompt_embeds": ["AA", "BB"]},
     ],
 )
-def test_what_makes_several_requests_of_an_engine_is_not_prefilled_for_another_one(
+def test_call_with_several_prompts_or_answers_is_not_prefilled(
     several: dict[str, object],
 ) -> None:
     said = {**COMPLETION, **several}
@@ -288,13 +286,13 @@ def test_what_makes_several_requests_of_an_engine_is_not_prefilled_for_another_o
         {"prompt": ["hi"]},
     ],
 )
-def test_one_answer_to_one_prompt_is_prefilled(one: dict[str, object]) -> None:
+def test_call_with_one_prompt_and_one_answer_is_prefilled(one: dict[str, object]) -> None:
     assert call_of(leg(client({**COMPLETION, **one}), Leg.PREFILL), model="tiny").answered is None
 
 
 @pytest.mark.parametrize("prompts", [b'"a","b"', b"[1],[2]"])
 @pytest.mark.parametrize("blanks", [b" " * 80, b"\n" * 4_000_000])
-def test_prompts_behind_blanks_are_several(prompts: bytes, blanks: bytes) -> None:
+def test_several_prompts_after_whitespace_are_not_prefilled(prompts: bytes, blanks: bytes) -> None:
     body = b'{"model":"m","prompt":[' + blanks + prompts + b"]}"
     call = ClientCall(CallRoute.COMPLETION, body, stream=False, resumable=False)
     assert call_of(leg(call, Leg.PREFILL), model="tiny").answered is not None
@@ -305,7 +303,7 @@ WHERE = {"do_remote_prefill": True, "remote_request_id": "r"}
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("said", [WHERE, None])
-def test_kv_that_an_engine_does_not_tell_of_is_found_where_engines_share_a_storage(
+def test_missing_transfer_params_are_empty_if_the_engine_gives_none(
     tells: bool, said: dict[str, object] | None
 ) -> None:
     call = call_of(leg(client(CHAT), Leg.PREFILL), model="tiny", tells_where_kv_waits=tells)
@@ -317,12 +315,12 @@ def test_kv_that_an_engine_does_not_tell_of_is_found_where_engines_share_a_stora
 
 
 @pytest.mark.parametrize("call", [client(COMPLETION), None])
-def test_a_decode_that_finds_its_kv_itself_is_reported_nothing(call: ClientCall | None) -> None:
+def test_decode_with_empty_transfer_params_sends_none(call: ClientCall | None) -> None:
     _, body = asked(leg(call, Leg.DECODE, kv_transfer_params={}))
     assert "kv_transfer_params" not in body
 
 
-def test_what_goes_on_elsewhere_is_a_completion_of_tokens_without_stop_strings() -> None:
+def test_resumed_call_is_a_token_completion_without_stop_strings() -> None:
     more = {"tools": [], "max_completion_tokens": 90, "n": 1, "chat_template": "x", "top_k": 4}
     call, body = asked(leg(client({**CHAT, **more}), resumed_tokens=2))
     assert body == {
@@ -341,7 +339,7 @@ def test_what_goes_on_elsewhere_is_a_completion_of_tokens_without_stop_strings()
     assert call.reading == AnswerReading(passes_raw=False)
 
 
-def test_a_request_that_no_client_wrote_says_how_tokens_are_drawn() -> None:
+def test_request_without_a_client_call_sends_its_sampling() -> None:
     _, body = asked(leg())
     assert body == {
         "temperature": 0.5, "top_p": 1.0, "top_k": -1, "frequency_penalty": 0.0, "presence_penalty": 0.0,
@@ -364,14 +362,14 @@ def test_every_leg_has_its_salt_its_adapter_and_its_rank(kind: Leg, call: Client
 
 
 @pytest.mark.parametrize("kind", list(Leg))
-def test_no_call_makes_the_engine_repeat_its_stores(kind: Leg) -> None:
+def test_kv_cache_report_mode_of_the_client_is_removed(kind: Leg) -> None:
     _, body = asked(leg(client({**CHAT, "vllm_xargs": {"kv_cache_report_mode": "full", "x": 1}}), kind))
     assert body["vllm_xargs"] == {"x": 1}
 
 
 @pytest.mark.parametrize("field", ["vllm_xargs", "stream_options"])
 @pytest.mark.parametrize("value", ["text", 1, [{"include_usage": True}]])
-def test_what_is_no_object_is_the_engines_to_judge(field: str, value: object) -> None:
+def test_malformed_object_fields_are_passed_unchanged(field: str, value: object) -> None:
     call, body = asked(leg(client({**CHAT, "stream": True, field: value})))
     assert body[field] == value
     assert call.reading.added_usage == (field == "vllm_xargs")
@@ -392,12 +390,12 @@ def test_usage_is_added_where_the_engine_would_not_send_it(said: dict[str, objec
 
 
 @pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}, {"model": 5}, {"model": ["m"]}])
-def test_a_model_that_is_none_is_the_engines_to_judge(named: dict[str, object]) -> None:
+def test_invalid_model_field_is_passed_unchanged(named: dict[str, object]) -> None:
     body = {name: value for name, value in CHAT.items() if name != "model"}
     assert asked(leg(client({**body, **named})))[1].get("model", "absent") == named.get("model", "absent")
 
 
-def test_an_object_that_is_no_utf_8_is_the_clients_mistake() -> None:
+def test_object_that_is_not_utf_8_is_an_invalid_request() -> None:
     body = b'{"model":"m","messages":[],"vllm_xargs":{"\xff":1}}'
     with pytest.raises(InvalidRequest) as caught:
         asked(leg(ClientCall(CallRoute.CHAT, body, stream=False, resumable=False)))
@@ -405,7 +403,7 @@ def test_an_object_that_is_no_utf_8_is_the_clients_mistake() -> None:
 
 
 @pytest.mark.parametrize("kind", [Leg.AGGREGATED, Leg.DECODE])
-def test_where_kv_is_only_the_router_says(kind: Leg) -> None:
+def test_transfer_params_of_the_client_are_removed(kind: Leg) -> None:
     smuggled = {"kv_transfer_params": "x", "ec_transfer_params": [1]}
     said = {**CHAT, **smuggled, "vllm_xargs": {"of_theirs": 1, **smuggled}}
     _, body = asked(leg(client(said), kind=kind))
@@ -425,7 +423,7 @@ FORM_TYPE = "multipart/form-data; boundary=b"
         (False, None, FORM),
     ],
 )
-def test_a_form_goes_byte_for_byte_but_for_the_engines_name_of_its_model(
+def test_form_is_sent_unchanged_but_for_the_model_name(
     names_model: bool, lora: str | None, sent: bytes
 ) -> None:
     begin = FORM.index(b"public")

@@ -68,7 +68,7 @@ def two_ranks(engine: ScriptedEngine, *, block_size: int = 32, n_blocks: int = 2
     engine.set_page(METRICS, "\n".join([*second, *lines]) + "\n")
 
 
-async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
+async def test_recorded_pages_give_all_engine_info(engine: ScriptedEngine) -> None:
     info = await ask(engine)
     assert info == VllmInfo(
         version="0.32.0",
@@ -84,7 +84,7 @@ async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
     assert info.block_size == 32
 
 
-async def test_a_nixl_connector_is_reported_by_its_metrics(engine: ScriptedEngine) -> None:
+async def test_nixl_connector_is_recognized_by_its_metrics(engine: ScriptedEngine) -> None:
     assert not (await ask(engine)).uses_nixl
     text = engine.pages[METRICS].pieces[0].decode()
     engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
@@ -94,7 +94,7 @@ async def test_a_nixl_connector_is_reported_by_its_metrics(engine: ScriptedEngin
 @pytest.mark.parametrize(
     ("root", "writes"), [("moonshotai/Kimi-K3-Instruct", True), ("/models/kimi_k3", True), ("kimi-k2", False)]
 )
-async def test_a_model_whose_prompt_has_the_choices_of_a_call_is_known_by_its_name(
+async def test_model_with_choices_in_its_prompt_is_known_by_its_name(
     engine: ScriptedEngine, root: str, writes: bool
 ) -> None:
     info = await ask(engine)
@@ -102,7 +102,7 @@ async def test_a_model_whose_prompt_has_the_choices_of_a_call_is_known_by_its_na
     assert dataclasses.replace(info, root=root).writes_choices is writes
 
 
-async def test_adapters_are_reported_from_names_of_the_model(engine: ScriptedEngine) -> None:
+async def test_adapters_are_distinguished_from_model_aliases(engine: ScriptedEngine) -> None:
     models = engine.json("/v1/models")
     base = models["data"][0]
     models["data"] = [{**base, "id": "lora-a", "parent": "tiny"}, base, {**base, "id": "alias", "root": None}]
@@ -111,7 +111,7 @@ async def test_adapters_are_reported_from_names_of_the_model(engine: ScriptedEng
     assert (info.models, info.adapters, info.root) == (("tiny", "alias"), ("lora-a",), "tiny-model")
 
 
-async def test_ranks_are_reported_in_order_whatever_the_page_has_first(engine: ScriptedEngine) -> None:
+async def test_ranks_are_in_order_whatever_the_order_of_the_page(engine: ScriptedEngine) -> None:
     two_ranks(engine, n_blocks=150)
     source = engine.json("/kv_event_sources")["0"]
     engine.set_json("/kv_event_sources", {"1": {**source, "endpoint": "tcp://*:16202"}, "0": source})
@@ -120,7 +120,7 @@ async def test_ranks_are_reported_in_order_whatever_the_page_has_first(engine: S
     assert info.events[R1].events == "tcp://127.0.0.1:16202"
 
 
-async def test_the_size_that_blocks_are_hashed_in_wins(engine: ScriptedEngine) -> None:
+async def test_hash_block_size_takes_precedence_over_the_block_size(engine: ScriptedEngine) -> None:
     engine.replace(METRICS, 'hash_block_size="None"', 'hash_block_size="16"')
     assert (await ask(engine)).block_size == 16
 
@@ -135,27 +135,27 @@ async def test_a_rank_without_events_has_no_source(engine: ScriptedEngine, chang
     assert (await ask(engine)).events == {}
 
 
-async def test_older_servers_lack_some_pages(engine: ScriptedEngine) -> None:
+async def test_missing_pages_of_older_servers_leave_info_unknown(engine: ScriptedEngine) -> None:
     del engine.pages["/kv_event_sources"], engine.pages["/version"]
     without(engine, METRICS, "process_start_time")
     info = await ask(engine)
     assert (info.version, info.events, info.started_s) == ("", {}, None)
 
 
-async def test_no_models_no_vllm(engine: ScriptedEngine) -> None:
+async def test_server_without_a_models_page_is_refused(engine: ScriptedEngine) -> None:
     del engine.pages["/v1/models"]
     with pytest.raises(ConfigError, match=r"^http://.* has no /v1/models: is it vLLM's server\?") as caught:
         await ask(engine)
     assert caught.value.param == "url"
 
 
-async def test_another_engines_models_are_known_by_their_owner(engine: ScriptedEngine) -> None:
+async def test_server_of_another_engine_is_refused_by_its_model_owner(engine: ScriptedEngine) -> None:
     engine.replace("/v1/models", '"owned_by":"vllm"', '"owned_by":"sglang"')
     with pytest.raises(ConfigError, match="owned by 'sglang', not 'vllm': is it vLLM's server"):
         await ask(engine)
 
 
-async def test_an_engine_that_has_no_model_yet_is_waited_for(engine: ScriptedEngine) -> None:
+async def test_engine_without_a_model_yet_is_unreachable(engine: ScriptedEngine) -> None:
     engine.set_json("/v1/models", {"object": "list", "data": []})
     with pytest.raises(WorkerUnreachable, match="no model yet"):
         await ask(engine)
@@ -193,7 +193,7 @@ UNKNOWN: Mapping[str, tuple[Callable[[ScriptedEngine], object], str, str, object
 
 
 @pytest.mark.parametrize("what", UNKNOWN)
-async def test_what_cannot_be_read_is_unknown_and_named(engine: ScriptedEngine, what: str) -> None:
+async def test_unreadable_info_is_unknown_and_named(engine: ScriptedEngine, what: str) -> None:
     change, says, name, value = UNKNOWN[what]
     change(engine)
     info = await ask(engine)
@@ -211,13 +211,13 @@ async def test_what_cannot_be_read_is_unknown_and_named(engine: ScriptedEngine, 
         ("ipc:///run/events", "http://gpu-3:8000", "ipc:///run/events"),
     ],
 )
-def test_where_an_engine_binds_everywhere_its_server_tells_the_host(
+def test_wildcard_event_endpoint_gets_the_host_of_the_server_url(
     endpoint: str, url: str, expected: str
 ) -> None:
     assert reachable(endpoint, url) == expected
 
 
-def test_only_what_was_asked_for_is_read_of_a_page() -> None:
+def test_only_requested_metrics_are_read_from_a_page() -> None:
     samples = read_metrics(page("vllm-0.32.0-metrics.txt"), ("vllm:num_requests_waiting",))
     assert samples == {
         "vllm:num_requests_waiting": [Sample({"engine": "0", "model_name": "tiny"}, 0.0)]
@@ -269,7 +269,7 @@ FETCHED = (
         ("seconds_sum", None),
     ],
 )
-def test_what_an_engine_fetched_is_reported_where_its_page_has_all_of_it(
+def test_kv_transfers_are_reported_if_the_page_has_what_they_need(
     lacks: str | None, reported: KvTransfers | None
 ) -> None:
     lines = [line for line in FETCHED.splitlines() if lacks is None or lacks not in line]
@@ -278,7 +278,7 @@ def test_what_an_engine_fetched_is_reported_where_its_page_has_all_of_it(
     assert (first.kv_transfers, second.kv_transfers) == (reported, None)
 
 
-def test_what_connectors_fetched_is_one_sum() -> None:
+def test_kv_transfers_of_several_connectors_are_summed() -> None:
     tokens = [line for line in FETCHED.splitlines() if "by_source" in line]
     by_nixl = [line for line in FETCHED.splitlines() if "nixl" in line]
     by_mooncake = [line.replace("nixl", "mooncake") for line in by_nixl]
@@ -295,7 +295,7 @@ def test_what_connectors_fetched_is_one_sum() -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
-def test_a_figure_that_cannot_be_counts_as_not_reported(value: str) -> None:
+def test_impossible_metric_value_counts_as_not_reported(value: str) -> None:
     text = USED.format(0, 0.25) + FETCHED.replace("393216.0", value)
     (report,) = reports(text, {R0: RankInfo(32, 200)})
     assert report.kv_transfers is None
@@ -314,11 +314,11 @@ def test_a_figure_that_cannot_be_counts_as_not_reported(value: str) -> None:
         (USED.format(0, 0.1) + 'vllm:num_requests_running{engine="0"} NaN\n', 1),
     ],
 )
-def test_a_rank_of_which_no_load_is_reported_has_no_report(text: str, n_reports: int) -> None:
+def test_rank_without_load_metrics_has_no_load_report(text: str, n_reports: int) -> None:
     assert len(reports(text, {R0: RankInfo(32, 200)})) == n_reports
 
 
-async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> None:
+async def test_probe_gives_the_loads_and_the_start_time(engine: ScriptedEngine) -> None:
     server = EngineServer(engine.url)
     await server.open()
     try:
@@ -339,7 +339,7 @@ async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> Non
         await server.close()
 
 
-async def test_an_engine_that_was_started_again_with_nixl_has_to_say_where_its_kv_waits(
+async def test_engine_restarted_with_nixl_must_give_transfer_params(
     engine: ScriptedEngine,
 ) -> None:
     server = EngineServer(engine.url)

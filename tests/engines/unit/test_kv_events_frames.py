@@ -23,21 +23,21 @@ SEQ = (7).to_bytes(8, "big")
         (SEQ, b"p"),  # by a REQ socket, which takes the empty frame away
     ],
 )
-def test_a_replayed_batch_without_topic(frames: tuple[bytes, ...]) -> None:
+def test_replayed_batch_without_a_topic_is_read(frames: tuple[bytes, ...]) -> None:
     assert read_replayed(frames) == Published(7, b"p")
 
 
 @pytest.mark.parametrize("frames", [(b"", b"kv", SEQ, b"p"), (b"kv", SEQ, b"p")])
-def test_a_replayed_batch_with_its_topic(frames: tuple[bytes, ...]) -> None:
+def test_replayed_batch_with_its_topic_is_read(frames: tuple[bytes, ...]) -> None:
     assert read_replayed(frames) == Published(7, b"p", b"kv")
 
 
 @pytest.mark.parametrize("frames", [(b"", b"", REPLAY_END, b""), (b"", REPLAY_END, b""), (REPLAY_END, b"")])
-def test_the_number_minus_one_ends_a_replay(frames: tuple[bytes, ...]) -> None:
+def test_sequence_number_minus_one_ends_a_replay(frames: tuple[bytes, ...]) -> None:
     assert read_replayed(frames) == ReplayEnd()
 
 
-def test_a_replay_is_asked_for_by_number() -> None:
+def test_replay_is_requested_by_sequence_number() -> None:
     assert replay_question(258) == (b"", b"\0\0\0\0\0\0\1\2")
 
 

@@ -20,13 +20,13 @@ FULL = CacheGroup(0, 2)
 WINDOW = CacheGroup(1, 0)
 
 
-def test_a_store_names_the_blocks_by_their_tokens() -> None:
+def test_store_gives_the_block_hashes_of_its_tokens() -> None:
     ledger = _ledger()
     (event,) = ledger.take((stored((11, 12), tokens=range(8)),))
     assert event == Stored(None, pack_hashes((11, 12)), Prompt(range(8), block_size=4).block_hashes)
 
 
-def test_two_stores_need_two_removals() -> None:
+def test_block_stored_twice_needs_two_removals() -> None:
     ledger = _ledger()
     ledger.take((stored((11,)), stored((11,))))
     assert ledger.take((_removed(11),)) == (Removed(pack_hashes((11,))),)
@@ -46,7 +46,7 @@ def test_a_clear_forgets_counts_and_makes_a_partial_rank_whole() -> None:
     assert ledger.held() == 0
 
 
-def test_a_clear_that_comes_after_the_stores_which_followed_it_costs_hits_alone() -> None:
+def test_child_of_a_block_cleared_by_a_late_clear_is_skipped() -> None:
     ledger = _ledger()
     ledger.take((stored((11, 12)), EngineCleared()))
     assert ledger.take((stored((13,), parent=12), _removed(11))) == ()
@@ -62,7 +62,7 @@ def test_blocks_with_known_parents_count_after_attaching_late() -> None:
     assert (ledger.held(), ledger.is_partial) == (2, True)
 
 
-def test_a_salt_holds_for_all_that_follows() -> None:
+def test_salt_of_a_block_applies_to_its_children() -> None:
     ledger = _ledger()
     ledger.take((stored((11,), tokens=range(4), cache_salt="a"),))
     (child,) = ledger.take((stored((12,), parent=11, tokens=range(4, 8)),))
@@ -71,7 +71,7 @@ def test_a_salt_holds_for_all_that_follows() -> None:
     assert child.block_hashes == whole.block_hashes[8:]
 
 
-def test_an_adapter_goes_by_its_name_and_a_number_has_to_stand_for_one() -> None:
+def test_adapter_number_is_mapped_to_its_name_or_skipped() -> None:
     ledger = RankBlocks(EngineTraits(block_size=4, lora_names={1: "ada"}))
     by_name, by_number = ledger.take(
         (stored((11,), lora_name="ada"), stored((12,), tokens=[11] * 4, lora_id=1))
@@ -83,7 +83,7 @@ def test_an_adapter_goes_by_its_name_and_a_number_has_to_stand_for_one() -> None
     assert ledger.skipped == {Skipped.UNNAMED_LORA: 1}
 
 
-def test_multimodal_objects_tell_equal_tokens_apart() -> None:
+def test_multimodal_hashes_enter_the_block_hashes() -> None:
     ledger = _ledger()
     (event,) = ledger.take((stored((11, 12), tokens=[9] * 8, mm_hashes=((5,), (6,))),))
     assert isinstance(event, Stored)
@@ -93,7 +93,7 @@ def test_multimodal_objects_tell_equal_tokens_apart() -> None:
     assert ledger.skipped == {Skipped.TOKENS_MISMATCH: 1}
 
 
-def test_full_attention_decides_and_a_window_is_let_go() -> None:
+def test_events_of_a_window_group_are_skipped_beside_full_attention() -> None:
     ledger = _ledger()
     first = ledger.take((stored((11,), group=FULL), stored((11,), group=WINDOW)))
     assert len(first) == 1
@@ -104,13 +104,13 @@ def test_full_attention_decides_and_a_window_is_let_go() -> None:
     assert ledger.skipped == {Skipped.OTHER_GROUP: 2}
 
 
-def test_the_first_of_two_equal_groups_decides() -> None:
+def test_only_the_first_of_two_equal_groups_counts() -> None:
     ledger = _ledger()
     ledger.take((stored((11,), group=CacheGroup(3, 2)), stored((12,), group=CacheGroup(4, 2))))
     assert (ledger.held(), ledger.skipped) == (1, {Skipped.OTHER_GROUP: 1})
 
 
-def test_a_window_counts_until_full_attention_is_seen_and_takes_over() -> None:
+def test_window_group_counts_until_full_attention_is_seen() -> None:
     ledger = _ledger()
     ledger.take((stored((11,), group=WINDOW),))
     assert ledger.held() == 1
@@ -119,7 +119,7 @@ def test_a_window_counts_until_full_attention_is_seen_and_takes_over() -> None:
     assert (ledger.held(), ledger.is_partial) == (1, False)
 
 
-def test_a_group_that_was_announced_decides_before_it_holds_anything() -> None:
+def test_announced_larger_group_counts_before_it_holds_blocks() -> None:
     ledger = _ledger()
     events = (
         EngineGroup(CacheGroup(64, 64)),
@@ -130,7 +130,7 @@ def test_a_group_that_was_announced_decides_before_it_holds_anything() -> None:
     assert ledger.skipped == {Skipped.OTHER_GROUP: 1}
 
 
-def test_a_copy_below_the_gpu_needs_no_tokens() -> None:
+def test_cpu_copy_of_a_known_block_needs_no_tokens() -> None:
     ledger = _ledger()
     ledger.take((stored((11, 12), cache_salt="a"),))
     copies = ledger.take((stored((11, 12), tokens=(), block_size=0, medium=Medium.CPU),))
@@ -144,7 +144,7 @@ def test_a_copy_below_the_gpu_needs_no_tokens() -> None:
     assert ledger.skipped == {Skipped.NO_TOKENS: 1}
 
 
-def test_a_copy_whose_salt_is_left_out_keeps_the_one_that_it_was_stored_with() -> None:
+def test_copy_without_a_salt_keeps_the_salt_of_its_block() -> None:
     ledger = _ledger()
     ledger.take((stored((11,), cache_salt="a"),))
     (copy,) = ledger.take((stored((11,), medium=Medium.CPU),))
@@ -152,7 +152,7 @@ def test_a_copy_whose_salt_is_left_out_keeps_the_one_that_it_was_stored_with() -
     assert copy.block_hashes == _hash(11, "a")
 
 
-def test_a_block_moves_between_media_and_is_found_by_what_follows() -> None:
+def test_block_moves_between_media_and_is_found_by_later_events() -> None:
     ledger = _ledger()
     ledger.take((stored((11,)), stored((12,), parent=11)))
     moved = ledger.take((EngineMoved(EngineHash(11), Medium.GPU, Medium.CPU),))
@@ -165,14 +165,14 @@ def test_a_block_moves_between_media_and_is_found_by_what_follows() -> None:
     assert ledger.take((EngineMoved(EngineHash(12), Medium.GPU, Medium.CPU),)) == ()
 
 
-def test_blocks_that_are_no_runs_of_our_size_are_let_go() -> None:
+def test_blocks_of_another_size_are_skipped_and_counted() -> None:
     ledger = _ledger()
     assert ledger.take((stored((11,), block_size=8), stored((12,), tokens=range(5)))) == ()
     assert ledger.skipped == {Skipped.OTHER_BLOCK_SIZE: 1, Skipped.TOKENS_MISMATCH: 1}
     assert not ledger.is_partial
 
 
-def test_a_rank_that_is_full_holds_no_more_and_says_so() -> None:
+def test_full_rank_skips_further_blocks_and_is_partial() -> None:
     ledger = RankBlocks(EngineTraits(block_size=4, blocks_max=2))
     (event,) = ledger.take((stored((11, 12, 13)),))
     assert isinstance(event, Stored)
@@ -182,14 +182,14 @@ def test_a_rank_that_is_full_holds_no_more_and_says_so() -> None:
     assert ledger.is_partial
 
 
-def test_lost_events_empty_the_rank() -> None:
+def test_lost_events_clear_the_rank_and_make_it_partial() -> None:
     ledger = _ledger()
     ledger.take((stored((11,)),))
     assert ledger.lose() == (Cleared(),)
     assert (ledger.held(), ledger.is_partial) == (0, True)
 
 
-def test_what_is_skipped_is_counted() -> None:
+def test_skipped_events_are_counted_by_reason() -> None:
     ledger = _ledger()
     assert ledger.take((EngineSkipped(Skipped.UNKNOWN_EVENT), EngineSkipped(Skipped.NOT_LOCAL, 3))) == ()
     assert ledger.skipped == {Skipped.UNKNOWN_EVENT: 1, Skipped.NOT_LOCAL: 3}

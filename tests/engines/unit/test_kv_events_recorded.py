@@ -31,7 +31,7 @@ ARRAY_FIELDS = {
 
 
 @pytest.mark.parametrize("sample", samples(), ids=lambda sample: sample.name)
-def test_a_recorded_payload_decodes_to_what_is_written_with_it(sample: Sample) -> None:
+def test_recorded_payload_decodes_to_its_written_events(sample: Sample) -> None:
     (batch,) = sample.decode(sample.payload)
     assert (batch.dp_rank, batch.published_s) == (sample.dp_rank, sample.published_s)
     assert len(batch.events) == len(sample.events)
@@ -62,7 +62,7 @@ RECORDED = [sample for sample in samples() if len(sample.frames) == 3]
 
 
 @pytest.mark.parametrize("sample", RECORDED, ids=lambda sample: sample.name)
-def test_a_recorded_message_reads_the_same_live_and_replayed_in_both_framings(sample: Sample) -> None:
+def test_recorded_message_reads_the_same_live_and_replayed(sample: Sample) -> None:
     topic, seq, payload = sample.frames
     live = read_published(sample.frames)
     assert (live.topic.decode(), live.seq, live.payload) == (sample.topic, sample.seq, payload)
@@ -91,7 +91,7 @@ def test_a_request_with_the_same_tokens_salt_and_adapter_finds_the_blocks() -> N
         assert event.block_hashes != block_hashes(tokens, block_size=block_size, seed=others)
 
 
-def test_evictions_are_passed_on_once_the_blocks_are_known() -> None:
+def test_evictions_of_known_blocks_are_passed_on() -> None:
     sample = _named("v0.32_removed_and_stored_mixed")
     (batch,) = sample.decode(sample.payload)
     gone = tuple(event.names[0] for event in batch.events if isinstance(event, EngineRemoved))
@@ -105,7 +105,7 @@ def test_evictions_are_passed_on_once_the_blocks_are_known() -> None:
     assert (last.n_blocks, ledger.held(), ledger.skipped.total()) == (6, 6, 0)
 
 
-def test_a_block_that_is_reported_again_when_found_is_counted_again() -> None:
+def test_block_reported_again_on_a_hit_is_counted_again() -> None:
     """What ``kv_cache_report_mode: full`` sends looks like a second store: the known drift."""
     sample = _named("v0.32_report_mode_full_restore")
     (batch,) = sample.decode(sample.payload)

@@ -21,7 +21,7 @@ OWN = (("cache_salt", "tenant-1"), ("session_id", "s"), ("lora_name", "ada"))
 
 
 @pytest.mark.parametrize("is_array", [False, True])
-def test_a_store_with_all_fields(is_array: bool) -> None:
+def test_store_event_with_all_fields_is_decoded(is_array: bool) -> None:
     fields = (*COMMON, *OWN)
     event = _one(
         ["BlockStored", *(value for _, value in fields)]
@@ -41,14 +41,14 @@ def test_a_request_with_the_same_salt_and_adapter_finds_the_block() -> None:
     assert reported.block_hashes == Prompt([1, 2, 3, 4], block_size=4, seed=seed).block_hashes
 
 
-def test_pairs_are_found_by_their_tokens() -> None:
+def test_token_pairs_are_decoded_to_their_first_tokens() -> None:
     pairs = [[1, 2], [2, 3], [3, 4], [4, 5]]
     event = _one({"type": "BlockStored", **dict(COMMON), "token_ids": pairs})
     assert isinstance(event, EngineStored)
     assert list(event.token_ids) == [1, 2, 3, 4]
 
 
-def test_a_removal_has_many_hashes() -> None:
+def test_removal_of_many_hashes_is_decoded() -> None:
     event = _one({"type": "BlockRemoved", "block_hashes": [-1, 2, 3], "medium": "DISK"})
     assert isinstance(event, EngineRemoved)
     assert (event.names, event.medium) == ((2**64 - 1, 2, 3), Medium.DISK)

@@ -33,7 +33,7 @@ def published(seq: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
     return b"kv", seq.to_bytes(8, "big"), payload
 
 
-def test_each_rank_has_its_own_counts_and_what_is_of_none_is_the_sockets_own() -> None:
+def test_skips_count_for_their_rank_or_else_for_the_rank_of_the_socket() -> None:
     follower = EngineEventStream(decode, EngineTraits(block_size=32, dp_rank=R1), can_replay=False)
     orphans = stored_event(2, parent=1), stored_event(3, parent=2)
     follower.on_published(published(0, vllm_batch(*orphans, dp_rank=0)))
@@ -48,13 +48,13 @@ def test_each_rank_has_its_own_counts_and_what_is_of_none_is_the_sockets_own() -
     assert follower.skipped(DpRank(2)) == {}
 
 
-def test_counts_are_a_copy() -> None:
+def test_skip_counts_are_returned_as_a_copy() -> None:
     follower = EngineEventStream(decode, EngineTraits(block_size=32), can_replay=False)
     follower.skipped(R0)[Skipped.ORPHAN] += 1
     assert follower.skipped(R0) == Counter()
 
 
-async def test_an_engines_reports_tell_what_was_skipped() -> None:
+async def test_load_reports_of_an_engine_have_its_skip_counts() -> None:
     info = VllmInfo(
         version="0.32.0",
         models=("tiny",),
@@ -89,7 +89,7 @@ async def test_an_engines_reports_tell_what_was_skipped() -> None:
             publisher.stop()
 
 
-async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
+async def test_worker_logs_each_skip_reason_once_and_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = WorkerHarness()
@@ -113,7 +113,7 @@ async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
     await harness.worker.stop()
 
 
-async def test_routers_count_what_was_skipped_once_and_show_it() -> None:
+async def test_router_counts_each_skipped_event_once_and_shows_it() -> None:
     async with running_frontend(card(1)) as harness:
 
         async def shown(skipped: Mapping[str, int] | None) -> object:

@@ -46,7 +46,7 @@ class Engine:
         return [*((b"", *self.frames(seq)) for seq in kept), (b"", b"", REPLAY_END, b"")]
 
 
-def test_whoever_attaches_at_the_start_knows_everything() -> None:
+def test_attaching_at_the_start_gives_the_whole_cache() -> None:
     engine, follower = Engine(), _follower()
     assert follower.start() == [AskReplay(0)]
     assert _replay(follower, engine) == []
@@ -54,7 +54,7 @@ def test_whoever_attaches_at_the_start_knows_everything() -> None:
     assert (_names(live), follower.partial_ranks) == ([1000, 1001, 1002], ())
 
 
-def test_what_was_published_before_comes_with_the_replay_and_counts_once() -> None:
+def test_batches_published_before_are_replayed_and_count_once() -> None:
     engine, follower = Engine(), _follower()
     sent = engine.publish(4)
     follower.start()
@@ -64,7 +64,7 @@ def test_what_was_published_before_comes_with_the_replay_and_counts_once() -> No
     assert (_live(follower, sent[3:]), follower.partial_ranks) == ([], ())
 
 
-def test_attaching_past_the_ring_is_partial_and_not_blind() -> None:
+def test_attaching_after_the_replay_ring_overflowed_is_partial() -> None:
     engine, follower = Engine(ring_batches_max=2), _follower()
     engine.publish(5)
     follower.start()
@@ -77,14 +77,14 @@ def test_attaching_past_the_ring_is_partial_and_not_blind() -> None:
 
 
 @pytest.mark.parametrize(("first_seq", "partial"), [(0, ()), (3, (R0,))])
-def test_without_replay_the_first_number_tells(first_seq: int, partial: tuple[DpRank, ...]) -> None:
+def test_first_number_decides_if_partial_without_replay(first_seq: int, partial: tuple[DpRank, ...]) -> None:
     engine, follower = Engine(), _follower(can_replay=False)
     assert follower.start() == []
     _live(follower, engine.publish(4)[first_seq:])
     assert follower.partial_ranks == partial
 
 
-def test_an_engine_that_does_not_answer_is_followed_from_its_first_live_batch() -> None:
+def test_failed_replay_follows_from_the_first_live_batch() -> None:
     engine, follower = Engine(), _follower()
     follower.start()
     sent = engine.publish(3)
@@ -101,7 +101,7 @@ def test_a_gap_is_filled_by_a_replay_from_the_last_batch_taken() -> None:
     assert follower.partial_ranks == ()
 
 
-def test_a_gap_beyond_the_ring_empties_the_rank_and_it_is_partial() -> None:
+def test_gap_beyond_the_replay_ring_clears_the_rank_and_is_partial() -> None:
     engine, follower = _followed(2)
     engine.ring_batches_max = 1
     sent = engine.publish(3)
@@ -112,7 +112,7 @@ def test_a_gap_beyond_the_ring_empties_the_rank_and_it_is_partial() -> None:
     assert follower.partial_ranks == (R0,)
 
 
-def test_a_gap_that_nobody_fills_is_given_up_after_one_question() -> None:
+def test_gap_is_given_up_after_one_failed_replay() -> None:
     engine, follower = _followed(2)
     sent = engine.publish(3)
     assert _live(follower, sent[2:]) == [AskReplay(1)]
@@ -122,7 +122,7 @@ def test_a_gap_that_nobody_fills_is_given_up_after_one_question() -> None:
     assert follower.partial_ranks == (R0,)
 
 
-def test_an_engine_that_keeps_nothing_for_replay_is_followed_all_the_same() -> None:
+def test_engine_with_an_empty_replay_ring_is_followed_as_partial() -> None:
     engine, follower = Engine(ring_batches_max=0), _follower()
     engine.publish(2)
     follower.start()
@@ -135,19 +135,19 @@ def test_an_engine_that_keeps_nothing_for_replay_is_followed_all_the_same() -> N
     assert _names(_live(follower, engine.publish())) == [1004]
 
 
-def test_without_replay_a_gap_empties_at_once() -> None:
+def test_gap_without_replay_clears_the_rank_at_once() -> None:
     engine, follower = Engine(), _follower(can_replay=False)
     _live(follower, engine.publish())
     engine.publish()
     assert _live(follower, engine.publish())[:2] == [Missed(1, 1), Publish(R0, (Cleared(),))]
 
 
-def test_a_batch_that_comes_again_is_dropped() -> None:
+def test_repeated_batch_is_dropped() -> None:
     engine, follower = _followed(3)
     assert _live(follower, [engine.frames(0), engine.frames(2)]) == []
 
 
-def test_a_number_that_stands_for_something_else_is_a_new_start() -> None:
+def test_known_number_with_another_batch_is_a_restart() -> None:
     _, follower = _followed(3)
     again = Engine(start=2)
     live = _live(follower, again.publish())
@@ -155,7 +155,7 @@ def test_a_number_that_stands_for_something_else_is_a_new_start() -> None:
     assert (_names(live), follower.partial_ranks) == ([2000], ())
 
 
-def test_a_new_start_whose_first_batches_were_missed_is_asked_for_them() -> None:
+def test_restart_with_missed_first_batches_asks_for_a_replay() -> None:
     _, follower = _followed(5)
     again = Engine(start=2)
     live = _live(follower, again.publish(3)[2:])
@@ -163,7 +163,7 @@ def test_a_new_start_whose_first_batches_were_missed_is_asked_for_them() -> None
     assert (_names(_replay(follower, again)), follower.partial_ranks) == ([2000, 2001, 2002], ())
 
 
-def test_a_new_start_that_overtook_the_old_one_is_found_out_by_the_replay() -> None:
+def test_restart_with_higher_numbers_is_detected_by_the_replay() -> None:
     _, follower = _followed(3)
     again = Engine(start=2)
     sent = again.publish(6)
@@ -174,7 +174,7 @@ def test_a_new_start_that_overtook_the_old_one_is_found_out_by_the_replay() -> N
     assert follower.partial_ranks == ()
 
 
-def test_after_a_reconnection_the_engine_has_to_show_the_last_batch_again() -> None:
+def test_reconnection_checks_the_last_batch_by_a_replay() -> None:
     engine, follower = _followed(3)
     assert follower.on_reconnected() == [AskReplay(2)]
     assert _replay(follower, engine, 2) == []
@@ -185,7 +185,7 @@ def test_after_a_reconnection_the_engine_has_to_show_the_last_batch_again() -> N
     assert _names(_replay(follower, again)) == [2000]
 
 
-def test_without_replay_a_reconnection_empties_the_rank() -> None:
+def test_reconnection_without_replay_clears_the_rank() -> None:
     engine, follower = Engine(), _follower(can_replay=False)
     _live(follower, engine.publish())
     assert follower.on_reconnected() == [Missed(1, None), Publish(R0, (Cleared(),))]
@@ -193,7 +193,7 @@ def test_without_replay_a_reconnection_empties_the_rank() -> None:
     assert follower.partial_ranks == (R0,)
 
 
-def test_a_reconnection_during_a_replay_asks_for_everything_again() -> None:
+def test_reconnection_during_a_replay_asks_for_everything_again() -> None:
     engine, follower = Engine(), _follower()
     engine.publish(2)
     follower.start()
@@ -203,7 +203,7 @@ def test_a_reconnection_during_a_replay_asks_for_everything_again() -> None:
     assert _names(_replay(follower, engine)) == [1000, 1001]
 
 
-def test_what_waited_with_a_question_and_is_not_in_the_answer_is_of_an_earlier_start() -> None:
+def test_waiting_batch_absent_from_the_replay_means_a_restart() -> None:
     old, follower = _followed(2)
     assert _live(follower, old.publish(8)[7:]) == [AskReplay(1)]
     again = Engine(start=2)
@@ -213,7 +213,7 @@ def test_what_waited_with_a_question_and_is_not_in_the_answer_is_of_an_earlier_s
     assert not follower.is_waiting
 
 
-def test_a_full_waiting_room_is_a_gap_that_is_asked_for() -> None:
+def test_batches_over_the_waiting_limit_are_asked_for_again() -> None:
     engine, follower = Engine(), _follower(limits=EventStreamLimits(waiting_batches_max=2))
     follower.start()
     replay = engine.replay(0)
@@ -223,7 +223,7 @@ def test_a_full_waiting_room_is_a_gap_that_is_asked_for() -> None:
     assert _names(_replay(follower, engine)) == [1000, 1001, 1002, 1003]
 
 
-def test_a_payload_that_cannot_be_read_is_as_good_as_lost() -> None:
+def test_unreadable_payload_counts_as_a_lost_batch() -> None:
     engine, follower = _followed(2)
     refused, missed, emptied = _live(follower, [(b"kv", (2).to_bytes(8, "big"), b"\xc1")])
     assert isinstance(refused, MalformedBatch)
@@ -233,7 +233,7 @@ def test_a_payload_that_cannot_be_read_is_as_good_as_lost() -> None:
     assert follower.partial_ranks == (R0,)
 
 
-def test_a_message_without_a_number_is_reported_and_changes_nothing() -> None:
+def test_message_without_a_number_is_reported_and_ignored() -> None:
     engine, follower = _followed(1)
     (refused,) = follower.on_published((b"kv", b"?", b""))
     assert isinstance(refused, MalformedBatch)
@@ -241,7 +241,7 @@ def test_a_message_without_a_number_is_reported_and_changes_nothing() -> None:
     assert _names(_live(follower, engine.publish())) == [1001]
 
 
-def test_what_is_left_of_a_replay_that_was_given_up_is_let_go() -> None:
+def test_rest_of_an_abandoned_replay_is_ignored() -> None:
     engine, follower = Engine(), _follower()
     engine.publish()
     follower.start()
@@ -257,7 +257,7 @@ def test_each_rank_has_its_own_ledger() -> None:
     assert [blocks.held() for blocks in follower.rank_blocks.values()] == [1, 1]
 
 
-def test_a_socket_speaks_of_so_many_ranks_and_no_more() -> None:
+def test_ranks_over_the_limit_of_a_socket_are_refused() -> None:
     follower = _follower(can_replay=False, limits=EventStreamLimits(ranks_max=2))
     ranks = (0, 1, 2, 1)
     commands = _live(

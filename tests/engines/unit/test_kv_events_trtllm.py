@@ -24,7 +24,7 @@ def _one(*token_ids: int) -> dict[str, object]:
     return {"block_hash": 1, "tokens": [{"token_id": token_id} for token_id in token_ids]}
 
 
-def test_a_block_is_stored_moves_to_the_host_and_back_and_goes() -> None:
+def test_block_is_followed_from_store_through_host_moves_to_removal() -> None:
     reported = _reported(
         _event(0, {"type": "created", "num_blocks_per_cache_level": [8, 8]}),
         _event(1, _stored(_block(11, 0), _block(12, 4))),
@@ -68,7 +68,7 @@ def test_blocks_may_be_named_by_digests() -> None:
     assert stored.parent == int("ab" * 7 + "01", 16)
 
 
-def test_a_partial_block_is_let_go_and_so_is_its_removal() -> None:
+def test_partial_block_and_its_removal_are_skipped() -> None:
     partial = {"block_hash": 13, "tokens": [{"token_id": 9}]}
     reported = _reported(
         _event(0, _stored(_block(11, 0), partial)),
@@ -78,7 +78,7 @@ def test_a_partial_block_is_let_go_and_so_is_its_removal() -> None:
     assert len(reported) == 1
 
 
-def test_the_largest_window_decides() -> None:
+def test_only_events_of_the_largest_window_count() -> None:
     reported = _reported(
         _event(0, {"type": "created"}, window=512),
         _event(1, {"type": "created"}, window=128),
@@ -89,7 +89,7 @@ def test_the_largest_window_decides() -> None:
     assert [type(event) for event in reported] == [Stored]
 
 
-def test_the_first_layer_group_of_a_window_decides() -> None:
+def test_only_events_of_the_first_layer_group_of_a_window_count() -> None:
     reported = _reported(
         _event(0, _stored(_block(11, 0)), window=512, layer_group_id=0),
         _event(1, _stored(_block(11, 0)), window=512, layer_group_id=1),
@@ -98,7 +98,7 @@ def test_the_first_layer_group_of_a_window_decides() -> None:
     assert [type(event) for event in reported] == [Stored]
 
 
-def test_salt_adapter_and_images_are_those_of_the_request() -> None:
+def test_salt_adapter_and_image_enter_the_block_hash() -> None:
     block = _block(11, 0) | {"cache_salt": "a", "mm_keys": [{"type": "mm_key", "hash": DIGEST}]}
     (reported,) = _reported(_event(0, _stored(block) | {"lora_name": "ada"}))
     assert isinstance(reported, Stored)
@@ -108,7 +108,7 @@ def test_salt_adapter_and_images_are_those_of_the_request() -> None:
 
 
 @pytest.mark.parametrize("token", [{"token_id": DIGEST}, {"token_id": 0, "token_extra_id": 7}])
-def test_a_token_that_is_more_than_a_number_keeps_its_block_from_being_taken_for_text(
+def test_block_with_a_nontext_token_does_not_hash_as_text(
     token: dict[str, object],
 ) -> None:
     block = _block(11, 0)
@@ -118,7 +118,7 @@ def test_a_token_that_is_more_than_a_number_keeps_its_block_from_being_taken_for
     assert reported.block_hashes != Prompt(range(4), block_size=4).block_hashes
 
 
-def test_blocks_of_two_levels_are_stored_where_they_are() -> None:
+def test_blocks_are_stored_on_the_medium_of_their_cache_level() -> None:
     reported = _reported(_event(0, _stored(_block(11, 0), _block(12, 4) | {"cache_level": 1})))
     assert [(event.medium, event.parent) for event in reported if isinstance(event, Stored)] == [
         (Medium.GPU, None),
@@ -128,13 +128,13 @@ def test_blocks_of_two_levels_are_stored_where_they_are() -> None:
     assert batch == EngineSkipped(Skipped.UNKNOWN_MEDIUM)
 
 
-def test_other_events_are_skipped_and_a_clear_clears() -> None:
+def test_unknown_events_are_skipped_and_a_clear_clears_the_rank() -> None:
     assert _decode(_event(0, {"type": "counted"})) == [EngineSkipped(Skipped.UNKNOWN_EVENT)]
     assert _decode(_event(0, _updated(1, 0, 9))) == [EngineSkipped(Skipped.UNKNOWN_MEDIUM)]
     assert _reported(_event(0, {"type": "all_cleared"})) == [Cleared()]
 
 
-def test_a_lost_event_empties_the_rank() -> None:
+def test_lost_event_clears_the_rank() -> None:
     follower = EngineEventStream(NativeEvents(4).decode, FACTS, can_replay=False)
     polled = native_batches(
         json.dumps([_event(0, _stored(_block(11, 0))), _event(2, {"type": "created"})]).encode()
@@ -143,7 +143,7 @@ def test_a_lost_event_empties_the_rank() -> None:
     assert commands[1:] == [Missed(1, 1), Publish(DpRank(0), (Cleared(),))]
 
 
-def test_a_poll_is_broken_by_rank() -> None:
+def test_poll_is_split_by_rank() -> None:
     events = [_event(5, {"type": "created"}) | {"attention_dp_rank": rank} for rank in (0, 1)]
     polled = native_batches(json.dumps(events).encode())
     assert [(rank, batch.seq) for rank, batch in polled] == [(0, 5), (1, 5)]
@@ -164,13 +164,13 @@ def test_a_poll_is_broken_by_rank() -> None:
         ({"event_id": 0, "data": _STORED | {"blocks": [_one(1), _one(2, 3)]}}, "data.blocks[1].tokens"),
     ],
 )
-def test_what_the_format_does_not_allow_is_refused_by_field(event: object, field: str) -> None:
+def test_malformed_event_is_refused_by_field(event: object, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         NativeEvents(1).decode(json.dumps(event).encode())
     assert caught.value.param == field
 
 
-def test_a_poll_that_is_no_list_is_refused() -> None:
+def test_malformed_poll_is_refused() -> None:
     with pytest.raises(ProtocolError) as caught:
         native_batches(b"{}")
     assert caught.value.param == "payload"
@@ -179,7 +179,7 @@ def test_a_poll_that_is_no_list_is_refused() -> None:
     assert caught.value.param == "[1]"
 
 
-def test_the_published_form_tells_images_by_number() -> None:
+def test_published_event_identifies_images_by_number() -> None:
     (sample,) = (sample for sample in samples() if sample.name == "trtllm_published_stored")
     follower = EngineEventStream(decode, EngineTraits(block_size=32), can_replay=False)
     (publish,) = follower.on_published((b"", bytes(8), sample.payload))
@@ -189,7 +189,7 @@ def test_the_published_form_tells_images_by_number() -> None:
     assert reported.block_hashes == Prompt(range(64), block_size=32, mm_hashes=[[], [99]]).block_hashes
 
 
-def test_what_the_engine_publishes_itself_is_read_as_its_own_events_are() -> None:
+def test_published_events_are_read_as_the_polled_ones() -> None:
     keys = [[], [{"type": "mm_key", "hash": DIGEST, "start_offset": 0}]]
     event = {
         "type": "BlockStored", "block_hashes": [2**64 - 1, 12], "parent_block_hash": None, "block_size": 4,

@@ -21,7 +21,7 @@ DIGEST = "0123456789abcdef" + "0" * 48
 DIGEST_HASH = 0x0123456789ABCDEF
 
 
-def test_a_hash_has_one_name_in_every_form() -> None:
+def test_block_hash_is_the_same_in_every_encoding() -> None:
     whole = bytes(24) + (2**64 - 5).to_bytes(8, "big")
     for form in (2**64 - 5, -5, whole):
         event = _stored(block_hashes=[form], parent_block_hash=form)
@@ -40,14 +40,14 @@ def test_a_hash_has_one_name_in_every_form() -> None:
         {"ts": 1, "events": [["AllBlocksCleared"]], "attn_dp_rank": 3},
     ],
 )
-def test_a_batch_is_an_array_or_a_map_and_so_is_an_event(batch: object) -> None:
+def test_batches_and_events_are_read_as_arrays_or_maps(batch: object) -> None:
     (found,) = decode(msgspec.msgpack.encode(batch))
     assert found.events == (EngineCleared(),)
     assert found.dp_rank in (None, 3)
 
 
 @pytest.mark.parametrize("n_fields", range(5, 12))
-def test_arrays_of_every_release_read_alike(n_fields: int) -> None:
+def test_event_arrays_of_every_release_read_alike(n_fields: int) -> None:
     fields = [[1, 2], None, list(range(8)), 4, None, "GPU", None, None, 0, "full_attention", 128]
     event = _one(["BlockStored", *fields[:n_fields]])
     assert isinstance(event, EngineStored)
@@ -69,7 +69,7 @@ def test_a_salt_like_the_adapters_name_is_still_a_salt() -> None:
     assert (event.cache_salt, event.mm_hashes) == ("ada", None)
 
 
-def test_early_arrays_name_an_image_by_its_digest_alone() -> None:
+def test_image_digest_in_an_early_array_is_read_as_an_image() -> None:
     event = _one(["BlockStored", [1], None, [0] * 4, 4, None, "GPU", None, [[DIGEST, "salt"]]])
     assert isinstance(event, EngineStored)
     assert (event.cache_salt, event.mm_hashes) == ("salt", ((DIGEST_HASH,),))
@@ -78,14 +78,14 @@ def test_early_arrays_name_an_image_by_its_digest_alone() -> None:
     assert (event.cache_salt, event.mm_hashes) == (None, ((DIGEST_HASH,),))
 
 
-def test_an_image_is_reported_by_its_identifier_wherever_it_begins() -> None:
+def test_image_hash_does_not_depend_on_its_offset() -> None:
     one = _stored(parent_block_hash=9, extra_keys=[[[DIGEST, 0]]])
     other = _stored(parent_block_hash=9, extra_keys=[[[DIGEST, -16]]])
     assert one.mm_hashes == other.mm_hashes == ((DIGEST_HASH,),)
 
 
 @pytest.mark.parametrize("key", ["text", 7, -7, 1.5, True, None, {}, [], [[1]], b""])
-def test_a_key_that_is_not_understood_keeps_its_block_from_being_taken_for_plain_text(key: object) -> None:
+def test_unknown_extra_key_is_read_as_a_multimodal_hash(key: object) -> None:
     event = _stored(parent_block_hash=9, extra_keys=[[key]])
     assert event.mm_hashes is not None
     assert len(event.mm_hashes[0]) == 1
@@ -103,7 +103,7 @@ def test_a_key_that_is_not_understood_keeps_its_block_from_being_taken_for_plain
         ("of a later release", 0),
     ],
 )
-def test_full_attention_stands_highest(kind: str | None, standing: int) -> None:
+def test_full_attention_groups_have_the_highest_standing(kind: str | None, standing: int) -> None:
     assert _stored(group_idx=1, kv_cache_spec_kind=kind).group == CacheGroup(1, standing)
 
 
@@ -118,13 +118,13 @@ def test_full_attention_stands_highest(kind: str | None, standing: int) -> None:
         ("EXTERNAL", Medium.EXTERNAL),
     ],
 )
-def test_media(name: str | None, medium: Medium) -> None:
+def test_medium_name_is_read_in_stores_and_removals(name: str | None, medium: Medium) -> None:
     assert _stored(medium=name).medium is medium
     removed = _one({"type": "BlockRemoved", "block_hashes": [1], "medium": name})
     assert removed == EngineRemoved((_stored().names[0],), medium)
 
 
-def test_what_is_not_held_here_or_not_known_is_skipped_and_counted() -> None:
+def test_remote_or_unknown_events_are_skipped_and_counted() -> None:
     assert _one(_fields(medium="MARS")) == EngineSkipped(Skipped.UNKNOWN_MEDIUM)
     assert _one(_fields(locality="REMOTE")) == EngineSkipped(Skipped.NOT_LOCAL)
     assert isinstance(_one(_fields(locality="LOCAL", ownership="tier", session_id="s")), EngineStored)
@@ -163,20 +163,20 @@ def test_what_is_not_held_here_or_not_known_is_skipped_and_counted() -> None:
         ([1.0, [["BlockStored", [1], None, [0], -4]]], "events[0].block_size"),
     ],
 )
-def test_what_the_wire_does_not_allow_is_refused_by_field(batch: object, field: str) -> None:
+def test_malformed_batch_is_refused_by_field(batch: object, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode(msgspec.msgpack.encode(batch))
     assert caught.value.param == field
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000])
-def test_bytes_that_are_no_msgpack_are_refused(payload: bytes) -> None:
+def test_invalid_msgpack_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode(payload)
     assert caught.value.param == "payload"
 
 
-def test_an_identifier_in_hexadecimal_digits_is_shortened_as_engines_do() -> None:
+def test_hex_image_identifier_is_shortened_as_engines_do() -> None:
     assert multimodal_hash(DIGEST) == DIGEST_HASH
     assert multimodal_hash(DIGEST.upper()) == DIGEST_HASH
     others = {multimodal_hash(name) for name in ("", "img", DIGEST[:63], DIGEST + "0", "\ud800")}
@@ -188,14 +188,12 @@ def test_an_identifier_in_hexadecimal_digits_is_shortened_as_engines_do() -> Non
     ("behind", "tokens"),
     [(None, 0), ([], 0), ([[]], 0), ([[7]], 1), ([[7, 8, 9]], 3), ([list(range(40))], 40)],
 )
-def test_a_hash_covers_as_many_tokens_behind_its_block_as_the_engine_says(
-    behind: object, tokens: int
-) -> None:
+def test_lookahead_tokens_are_counted_from_the_event(behind: object, tokens: int) -> None:
     assert _stored(lookahead_token_ids=behind).lookahead_tokens == tokens
 
 
 @pytest.mark.parametrize("behind", [[7], ["a"], [{}], [[0] * 4097], [[0] * 70_000]])
-def test_a_list_behind_a_block_has_bounds(behind: object) -> None:
+def test_invalid_lookahead_token_list_is_refused(behind: object) -> None:
     with pytest.raises(ProtocolError) as caught:
         _stored(lookahead_token_ids=behind)
     assert caught.value.param == "events[0].lookahead_token_ids[0]"

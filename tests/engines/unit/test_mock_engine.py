@@ -23,7 +23,7 @@ def test_timing_is_the_formula_with_the_documented_figures() -> None:
     assert Timing(decode_base=0.0).decode_ms(0.0) == 1.0
 
 
-def test_measured_figures_add_to_the_formula() -> None:
+def test_measured_timing_figures_add_to_the_formula() -> None:
     timing = Timing(
         prefill_attention=0.5,
         decode_base=3.0,
@@ -52,7 +52,7 @@ def measured(*, async_scheduling: bool) -> MockEngine:
     return engine(replace(config(), timing=timing, async_scheduling=async_scheduling))
 
 
-def test_a_step_takes_time_for_what_it_reads_and_for_what_it_attends_to() -> None:
+def test_step_time_includes_kv_read_and_tokens_attended() -> None:
     mock = measured(async_scheduling=False)
     mock.submit(0.0, request("x", range(40), max_tokens=9))
     # 32 tokens attend to 32 · 33 / 2 = 528, and 8 more to 8 · 32 + 8 · 9 / 2 = 292.
@@ -70,7 +70,7 @@ def test_a_step_takes_time_for_what_it_reads_and_for_what_it_attends_to() -> Non
     assert mock.next_time() == pytest.approx(0.2642 + 0.1287)
 
 
-def test_a_step_that_is_planned_ahead_has_no_place_for_what_comes_after_the_plan() -> None:
+def test_request_after_a_planned_step_waits_one_step_more() -> None:
     first_s, scheduled_s = [], []
     for async_scheduling in (False, True):
         mock = engine(replace(config(), async_scheduling=async_scheduling))
@@ -89,7 +89,7 @@ def test_a_step_that_is_planned_ahead_has_no_place_for_what_comes_after_the_plan
     assert first_s == [pytest.approx(0.246), pytest.approx(0.256)]
 
 
-def test_a_seat_that_becomes_free_is_used_a_step_later_where_steps_are_planned_ahead() -> None:
+def test_freed_seat_is_used_a_step_later_if_steps_are_planned_ahead() -> None:
     first_s = []
     for async_scheduling in (False, True):
         mock = engine(replace(config(max_num_seqs=2), async_scheduling=async_scheduling))
@@ -105,7 +105,7 @@ def test_a_seat_that_becomes_free_is_used_a_step_later_where_steps_are_planned_a
     assert first_s == [pytest.approx(0.254), pytest.approx(0.264)]
 
 
-def test_chunked_prefill_and_decode_take_the_time_that_one_computes_by_hand() -> None:
+def test_chunked_prefill_and_decode_take_the_time_computed_by_hand() -> None:
     mock = engine(config())
     mock.submit(0.0, request("x", range(70), max_tokens=3))
     # Chunks of 32, 32 and 6 tokens: 132 + 132 + 106 ms, and then the first token is there.
@@ -135,7 +135,7 @@ def test_a_step_decodes_and_prefills_at_once() -> None:
     assert len(tokens_of(mock.take_outputs(), "b")) == 1
 
 
-def test_requests_of_one_moment_share_a_step() -> None:
+def test_requests_submitted_together_share_a_step() -> None:
     mock = engine(config())
     for name in "abc":
         mock.submit(0.0, request(name, [ord(name)] * 10))
@@ -143,7 +143,7 @@ def test_requests_of_one_moment_share_a_step() -> None:
     assert len(mock.take_outputs().chunks) == 3
 
 
-def test_seats_are_limited() -> None:
+def test_running_sequences_are_limited_by_max_num_seqs() -> None:
     mock = engine(config(max_num_seqs=2))
     for name in "abc":
         mock.submit(0.0, request(name, [ord(name)] * 5))
@@ -220,7 +220,7 @@ def test_without_prefix_caching_nothing_is_stored() -> None:
     assert mock.check_integrity() == []
 
 
-def test_who_was_admitted_last_gives_way_and_ends_the_same() -> None:
+def test_last_admitted_sequence_is_preempted_and_ends_the_same() -> None:
     alone = engine(config())
     alone.submit(0.0, request("b", range(50, 58), max_tokens=8))
     alone.advance(5.0)
@@ -245,7 +245,7 @@ def test_who_was_admitted_last_gives_way_and_ends_the_same() -> None:
     assert len(cached_tokens_of(outputs, "b")) == 1
 
 
-def test_who_gives_way_to_nobody_lets_a_sequence_with_its_kv_go_on() -> None:
+def test_sequence_without_room_lets_one_with_arrived_kv_go_on() -> None:
     """The only running sequence has no room to grow, because KV that arrived meanwhile waits for its seat."""
     mock = engine(config(role=Role.DECODE, total_kv_blocks=3, max_num_seqs=1))
     mock.submit(0.0, request("a", range(3), max_tokens=8))
@@ -297,7 +297,7 @@ def test_load_reports_count_blocks_requests_and_prompt_tokens_left() -> None:
     assert mock.take_outputs().loads == []
 
 
-def test_ranks_are_apart() -> None:
+def test_ranks_have_separate_caches() -> None:
     mock = engine(config(dp_size=2))
     mock.submit(0.0, request("a", range(13), dp_rank=0))
     mock.advance(1.0)
@@ -321,12 +321,12 @@ def test_ranks_are_apart() -> None:
         {"eos_every": 0},
     ],
 )
-def test_a_config_that_cannot_be_is_refused(settings: dict[str, object]) -> None:
+def test_invalid_mock_config_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         MockConfig(**settings)  # type: ignore[arg-type]
 
 
-def test_timing_that_cannot_be_is_refused() -> None:
+def test_invalid_timing_is_refused() -> None:
     for wrong in (
         {"prefill_base": float("nan")},
         {"prefill_linear": -1.0},

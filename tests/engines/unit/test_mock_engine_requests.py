@@ -21,7 +21,7 @@ from tests.testing.mock_engine import config, engine, request, tokens_of
         ("bootstrap", request("x", range(4), leg=Leg.DECODE)),
     ],
 )
-def test_what_can_never_be_served_is_refused_with_the_field(param: str, asked: EngineRequest) -> None:
+def test_unservable_request_is_refused_with_its_field(param: str, asked: EngineRequest) -> None:
     mock = engine(config())
     with pytest.raises(InvalidRequest) as refused:
         mock.submit(0.0, asked)
@@ -29,7 +29,7 @@ def test_what_can_never_be_served_is_refused_with_the_field(param: str, asked: E
     assert mock.idle
 
 
-def test_exactly_all_of_the_memory_is_enough() -> None:
+def test_request_that_needs_exactly_all_memory_is_served() -> None:
     mock = engine(config())
     mock.submit(0.0, request("x", range(250), max_tokens=7))
     mock.advance(9.0)
@@ -57,7 +57,7 @@ def test_a_prefill_leg_generates_one_token_and_room_decides_its_rank() -> None:
     assert not mock.idle
 
 
-def test_a_full_queue_refuses() -> None:
+def test_full_queue_refuses_a_request() -> None:
     mock = engine(config(max_waiting_seqs=2))
     for n in range(2):
         mock.submit(0.0, request(f"r{n}", range(4)))
@@ -72,7 +72,7 @@ def test_the_same_leg_twice_is_refused() -> None:
         mock.submit(0.0, request("x", range(4)))
 
 
-def test_cancel_frees_at_once_and_says_so() -> None:
+def test_cancel_frees_at_once_and_ends_as_cancelled() -> None:
     mock = engine(config())
     running = mock.submit(0.0, request("a", range(40), max_tokens=50))
     mock.advance(0.3)
@@ -86,7 +86,7 @@ def test_cancel_frees_at_once_and_says_so() -> None:
     assert mock.take_outputs().chunks == []
 
 
-def test_stop_tokens_and_min_tokens() -> None:
+def test_stop_token_ends_the_answer_only_after_min_tokens() -> None:
     plain = engine(config())
     plain.submit(0.0, request("x", range(8), max_tokens=20))
     plain.advance(9.0)
@@ -105,7 +105,7 @@ def test_stop_tokens_and_min_tokens() -> None:
         assert last is (FinishReason.STOP if expected == first_index + 1 else FinishReason.LENGTH)
 
 
-def test_end_of_sequence_unless_ignored() -> None:
+def test_end_of_sequence_ends_the_answer_unless_ignored() -> None:
     def ended(sampling: Sampling) -> tuple[int, FinishReason | None]:
         mock = engine(config(eos_every=5))
         mock.submit(0.0, request("x", range(8), sampling=sampling))
@@ -135,7 +135,7 @@ def test_a_reader_without_credit_stops_its_own_sequence_only() -> None:
     assert len(tokens_of(mock.take_outputs(), "slow")) == 7
 
 
-def test_a_reader_without_credit_gives_its_memory_to_others_and_ends_the_same() -> None:
+def test_sequence_without_credit_gives_up_memory_and_ends_the_same() -> None:
     whole = engine(config())
     whole.submit(0.0, request("slow", range(8), max_tokens=10))
     whole.advance(9.0)

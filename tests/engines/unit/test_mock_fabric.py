@@ -21,7 +21,7 @@ from tests.testing.mock_fabric import (
 )
 
 
-def test_synchronous_handoff() -> None:
+def test_synchronous_handoff_gives_the_aggregated_tokens() -> None:
     fleet = Fleet()
     prefill = fleet.prefill()
     fleet.until(1.0)
@@ -38,7 +38,7 @@ def test_synchronous_handoff() -> None:
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
-def test_bootstrap_handoff_whoever_comes_first(decode_first: bool) -> None:
+def test_bootstrap_handoff_works_whichever_leg_comes_first(decode_first: bool) -> None:
     fleet = Fleet()
     first, second = (fleet.decode, fleet.prefill) if decode_first else (fleet.prefill, fleet.decode)
     one = first(room=7)
@@ -54,7 +54,7 @@ def test_bootstrap_handoff_whoever_comes_first(decode_first: bool) -> None:
     fleet.assert_idle()
 
 
-def test_an_engine_tells_what_it_fetched_and_how_long_that_took() -> None:
+def test_decode_engine_reports_its_kv_transfers_and_their_time() -> None:
     fleet = Fleet()
     for number, at in enumerate((D, D, D2)):
         prefill = fleet.prefill(f"x{number}")
@@ -70,7 +70,7 @@ def test_an_engine_tells_what_it_fetched_and_how_long_that_took() -> None:
     assert fleet.loads[P].kv_transfers is None
 
 
-def test_an_engine_tells_of_kv_that_it_did_not_get() -> None:
+def test_decode_engine_reports_a_failed_kv_transfer() -> None:
     fleet = Fleet()
     fleet.decode(params={"remote_engine_id": "gone", "remote_request_id": "x"})
     fleet.until(30.0)
@@ -100,7 +100,7 @@ def test_concurrent_transfers_share_their_link() -> None:
     assert [fleet.first_at(party) for party in parties] == [pytest.approx(0.130 + 3.0 + 0.010)] * 3
 
 
-def test_only_what_the_decode_engine_lacks_is_moved() -> None:
+def test_only_kv_that_the_decode_engine_lacks_is_moved() -> None:
     fleet = Fleet()
     for n, expected_bytes in ((0, 1_000), (1, 200), (2, 200)):
         before = sum(carried.arrived_bytes for carried in fleet.fabric.network.carried().values())
@@ -114,7 +114,7 @@ def test_only_what_the_decode_engine_lacks_is_moved() -> None:
     fleet.assert_idle()
 
 
-def test_engines_that_wait_for_each_others_memory_go_on_in_the_end() -> None:
+def test_handoffs_waiting_for_each_others_memory_all_end() -> None:
     # Each engine has room for one request: decode's waits for b's prefill, prefill's for a's decode.
     fleet = Fleet(decode_blocks=4, prefill_blocks=4, expiry_s=20.0)
     legs = [fleet.decode("b", room=1), fleet.prefill("a", room=0)]
@@ -134,7 +134,7 @@ def test_a_prefill_leg_that_waits_for_memory_goes_on_when_kv_was_pulled() -> Non
     assert fleet.first_at(waiting) == pytest.approx(PREFILL_S + 1.0 + PREFILL_S)
 
 
-def test_a_room_takes_two_legs() -> None:
+def test_third_leg_in_a_bootstrap_room_is_refused() -> None:
     fleet = Fleet()
     fleet.prefill(room=3)
     fleet.decode(room=3)
@@ -153,13 +153,13 @@ def test_unknown_transfer_params_fail() -> None:
     fleet.assert_idle()
 
 
-def test_a_worker_is_in_the_fabric_once() -> None:
+def test_worker_cannot_be_added_to_the_fabric_twice() -> None:
     fleet = Fleet()
     with pytest.raises(InvalidRequest):
         fleet.fabric.add(MockConfig(), worker_id=P, domains={"zone": "a"})
 
 
-def test_advance_stops_after_so_many_moments() -> None:
+def test_advance_stops_after_moments_max() -> None:
     fleet = Fleet()
     fleet.fabric.submit(0.0, D, leg("x", Leg.AGGREGATED, PROMPT, max_tokens=20))
     reached = fleet.fabric.advance(9.0, moments_max=3)
@@ -167,7 +167,7 @@ def test_advance_stops_after_so_many_moments() -> None:
     assert fleet.fabric.advance(9.0) == 9.0
 
 
-def test_dp_rank_is_kept_apart() -> None:
+def test_request_for_an_unknown_dp_rank_is_refused() -> None:
     fleet = Fleet()
     with pytest.raises(InvalidRequest):
         fleet.fabric.submit(

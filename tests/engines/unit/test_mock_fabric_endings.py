@@ -14,7 +14,7 @@ MOMENTS = [0.0, 0.05, 0.2, 0.6, 1.111, 1.115, 1.3]
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("order", [(0,), (1,), (0, 1), (1, 0)])
-def test_cancelled_at_any_stage_nothing_is_left(moment: float, order: tuple[int, ...]) -> None:
+def test_handoff_cancelled_at_any_stage_leaves_nothing(moment: float, order: tuple[int, ...]) -> None:
     fleet = Fleet()
     legs = (fleet.prefill(room=3), fleet.decode(room=3))
     fleet.until(moment)
@@ -45,7 +45,7 @@ def test_a_cancelled_prefill_leg_fails_its_decode_leg_or_has_it_recompute(
     fleet.assert_idle()
 
 
-def test_kv_that_its_decode_leg_no_longer_wants_does_not_wait() -> None:
+def test_kv_of_a_cancelled_decode_leg_does_not_wait() -> None:
     fleet = Fleet()
     prefill, decode = fleet.prefill(room=3), fleet.decode(room=3)
     fleet.until(0.05)
@@ -55,7 +55,7 @@ def test_kv_that_its_decode_leg_no_longer_wants_does_not_wait() -> None:
     fleet.assert_idle()
 
 
-def test_kv_that_nobody_pulls_expires() -> None:
+def test_unpulled_kv_expires() -> None:
     fleet = Fleet(expiry_s=20.0)
     prefill = fleet.prefill()
     fleet.until(20.0)
@@ -67,7 +67,7 @@ def test_kv_that_nobody_pulls_expires() -> None:
     assert fleet.last(late).finish is FinishReason.ERROR
 
 
-def test_a_decode_leg_whose_prefill_leg_never_comes_fails_in_the_end() -> None:
+def test_decode_leg_without_a_prefill_leg_fails_after_the_expiry() -> None:
     fleet = Fleet(expiry_s=20.0)
     decode = fleet.decode(room=5)
     fleet.until(19.9)
@@ -77,7 +77,7 @@ def test_a_decode_leg_whose_prefill_leg_never_comes_fails_in_the_end() -> None:
     fleet.assert_idle()
 
 
-def test_a_finished_prefill_leg_that_is_cancelled_gives_up_its_kv_unless_someone_came() -> None:
+def test_cancelled_prefill_leg_frees_its_kv_unless_a_decode_leg_came() -> None:
     fleet = Fleet()
     prefill = fleet.prefill()
     fleet.until(1.0)
@@ -95,7 +95,9 @@ def test_a_finished_prefill_leg_that_is_cancelled_gives_up_its_kv_unless_someone
 
 @pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
 @pytest.mark.parametrize("moment", [0.05, 0.5])
-def test_a_prefill_engine_dies_before_its_kv_arrived(policy: KvLoadFailurePolicy, moment: float) -> None:
+def test_decode_leg_fails_or_recomputes_after_prefill_engine_death(
+    policy: KvLoadFailurePolicy, moment: float
+) -> None:
     fleet = Fleet(policy=policy)
     fleet.prefill(room=3)
     decode = fleet.decode(room=3)
@@ -110,7 +112,7 @@ def test_a_prefill_engine_dies_before_its_kv_arrived(policy: KvLoadFailurePolicy
     fleet.assert_idle()
 
 
-def test_a_decode_engine_dies_and_another_comes_for_the_kv() -> None:
+def test_another_decode_engine_gets_the_kv_after_the_first_dies() -> None:
     fleet = Fleet()
     prefill = fleet.prefill()
     fleet.until(1.0)
@@ -123,7 +125,7 @@ def test_a_decode_engine_dies_and_another_comes_for_the_kv() -> None:
     fleet.assert_idle()
 
 
-def test_a_restarted_prefill_engine_does_not_answer_for_its_earlier_life() -> None:
+def test_restarted_prefill_engine_has_no_kv_of_its_earlier_start() -> None:
     fleet = Fleet()
     prefill = fleet.prefill()
     fleet.until(1.0)

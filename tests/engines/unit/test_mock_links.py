@@ -58,13 +58,13 @@ def drain(network: Network) -> list[tuple[float, str]]:
         (at(rack="1", worker_id=3), at("a", "2", worker_id=4), ACROSS, ("rack", ("", "1"), ("a", "2"))),
     ],
 )
-def test_the_narrowest_shared_level_decides_the_link_and_who_shares_it(
+def test_narrowest_shared_level_decides_the_link_and_its_sharing(
     src: Place, dst: Place, link: Link, name: tuple[str | None, tuple[str, ...], tuple[str, ...]]
 ) -> None:
     assert LINKS.shared(src, dst) == (LinkName(*name), link)
 
 
-def test_a_shared_level_without_a_link_shares_the_one_across() -> None:
+def test_shared_level_without_a_link_uses_the_link_across() -> None:
     links = Links(table=LinkTable(otherwise=ACROSS), levels=("zone",))
     assert links.shared(at("a"), at("a")) == (LinkName("zone", ("a",), ("a",)), ACROSS)
 
@@ -78,7 +78,7 @@ def test_a_measured_pair_of_a_narrow_level_is_a_link_of_its_own() -> None:
 
 
 @given(PLACES, PLACES)
-def test_mock_transfers_take_the_link_that_decisions_weigh(src: Place, dst: Place) -> None:
+def test_mock_transfers_use_the_link_that_decisions_use(src: Place, dst: Place) -> None:
     name, link = LINKS.shared(src, dst)
     assert link == LINKS.table.link(src.domains, dst.domains, LEVELS)
     back, same = LINKS.shared(dst, src)
@@ -116,7 +116,7 @@ def test_workers_without_a_place_do_not_slow_each_other_down() -> None:
 # Changes
 
 
-def test_a_link_at_a_tenth_carries_the_rest_ten_times_as_slowly() -> None:
+def test_transfer_slows_tenfold_after_bandwidth_falls_to_a_tenth() -> None:
     network = Network(zone_links(same=Link(0.0, 100.0), cross=Link(1.0, 10.0)))
     network.start(0.0, "x", zone("a"), zone("b"), 100)
     network.start(0.0, "other", zone("a"), zone("a"), 1_000)
@@ -127,7 +127,7 @@ def test_a_link_at_a_tenth_carries_the_rest_ten_times_as_slowly() -> None:
     assert drain(network) == [(10.0, "other"), (56.0, "x")]
 
 
-def test_later_transfers_find_the_link_as_it_was_changed() -> None:
+def test_later_transfers_use_the_changed_link() -> None:
     network = Network(zone_links(cross=Link(1.0, 10.0)))
     fell = LinkChange(level="zone", between=("a", "b"), bandwidth_factor=0.1, latency_factor=3.0)
     network.change(0.0, fell)
@@ -142,7 +142,7 @@ def test_later_transfers_find_the_link_as_it_was_changed() -> None:
     assert drain(network) == [(31.0, "well")]
 
 
-def test_a_latency_that_passes_already_is_not_changed() -> None:
+def test_latency_change_does_not_affect_a_transfer_that_began() -> None:
     network = Network(zone_links(cross=Link(1.0, 10.0)))
     network.start(0.0, "x", zone("a"), zone("b"), 10)
     network.change(0.5, LinkChange(level="zone", between=("a", "b"), latency_s=100.0))
@@ -155,7 +155,7 @@ def test_a_latency_that_passes_already_is_not_changed() -> None:
     ),
     moments=st.lists(st.tuples(st.floats(0.0, 60.0), CHANGES), max_size=6),
 )
-def test_a_change_to_what_the_link_is_changes_nothing_bit_for_bit(
+def test_link_change_to_the_same_values_changes_no_arrival(
     starts: list[tuple[float, int, str]], moments: list[tuple[float, LinkChange]]
 ) -> None:
     def run(changes: list[tuple[float, LinkChange]]) -> list[tuple[float, str]]:
@@ -182,7 +182,7 @@ def test_a_change_to_what_the_link_is_changes_nothing_bit_for_bit(
     at_share=st.floats(0.01, 0.99),
     factor=st.floats(0.01, 10.0),
 )
-def test_what_is_left_takes_its_time_over_the_new_bandwidth(
+def test_rest_of_a_transfer_takes_the_time_of_the_new_bandwidth(
     kv_bytes: int, at_share: float, factor: float
 ) -> None:
     network = Network(zone_links(cross=Link(0.5, 100.0)))

@@ -16,7 +16,7 @@ def drain(network: Network) -> list[tuple[float, str]]:
     return [(round(arrived.at_s, 9), arrived.key) for arrived in network.advance(1e9)]
 
 
-def test_alone_it_takes_latency_and_bytes_over_bandwidth() -> None:
+def test_lone_transfer_takes_latency_plus_bytes_over_bandwidth() -> None:
     network = Network(LINKS)
     network.start(5.0, "x", zone("a"), zone("b"), 20)
     assert drain(network) == [(8.0, "x")]
@@ -39,7 +39,7 @@ def test_n_equal_transfers_take_n_times_as_long() -> None:
     assert [at for at, _ in drain(network)] == [4.0] * 4
 
 
-def test_a_latecomer_takes_its_share_from_then_on() -> None:
+def test_later_transfer_shares_the_link_from_its_start() -> None:
     network = Network(LINKS)
     network.start(0.0, "first", zone("a"), zone("a"), 100)
     assert network.advance(0.5) == []
@@ -59,7 +59,7 @@ def test_a_cancelled_transfer_frees_its_share() -> None:
     assert len(network) == 0
 
 
-def test_directions_and_pairs_do_not_slow_each_other_down() -> None:
+def test_transfers_of_other_directions_or_pairs_share_no_link() -> None:
     network = Network(LINKS)
     network.start(0.0, "ab", zone("a"), zone("b"), 10)
     network.start(0.0, "ba", zone("b"), zone("a"), 10)
@@ -67,20 +67,20 @@ def test_directions_and_pairs_do_not_slow_each_other_down() -> None:
     assert drain(network) == [(0.1, "aa"), (2.0, "ab"), (2.0, "ba")]
 
 
-def test_nothing_to_move_still_takes_the_latency() -> None:
+def test_transfer_of_no_bytes_takes_the_latency() -> None:
     network = Network(LINKS)
     network.start(0.0, "x", zone("a"), zone("b"), 0)
     assert drain(network) == [(1.0, "x")]
 
 
-def test_cancelled_before_its_first_byte() -> None:
+def test_transfer_cancelled_before_its_first_byte_is_removed() -> None:
     network = Network(LINKS)
     network.start(0.0, "x", zone("a"), zone("b"), 10)
     network.cancel(0.5, "x")
     assert network.next_time() is None
 
 
-def test_what_was_carried_is_counted() -> None:
+def test_carried_transfers_and_bytes_are_counted() -> None:
     network = Network(LINKS)
     network.start(0.0, "x", zone("a"), zone("b"), 10)
     network.start(0.0, "y", zone("a"), zone("b"), 10)
@@ -90,7 +90,7 @@ def test_what_was_carried_is_counted() -> None:
     assert (carried.transfers, carried.arrived_bytes) == (2, 10)
 
 
-def test_a_key_is_in_flight_once() -> None:
+def test_key_already_in_flight_is_refused() -> None:
     network = Network(LINKS)
     network.start(0.0, "x", zone("a"), zone("b"), 10)
     with pytest.raises(ValueError, match="in flight already"):

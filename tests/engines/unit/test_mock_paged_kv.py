@@ -69,7 +69,7 @@ def test_a_cached_prefix_is_shared_and_not_stored_again() -> None:
     assert kv.free_blocks == 4
 
 
-def test_two_that_computed_the_same_block_share_it_in_the_end() -> None:
+def test_equal_blocks_computed_twice_are_shared_afterwards() -> None:
     kv = paged_kv()
     tables = [hold(kv, 2), hold(kv, 2)]
     for table in tables:
@@ -96,7 +96,7 @@ def test_eviction_takes_the_least_recent_leaf_and_then_its_parent() -> None:
     assert removed == [names[h] for h in (2, 7, 3, 1)]
 
 
-def test_deepest_first_among_blocks_that_were_let_go_together() -> None:
+def test_blocks_released_together_are_evicted_deepest_first() -> None:
     kv = paged_kv(3)
     kv.release(compute(kv, 1, 2, 3))
     names = engine_names(kv)
@@ -104,7 +104,7 @@ def test_deepest_first_among_blocks_that_were_let_go_together() -> None:
     assert stored_and_removed(kv.take_events())[1] == [names[3], names[2], names[1]]
 
 
-def test_what_somebody_holds_is_never_evicted() -> None:
+def test_held_blocks_are_never_evicted() -> None:
     kv = paged_kv(4)
     held = compute(kv, 1, 2)
     kv.release(compute(kv, 1, 2, 3))
@@ -131,7 +131,7 @@ def test_removals_come_before_the_stores_that_needed_the_room() -> None:
     assert [type(event) for event in kv.take_events()] == [Stored, Removed, Stored]
 
 
-def test_deterministic_names_are_alike_everywhere_and_opaque_ones_are_not() -> None:
+def test_only_opaque_block_names_depend_on_the_seed() -> None:
     def names(*, opaque: bool, seed: int) -> list[int]:
         kv = paged_kv(opaque=opaque, seed=seed)
         compute(kv, 1, 2)
@@ -141,7 +141,7 @@ def test_deterministic_names_are_alike_everywhere_and_opaque_ones_are_not() -> N
     assert not set(names(opaque=True, seed=1)) & set(names(opaque=True, seed=2))
 
 
-def test_opaque_names_are_never_used_twice() -> None:
+def test_opaque_block_names_are_never_reused() -> None:
     kv = paged_kv(2, opaque=True)
     seen: set[int] = set()
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_opaque_names_are_never_used_twice() -> None:
             seen |= names
 
 
-def test_deterministic_names_follow_from_the_sequence_hash_that_routers_compute() -> None:
+def test_deterministic_names_follow_from_the_sequence_hash() -> None:
     def named(*hashes: int) -> dict[int, int]:
         kv = paged_kv()
         compute(kv, *hashes)
@@ -165,7 +165,7 @@ def test_deterministic_names_follow_from_the_sequence_hash_that_routers_compute(
     assert named(4, 6)[6] != named(5, 6)[6]
 
 
-def test_a_snapshot_tells_parents_first() -> None:
+def test_snapshot_lists_parents_before_children() -> None:
     kv = paged_kv(16)
     for hashes in ((1, 2, 3), (1, 2, 4, 5), (6,)):
         compute(kv, *hashes)
@@ -199,7 +199,7 @@ def test_a_table_that_is_not_held_is_refused() -> None:
         kv.matched(b"1234567", 1)
 
 
-def test_the_books_name_tables_that_nobody_holds() -> None:
+def test_integrity_check_reports_tables_not_accounted_for() -> None:
     kv = paged_kv()
     table = compute(kv, 1, 2)
     assert kv.check_integrity([table]) == []
@@ -207,7 +207,7 @@ def test_the_books_name_tables_that_nobody_holds() -> None:
     assert any("is not held" in problem for problem in kv.check_integrity([table, 99]))
 
 
-def test_native_events_read_as_a_tuple_of_them() -> None:
+def test_native_events_behave_as_a_tuple() -> None:
     kv = paged_kv(3)
     for hashes in ((1, 2), (3,), (4, 5)):
         kv.release(compute(kv, *hashes))

@@ -24,22 +24,22 @@ def test_tokens_stay_within_the_allowed_ids() -> None:
     assert len(set(drawn)) > 90
 
 
-def test_a_sequence_that_goes_on_elsewhere_goes_on_alike() -> None:
+def test_resumed_sequence_gives_the_same_tokens() -> None:
     prompt = list(range(500))
     whole = first_tokens(model(), prompt, count=30)
     assert first_tokens(model(), prompt + whole[:11], count=19) == whole[11:]
 
 
 @pytest.mark.parametrize("other", [[1, 2, 4], [2, 1, 3], [1, 2], [0, 1, 2, 3]])
-def test_every_earlier_token_and_its_place_counts(other: list[int]) -> None:
+def test_next_tokens_depend_on_every_earlier_token_and_its_place(other: list[int]) -> None:
     assert first_tokens(model(), [1, 2, 3]) != first_tokens(model(), other)
 
 
-def test_the_models_seed_counts() -> None:
+def test_tokens_depend_on_the_model_seed() -> None:
     assert first_tokens(model(), [1, 2, 3]) != first_tokens(model(model_seed=1), [1, 2, 3])
 
 
-def test_a_requests_seed_counts_only_when_tokens_are_drawn_at_random() -> None:
+def test_request_seed_matters_only_with_a_temperature() -> None:
     def seeded(temperature: float, seed: int | None) -> list[int]:
         return first_tokens(model(), [1, 2, 3], Sampling(max_tokens=1, temperature=temperature, seed=seed))
 
@@ -48,7 +48,7 @@ def test_a_requests_seed_counts_only_when_tokens_are_drawn_at_random() -> None:
     assert seeded(0.0, 7) == seeded(0.0, 8) == seeded(1.0, None)
 
 
-def test_an_end_of_sequence_comes_about_as_often_as_asked_and_never_too_early() -> None:
+def test_end_of_sequence_comes_at_the_asked_rate_and_never_too_early() -> None:
     lengths = []
     for start in range(400):
         of = model(eos_every=10)
@@ -60,7 +60,7 @@ def test_an_end_of_sequence_comes_about_as_often_as_asked_and_never_too_early() 
     assert 8.0 < sum(lengths) / len(lengths) < 12.0
 
 
-def test_long_prompts_after_short_ones() -> None:
+def test_tokens_do_not_depend_on_prompts_drawn_before() -> None:
     of = model()
     short = first_tokens(of, [1, 2, 3])
     long = first_tokens(of, list(range(5_000)))

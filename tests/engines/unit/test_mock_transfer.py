@@ -16,7 +16,7 @@ async def alone(max_tokens: int = 20) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
-async def test_bootstrap_handoff_whoever_comes_first(decode_first: bool) -> None:
+async def test_bootstrap_handoff_works_whichever_leg_comes_first(decode_first: bool) -> None:
     async with processes() as pair:
         if decode_first:
             decode = await pair.send(Leg.DECODE, room=5)
@@ -35,7 +35,7 @@ async def test_bootstrap_handoff_whoever_comes_first(decode_first: bool) -> None
         await pair.until_idle()
 
 
-async def test_synchronous_handoff() -> None:
+async def test_synchronous_handoff_gives_the_tokens_of_one_engine() -> None:
     async with processes() as pair:
         _, last = await read_all(await pair.send(Leg.PREFILL))
         params = last.kv_transfer_params
@@ -47,7 +47,7 @@ async def test_synchronous_handoff() -> None:
         await pair.until_idle()
 
 
-async def test_whoever_pulls_counts() -> None:
+async def test_pulling_process_counts_the_kv_transfers() -> None:
     async with processes() as pair:
         for room in range(3):
             await pair.send(Leg.PREFILL, f"r{room}", room=room, n_prompt=N_PROMPT + room)

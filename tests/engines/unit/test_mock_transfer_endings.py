@@ -46,7 +46,9 @@ async def reach(pair: Pair, stage: str) -> tuple[MockStream | None, MockStream]:
 
 @POLICIES
 @pytest.mark.parametrize("stage", ["before prefill", "mid pull"])
-async def test_the_prefill_process_dies(stage: str, policy: KvLoadFailurePolicy) -> None:
+async def test_decode_leg_fails_or_recomputes_after_prefill_process_death(
+    stage: str, policy: KvLoadFailurePolicy
+) -> None:
     async with processes(policy=policy, links=SLOW_LINKS) as pair:
         _, decode = await reach(pair, stage)
         await pair.prefill_cluster.close()
@@ -56,7 +58,7 @@ async def test_the_prefill_process_dies(stage: str, policy: KvLoadFailurePolicy)
 
 
 @POLICIES
-async def test_the_prefill_engine_dies_and_its_process_lives_on(policy: KvLoadFailurePolicy) -> None:
+async def test_decode_leg_fails_or_recomputes_after_prefill_engine_death(policy: KvLoadFailurePolicy) -> None:
     async with processes(policy=policy, links=SLOW_LINKS) as pair:
         _, decode = await reach(pair, "mid pull")
         pair.prefill.kill()
@@ -65,7 +67,7 @@ async def test_the_prefill_engine_dies_and_its_process_lives_on(policy: KvLoadFa
 
 
 @POLICIES
-async def test_no_process_is_where_the_kv_should_be(policy: KvLoadFailurePolicy) -> None:
+async def test_decode_leg_fails_or_recomputes_if_the_peer_is_unreachable(policy: KvLoadFailurePolicy) -> None:
     async with processes(policy=policy) as pair:
         await pair.prefill_cluster.close()
         await assert_without_kv(
@@ -74,7 +76,7 @@ async def test_no_process_is_where_the_kv_should_be(policy: KvLoadFailurePolicy)
         await pair.until_idle()
 
 
-async def test_a_place_that_swallows_every_call_is_a_matter_of_time() -> None:
+async def test_decode_leg_times_out_at_a_peer_that_never_answers() -> None:
     never = asyncio.Event()
 
     async def swallow(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +96,7 @@ async def test_a_place_that_swallows_every_call_is_a_matter_of_time() -> None:
         await server.wait_closed()
 
 
-async def test_a_place_that_is_none_fails_and_is_no_mistake() -> None:
+async def test_decode_leg_fails_at_an_invalid_peer_host() -> None:
     async with processes() as pair:
         pair.peer = Peer("no host \x00 of that name", 1)
         await assert_without_kv(
@@ -103,7 +105,7 @@ async def test_a_place_that_is_none_fails_and_is_no_mistake() -> None:
         await pair.until_idle()
 
 
-async def test_the_decode_process_dies_and_another_comes_for_the_kv() -> None:
+async def test_another_decode_process_gets_the_kv_after_the_first_dies() -> None:
     async with processes(links=SLOW_LINKS) as pair:
         _, last = await read_all(await pair.send(Leg.PREFILL))
         await pair.send(Leg.DECODE, params=last.kv_transfer_params)
@@ -122,7 +124,7 @@ async def test_the_decode_process_dies_and_another_comes_for_the_kv() -> None:
             assert pair.prefill_cluster.check_integrity() == []
 
 
-async def test_the_decode_engine_dies_and_the_kv_expires() -> None:
+async def test_kv_expires_after_decode_engine_death() -> None:
     async with processes(links=SLOW_LINKS, expiry_s=0.2) as pair:
         await reach(pair, "mid pull")
         pair.decode.kill()
@@ -132,7 +134,7 @@ async def test_the_decode_engine_dies_and_the_kv_expires() -> None:
 
 @pytest.mark.parametrize("order", ["p", "d", "pd", "dp"])
 @pytest.mark.parametrize("stage", ["at once", "joined", "mid pull"])
-async def test_cancelled_at_any_stage_nothing_is_left(stage: str, order: str) -> None:
+async def test_handoff_cancelled_at_any_stage_leaves_nothing(stage: str, order: str) -> None:
     async with processes(links=SLOW_LINKS) as pair:
         if stage == "mid pull":
             prefill, decode = await reach(pair, stage)
@@ -153,7 +155,7 @@ async def test_cancelled_at_any_stage_nothing_is_left(stage: str, order: str) ->
         await pair.until_idle()
 
 
-async def test_a_cancelled_prefill_leg_tells_why() -> None:
+async def test_decode_leg_gets_the_reason_of_a_cancelled_prefill_leg() -> None:
     async with processes(speedup=1.0) as pair:
         decode = await pair.send(Leg.DECODE, room=5)
         await pair.until_joined()
@@ -163,7 +165,7 @@ async def test_a_cancelled_prefill_leg_tells_why() -> None:
         await pair.until_idle()
 
 
-async def test_a_decode_leg_that_gives_up_before_it_is_connected_leaves_no_kv_behind() -> None:
+async def test_decode_leg_cancelled_before_connecting_leaves_no_kv() -> None:
     async with processes() as pair:
         _, last = await read_all(await pair.send(Leg.PREFILL))
         decode = await pair.send(Leg.DECODE, params=last.kv_transfer_params)
@@ -173,14 +175,14 @@ async def test_a_decode_leg_that_gives_up_before_it_is_connected_leaves_no_kv_be
 
 
 @POLICIES
-async def test_a_source_that_never_comes(policy: KvLoadFailurePolicy) -> None:
+async def test_decode_leg_without_a_prefill_leg_times_out(policy: KvLoadFailurePolicy) -> None:
     async with processes(policy=policy, expiry_s=0.1) as pair:
         decode = await pair.send(Leg.DECODE, room=5)
         await assert_without_kv(decode, policy, KvLoss.TIMEOUT, "in time")
         await pair.until_idle()
 
 
-async def test_kv_that_nobody_comes_for_expires_and_is_not_there_any_more() -> None:
+async def test_unclaimed_kv_expires_and_is_gone() -> None:
     async with processes(expiry_s=0.1) as pair:
         _, last = await read_all(await pair.send(Leg.PREFILL))
         await pair.until_idle()
@@ -189,7 +191,7 @@ async def test_kv_that_nobody_comes_for_expires_and_is_not_there_any_more() -> N
         await pair.until_idle()
 
 
-async def test_kv_waits_in_seconds_of_real_time_however_fast_the_engines_are() -> None:
+async def test_kv_expiry_is_in_real_seconds_whatever_the_speedup() -> None:
     loop = asyncio.get_running_loop()
     async with processes(expiry_s=0.2, speedup=1e6) as pair:
         began_s = loop.time()
@@ -210,7 +212,7 @@ async def test_kv_whose_decode_leg_has_no_memory_expires() -> None:
         await pair.until_idle()
 
 
-async def test_a_handoff_has_one_decode_leg() -> None:
+async def test_second_decode_leg_of_a_handoff_is_refused() -> None:
     async with processes() as pair:
         first = await pair.send(Leg.DECODE, "x", room=5)
         await pair.until_joined(1)
@@ -221,7 +223,7 @@ async def test_a_handoff_has_one_decode_leg() -> None:
         await pair.until_idle()
 
 
-async def test_a_prefill_process_does_not_answer_for_the_one_before_it_at_its_address() -> None:
+async def test_new_prefill_process_at_an_address_has_no_kv_of_the_old_one() -> None:
     async with processes() as pair:
         _, last = await read_all(await pair.send(Leg.PREFILL))
         await pair.prefill_cluster.close()
@@ -237,9 +239,7 @@ async def test_a_prefill_process_does_not_answer_for_the_one_before_it_at_its_ad
 
 @POLICIES
 @pytest.mark.parametrize("stage", ["connecting", "mid pull"])
-async def test_a_process_that_ends_its_connections_ends_its_own_pulls(
-    stage: str, policy: KvLoadFailurePolicy
-) -> None:
+async def test_closing_the_decode_process_ends_its_pulls(stage: str, policy: KvLoadFailurePolicy) -> None:
     async with processes(policy=policy, links=SLOW_LINKS, expiry_s=0.1) as pair:
         if stage == "mid pull":
             _, decode = await reach(pair, stage)

@@ -101,7 +101,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", list(STRANGERS))
-async def test_a_stranger_is_refused_with_a_reason(name: str) -> None:
+async def test_invalid_opening_is_refused_and_others_are_served(name: str) -> None:
     said, refusal = STRANGERS[name]
     async with processes() as pair:
         (last,) = await answers(pair, said)
@@ -118,7 +118,7 @@ async def handoff(pair: Pair) -> MockStream:
 
 
 @pytest.mark.parametrize("words", [[Join("a/b", 1.0, True)], [Want(1), Want(1)], [Done()], [Want(1), Done()]])
-async def test_words_out_of_order_end_the_handoff_as_if_the_sink_was_lost(words: list[SinkMessage]) -> None:
+async def test_messages_out_of_order_end_the_handoff(words: list[SinkMessage]) -> None:
     async with processes() as pair:
         said = [encode_message(word) for word in words]
         last = (await answers(pair, hello(), joins(pair), *said))[-1]
@@ -140,7 +140,7 @@ async def test_frames_may_come_byte_by_byte() -> None:
         await pair.until_idle()
 
 
-async def test_a_hello_that_is_not_followed_by_a_handoff_does_not_stay() -> None:
+async def test_hello_without_a_handoff_is_refused_after_a_time() -> None:
     impatient = replace(SETTINGS, hello_timeout_s=0.1)
     async with processes(prefill_settings=impatient) as pair:
         (last,) = await answers(pair, hello())
@@ -160,7 +160,7 @@ async def test_a_silent_decode_process_is_lost() -> None:
         await pair.until_idle()
 
 
-async def test_so_many_connections_and_no_more() -> None:
+async def test_connection_over_the_limit_is_refused() -> None:
     async with processes(prefill_settings=replace(SETTINGS, connections_max=1)) as pair:
         first = await pair.send(Leg.DECODE, "x", room=1)
         await pair.until_joined()
@@ -171,7 +171,7 @@ async def test_so_many_connections_and_no_more() -> None:
         await pair.until_idle()
 
 
-async def test_a_decode_process_with_another_token_fails_and_says_why() -> None:
+async def test_decode_process_with_another_token_is_refused() -> None:
     async with processes(decode_settings=replace(SETTINGS, token="open")) as pair:
         _, last = await read_all(await pair.send(Leg.DECODE, room=5))
         assert last.finish is FinishReason.ERROR
@@ -211,7 +211,7 @@ FALSE_SOURCES = {
 
 
 @pytest.mark.parametrize("name", list(FALSE_SOURCES))
-async def test_a_false_source_fails_its_decode_leg(name: str) -> None:
+async def test_misbehaving_source_fails_its_decode_leg(name: str) -> None:
     says, refusal = FALSE_SOURCES[name]
     timeouts = IMPATIENT if refusal is PeerRefusal.SILENT else SETTINGS
     async with processes(decode_settings=timeouts, links=SLOW_LINKS) as pair, false_source(says) as peer:
@@ -222,7 +222,7 @@ async def test_a_false_source_fails_its_decode_leg(name: str) -> None:
         await pair.until_idle()
 
 
-async def test_what_cannot_be_listened_at_is_said_at_the_start() -> None:
+async def test_invalid_listen_address_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="transfers"):
         await MockCluster().listen("127.0.0.1")
     cluster = MockCluster(transfers=SETTINGS)
@@ -253,7 +253,7 @@ async def test_what_cannot_be_listened_at_is_said_at_the_start() -> None:
         {"connections_max": 0},
     ],
 )
-def test_settings_that_cannot_be(wrong: dict[str, object]) -> None:
+def test_invalid_transfer_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         TransferSettings(**wrong)  # type: ignore[arg-type]
     assert caught.value.param in wrong

@@ -42,13 +42,13 @@ def secure() -> TransferSettings:
     return replace(SETTINGS, server_ssl=server, client_ssl=client)
 
 
-async def test_over_tls(secure: TransferSettings) -> None:
+async def test_handoff_works_over_tls(secure: TransferSettings) -> None:
     async with processes(prefill_settings=secure, decode_settings=secure) as pair:
         await hand_over(pair)
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-async def test_tls_at_one_end_only_fails(secure: TransferSettings, who: str) -> None:
+async def test_handoff_with_tls_at_one_end_only_fails(secure: TransferSettings, who: str) -> None:
     quick = replace(SETTINGS, hello_timeout_s=0.2, connect_timeout_s=0.5)
     secured = replace(secure, hello_timeout_s=0.2, connect_timeout_s=0.5)
     prefill, decode = (secured, quick) if who == "prefill" else (quick, secured)
@@ -58,7 +58,7 @@ async def test_tls_at_one_end_only_fails(secure: TransferSettings, who: str) -> 
         await pair.until_idle()
 
 
-async def test_a_certificate_of_another_authority_fails(secure: TransferSettings) -> None:
+async def test_handoff_with_an_untrusted_certificate_fails(secure: TransferSettings) -> None:
     other = replace(secure, client_ssl=ssl.create_default_context(ssl.Purpose.SERVER_AUTH))
     async with processes(prefill_settings=secure, decode_settings=other) as pair:
         _, last = await read_all(await pair.send(Leg.DECODE, room=5))
@@ -66,7 +66,7 @@ async def test_a_certificate_of_another_authority_fails(secure: TransferSettings
         await pair.until_idle()
 
 
-def test_on_uvloop() -> None:
+def test_handoff_works_on_uvloop() -> None:
     async def once() -> None:
         async with processes() as pair:
             await hand_over(pair)
@@ -119,7 +119,7 @@ async def peer_process() -> AsyncIterator[PeerProcess]:
         await process.communicate()
 
 
-async def test_the_prefill_process_is_killed_mid_pull() -> None:
+async def test_decode_leg_fails_when_the_prefill_process_is_killed_mid_pull() -> None:
     async with processes(links=SLOW_LINKS) as pair, peer_process() as peer:
         await peer.say({})
         decode = await pair.send(Leg.DECODE, params=json.loads(await peer.read_line()))
@@ -130,7 +130,7 @@ async def test_the_prefill_process_is_killed_mid_pull() -> None:
         await pair.until_idle()
 
 
-async def test_the_decode_process_is_killed_mid_pull() -> None:
+async def test_prefill_process_frees_kv_when_the_decode_process_is_killed() -> None:
     async with processes(expiry_s=1.5) as pair, peer_process() as peer:
         _, last = await read_all(await pair.send(Leg.PREFILL))
         await peer.say(last.kv_transfer_params)

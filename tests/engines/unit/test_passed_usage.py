@@ -46,7 +46,7 @@ WHOLE: list[tuple[CallRoute, dict[str, Any], tuple[int, int | None]]] = [
 
 
 @pytest.mark.parametrize(("route", "answer", "counted"), WHOLE)
-def test_each_route_has_its_own_count(
+def test_usage_is_counted_on_each_passed_route(
     route: CallRoute, answer: dict[str, Any], counted: tuple[int, int | None]
 ) -> None:
     call = passed_call(ClientCall(route, b"{}", stream=False, resumable=False), {})
@@ -55,7 +55,7 @@ def test_each_route_has_its_own_count(
     assert (usage.prompt_tokens, usage.cached_tokens) == counted
 
 
-def test_of_a_stream_of_messages_the_last_count_holds() -> None:
+def test_last_usage_of_a_messages_stream_has_all_counts() -> None:
     events = [
         {"type": "message_start", "message": {"usage": {"input_tokens": 352, "output_tokens": 0}}},
         {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}},
@@ -77,9 +77,7 @@ def test_of_a_stream_of_messages_the_last_count_holds() -> None:
 @pytest.mark.parametrize(
     ("reason", "finish"), [("abort", FinishReason.CANCELLED), ("length", FinishReason.STOP)]
 )
-def test_of_several_chats_in_one_call_one_that_was_aborted_is_the_end_of_all(
-    reason: str, finish: FinishReason
-) -> None:
+def test_one_aborted_chat_of_several_ends_the_call_as_cancelled(reason: str, finish: FinishReason) -> None:
     call = passed_call(ClientCall(CallRoute.CHATS, b"{}", stream=False, resumable=False), {})
     answer = {"choices": [{"finish_reason": "stop"}, {"finish_reason": reason}]}
     assert call.reader()(json.dumps(answer).encode()).finish is finish

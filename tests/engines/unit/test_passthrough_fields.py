@@ -50,7 +50,9 @@ MEETING = Bootstrap(host="10.0.0.3", port=8998, room=7)
 
 @pytest.mark.parametrize(("route", "asked"), HOW)
 @pytest.mark.parametrize("field", REFUSED)
-def test_the_router_alone_says_it(field: str, route: CallRoute, asked: dict[str, object]) -> None:
+def test_fields_reserved_for_the_router_are_refused(
+    field: str, route: CallRoute, asked: dict[str, object]
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_passthrough(route, json.dumps({"model": "m", **asked, field: REFUSED[field]}).encode())
     assert refused.value.param == field
@@ -60,7 +62,7 @@ def test_the_router_alone_says_it(field: str, route: CallRoute, asked: dict[str,
 @pytest.mark.parametrize("n_ranks", [1, 2])
 @pytest.mark.parametrize("bootstrap", [None, MEETING])
 @pytest.mark.parametrize("kind", list(Leg))
-def test_sglang_hears_it_from_the_router_alone_whoever_asks(
+def test_sglang_gets_reserved_fields_only_from_the_router(
     kind: Leg, bootstrap: Bootstrap | None, n_ranks: int
 ) -> None:
     asked = client_call({"model": "m", **HOW[0][1], **REFUSED, **NAMES, **PASSED})
@@ -76,7 +78,7 @@ def test_sglang_hears_it_from_the_router_alone_whoever_asks(
 
 
 @pytest.mark.parametrize("kind", [Leg.DECODE, Leg.AGGREGATED])
-def test_vllm_hears_it_from_the_router_alone_whoever_asks(kind: Leg) -> None:
+def test_vllm_gets_reserved_fields_only_from_the_router(kind: Leg) -> None:
     asked = client_call({"model": "m", **HOW[0][1], **REFUSED, **NAMES, **PASSED})
     call = vllm.call_of(full_request(asked, kind, dp_rank=DpRank(1)), model="m", n_ranks=2)
     body = json.loads(call.body)
@@ -94,13 +96,13 @@ def passed_leg(**fields: Any) -> EngineRequest:
     return replace(leg, **fields)
 
 
-def test_a_call_that_passes_to_sglang_goes_to_the_rank_that_was_picked() -> None:
+def test_passed_sglang_call_goes_to_the_picked_rank() -> None:
     sent = json.loads(sglang.call_of(passed_leg(dp_rank=DpRank(1)), n_ranks=2).body)
     assert sent == {"model": "m", "input": "a", "routed_dp_rank": 1}
     assert "routed_dp_rank" not in json.loads(sglang.call_of(passed_leg()).body)
 
 
-def test_a_call_that_passes_to_sglang_names_no_adapter() -> None:
+def test_passed_sglang_call_with_an_adapter_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         sglang.call_of(passed_leg(lora_name="ada"))
     assert refused.value.param == "model"

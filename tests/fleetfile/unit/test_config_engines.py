@@ -23,7 +23,7 @@ def load(text: str) -> FleetFile:
     return load_fleet(parse_document(text, "fleet.yaml")).fleet
 
 
-def test_what_is_not_said_is_not_known() -> None:
+def test_omitted_engine_facts_are_unknown() -> None:
     fleet = load(GOOD)
     (model,) = fleet.models
     assert (model.block_size, model.context_length) == (None, None)
@@ -94,7 +94,7 @@ def test_a_mistake_is_named_with_its_line(old: str, new: str, message: str) -> N
         ('{kind: vllm, url: "http://a:8000"}', "{}", "has mock engines and others"),
     ],
 )
-def test_what_was_hardly_meant_is_warned_about(old: str, new: str, warning: str) -> None:
+def test_likely_unintended_engine_settings_are_warned_of(old: str, new: str, warning: str) -> None:
     assert load_fleet(parse_document(GOOD, "fleet.yaml")).warnings == ()
     (reported,) = load_fleet(parse_document(GOOD.replace(old, new), "fleet.yaml")).warnings
     assert warning in reported

@@ -39,7 +39,7 @@ def warned(text: str) -> str:
     return "\n".join(load_fleet(parse_document(text, "fleet.yaml")).warnings)
 
 
-def test_the_default_fleet_is_two_zones_that_kv_never_leaves() -> None:
+def test_default_fleet_has_two_zones_with_required_kv_transfer() -> None:
     loaded = load_fleet(default_fleet_document())
     fleet = loaded.fleet
     assert loaded.warnings == ()
@@ -59,7 +59,7 @@ def test_every_example_loads_without_a_warning(path: Path) -> None:
     assert load_fleet(read_document(path)).warnings == ()
 
 
-def test_the_example_shows_the_default_fleet_with_a_context_for_the_traces_of_the_repository() -> None:
+def test_example_fleet_equals_the_default_but_for_a_longer_context() -> None:
     example, default = (
         load_fleet(read_document(EXAMPLES / "fleet.yaml")),
         load_fleet(default_fleet_document()),
@@ -96,6 +96,9 @@ def test_the_example_shows_the_default_fleet_with_a_context_for_the_traces_of_th
         ("{zone: a}}", "{zone: a}, taints: [fast, dynamo.topology/zone=a]}",
          "9: workers[1].taints[1]: "
          "must not begin with dynamo.topology/: topology taints come from domains"),
+        ("{zone: a}}", "{zone: a}, taints: [kvrouter.adapter/french]}",
+         "9: workers[1].taints[0]: "
+         "must not begin with kvrouter.adapter/: adapter taints come from the engine"),
         ("{zone: a}}", "{zone: a}, engine: {timing: {decode_liner: 1}}}",
          "9: workers[1].engine.timing.decode_liner: unknown key (did you mean decode_linear?)"),
         ("{zone: a}}", "{zone: a}, engine: {kind: tgi}}",
@@ -143,12 +146,12 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file() -> None:
         ("version: 1", "version: 1\nrouter: {kv_transfer_weight: 2}", "weighs assumed links"),
     ],
 )
-def test_what_can_be_run_but_was_hardly_meant_is_warned_about(old: str, new: str, warning: str) -> None:
+def test_valid_but_likely_unintended_settings_are_warned_of(old: str, new: str, warning: str) -> None:
     assert warned(GOOD) == ""
     assert warning in warned(GOOD.replace(old, new))
 
 
-def test_blocks_over_links_that_differ_is_warned_of_without_a_policy() -> None:
+def test_block_cost_over_unequal_links_without_a_policy_is_warned_of() -> None:
     near = "{latency_s: 0.001, bandwidth_bytes_per_s: 5.0e9}"
     far = near.replace("5.0", "1.0")
     links = f"  links: {{within: {{zone: {near}}}, across: {far}}}"
@@ -163,7 +166,7 @@ def test_blocks_over_links_that_differ_is_warned_of_without_a_policy() -> None:
     assert warned(unbound.replace("router_cost: blocks", "router_cost: time")) == ""
 
 
-def test_links_without_any_in_the_file_are_those_assumed() -> None:
+def test_fleet_file_without_links_has_the_assumed_links() -> None:
     links = load(GOOD).topology.link_table
     assert {level: link.bandwidth_bytes_per_s for level, link in links.within.items()} == {
         "zone": 12.5e9,
@@ -172,7 +175,7 @@ def test_links_without_any_in_the_file_are_those_assumed() -> None:
     assert links.across.bandwidth_bytes_per_s == 3.125e9
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_fleet_file_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "missing.yaml"
     with pytest.raises(ConfigError, match=r"missing\.yaml: cannot be read: No such file"):
         read_document(missing)

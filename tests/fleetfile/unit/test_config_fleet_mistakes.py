@@ -89,7 +89,7 @@ def _places(message: str) -> list[str]:
         ("version: 1\nmodels: [m]\nworkers: [{name: a, model: m}]\n", ["f:2: models[0]"]),
     ],
 )
-def test_what_only_follows_from_a_mistake_is_not_reported(text: str, places: list[str]) -> None:
+def test_consequences_of_a_mistake_are_not_reported(text: str, places: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         load_fleet(parse_document(text, "f"))
     assert _places(raised.value.message) == places
@@ -164,7 +164,7 @@ def mistaken(chosen: Iterable[tuple[str, object]]) -> dict[str, Any]:
 @example(MISTAKES[:9])
 @example(MISTAKES[9:18])
 @example(MISTAKES[16:])
-def test_any_mistakes_together_are_all_reported(chosen: list[tuple[str, object]]) -> None:
+def test_any_combination_of_mistakes_is_reported_in_full(chosen: list[tuple[str, object]]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "f.yaml"
         path.write_text(yaml.safe_dump(mistaken(chosen)))
@@ -174,7 +174,7 @@ def test_any_mistakes_together_are_all_reported(chosen: list[tuple[str, object]]
     assert places == sorted(place for place, _ in chosen)
 
 
-def test_what_is_legal_in_a_files_settings_and_hardly_meant_is_reported(
+def test_likely_unintended_setting_of_the_file_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "f.yaml"

@@ -27,14 +27,14 @@ def mistake(given: EnginePod, *, policy: KvTransferSpec | None = None) -> str:
     return caught.value.message
 
 
-def test_a_label_and_a_port_are_enough() -> None:
+def test_engine_label_and_one_port_describe_an_engine() -> None:
     found = engine_of(pod())
     assert (found.url, found.model, found.engine.kind) == ("http://10.0.0.7:8000", None, "vllm")
     assert (found.group.role, found.group.domains, found.fleet.kv_transfer) == (Role.BOTH, {}, None)
     assert engine_of(pod(ip="fd00::7")).url == "http://[fd00::7]:8000"
 
 
-def test_annotations_are_the_words_of_a_fleet_file() -> None:
+def test_annotations_set_the_fields_of_a_fleet_file() -> None:
     found = engine_of(
         pod(
             annotations={
@@ -69,14 +69,14 @@ def test_annotations_are_the_words_of_a_fleet_file() -> None:
         ({"api": 9000}, "8123", 8123),
     ],
 )
-def test_the_port_is_the_annotations_else_http_else_the_only_one(
+def test_engine_port_is_the_annotated_the_http_or_the_only_port(
     ports: Mapping[str, int], said: str | None, number: int
 ) -> None:
     annotations = {} if said is None else {"engine-port": said}
     assert engine_of(pod(ports=ports, annotations=annotations)).url == f"http://10.0.0.7:{number}"
 
 
-def test_a_restart_of_its_own_container_is_another_start_of_the_engine() -> None:
+def test_only_a_restart_of_the_engines_own_container_changes_its_start() -> None:
     assert engine_of(pod()).start != engine_of(pod(restarts=1)).start
     given = pod_json()
     given["spec"]["containers"].append({"name": "other"})
@@ -84,7 +84,7 @@ def test_a_restart_of_its_own_container_is_another_start_of_the_engine() -> None
     assert engine_of(pod_of(json.dumps(given).encode())).start == engine_of(pod()).start
 
 
-def test_the_container_of_a_port_that_no_container_names_is_the_only_one_or_unknown() -> None:
+def test_start_of_an_unnamed_port_is_the_only_containers_or_unknown() -> None:
     said = {"engine-port": "9000"}
     assert engine_of(pod(annotations=said)).start != engine_of(pod(annotations=said, restarts=1)).start
     given = pod_json(annotations=said)
@@ -97,7 +97,7 @@ def test_the_container_of_a_port_that_no_container_names_is_the_only_one_or_unkn
     assert engine_of(pod_of(json.dumps(with_sidecar).encode())).start == ""
 
 
-def test_its_place_is_what_its_labels_say_and_annotations_only_where_they_say_nothing() -> None:
+def test_place_comes_from_pod_labels_and_else_from_annotations() -> None:
     labels = {
         ZONE: "a",
         "topology.kubernetes.io/region": "r",
@@ -119,7 +119,7 @@ def test_its_place_is_what_its_labels_say_and_annotations_only_where_they_say_no
     assert by_operator.group.domains == {"zone": "b"}
 
 
-def test_the_policy_is_the_processs_and_needs_the_place() -> None:
+def test_process_policy_applies_to_pods_and_requires_their_place() -> None:
     found = engine_of(pod(labels={ZONE: "a"}), policy=IN_ZONE)
     assert found.fleet.kv_transfer == IN_ZONE
     assert mistake(pod(), policy=IN_ZONE) == (
@@ -167,6 +167,10 @@ MISTAKES: Mapping[str, tuple[Mapping[str, str], str]] = {
         {"taints": "dynamo.topology/zone=a"},
         "annotation kvrouter.dev/taints: must not begin with dynamo.topology/",
     ),
+    "an adapter that its engine does not name": (
+        {"taints": "kvrouter.adapter/french"},
+        "annotation kvrouter.dev/taints: must not begin with kvrouter.adapter/",
+    ),
     "another place than its node's": (
         {"topology.zone": "b"},
         "annotation kvrouter.dev/topology.zone: is 'b', and the label topology.kubernetes.io/zone says 'a', "
@@ -185,7 +189,7 @@ def test_a_mistake_names_label_or_annotation_and_fix(name: str) -> None:
     assert "\n" not in reported
 
 
-def test_several_ports_without_a_name_are_asked_about_and_all_mistakes_reported_at_once() -> None:
+def test_unnamed_ports_are_asked_about_and_all_mistakes_reported_at_once() -> None:
     assert mistake(pod(ports={"one": 1, "two": 2})) == (
         "annotation kvrouter.dev/engine-port: is required where no port of the containers is named http and "
         "there is not exactly one (there are: 1 one, 2 two)"
@@ -197,12 +201,12 @@ def test_several_ports_without_a_name_are_asked_about_and_all_mistakes_reported_
     ]
 
 
-def test_whatever_an_engine_may_contradict_has_a_label_or_annotation_that_is_read() -> None:
+def test_every_field_an_engine_may_contradict_has_a_label_or_annotation() -> None:
     known = {f"annotation {PREFIX}{name}" for name in ANNOTATIONS} | {f"label {ENGINE}"}
     assert set(PLACES.values()) <= known
 
 
-def test_a_pod_that_leaves_is_over_or_has_no_address_says_so() -> None:
+def test_leaving_over_unready_or_addressless_pod_is_recognized() -> None:
     assert pod(more={"deletionTimestamp": "2026-01-01T00:00:00Z"}).is_leaving
     assert not pod(ready=False).is_ready
     assert not pod(ip="").is_ready
@@ -237,7 +241,7 @@ def test_any_json_is_a_pod_or_a_protocol_error(text: bytes) -> None:
 
 
 @given(path=st.sampled_from([("metadata",), ("spec",), ("status",), ("spec", "containers")]), value=anything)
-def test_a_part_of_a_pod_that_is_anything_is_a_pod_or_a_protocol_error(
+def test_pod_with_any_replaced_part_is_a_pod_or_a_protocol_error(
     path: tuple[str, ...], value: object
 ) -> None:
     given_: dict[str, object] = pod_json()
@@ -270,7 +274,7 @@ def test_any_labels_and_annotations_are_an_engine_or_named_mistakes(
         assert policy is None or "zone" in found.group.domains
 
 
-def test_the_page_names_every_annotation() -> None:
+def test_documentation_page_names_every_annotation() -> None:
     page = (Path(__file__).parents[3] / "docs" / "kubernetes-engines.md").read_text()
     for name in (*ANNOTATIONS, "engine-port", "topology."):
         assert f"`kvrouter.dev/{name}" in page

@@ -32,7 +32,7 @@ async def nothing(_: PageRequest) -> Page:
 
 @given(st.sampled_from(TEMPLATES), PATHS)
 def test_a_path_matches_and_has_the_same_parameters(template: str, path: str) -> None:
-    route = Route(template, nothing)
+    route = Route(template, nothing, "A page")
     pattern, _, convertors = compile_path(template)
     found = pattern.match(path)
     assert route.match(path) == (None if found is None else found.groupdict())
@@ -41,7 +41,7 @@ def test_a_path_matches_and_has_the_same_parameters(template: str, path: str) ->
 
 @given(st.sampled_from(("/health\n", "\n/health", "/hea\nlth")))
 def test_a_line_end_is_no_end_of_a_path(path: str) -> None:
-    assert Route("/health", nothing).match(path) is None
+    assert Route("/health", nothing, "A page").match(path) is None
 
 
 def asked(query: str, body: bytes = b"") -> tuple[Request, PageRequest]:

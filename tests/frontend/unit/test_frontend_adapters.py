@@ -6,8 +6,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
 from tests.testing.frontend_harness import FrontendHarness, error_of, running_frontend
 from tests.testing.router_harness import MODEL, card
@@ -21,7 +21,7 @@ def plain(worker_id: int) -> WorkerCard:
 
 
 def adapted(worker_id: int) -> WorkerCard:
-    taints = ModelRuntimeConfig(taints=frozenset({adapter_taint(ADAPTER)}))
+    taints = ModelRuntimeConfig(taints=adapter_taints([ADAPTER]))
     return structs.replace(plain(worker_id), names={ADAPTER: ADAPTER}, runtime_config=taints)
 
 

@@ -436,3 +436,20 @@ async def test_a_prefill_only_decision_names_its_leg() -> None:
         _, explained = await here.post("/v1/route/explain", {"model": MODEL, "prompt": "hello"})
         assert (explained["prefill"]["chosen"]["worker_id"], explained["decode"]) == (1, None)
         assert (await here.metrics()).total("decisions_total", shape="prefill") == 1
+
+
+async def test_the_description_has_the_bookings_and_prefills() -> None:
+    async with open_router(card(1), prefill_alone=True) as router:
+        described = (await router.http.get("/openapi.json")).json()["paths"]
+    booked = "/v1/route/{request_id}"
+    for path in (
+        booked,
+        *(f"{booked}/{end}" for end in ("prefill_complete", "output_blocks", "renew", "free")),
+    ):
+        for operation in described[path].values():
+            assert operation["summary"]
+            schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/Booking"}
+    assert "OutputBody" in str(described[f"{booked}/output_blocks"]["post"]["requestBody"])
+    assert "PrefillEnded" in str(described["/v1/prefill/{request_id}"]["delete"]["responses"])
+    assert described["/v1/prefill"]["post"]["summary"] == "Prefill a request; say where its KV waits"

@@ -9,7 +9,7 @@ import pytest
 import kvrouter
 from kvrouter.api.decision_schema import Attempt, Decisions, Explanation, LastDecisions, Leg, Pick
 from kvrouter.api.fleet_schema import BrokenPair, Fleet, Flow, Flows, Links, Model, Rank, Refusals, Worker
-from kvrouter.frontend.openapi import SCHEMAS
+from kvrouter.frontend.openapi import TYPES
 
 SCRIPTS = sorted((Path(kvrouter.__file__).parent / "frontend" / "ui").glob("*.js"))
 READ = (Fleet, Flows, Refusals, LastDecisions, Decisions, Explanation)
@@ -29,6 +29,7 @@ BY_VARIABLE: dict[str, type] = {
 }
 """What the scripts call an object of each type."""
 
+SCHEMAS = msgspec.json.schema_components(TYPES)[1]
 NAMES = {field for schema in SCHEMAS.values() for field in schema.get("properties", ())}
 
 

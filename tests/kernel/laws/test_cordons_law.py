@@ -12,7 +12,6 @@ from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import Reason, RoutingRefused
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, View, route
-from kvrouter.kernel.topology.policy import topology_domains
 from tests.testing.routing_cases import RoutingCase, fleet_of, routing_cases, view_of
 
 
@@ -40,7 +39,7 @@ def drawn(seed: int) -> tuple[Random, RoutingCase, Fleet]:
 def some_rules(rng: Random, case: RoutingCase) -> CordonRules:
     cordons = [Cordon(WORKER_LEVEL, str(card.worker_id)) for card in case.cards if rng.random() < 0.3]
     for card in case.cards:
-        for level, name in topology_domains(card.runtime_config).items():
+        for level, name in card.runtime_config.domains.items():
             if rng.random() < 0.1:
                 cordons.append(Cordon(level, name))
     return CordonRules([*cordons, Cordon(NODE_LEVEL, "nowhere")])
@@ -58,9 +57,7 @@ def test_a_cordoned_rank_is_treated_like_a_dead_rank(seed: int) -> None:
     before = outcome(case, view_of(case, fleet))
     fleet.set_cordons(rules)
     cordoned = {card.worker_id for card in case.cards if fleet.cordons_on(card.worker_id)}
-    assert cordoned == {
-        card.worker_id for card in case.cards if rules.on(card, topology_domains(card.runtime_config))
-    }
+    assert cordoned == {card.worker_id for card in case.cards if rules.on(card, card.runtime_config.domains)}
     for worker_id in cordoned:
         dead.set_alive(worker_id, False)
     got = outcome(case, view_of(case, fleet))

@@ -13,6 +13,7 @@ from kvrouter.core.constraints import PdSelection, Pin, RoutingConstraints
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.requests import Leg
+from kvrouter.core.taints import topology_taint
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
@@ -27,7 +28,6 @@ from kvrouter.kernel.topology.policy import (
     Required,
     RouterTopologyDefault,
     TransferPolicy,
-    topology_taint,
 )
 from tests.oracles.pairs import NaivePairs, Option, Refused, Worker
 from tests.oracles.prediction import RankLoad

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.taints import topology_taint, worker_taints
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.fleet_links import FleetLinks, links_of
 from kvrouter.kernel.topology.link_table import Link, LinkState, LinkTable, SharedLink, distance
-from kvrouter.kernel.topology.policy import policy_of, topology_domains, topology_taint, worker_taints
+from kvrouter.kernel.topology.policy import policy_of
 
 LEVELS = ("zone", "rack", "host")
 places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("abc"))
@@ -107,7 +108,7 @@ def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[W
         )
         assert columns.total_blocks[slot] == (config.total_kv_blocks or np.inf)
         for level in LEVELS:
-            value = topology_domains(config).get(level)
+            value = config.domains.get(level)
             assert fleet.places.value_at(level, slot) == value
             same = fleet.places.value_id(level, value) if value else -1
             assert fleet.places.ids(level)[slot] == same

@@ -4,19 +4,13 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Taint
+from kvrouter.core.taints import TOPOLOGY, named_domain, topology_taint, worker_taints
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.kernel.topology.policy import (
-    RESERVED_TAINT_PREFIX,
-    named_domain,
-    topology_domains,
-    topology_taint,
-    validate_runtime_config,
-    worker_taints,
-)
+from kvrouter.kernel.topology.policy import validate_runtime_config
 
 
 def test_a_topology_taint_has_the_reserved_prefix_domain_and_value() -> None:
-    assert RESERVED_TAINT_PREFIX == "dynamo.topology/"
+    assert TOPOLOGY == "dynamo.topology/"
     assert topology_taint("zone", "us-east-1a") == "dynamo.topology/zone=us-east-1a"
     assert topology_taint(" zone ", "us-east-1a\n") == "dynamo.topology/zone=us-east-1a"
 
@@ -31,7 +25,7 @@ def test_worker_taints_are_its_own_and_one_for_each_non_empty_domain() -> None:
         "dynamo.topology/zone=us-east-1a",
         "dynamo.topology/rack=rack-22",
     }
-    assert topology_domains(config) == {"zone": "us-east-1a", "rack": "rack-22"}
+    assert config.domains == {"zone": "us-east-1a", "rack": "rack-22"}
 
 
 @pytest.mark.parametrize(

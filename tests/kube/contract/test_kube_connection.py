@@ -100,7 +100,7 @@ def sign_in(request: pytest.FixtureRequest) -> SignIn:
     return found
 
 
-async def test_each_verb_arrives_as_it_was_meant(
+async def test_each_verb_sends_its_method_path_query_and_body(
     server: tuple[Server, str], sign_in: SignIn, tmp_path: Path
 ) -> None:
     scripted, url = server
@@ -139,7 +139,7 @@ async def test_each_verb_arrives_as_it_was_meant(
     ]
 
 
-async def test_a_refusal_has_its_status_its_reason_and_its_wait(
+async def test_refusal_carries_status_reason_detail_and_retry_wait(
     server: tuple[Server, str], sign_in: SignIn, tmp_path: Path
 ) -> None:
     scripted, url = server
@@ -158,13 +158,13 @@ async def test_a_refusal_has_its_status_its_reason_and_its_wait(
     assert len(scripted.asked) == 1
 
 
-async def test_a_server_that_is_not_there_is_a_lost_cluster(sign_in: SignIn, tmp_path: Path) -> None:
+async def test_unreachable_api_server_is_a_lost_cluster(sign_in: SignIn, tmp_path: Path) -> None:
     async with sign_in("http://127.0.0.1:1", tmp_path) as connection:
         with pytest.raises(ClusterLost):
             await KubeClient(connection).read(LEASES, Key("here", "one"))
 
 
-async def test_a_user_whom_the_server_refuses_signs_in_again_by_the_file_as_it_is_then(
+async def test_refused_user_signs_in_again_with_the_current_kubeconfig(
     server: tuple[Server, str], tmp_path: Path
 ) -> None:
     scripted, url = server

@@ -31,7 +31,7 @@ def cut(value: JsonValue, depth: int) -> JsonValue:
 
 
 @given(VALUES, st.integers(0, 6), st.booleans())
-def test_what_is_deeper_is_null_and_nothing_else_changes(
+def test_values_below_the_depth_limit_become_null_and_the_rest_stays(
     value: JsonValue, depth: int, is_ascii: bool
 ) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii).encode()
@@ -45,7 +45,7 @@ def test_any_bytes_are_cut_without_an_error(text: bytes) -> None:
 
 @pytest.mark.parametrize("depth", NESTED_TOO_DEEP)
 @pytest.mark.parametrize(("opens", "closes"), [(b'{"a":', b"}"), (b"[", b"]")])
-def test_an_object_keeps_what_lies_around_its_depths(depth: int, opens: bytes, closes: bytes) -> None:
+def test_object_keeps_the_fields_beside_a_too_deep_one(depth: int, opens: bytes, closes: bytes) -> None:
     kind = ResourceKind("v1", "Pod", "pods")
     text = b'{"metadata": {"name": "one"}, "spec": %b1%b, "status": {"phase": "Running"}}' % (
         opens * depth,
@@ -62,7 +62,7 @@ def test_an_object_keeps_what_lies_around_its_depths(depth: int, opens: bytes, c
 
 
 @pytest.mark.parametrize("depth", NESTED_TOO_DEEP)
-def test_a_line_of_a_watch_that_is_too_deep_is_an_event(depth: int) -> None:
+def test_too_deep_watch_line_is_still_decoded_as_an_event(depth: int) -> None:
     line = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}, "spec": %b1%b}}' % (
         b"[" * depth,
         b"]" * depth,
@@ -73,7 +73,7 @@ def test_a_line_of_a_watch_that_is_too_deep_is_an_event(depth: int) -> None:
 
 
 @pytest.mark.parametrize("text", [b"{", b'{"a":' * 5_000, b"[" * 100_000, b"]" * 5_000, b"", b"\xff"])
-def test_what_is_no_json_is_a_lost_cluster(text: bytes) -> None:
+def test_invalid_json_is_a_lost_cluster(text: bytes) -> None:
     with pytest.raises(ClusterLost):
         manifest_of(ResourceKind("v1", "Pod", "pods"), msgspec.Raw(text))
     with pytest.raises(ClusterLost):

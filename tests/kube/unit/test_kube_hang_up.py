@@ -45,7 +45,7 @@ async def by_the_operator(url: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("watch", [by_discovery, by_the_operator])
-def test_a_watch_that_is_left_leaves_no_connection(
+def test_ended_watch_leaves_no_open_connection(
     tmp_path: Path, watch: Callable[[str, Path], Coroutine[None, None, None]]
 ) -> None:
     with server_that_never_says_goodbye(tmp_path) as url, warnings.catch_warnings(record=True) as reported:

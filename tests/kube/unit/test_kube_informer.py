@@ -23,7 +23,7 @@ from tests.testing.constants import SetConstants
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
 
 
-async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None:
+async def test_server_dropping_connections_is_reported_lost_once_and_back_once() -> None:
     tries: asyncio.Queue[int] = asyncio.Queue()
     is_up = asyncio.Event()
 
@@ -45,7 +45,7 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
         assert await losses.get() is None
 
 
-async def test_what_is_refused_at_the_start_alone_is_never_lost() -> None:
+async def test_list_refused_only_at_the_start_is_not_reported_as_lost() -> None:
     """As while a definition is new: the API server answers 404, or 429."""
     refusals: list[web.HTTPException] = [
         web.HTTPNotFound(text='{"kind": "Status", "code": 404, "reason": "NotFound"}'),
@@ -71,7 +71,7 @@ async def test_what_is_refused_at_the_start_alone_is_never_lost() -> None:
     assert losses == []
 
 
-async def test_what_is_refused_for_longer_is_lost_once() -> None:
+async def test_list_refused_for_longer_is_reported_lost_once() -> None:
     tries: asyncio.Queue[float] = asyncio.Queue()
 
     async def watching(reported: web.StreamResponse) -> None:
@@ -95,7 +95,7 @@ async def test_what_is_refused_for_longer_is_lost_once() -> None:
         assert losses.empty()
 
 
-async def test_the_first_refusal_of_a_version_is_no_loss() -> None:
+async def test_first_expired_version_is_not_reported_as_lost() -> None:
     refusals = [web.HTTPGone(text='{"kind": "Status", "code": 410, "reason": "Expired"}')]
 
     async def watching(reported: web.StreamResponse) -> None:
@@ -117,7 +117,7 @@ async def test_the_first_refusal_of_a_version_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("depth", [1_000, 5_000, 9_990])
-async def test_an_object_of_any_depth_hides_no_other(depth: int) -> None:
+async def test_deeply_nested_object_does_not_hide_other_objects(depth: int) -> None:
     listed = b'{"metadata": {"name": "deep", "resourceVersion": "1"}, "spec": %b1%b}' % (
         b'{"a":' * depth,
         b"}" * depth,
@@ -154,7 +154,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[float]:
 
 
 @pytest.mark.parametrize("reported_first", [b"", b'{"type": "ERROR", "object": {"code": 410}}\n'])
-async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
+async def test_server_that_ends_each_watch_at_once_is_retried_ever_later(
     reported_first: bytes, waits: asyncio.Queue[float]
 ) -> None:
     watches: asyncio.Queue[None] = asyncio.Queue()
@@ -177,7 +177,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
     assert len(losses) == 1
 
 
-async def test_a_watch_that_may_not_be_opened_again_waits_as_long_as_the_server_asks(
+async def test_refused_watch_waits_as_long_as_the_server_asks(
     waits: asyncio.Queue[float],
 ) -> None:
     watches = iter((False, True))
@@ -244,7 +244,7 @@ async def test_a_token_that_cannot_be_read_is_read_again(error: Exception) -> No
     assert isinstance(losses[0], ClusterLost)
 
 
-async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
+async def test_only_metadata_of_nodes_is_requested_and_kept() -> None:
     accepted: list[str] = []
 
     async def watching(reported: web.StreamResponse) -> None:
@@ -268,7 +268,7 @@ async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
     ]
 
 
-async def test_of_pods_what_nothing_is_decided_by_is_not_kept() -> None:
+async def test_unused_pod_fields_are_not_kept() -> None:
     whole = {
         **pod("listed", labels={"a": "b"}, annotations={"note": "x"}),
         "spec": {"nodeName": "n", "containers": [{"name": "main"}]},

@@ -17,7 +17,7 @@ def quoted(text: str) -> str:
 
 
 @given(st.lists(TEXTS, max_size=3 * WARNINGS_MAX))
-def test_every_text_is_read_as_it_was_meant_once_and_within_limits(texts: list[str]) -> None:
+def test_warnings_are_decoded_deduplicated_and_limited(texts: list[str]) -> None:
     found = warnings_in([quoted(text) for text in texts])
     read = ["".join(c if c.isprintable() else " " for c in text[:WARNING_CHARS_MAX]) for text in texts]
     assert found == [*dict.fromkeys(read)][:WARNINGS_MAX]
@@ -26,5 +26,5 @@ def test_every_text_is_read_as_it_was_meant_once_and_within_limits(texts: list[s
 
 
 @given(st.lists(TEXTS))
-def test_whatever_a_header_holds_is_no_error(headers: list[str]) -> None:
+def test_any_warning_header_is_parsed_without_error(headers: list[str]) -> None:
     assert all(len(text) <= WARNING_CHARS_MAX for text in warnings_in(headers))

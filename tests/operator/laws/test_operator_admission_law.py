@@ -172,7 +172,7 @@ def _inside(found: JsonValue, part: str | int) -> JsonValue:
 
 
 @given(new=st.one_of(ANY_JSON, broken()), old=st.one_of(ANY_JSON, broken()), cluster_info=FACTS)
-def test_whatever_is_written_there_is_a_verdict(
+def test_validation_of_any_json_or_broken_deployment_gives_a_verdict(
     new: JsonValue, old: JsonValue, cluster_info: ClusterInfo
 ) -> None:
     verdict = validated(new, old, cluster_info)
@@ -187,7 +187,7 @@ def test_whatever_is_written_there_is_a_verdict(
 
 
 @given(body=ANY_JSON, cluster_info=FACTS, new=broken())
-def test_whatever_is_asked_there_is_an_answer_or_a_refusal(
+def test_any_review_is_judged_or_refused_as_a_protocol_error(
     body: JsonValue, cluster_info: ClusterInfo, new: JsonValue
 ) -> None:
     for asked in (body, {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": body}):
@@ -199,7 +199,7 @@ def test_whatever_is_asked_there_is_an_answer_or_a_refusal(
 
 
 @given(found=st.one_of(ANY_JSON, broken(TOPOLOGY)))
-def test_whatever_somebody_calls_a_topology_can_be_read(found: JsonValue) -> None:
+def test_topology_with_any_spec_can_be_read(found: JsonValue) -> None:
     topology = read_topology({"metadata": {"name": "fabric"}, "spec": found})
     assert topology is not None
     assert len(set(topology.domains)) == len(topology.domains)
@@ -209,7 +209,7 @@ def test_whatever_somebody_calls_a_topology_can_be_read(found: JsonValue) -> Non
 
 
 @given(types=TYPES, topology=st.one_of(st.none(), NAMES), cluster_info=FACTS)
-def test_without_a_policy_nothing_is_refused(
+def test_valid_deployment_without_a_policy_is_never_refused(
     types: tuple[str, ...], topology: str | None, cluster_info: ClusterInfo
 ) -> None:
     document = deployment(types=types, topology=topology)
@@ -225,7 +225,7 @@ def test_without_a_policy_nothing_is_refused(
     types=TYPES,
     cluster_info=FACTS,
 )
-def test_both_spellings_are_one_policy(
+def test_frontend_and_graph_spellings_read_as_one_policy(
     *,
     domain: str,
     falls_back: bool,
@@ -264,7 +264,7 @@ def test_both_spellings_are_one_policy(
     weight=st.one_of(st.none(), st.floats(), st.integers(-2, 2)),
     label=LABELS,
 )
-def test_a_weight_stands_with_preferred_alone(
+def test_weight_in_range_is_required_with_preferred_and_refused_otherwise(
     enforcement: Enforcement, weight: float | None, label: str
 ) -> None:
     graph: Document = {"domain": "zone", "labelKey": label, "enforcement": enforcement.value}
@@ -276,7 +276,7 @@ def test_a_weight_stands_with_preferred_alone(
 
 
 @given(old=broken(), new=broken(), cluster_info=FACTS)
-def test_what_stays_as_it_was_is_never_refused(
+def test_unchanged_readable_deployment_is_never_refused(
     old: JsonValue, new: JsonValue, cluster_info: ClusterInfo
 ) -> None:
     """Whatever else happened in the cluster: a deployment that can be read may be written again."""

@@ -17,7 +17,6 @@ from kvrouter.kernel.topology.policy import (
     RouterTopologyDefault,
     TransferPolicy,
     policy_of,
-    topology_domains,
 )
 from kvrouter.operator.policy import DeploymentPolicy, RawLabel
 from kvrouter.operator.status.available import Registered, serves
@@ -48,7 +47,9 @@ transfers = st.sampled_from((None, Required("zone"), Fallback("zone"), Preferred
 
 
 @given(fleets, transfers)
-def test_it_says_what_the_router_decides(workers: list[WorkerCard], transfer: TransferPolicy | None) -> None:
+def test_available_condition_agrees_with_the_routers_decision(
+    workers: list[WorkerCard], transfer: TransferPolicy | None
+) -> None:
     policy = None if transfer is None else DeploymentPolicy(transfer, RawLabel("example.com/zone"))
     assert serves([registered(card) for card in workers], policy) is is_placed(workers, default_of(transfer))
 
@@ -58,7 +59,7 @@ def registered(card: WorkerCard) -> Registered:
         model=card.model,
         role=card.role,
         takes_requests=card.takes_new_requests,
-        domains=topology_domains(card.runtime_config),
+        domains=card.runtime_config.domains,
         policy=policy_of(card.runtime_config, None),
     )
 

@@ -28,7 +28,7 @@ copies = st.lists(
 
 
 @given(labels, labels, copies)
-def test_late_labels_are_those_of_the_binding_and_are_written_once(
+def test_backfilled_labels_equal_labels_at_binding_and_are_written_once(
     of_pod: dict[str, str], of_node: dict[str, str], wanted: list[LevelLabels]
 ) -> None:
     node = Node("n", of_node)

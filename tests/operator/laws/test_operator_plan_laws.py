@@ -90,7 +90,9 @@ cluster_info = st.sampled_from((FACTS, ClusterInfo(), ClusterInfo(grove=Grove.UN
 
 
 @given(names, cased_names)
-def test_objects_have_names_that_services_may_have(deployment_name: str, component: str) -> None:
+def test_object_names_are_dns_labels_and_fleet_names_are_plain_names(
+    deployment_name: str, component: str
+) -> None:
     assert DNS_LABEL.fullmatch(object_name(deployment_name, component))
     assert PLAIN_NAME.fullmatch(fleet_name(deployment_name[:63], component))
 
@@ -101,7 +103,7 @@ def test_no_two_deployments_share_a_fleet(pairs: list[tuple[str, str]]) -> None:
 
 
 @given(pods, st.none() | policies, cluster_info)
-def test_what_is_planned_holds_together(
+def test_plan_of_any_deployment_is_consistent_and_repeatable(
     of_pods: dict[str, JsonValue], policy: dict[str, JsonValue] | None, known: ClusterInfo
 ) -> None:
     of = deployment(pods=of_pods, policy=policy)
@@ -119,7 +121,7 @@ def test_what_is_planned_holds_together(
 
 
 @given(pods, of_frontends, cluster_info)
-def test_what_is_planned_of_a_frontends_policy_holds_together(
+def test_plan_with_a_frontend_policy_is_consistent_and_replans_the_same(
     of_pods: dict[str, JsonValue], policy: dict[str, JsonValue], known: ClusterInfo
 ) -> None:
     found = plan(deployment(pods=of_pods, of_frontend=policy), known, DEFAULTS)
@@ -136,7 +138,7 @@ def test_what_is_planned_of_a_frontends_policy_holds_together(
 
 
 @given(pods, policies)
-def test_what_was_planned_plans_the_same_again(
+def test_template_copied_from_a_plan_is_planned_unchanged(
     of_pods: dict[str, JsonValue], policy: dict[str, JsonValue]
 ) -> None:
     """A template that was planned once, and that a user copied from the cluster, comes out unchanged."""

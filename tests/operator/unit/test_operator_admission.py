@@ -44,7 +44,7 @@ def refused(document: Document, cluster_info: ClusterInfo = GROVE) -> str:
 
 @pytest.mark.parametrize("cluster_info", [NO_GROVE, GROVE, UNREAD])
 @pytest.mark.parametrize("types", [("frontend", "prefill", "decode"), AGGREGATED])
-def test_without_a_policy_a_deployment_is_untouched(
+def test_deployment_without_a_policy_gets_no_problem_and_no_warning(
     cluster_info: ClusterInfo, types: tuple[str, ...]
 ) -> None:
     assert validated(deployment(types=types), None, cluster_info) == Verdict()
@@ -58,7 +58,9 @@ def test_without_a_policy_a_deployment_is_untouched(
         deployment(graph={"labelKey": ZONE, "domain": "zone"}),
     ],
 )
-def test_a_label_needs_nothing_of_grove(cluster_info: ClusterInfo, document: Document) -> None:
+def test_policy_with_a_raw_label_is_admitted_with_or_without_grove(
+    cluster_info: ClusterInfo, document: Document
+) -> None:
     assert validated(document, None, cluster_info) == Verdict()
 
 
@@ -70,11 +72,11 @@ def test_a_label_needs_nothing_of_grove(cluster_info: ClusterInfo, document: Doc
         deployment(frontend=ON_FRONTEND, graph=ON_GRAPH, topology="fabric"),
     ],
 )
-def test_a_level_of_a_topology_that_is_there_is_admitted(document: Document) -> None:
+def test_policy_at_a_level_of_an_existing_topology_is_admitted(document: Document) -> None:
     assert validated(document, None, GROVE) == Verdict()
 
 
-def test_grove_absent() -> None:
+def test_named_topology_is_refused_where_grove_is_absent() -> None:
     assert refused(deployment(frontend=ON_FRONTEND, topology="fabric"), NO_GROVE) == (
         "spec.topologyConstraint.clusterTopologyName: 'fabric' cannot be read: this cluster knows no "
         "ClusterTopologyBinding and no ClusterTopology (grove.io). Install Grove, or set "
@@ -94,7 +96,7 @@ def test_grove_that_cannot_be_read_is_not_taken_for_absent() -> None:
     )
 
 
-def test_a_topology_that_is_not_there() -> None:
+def test_missing_topology_is_refused_with_existing_names_and_a_fix() -> None:
     assert refused(deployment(frontend=ON_FRONTEND, topology="fabrik")) == (
         "spec.topologyConstraint.clusterTopologyName: no ClusterTopologyBinding or ClusterTopology "
         "'fabrik' is in this cluster; there are fabric, lab (did you mean fabric?). Name one that is "
@@ -105,13 +107,13 @@ def test_a_topology_that_is_not_there() -> None:
     assert "there is none" in line
 
 
-def test_of_many_topologies_some_are_listed() -> None:
+def test_refusal_lists_ten_topologies_and_counts_the_rest() -> None:
     many = [ClusterTopology(f"t{number:02}", ()) for number in range(40)]
     line = refused(deployment(graph=ON_GRAPH), ClusterInfo(Grove.PRESENT, by_name(many)))
     assert "there are t00, t01, t02, t03, t04, t05, t06, t07, t08, t09 and 30 more." in line
 
 
-def test_a_level_that_is_not_there() -> None:
+def test_level_missing_from_the_topology_is_refused_with_its_levels() -> None:
     assert refused(deployment(frontend={"level": "zones"}, topology="fabric")) == (
         "spec.components[0].kvCacheTransferTopology.level: 'zones' is no level of ClusterTopologyBinding "
         "fabric, which has zone, rack (did you mean zone?)"
@@ -158,7 +160,7 @@ def test_a_level_that_is_not_there() -> None:
         ),
     ],
 )
-def test_what_is_written_wrong_is_refused(document: Document, where: str) -> None:
+def test_mistakes_of_policy_and_names_are_refused_at_their_field(document: Document, where: str) -> None:
     assert refused(document).startswith(where)
 
 
@@ -171,12 +173,12 @@ def of_links(level: str = "zone", **fields: JsonValue) -> Document:
     return deployment(frontend={**ON_FRONTEND, **fields, "networkQoS": links}, topology="fabric")
 
 
-def test_links_at_a_level_that_is_there_are_admitted_with_their_weight() -> None:
+def test_links_at_an_existing_level_are_admitted_with_a_weight() -> None:
     assert validated(of_links("rack", kvTransferWeight=50), None, GROVE) == Verdict()
     assert validated(of_links(label=ZONE, kvTransferWeight=50), None, NO_GROVE) == Verdict()
 
 
-def test_links_at_a_level_that_is_not_there_are_refused() -> None:
+def test_links_at_a_missing_level_are_refused() -> None:
     assert refused(of_links("racks")) == (
         f"{QOS}.levels[0].level: 'racks' is no level of clusterTopologyName fabric, which has zone, rack "
         "(did you mean rack?)"
@@ -191,7 +193,7 @@ def test_links_at_a_level_that_is_not_there_are_refused() -> None:
     assert verdict.warnings == (), "a mistake is reported once"
 
 
-def test_a_level_that_went_from_the_topology_stops_no_other_change() -> None:
+def test_unchanged_links_at_a_level_the_topology_lost_are_only_warned_of() -> None:
     verdict = validated(of_links("rack"), of_links("rack"), ODD)
     assert verdict.is_allowed
     (line, odd) = lines(verdict.warnings)
@@ -207,12 +209,12 @@ def near(level: str = "zone", label: JsonValue = None, **fields: JsonValue) -> D
     return deployment(frontend=of, topology="fabric")
 
 
-def test_prefill_near_a_frontend_at_a_level_that_is_there_is_admitted() -> None:
+def test_prefill_near_a_frontend_at_an_existing_level_is_admitted() -> None:
     assert validated(near("rack", enforcement="required"), None, GROVE) == Verdict()
     assert validated(near(label=ZONE, weight=0.5), None, NO_GROVE) == Verdict()
 
 
-def test_prefill_near_a_frontend_that_cannot_be_is_refused() -> None:
+def test_prefill_near_a_frontend_with_a_bad_level_or_weight_is_refused() -> None:
     assert refused(near("racks")) == (
         f"{PREFILL}.level: 'racks' is no level of clusterTopologyName fabric, which has zone, rack (did you "
         "mean rack?)"
@@ -237,7 +239,7 @@ def test_a_weight_without_links_is_a_warning() -> None:
     assert validated(weightless, None, GROVE) == Verdict()
 
 
-def test_names_that_differ_in_case_alone_are_refused() -> None:
+def test_component_names_that_differ_in_case_alone_are_refused() -> None:
     document = deployment()
     document["spec"] = {"components": [component("decode", "Decode"), component("prefill", "decode")]}
     assert refused(document).startswith("spec.components[1].name: 'decode' is the name of spec.components[0]")
@@ -281,7 +283,7 @@ def test_a_component_cannot_be_packed_without_a_topology() -> None:
         ),
     ],
 )
-def test_what_is_odd_is_admitted_with_a_warning(
+def test_questionable_policies_and_components_are_admitted_with_a_warning(
     document: Document, cluster_info: ClusterInfo, warning: str
 ) -> None:
     verdict = validated(document, None, cluster_info)
@@ -290,12 +292,12 @@ def test_what_is_odd_is_admitted_with_a_warning(
     assert line.startswith(warning)
 
 
-def test_prefill_workers_may_have_aggregated_workers_decode() -> None:
+def test_prefill_with_aggregated_workers_instead_of_decode_is_admitted() -> None:
     document = deployment(graph=ON_GRAPH, types=("frontend", "prefill", "worker"))
     assert validated(document, None, GROVE) == Verdict()
 
 
-def test_levels_to_pack_by_that_are_not_there_are_warnings() -> None:
+def test_missing_pack_level_or_topology_is_admitted_with_a_warning() -> None:
     document = deployment()
     document["spec"] = {
         "topologyConstraint": {"clusterTopologyName": "fabric", "packDomain": "zone"},
@@ -325,13 +327,13 @@ NO_IMAGE: Fields = {"spec": {"containers": [{"name": "main"}]}}
         ({"spec": []}, ".spec: must be an object"),
     ],
 )
-def test_pods_that_could_never_run_are_refused(template: JsonValue, where: str) -> None:
+def test_pod_template_without_a_valid_container_is_refused(template: JsonValue, where: str) -> None:
     document = deployment()
     document["spec"] = {"components": [component("frontend"), component("decode", podTemplate=template)]}
     assert refused(document).startswith(f"spec.components[1].podTemplate{where}")
 
 
-def test_what_is_planned_otherwise_than_written_is_a_warning() -> None:
+def test_pod_template_label_for_a_topology_level_is_a_warning() -> None:
     document = deployment(graph=ON_GRAPH)
     place: Fields = {"metadata": {"labels": {"grove.io/topology.zone": "here"}}}
     forged = component("decode")
@@ -360,7 +362,7 @@ def test_what_is_planned_otherwise_than_written_is_a_warning() -> None:
         ),
     ],
 )
-def test_a_policy_that_is_odd_is_a_warning_at_its_field(
+def test_policy_without_frontend_or_prefill_or_with_an_odd_label_is_warned_of(
     types: tuple[str, ...], policy: dict[str, JsonValue], warning: str
 ) -> None:
     verdict = validated(deployment(graph={**policy, "domain": "zone"}, types=types), None, NO_GROVE)
@@ -369,7 +371,7 @@ def test_a_policy_that_is_odd_is_a_warning_at_its_field(
     assert line.startswith(f"spec.experimental.kvTransferPolicy{warning}")
 
 
-def test_pods_that_were_admitted_before_stop_no_other_change() -> None:
+def test_unchanged_invalid_pod_template_does_not_block_other_changes() -> None:
     """Not even one by which their component has another number."""
     wrong = component("decode", podTemplate=NO_IMAGE)
     old, new = deployment(), deployment()
@@ -388,7 +390,7 @@ def _fields(found: JsonValue) -> Fields:
     return found
 
 
-def test_fields_without_effect_are_warnings() -> None:
+def test_unknown_field_is_a_warning_with_the_nearest_name() -> None:
     document = deployment()
     document["spec"] = {
         "components": [component("worker")],
@@ -401,7 +403,7 @@ def test_fields_without_effect_are_warnings() -> None:
     assert line.endswith("(did you mean kvTransferPolicy?)")
 
 
-def test_a_type_cannot_change() -> None:
+def test_component_type_cannot_change() -> None:
     old, new = deployment(), deployment()
     new["spec"] = {"components": [component("frontend"), component("prefill", "decode")]}
     assert lines(validated(new, old, GROVE).problems) == [
@@ -411,7 +413,7 @@ def test_a_type_cannot_change() -> None:
 
 
 @pytest.mark.parametrize("topology", ["lab", None])
-def test_a_topology_cannot_change_or_go(topology: str | None) -> None:
+def test_topology_name_cannot_change_or_be_removed(topology: str | None) -> None:
     verdict = validated(deployment(topology=topology), deployment(topology="fabric"), GROVE)
     assert lines(verdict.problems) == [
         "spec.topologyConstraint.clusterTopologyName: cannot change once it is set: delete the deployment "
@@ -419,7 +421,7 @@ def test_a_topology_cannot_change_or_go(topology: str | None) -> None:
     ]
 
 
-def test_a_topology_may_come_and_a_policy_may_come_change_and_go() -> None:
+def test_topology_may_be_added_and_policy_added_changed_or_removed() -> None:
     bare = deployment()
     placed = deployment(topology="fabric")
     required = deployment(topology="fabric", frontend=ON_FRONTEND)
@@ -430,14 +432,14 @@ def test_a_topology_may_come_and_a_policy_may_come_change_and_go() -> None:
         assert validated(new, old, GROVE) == Verdict()
 
 
-def test_components_may_come_go_and_grow() -> None:
+def test_components_may_be_added_and_removed() -> None:
     old, new = deployment(), deployment(types=("frontend", "worker"))
     assert validated(new, old, GROVE) == Verdict()
     assert validated(old, new, GROVE) == Verdict()
 
 
 @pytest.mark.parametrize("cluster_info", [NO_GROVE, UNREAD, ClusterInfo(grove=Grove.PRESENT)])
-def test_what_the_cluster_lost_since_does_not_stop_other_changes(cluster_info: ClusterInfo) -> None:
+def test_topology_lost_from_the_cluster_does_not_block_other_changes(cluster_info: ClusterInfo) -> None:
     """Somebody deleted the topology: the fleet can still be scaled, and is reported."""
     old = deployment(graph=ON_GRAPH)
     new = deepcopy(old)
@@ -448,22 +450,22 @@ def test_what_the_cluster_lost_since_does_not_stop_other_changes(cluster_info: C
     assert line.startswith("spec.experimental.kvTransferPolicy.clusterTopologyName: ")
 
 
-def test_a_policy_that_changes_is_judged_afresh() -> None:
+def test_changed_policy_is_refused_where_its_topology_or_level_is_gone() -> None:
     old = deployment(graph=ON_GRAPH)
     new = deployment(graph={**ON_GRAPH, "domain": "rack"})
     for gone in (NO_GROVE, ClusterInfo(grove=Grove.PRESENT), ODD):
         assert not validated(new, old, gone).is_allowed
 
 
-def test_what_is_being_deleted_is_left_alone() -> None:
+def test_deployment_being_deleted_is_admitted_unchecked() -> None:
     leaving = deployment(frontend=ON_FRONTEND)
     leaving["metadata"] = {"name": "my-llm", "deletionTimestamp": "2026-11-21T00:00:00Z", "finalizers": []}
     assert validated(leaving, deployment(topology="fabric"), NO_GROVE) == Verdict()
 
 
-def test_an_old_deployment_that_cannot_be_read_stops_no_fix() -> None:
+def test_unreadable_old_deployment_does_not_block_a_valid_update() -> None:
     assert validated(deployment(), {"spec": {"components": "none"}}, GROVE) == Verdict()
 
 
-def test_what_is_no_deployment_is_refused() -> None:
+def test_deployment_that_is_not_an_object_is_refused() -> None:
     assert lines(validated("text", None, GROVE).problems) == [": must be an object"]

@@ -47,7 +47,7 @@ def is_trusted(data: Data, by: Data, now: datetime) -> bool:
     return True
 
 
-def test_an_empty_secret_is_filled() -> None:
+def test_empty_secret_gets_an_authority_and_a_serving_certificate() -> None:
     data = first()
     assert set(data) == {AUTHORITY_CERT, AUTHORITY_KEY, SERVING_CERT, SERVING_KEY}
     assert is_trusted(data, data, NOW)
@@ -57,13 +57,13 @@ def test_an_empty_secret_is_filled() -> None:
     assert not is_trusted(data, first(), NOW)
 
 
-def test_what_is_young_stays() -> None:
+def test_certificates_are_kept_in_the_first_half_of_their_validity() -> None:
     data = first()
     assert renewed(NOW, data, NAMES) is None
     assert renewed(NOW + SERVING_VALID / 2, data, NAMES) is None
 
 
-def test_a_third_before_its_end_the_serving_certificate_is_renewed() -> None:
+def test_serving_certificate_is_renewed_in_its_last_third_by_its_authority() -> None:
     data = first()
     later = NOW + SERVING_VALID * 0.7
     after = renewed(later, data, NAMES)
@@ -74,7 +74,7 @@ def test_a_third_before_its_end_the_serving_certificate_is_renewed() -> None:
     assert renewed(later, after, NAMES) is None
 
 
-def test_other_names_get_another_certificate() -> None:
+def test_changed_server_names_get_a_certificate_of_the_same_authority() -> None:
     data = first()
     after = renewed(NOW, data, ("other.kvrouter.svc",))
     assert after is not None
@@ -101,7 +101,7 @@ def test_a_new_authority_is_trusted_before_it_signs() -> None:
     assert changes < 80
 
 
-def test_after_a_long_silence_everything_is_new() -> None:
+def test_expired_authority_is_replaced_by_a_single_new_one() -> None:
     data = first()
     later = NOW + AUTHORITY_VALID + timedelta(days=1)
     after = renewed(later, data, NAMES)
@@ -112,7 +112,7 @@ def test_after_a_long_silence_everything_is_new() -> None:
 
 @pytest.mark.parametrize("broken", [AUTHORITY_CERT, AUTHORITY_KEY, SERVING_CERT, SERVING_KEY])
 @pytest.mark.parametrize("bytes_", [b"", b"nonsense", b"\xff"])
-def test_what_cannot_be_read_is_made_again(broken: str, bytes_: bytes) -> None:
+def test_unreadable_part_of_the_secret_is_made_again(broken: str, bytes_: bytes) -> None:
     after = renewed(NOW, {**first(), broken: bytes_}, NAMES)
     assert after is not None
     assert is_trusted(after, after, NOW)
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_made_again(broken: str, bytes_: bytes) -> None:
 
 
 @pytest.mark.parametrize("mixed", [AUTHORITY_CERT, AUTHORITY_KEY, SERVING_CERT, SERVING_KEY])
-def test_parts_of_two_secrets_do_not_pass_for_one(mixed: str) -> None:
+def test_secret_with_a_part_of_another_secret_is_renewed(mixed: str) -> None:
     data, other = first(), first()
     after = renewed(NOW, {**data, mixed: other[mixed]}, NAMES)
     assert after is not None

@@ -28,7 +28,7 @@ def review(**request: JsonValue) -> Document:
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": asked}
 
 
-def test_a_deployment_that_is_right_is_allowed() -> None:
+def test_valid_deployment_is_answered_as_allowed() -> None:
     asked = read_review(review(object=deployment(graph=POLICY)))
     assert answer(asked.uid, judged(asked, GROVE, DEFAULTS), asked.name) == {
         "apiVersion": "admission.k8s.io/v1",
@@ -37,7 +37,7 @@ def test_a_deployment_that_is_right_is_allowed() -> None:
     }
 
 
-def test_a_refusal_says_where_and_why() -> None:
+def test_refusal_names_the_field_and_the_reason() -> None:
     asked = read_review(review(object=deployment(graph={**POLICY, "domain": "host"})))
     why = "'host' is no level of ClusterTopologyBinding fabric, which has zone, rack"
     assert answer(asked.uid, judged(asked, GROVE, DEFAULTS), asked.name)["response"] == {
@@ -73,7 +73,7 @@ def test_several_problems_have_a_line_each() -> None:
     assert status["message"] == "\n- spec.a: is wrong\n- spec.b[0]: is bad"
 
 
-def test_warnings_fit_into_what_the_api_server_passes_on_in_a_few_lines_each() -> None:
+def test_warnings_are_split_and_cut_to_the_limits_of_the_api_server() -> None:
     warnings = tuple(Problem(("spec", "components", number), "is odd " * 60) for number in range(100))
     reported = reported_of(*warnings)
     assert {len(text) <= WARNING_CHARS_MAX for text in reported} == {True}
@@ -102,11 +102,11 @@ def reported_of(*warnings: Problem) -> list[str]:
         {"operation": "CREATE", "kind": {"group": "nvidia.com", "kind": "Other"}, "object": {}},
     ],
 )
-def test_what_is_not_about_a_spec_of_ours_is_allowed(request_: Document) -> None:
+def test_review_of_a_deletion_a_status_or_another_kind_is_allowed(request_: Document) -> None:
     assert judged(read_review(review(**request_)), NO_GROVE, DEFAULTS) == Verdict()
 
 
-def test_an_update_is_judged_with_what_it_replaces() -> None:
+def test_update_is_judged_against_the_old_object() -> None:
     old, new = deployment(topology="fabric"), deployment(topology="lab")
     changed = read_review(review(operation="UPDATE", object=new, oldObject=old))
     assert not judged(changed, GROVE, DEFAULTS).is_allowed
@@ -127,13 +127,13 @@ def test_an_update_is_judged_with_what_it_replaces() -> None:
         (review(kind="Pod"), "request.kind"),
     ],
 )
-def test_what_is_no_review_is_refused(body: object, param: str | None) -> None:
+def test_invalid_review_is_refused_with_the_wrong_field(body: object, param: str | None) -> None:
     with pytest.raises(ProtocolError) as refusal:
         read_review(body)
     assert refusal.value.param == param
 
 
-def test_a_change_of_name_is_told_what_it_does() -> None:
+def test_component_rename_gets_a_warning_of_its_effect() -> None:
     old = deployment()
     new: Any = deployment()
     component = new["spec"]["components"][-1]

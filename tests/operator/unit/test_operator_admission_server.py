@@ -195,7 +195,7 @@ async def bound(client: aiohttp.ClientSession, question: Document) -> Document:
         return response
 
 
-async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> None:
+async def test_binding_is_patched_with_the_labels_of_the_pods_node(tmp_path: Path) -> None:
     async with opened(tmp_path) as server, server.client() as client:
         response = await bound(client, binding("mine", labels={"a/zone": "forged"}))
         assert response["patchType"] == "JSONPatch"
@@ -207,7 +207,7 @@ async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> No
     assert server.heard.labels == [{"a/zone": "fleet-n1"}, None, {}]
 
 
-async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path) -> None:
+async def test_binding_is_answered_without_a_patch_when_labels_take_too_long(tmp_path: Path) -> None:
     async def never(_pod: BindingTarget) -> Mapping[str, str] | None:
         await asyncio.Event().wait()
         return {}
@@ -227,7 +227,9 @@ async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path)
         ({"object": None}, "request.object: must be an object"),
     ],
 )
-async def test_what_is_no_binding_is_reported_so(tmp_path: Path, part: Document, reason: str) -> None:
+async def test_invalid_binding_review_is_answered_400_with_the_reason(
+    tmp_path: Path, part: Document, reason: str
+) -> None:
     question = binding("mine")
     request = question["request"]
     assert isinstance(request, dict)
@@ -241,7 +243,7 @@ async def test_what_is_no_binding_is_reported_so(tmp_path: Path, part: Document,
         assert reason in await answer.text()
 
 
-async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Path) -> None:
+async def test_bindings_at_their_limit_get_503_and_do_not_block_validation(tmp_path: Path) -> None:
     entered, go = asyncio.Event(), asyncio.Event()
 
     async def held(_pod: BindingTarget) -> Mapping[str, str] | None:
@@ -260,7 +262,7 @@ async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Pat
         await first
 
 
-async def test_a_question_is_answered(tmp_path: Path) -> None:
+async def test_validation_review_is_answered_as_allowed_or_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as server, server.client() as client:
         async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
             assert answer.status == 200
@@ -271,7 +273,7 @@ async def test_a_question_is_answered(tmp_path: Path) -> None:
     assert [verdict.is_allowed for verdict in server.heard.verdicts] == [True, False]
 
 
-async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -> None:
+async def test_only_a_deployment_that_passes_validation_is_dry_run(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def refusing(review: Review, _cluster_info: ClusterInfo) -> Verdict:
@@ -300,7 +302,9 @@ async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -
         (b"{}", "must be an AdmissionReview of admission.k8s.io/v1"),
     ],
 )
-async def test_what_is_no_question_is_reported_so(tmp_path: Path, body: bytes, reason: str) -> None:
+async def test_body_that_is_no_review_is_answered_400_with_the_reason(
+    tmp_path: Path, body: bytes, reason: str
+) -> None:
     async with opened(tmp_path) as server, server.client() as client:
         async with client.post("/validate", data=body) as answer:
             assert answer.status == 400
@@ -312,7 +316,7 @@ def body_of(document: JsonValue) -> io.BytesIO:
     return io.BytesIO(json.dumps(review(document)).encode())
 
 
-async def test_a_large_object_is_read_and_judged_off_the_loop(
+async def test_large_object_is_judged_off_the_event_loop_and_a_larger_one_refused(
     tmp_path: Path, watch_calls: WatchCalls
 ) -> None:
     judgements = watch_calls(server_module, "judged")
@@ -331,7 +335,7 @@ async def test_a_large_object_is_read_and_judged_off_the_loop(
     assert threading.current_thread().name not in {call.thread for call in judgements}
 
 
-async def test_a_body_has_a_limit(tmp_path: Path) -> None:
+async def test_body_over_the_limit_is_answered_413(tmp_path: Path) -> None:
     async with opened(tmp_path, body_bytes_max=1_000) as server, server.client() as client:
         async with client.post("/validate", json=review("x" * 1_000)) as answer:
             assert answer.status == 413
@@ -339,7 +343,7 @@ async def test_a_body_has_a_limit(tmp_path: Path) -> None:
             assert answer.status == 200
 
 
-async def test_a_binding_has_a_smaller_limit_and_tells_its_length(tmp_path: Path) -> None:
+async def test_binding_too_large_or_without_a_length_is_answered_413(tmp_path: Path) -> None:
     async def without_length() -> AsyncIterator[bytes]:
         yield b"{}"
 
@@ -351,7 +355,7 @@ async def test_a_binding_has_a_smaller_limit_and_tells_its_length(tmp_path: Path
             assert answer.status == 400
 
 
-async def test_a_body_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+async def test_body_that_does_not_end_in_time_is_answered_408(tmp_path: Path) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
@@ -389,7 +393,7 @@ async def test_a_cluster_that_does_not_answer_counts_as_unread(tmp_path: Path) -
                 assert (await answer.json())["response"]["allowed"]
 
 
-async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
+async def test_reviews_beyond_the_limit_are_answered_503(tmp_path: Path) -> None:
     entered, go = asyncio.Event(), asyncio.Event()
 
     async def held() -> ClusterInfo:
@@ -411,7 +415,7 @@ async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
         assert await ask() == 200
 
 
-async def test_probes(tmp_path: Path) -> None:
+async def test_readyz_answers_503_with_the_reason_until_ready(tmp_path: Path) -> None:
     async with opened(tmp_path) as server, server.client() as client:
         server.not_ready = "the cluster was not read yet"
         async with client.get("/readyz") as answer:
@@ -422,7 +426,7 @@ async def test_probes(tmp_path: Path) -> None:
                 assert answer.status == 200
 
 
-async def test_another_certificate_is_shown_when_its_files_change(tmp_path: Path) -> None:
+async def test_changed_certificate_files_are_served_to_new_connections(tmp_path: Path) -> None:
     async with opened(tmp_path) as server, server.client() as before:
         async with before.get("/healthz") as answer:
             assert answer.status == 200
@@ -439,7 +443,7 @@ async def test_another_certificate_is_shown_when_its_files_change(tmp_path: Path
             assert answer.status == 200
 
 
-async def test_files_that_do_not_fit_leave_what_is_shown(tmp_path: Path) -> None:
+async def test_certificate_and_key_that_do_not_match_leave_the_served_ones(tmp_path: Path) -> None:
     async with opened(tmp_path) as server:
         (tmp_path / SERVING_KEY).write_bytes(secret()[SERVING_KEY])
         reason = await asyncio.wait_for(server.heard.certificates.get(), SOON_S)
@@ -448,7 +452,7 @@ async def test_files_that_do_not_fit_leave_what_is_shown(tmp_path: Path) -> None
             assert answer.status == 200
 
 
-def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+def test_missing_certificate_file_is_a_config_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=os.fspath(tmp_path / "none.crt")):
         ServingCertificate(tmp_path / "none.crt", tmp_path / "none.key")
 

@@ -37,7 +37,7 @@ FIELDS = {path: field for path, field in ALL_FIELDS.items() if not path.startswi
 POD_FIELDS = {path.removeprefix(TEMPLATE): field for path, field in ALL_FIELDS.items() if path not in FIELDS}
 
 
-def test_the_definition_in_the_repository_is_fresh() -> None:
+def test_crd_in_the_repository_is_up_to_date() -> None:
     assert main(["--check"]) == 0
 
 
@@ -56,7 +56,7 @@ def test_a_stale_or_missing_definition_fails_the_check_and_is_written(
     assert main(["--chekc"], deploy) == 2
 
 
-def test_its_text_is_the_definition_and_has_no_anchors() -> None:
+def test_crd_yaml_equals_the_definition_and_has_no_anchors() -> None:
     text = crd_yaml(pod_template_schema())
     assert yaml.safe_load(text) == CRD
     assert "&id" not in text
@@ -94,7 +94,7 @@ def test_lists_merge_by_their_keys() -> None:
     }
 
 
-def test_a_pod_template_keeps_what_the_definition_does_not_know() -> None:
+def test_pod_template_keeps_fields_that_the_definition_does_not_know() -> None:
     template = FIELDS[".spec.components[].podTemplate"]
     assert template["x-kubernetes-preserve-unknown-fields"] is True
     preserving = [path for path, field in FIELDS.items() if "x-kubernetes-preserve-unknown-fields" in field]
@@ -104,7 +104,7 @@ def test_a_pod_template_keeps_what_the_definition_does_not_know() -> None:
             assert field["x-kubernetes-preserve-unknown-fields"] is True, path
 
 
-def test_a_pod_template_is_kubernetes_own() -> None:
+def test_pod_template_schema_is_that_of_kubernetes() -> None:
     image, env = (POD_FIELDS[f".spec.containers[].{name}"] for name in ("image", "env"))
     assert (image["type"], env["type"]) == ("string", "array")
     assert str(image["description"]).startswith("Container image name")
@@ -113,7 +113,7 @@ def test_a_pod_template_is_kubernetes_own() -> None:
     assert ".metadata.uid" not in POD_FIELDS
 
 
-def test_a_pod_template_is_refused_for_its_types_alone() -> None:
+def test_pod_template_schema_checks_types_alone() -> None:
     """What an API server takes as a pod is stored: a null, a number as a quantity, what lacks a field."""
     for path, field in POD_FIELDS.items():
         assert not {"required", "default", "enum", "pattern", "x-kubernetes-list-type"} & set(field), path
@@ -123,12 +123,12 @@ def test_a_pod_template_is_refused_for_its_types_alone() -> None:
             assert {"x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"} & set(field), path
 
 
-def test_a_client_can_apply_it_by_itself() -> None:
+def test_crd_fits_into_the_last_applied_annotation_of_kubectl() -> None:
     """kubectl keeps what it applied in an annotation, of at most 256 KiB."""
     assert len(json.dumps(CRD, separators=(",", ":"))) < 256 * 1024
 
 
-def test_the_api_server_checks_what_cel_can_say() -> None:
+def test_crd_has_cel_rules_for_immutable_and_exclusive_fields() -> None:
     rules = {
         path: [rule["rule"] for rule in cast(list[dict[str, str]], field["x-kubernetes-validations"])]
         for path, field in FIELDS.items()
@@ -145,7 +145,7 @@ def test_the_api_server_checks_what_cel_can_say() -> None:
     assert "!has(oldSelf.topologyConstraint) || has(self.topologyConstraint)" in rules[".spec"]
 
 
-def test_the_api_server_checks_the_bounds_of_links() -> None:
+def test_crd_has_bounds_for_the_numbers_of_links() -> None:
     """OpenAPI 3.0 has a flag where JSON Schema has a second number."""
     at = ".spec.components[].kvCacheTransferTopology"
     bounds = {
@@ -160,7 +160,7 @@ def test_the_api_server_checks_the_bounds_of_links() -> None:
         assert bounds[f"{link}.bandwidthBytesPerSecond"] == (0, True)
 
 
-def test_columns_answer_the_first_question() -> None:
+def test_crd_printer_columns_are_the_expected_ones_of_existing_fields() -> None:
     (version,) = cast(list[Schema], cast(Schema, CRD["spec"])["versions"])
     columns = cast(list[Schema], version["additionalPrinterColumns"])
     shown = [column["name"] for column in columns if not column.get("priority")]
@@ -170,7 +170,7 @@ def test_columns_answer_the_first_question() -> None:
         assert path in FIELDS or path == ".metadata.creationTimestamp", path
 
 
-def test_what_no_structural_schema_can_say_is_refused() -> None:
+def test_type_without_a_structural_schema_is_refused() -> None:
     class Either(BaseModel):
         value: int | str
 

@@ -13,7 +13,7 @@ LEVELS = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.c
 @pytest.mark.parametrize(
     ("kind", "key"), [("ClusterTopology", "labelKey"), ("ClusterTopologyBinding", "key")]
 )
-def test_both_spellings_say_the_same(kind: str, key: str) -> None:
+def test_both_topology_kinds_of_grove_read_the_same(kind: str, key: str) -> None:
     found = read_topology(
         {
             "apiVersion": "grove.io/v1alpha1",
@@ -57,12 +57,12 @@ def test_levels_that_cannot_be_used_are_left_out_and_reported() -> None:
 
 
 @pytest.mark.parametrize("found", [None, [], {}, {"metadata": {}}, {"metadata": {"name": 3}}, "fabric"])
-def test_what_is_no_topology_is_none(found: object) -> None:
+def test_document_without_a_name_is_not_read_as_a_topology(found: object) -> None:
     assert read_topology(found) is None
 
 
 @pytest.mark.parametrize("spec", [None, [], {}, {"levels": None}, {"levels": {"zone": "a"}}])
-def test_a_topology_without_levels_is_one(spec: object) -> None:
+def test_topology_without_valid_levels_is_read_as_an_empty_one(spec: object) -> None:
     assert read_topology({"metadata": {"name": "fabric"}, "spec": spec}) == ClusterTopology("fabric", ())
 
 
@@ -87,7 +87,7 @@ def of_links(whole: object, *of_levels: object) -> ClusterTopology:
     return found
 
 
-def test_links_are_read() -> None:
+def test_topology_links_of_levels_across_and_pairs_are_read() -> None:
     whole = {
         "across": {**LINK, "pricePerGB": 0.02, "measuredBy": "somebody"},
         "pairs": [{**LINK, "level": "zone", "between": ["a", "b"]}],
@@ -129,7 +129,7 @@ def test_links_that_cannot_be_used_are_left_out_and_reported() -> None:
     assert of_links([]).oddities == (f"{at}networkQoS must be an object",)
 
 
-def test_of_many_pairs_the_first_are_read() -> None:
+def test_link_pairs_beyond_the_limit_are_left_out_and_reported() -> None:
     pairs = [{**LINK, "level": "zone", "between": ["a", f"z{number}"]} for number in range(QOS_PAIRS_MAX + 2)]
     found = of_links({"pairs": pairs})
     assert found.network_qos is not None
@@ -138,7 +138,7 @@ def test_of_many_pairs_the_first_are_read() -> None:
     assert f"spec.networkQoS.pairs[{QOS_PAIRS_MAX}] and what follows is left out" in oddity
 
 
-def test_of_many_levels_the_first_have_links() -> None:
+def test_levels_beyond_the_limit_have_no_links() -> None:
     levels = [
         {"domain": f"l{number}", "key": f"a.b/{number}", "networkQoS": LINK}
         for number in range(QOS_LEVELS_MAX + 1)
@@ -151,7 +151,7 @@ def test_of_many_levels_the_first_have_links() -> None:
     assert len(found.oddities) == 1
 
 
-def test_of_two_kinds_of_one_name_the_newer_is_taken() -> None:
+def test_topology_of_the_newer_kind_wins_where_names_are_equal() -> None:
     newer = ClusterTopology("fabric", LEVELS)
     older = ClusterTopology("fabric", (), "ClusterTopology")
     assert by_name([newer, older]) == by_name([older, newer]) == {"fabric": newer}

@@ -21,7 +21,7 @@ def reported(document: object) -> list[str]:
     return [f"{dotted(problem.path)}: {problem.must}" for problem in read_deployment(document).problems]
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_omitted_fields_have_their_defaults() -> None:
     found = read_deployment(
         deployment(frontend={"level": "zone"}, graph={"domain": "zone", "labelKey": "a.b/c"})
     ).deployment
@@ -97,7 +97,9 @@ TRANSFER = "spec.components.0.kvCacheTransferTopology"
         (f"{POLICY}.domain", None, "must be text"),
     ],
 )
-def test_a_mistake_names_its_field_and_what_it_must_be(path: str, value: JsonValue, message: str) -> None:
+def test_mistake_is_reported_with_its_field_and_the_valid_values(
+    path: str, value: JsonValue, message: str
+) -> None:
     (line,) = reported(change(path, value))
     where = path.replace("components.0", "components[0]").replace("components.1", "components[1]")
     assert line.startswith(f"{where}: {message}")
@@ -113,14 +115,14 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("depth", [300, 900])
-def test_a_pod_template_without_end_is_reported_in_one_line(depth: int) -> None:
+def test_pod_template_nested_too_deeply_is_reported_in_one_line(depth: int) -> None:
     deep = cast(JsonValue, json.loads('{"a":' * depth + "1" + "}" * depth))
     assert reported(change("spec.components.1.podTemplate", deep)) == [
         "spec.components[1].podTemplate: has too many parts inside each other"
     ]
 
 
-def test_names_in_our_own_spelling_are_no_fields() -> None:
+def test_field_name_in_snake_case_is_reported_as_unknown() -> None:
     document = deployment()
     document["spec"] = {"components": [{"name": "a", "type": "worker", "pod_template": {"x": 1}}]}
     reading = read_deployment(document)
@@ -131,7 +133,7 @@ def test_names_in_our_own_spelling_are_no_fields() -> None:
     assert unknown.must.endswith("has no effect (did you mean podTemplate?)")
 
 
-def test_of_many_fields_without_effect_the_first_are_named_and_the_others_counted(
+def test_unknown_fields_beyond_the_limit_are_counted_and_not_named(
     watch_calls: WatchCalls,
 ) -> None:
     """The search for the nearest name takes 32 µs a field: 16 s for an object of 6 MB."""
@@ -147,12 +149,12 @@ def test_of_many_fields_without_effect_the_first_are_named_and_the_others_counte
     assert len(searched) == UNKNOWN_MAX
 
 
-def test_a_status_is_no_matter_of_a_spec() -> None:
+def test_invalid_status_does_not_affect_reading_the_spec() -> None:
     """The operator writes it and reads its own: whatever is in it, the spec is read."""
     assert read_deployment({**deployment(), "status": {"conditions": "none"}}).problems == ()
 
 
-def test_a_status_is_written_as_kubernetes_spells_it() -> None:
+def test_status_is_written_in_camel_case() -> None:
     status = DeploymentStatus(
         observed_generation=3, components=(ComponentStatus(name="a", type="decode", ready_replicas=2),)
     )

@@ -59,7 +59,7 @@ def owned(kind: str, name: str, *, api: str, namespace: str = "team", uid: str =
     return {"apiVersion": api, "kind": kind, "metadata": {**metadata, "ownerReferences": [owner]}}
 
 
-async def test_nothing_of_another_namespace_is_a_deployments_own_whatever_uid_it_names() -> None:
+async def test_object_of_another_namespace_is_never_owned_whatever_uid_it_names() -> None:
     mine = owned("Deployment", "llm-decode", api="apps/v1")
     foreign = owned("Deployment", "forged", api="apps/v1", namespace="elsewhere")
     cluster = Objects(mine, foreign)
@@ -69,7 +69,7 @@ async def test_nothing_of_another_namespace_is_a_deployments_own_whatever_uid_it
     assert changes.removed == cluster.deleted == [ObjectRef("Deployment", Key("team", "llm-decode"))]
 
 
-async def test_an_account_of_somebody_else_gets_no_rights() -> None:
+async def test_foreign_service_account_gets_no_role_binding() -> None:
     taken = owned("ServiceAccount", "llm-workers", api="v1", uid="of-another")
     cluster = Objects(taken)
     applied = Applier(cast(KubeClient, cluster), cluster.watched())
@@ -85,7 +85,7 @@ async def test_an_account_of_somebody_else_gets_no_rights() -> None:
     assert [str(place) for place in changes.created] == ["Role llm-workers", "RoleBinding llm-frontends"]
 
 
-async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_there_is_one() -> None:
+async def test_refused_write_blocks_no_other_write_and_blocks_removals() -> None:
     old = owned("Deployment", "llm-old", api="apps/v1")
     cluster = Objects(old)
     applied = Applier(cast(KubeClient, cluster), cluster.watched())
@@ -100,7 +100,7 @@ async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_th
     assert [str(place) for place in changes.removed] == ["Deployment llm-old"]
 
 
-async def test_a_cordon_is_taken_back_while_another_write_is_refused() -> None:
+async def test_cordon_is_removed_even_while_another_write_is_refused() -> None:
     cordon = owned("KvrouterCordon", "llm-node", api="kvrouter.dev/v1alpha1")
     old = owned("Deployment", "llm-old", api="apps/v1")
     cluster = Objects(old, cordon)
@@ -116,7 +116,7 @@ async def test_a_cordon_is_taken_back_while_another_write_is_refused() -> None:
 
 
 @pytest.mark.parametrize("status", [409, 429, 503, 504])
-async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) -> None:
+async def test_transient_refusal_raises_instead_of_being_recorded(status: int) -> None:
     cluster = Objects()
     applied = Applier(cast(KubeClient, cluster), cluster.watched())
     cluster.refuses = {"llm-a": status}
@@ -134,7 +134,7 @@ class Uids(Objects):
         return await super().apply(kind, manifest)
 
 
-async def test_what_took_the_place_of_an_object_since_the_watch_showed_it_is_not_written_over() -> None:
+async def test_object_replaced_since_the_watch_showed_it_is_not_overwritten() -> None:
     mine = owned("Service", "llm-frontend", api="v1")
     strangers: Manifest = {**mine, "metadata": {"namespace": "team", "name": "llm-frontend", "uid": "other"}}
     wanted: Manifest = {**mine, "metadata": {**metadata_of(mine), "labels": {"a": "b"}}}
@@ -168,7 +168,7 @@ def scaled_to(replicas: int) -> Manifest:
     return {**owned("Deployment", "llm-decode", api="apps/v1"), "spec": {"replicas": replicas}}
 
 
-async def test_what_a_watch_has_not_shown_yet_is_of_the_generation_that_was_written() -> None:
+async def test_object_behind_in_the_watch_has_the_generation_of_the_last_write() -> None:
     server, shown = Generations(), Generations()
     applied = Applier(cast(KubeClient, server), shown.watched())
     shown.put(scaled_to(3))
@@ -181,7 +181,7 @@ async def test_what_a_watch_has_not_shown_yet_is_of_the_generation_that_was_writ
     assert (metadata_of(there)["generation"], there["spec"]) == (2, {"replicas": 4})
 
 
-async def test_a_watch_that_is_behind_does_not_look_like_somebody_who_scales() -> None:
+async def test_watch_behind_the_last_write_is_not_taken_for_external_scaling() -> None:
     server, shown = Generations(), Generations()
     applied = Applier(cast(KubeClient, server), shown.watched())
     for replicas in (3, 4):
@@ -223,7 +223,7 @@ def decode() -> Manifest:
     return {**found, "metadata": {**metadata_of(found), "labels": LABELS}}
 
 
-async def test_what_a_deployment_of_the_same_name_left_behind_is_adopted() -> None:
+async def test_object_left_by_a_deployment_of_the_same_name_is_adopted() -> None:
     cluster = Objects(left_behind())
     applied = Applier(cast(KubeClient, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [decode()])
@@ -233,7 +233,7 @@ async def test_what_a_deployment_of_the_same_name_left_behind_is_adopted() -> No
     assert (await applied.apply(Key("team", "llm"), UID, [decode()])).done == {}
 
 
-async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is_waited_for() -> None:
+async def test_object_of_a_former_deployment_in_deletion_is_awaited_then_recreated() -> None:
     owner: JsonValue = {"apiVersion": "nvidia.com/v1beta1", "kind": KIND, "name": "llm", "controller": True}
     before: JsonValue = {**cast(dict[str, JsonValue], owner), "uid": "of-the-one-before"}
     now: JsonValue = {**cast(dict[str, JsonValue], owner), "uid": UID}
@@ -263,7 +263,9 @@ async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is
         {"deletionTimestamp": "2026-01-01T00:00:00Z"},
     ],
 )
-async def test_what_is_somebodys_or_nobodys_of_that_name_is_not(metadata: dict[str, JsonValue]) -> None:
+async def test_object_with_another_owner_manager_or_label_is_not_adopted(
+    metadata: dict[str, JsonValue],
+) -> None:
     cluster = Objects(left_behind(**metadata))
     applied = Applier(cast(KubeClient, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [decode()])

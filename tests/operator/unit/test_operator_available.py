@@ -52,13 +52,13 @@ DECODE = Registered("llama", Role.DECODE, domains=A)
         ([PREFILL, DECODE, replace(PREFILL, model="other")], (FALSE, "NoDecodeWorkers")),
     ],
 )
-def test_registered_workers_decide(
+def test_available_follows_from_the_registered_workers(
     workers: Sequence[Registered], reported: tuple[ConditionStatus, str]
 ) -> None:
     assert status_and_reason(status(pods(a=(1, 1)), workers=Workers(workers)), "Available") == reported
 
 
-def test_of_several_models_those_without_are_named() -> None:
+def test_available_names_the_models_that_are_not_served() -> None:
     workers = Workers([PREFILL, DECODE, replace(PREFILL, model="other")])
     message = condition(status(pods(a=(1, 1)), workers=workers), "Available").message
     assert message.startswith("requests for other get 503: 1 prefill workers are registered")
@@ -78,7 +78,7 @@ NATS = Workers(unknown_because="they announce themselves in NATS")
         (("frontend",), 1, NATS, (FALSE, "ScaledToZero")),
     ],
 )
-def test_what_is_certain_is_reported_without_cards(
+def test_available_is_decided_from_the_spec_where_cards_are_not_needed(
     types: tuple[str, ...], replicas: int, workers: Workers, reported: tuple[ConditionStatus, str]
 ) -> None:
     of = deployment(types=types)
@@ -87,12 +87,12 @@ def test_what_is_certain_is_reported_without_cards(
     assert status_and_reason(status([], of=of, policy=None, workers=workers), "Available") == reported
 
 
-def test_without_a_ready_frontend_nobody_takes_requests(set_constants: SetConstants) -> None:
+def test_available_is_false_without_a_ready_frontend(set_constants: SetConstants) -> None:
     set_constants(deployment_statuses, FRONTEND=replace(FRONTEND, is_ready=False))
     assert status_and_reason(status(pods(a=(1, 1))), "Available") == (FALSE, "NoReadyFrontend")
 
 
-def test_a_start_is_no_event_and_what_is_ready_and_serves_nobody_is_one() -> None:
+def test_unavailability_is_no_event_during_a_start_and_is_one_afterwards() -> None:
     alone = Workers([PREFILL])
     starting = status(pods(a=(1, 0)), refusals=RefusedObjects(writes=["x"]), workers=alone)
     assert "NoDecodeWorkers" not in [event.reason for event in events_of(None, starting)]
@@ -105,7 +105,7 @@ def test_a_start_is_no_event_and_what_is_ready_and_serves_nobody_is_one() -> Non
     assert "NoDecodeWorkers" in [event.reason for event in events_of(serving, broken)]
 
 
-def test_a_role_that_is_not_the_components_type_is_named() -> None:
+def test_worker_role_that_differs_from_its_component_type_is_reported() -> None:
     of_decode = worker("decode", "a")
     pod = replace(of_decode, labels={**of_decode.labels, "kvrouter.dev/component": "engines"})
     wrong = Workers([replace(PREFILL, pod=pod.name), replace(DECODE, pod="stranger")])
@@ -127,7 +127,9 @@ def test_a_role_that_is_not_the_components_type_is_named() -> None:
         ({"args": ["frontend", "--discovery=nats"]}, "frontend says --discovery itself"),
     ],
 )
-def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, reported: str | None) -> None:
+def test_frontend_with_its_own_namespace_or_discovery_is_recognized(
+    main: Manifest, reported: str | None
+) -> None:
     of = deployment(pods={"frontend": {"spec": {"containers": [{"name": "main", **main}]}}})
     assert registers_elsewhere(of.spec) == reported
 
@@ -155,7 +157,7 @@ def cards() -> tuple[Cards, list[Key], Callable[[], list[str]]]:
     return found, heard, lambda: [each.pod for each in found.of(FLEET, has_pod="pod-2".__eq__)]
 
 
-def test_a_renewal_is_no_change_and_a_lease_that_nobody_renews_runs_out() -> None:
+def test_card_renewal_is_no_change_and_an_unrenewed_lease_expires() -> None:
     found, heard, there = cards()
     found.update(card(), 0.0, is_there=True)
     found.update(card(version="2"), 8.0, is_there=True)
@@ -169,7 +171,7 @@ def test_a_renewal_is_no_change_and_a_lease_that_nobody_renews_runs_out() -> Non
     assert (there(), heard) == (["pod-1"], [FLEET] * 3)
 
 
-def test_while_the_objects_cannot_be_watched_nobody_expires_and_then_every_lease_is_whole() -> None:
+def test_no_lease_expires_while_the_watch_is_lost_and_each_restarts_after() -> None:
     found, _, there = cards()
     found.update(card(), 0.0, is_there=True)
     found.watch_lost("no")
@@ -182,7 +184,7 @@ def test_while_the_objects_cannot_be_watched_nobody_expires_and_then_every_lease
     assert there() == []
 
 
-def test_an_object_that_is_gone_takes_its_worker_away_only_with_its_pod() -> None:
+def test_worker_of_a_deleted_card_stays_until_expiry_while_its_pod_exists() -> None:
     found, _, there = cards()
     for number in (1, 2):
         found.update(card(number), 0.0, is_there=True)
@@ -192,7 +194,7 @@ def test_an_object_that_is_gone_takes_its_worker_away_only_with_its_pod() -> Non
     assert there() == []
 
 
-def test_goodbyes_changes_and_what_is_no_card() -> None:
+def test_draining_silent_invalid_and_withdrawn_cards_change_the_workers() -> None:
     found, heard, there = cards()
     found.update(card(), 0.0, is_there=True)
     for version, state in (("2", "draining"), ("3", "engine_silent")):

@@ -27,7 +27,7 @@ NODES = (Node("n2", {ZONE.node_label: "b"}), Node("n1", {ZONE.node_label: "a", "
 RACK = LevelLabels("rack", "example.com/rack", "example.com/rack")
 
 
-def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
+def test_deployments_with_equal_levels_share_one_binding_policy() -> None:
     wanted = [
         WantedLabels(Key("b", "chat"), ("chat-decode",), (ZONE,)),
         WantedLabels(Key("a", "llm"), ("llm-decode", "llm-prefill"), (ZONE,)),
@@ -50,7 +50,7 @@ def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
     assert sorted((spec for _, spec in places), key=str) == [racks, zones]
 
 
-def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None:
+def test_binding_policy_names_its_operator_and_differs_between_operators() -> None:
     others = [
         Key("kvrouter-system", "other"),
         Key("elsewhere", "kvrouter-operator"),
@@ -72,14 +72,14 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
     assert len(names) == 5
 
 
-def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:
+def test_labels_are_wanted_for_workers_under_a_policy_and_not_for_frontends() -> None:
     policy = {"labelKey": "example.com/rack", "domain": "rack"}
     assert wanted_by(graph(policy), ClusterInfo(), ()) == WantedLabels(
         Key("team", "llm"), ("llm-prefill", "llm-decode"), (RACK,)
     )
 
 
-def test_frontends_that_prefill_keeps_near_want_the_labels_of_workers() -> None:
+def test_labels_are_wanted_for_frontends_where_prefill_stays_near_them() -> None:
     document = graph(None)
     near = {"level": "rack", "label": "example.com/rack", "prefill": {"level": "rack"}}
     document["spec"]["components"][0]["kvCacheTransferTopology"] = near
@@ -89,7 +89,7 @@ def test_frontends_that_prefill_keeps_near_want_the_labels_of_workers() -> None:
     assert wanted.workloads == ("llm-frontend", "llm-prefill", "llm-decode")
 
 
-def test_a_topology_that_is_gone_is_wanted_as_it_was_known_last() -> None:
+def test_levels_of_a_missing_topology_are_wanted_as_last_known() -> None:
     policy = {"clusterTopologyName": "fabric", "domain": "rack"}
     levels = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack"))
     cluster_info = ClusterInfo(grove=Grove.PRESENT, topologies={"fabric": ClusterTopology("fabric", levels)})
@@ -99,7 +99,7 @@ def test_a_topology_that_is_gone_is_wanted_as_it_was_known_last() -> None:
     assert wanted_by(graph(policy), ClusterInfo(grove=Grove.PRESENT), levels) == there
 
 
-def test_nothing_is_wanted_without_a_policy_or_by_what_cannot_be_read() -> None:
+def test_no_labels_are_wanted_without_a_policy_or_by_an_unreadable_spec() -> None:
     assert wanted_by(graph(None), ClusterInfo(), ()) is None
     assert wanted_by({"metadata": {"name": "llm"}, "spec": {"components": "none"}}, ClusterInfo(), ()) is None
 
@@ -121,7 +121,7 @@ class OneRefused(KubeClient):
         return ObjectList([], "1")
 
 
-async def test_a_policy_that_is_refused_keeps_no_other_from_being_written() -> None:
+async def test_refused_binding_policy_does_not_block_the_others() -> None:
     cluster = OneRefused(RACK)
     bindings = Bindings(cluster, LEASE)
     wanted = [
@@ -143,7 +143,7 @@ def graph(policy: dict[str, str] | None) -> dict[str, Any]:
     return {"metadata": {"namespace": "team", "name": "llm"}, "spec": spec}
 
 
-async def test_a_policy_that_is_taken_at_last_is_refused_no_more() -> None:
+async def test_binding_policy_accepted_later_no_longer_counts_as_refused() -> None:
     cluster = OneRefused(RACK)
     bindings = Bindings(cluster, LEASE)
     wanted = [WantedLabels(Key("a", "code"), ("code-decode",), (RACK,))]

@@ -30,7 +30,7 @@ steps = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3 * HOLD_S)), min_
 
 
 @given(steps)
-def test_a_drain_leaves_a_worker_where_there_were_more_and_waits_no_longer_than_the_hold(
+def test_held_budget_lets_one_worker_go_keeps_one_and_ends_after_the_hold(
     seen: list[tuple[int, int]],
 ) -> None:
     held, now = HeldBudget(0), NOW
@@ -46,12 +46,12 @@ def test_a_drain_leaves_a_worker_where_there_were_more_and_waits_no_longer_than_
             assert held == HeldBudget(ready)
 
 
-def test_a_single_worker_may_go_and_of_several_some_stay() -> None:
+def test_budget_lets_a_single_worker_go_and_keeps_some_of_several() -> None:
     left = [HeldBudget(workers).at_least for workers in (0, 1, 2, 3, 4, 5, 8)]
     assert left == [0, 0, 1, 2, 3, 3, 6]
 
 
-def test_each_zone_has_a_budget_that_is_kept_for_a_while_and_then_goes() -> None:
+def test_zone_budget_outlives_its_workers_for_the_hold_and_then_goes() -> None:
     found = zone_budgets(OF, DECODE, LABEL, {"a": 2, "b": 1}, [], NOW, HOLD_S)
     assert [at_least(each) for each in found] == [1, 0]
     assert [cast(Manifest, each["metadata"])["name"] for each in found] == ["llm-decode.a", "llm-decode.b"]
@@ -68,19 +68,19 @@ def test_each_zone_has_a_budget_that_is_kept_for_a_while_and_then_goes() -> None
     ]
 
 
-def test_budgets_of_another_component_are_not_this_ones() -> None:
+def test_budgets_of_another_component_are_ignored() -> None:
     prefill = zone_budgets(OF, OF.spec.components[1], LABEL, {"a": 2}, [], NOW, HOLD_S)
     assert zone_budgets(OF, DECODE, LABEL, {}, prefill, NOW, HOLD_S) == []
 
 
-def test_names_of_zones_are_names_of_objects() -> None:
+def test_zone_budget_names_are_distinct_for_odd_zone_values() -> None:
     assert budget_name("llm", "decode", "zone-a") == "llm-decode.zone-a"
     odd = {budget_name("llm", "decode", value) for value in ("Zone_A", "zone_a", "")}
     assert len(odd) == 3
     assert all(name.startswith("llm-decode.zone.") for name in odd)
 
 
-def test_without_a_policy_each_component_has_a_budget_and_with_one_the_frontends_alone() -> None:
+def test_plain_budgets_cover_every_component_or_only_frontends_with_a_policy() -> None:
     for policy, expected in ((None, ["frontend", "prefill", "decode"]), (REQUIRED, ["frontend"])):
         planned = plan(deployment(policy=policy, types=("frontend", "prefill", "decode")), FACTS, DEFAULTS)
         budgets = [each for each in planned.manifests if each["kind"] == "PodDisruptionBudget"]
@@ -90,9 +90,7 @@ def test_without_a_policy_each_component_has_a_budget_and_with_one_the_frontends
 
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
-def test_a_zone_keeps_its_budget_for_as_long_as_the_operator_is_reported(
-    hold_s: float, later_s: float
-) -> None:
+def test_held_budget_keeps_its_worker_count_until_the_hold_is_over(hold_s: float, later_s: float) -> None:
     held = held_for(HeldBudget(4), 1, NOW, hold_s)
     assert held_for(held, 1, NOW + timedelta(seconds=later_s), hold_s).workers == (
         1 if timedelta(seconds=later_s) >= timedelta(seconds=hold_s) else 4
@@ -102,7 +100,7 @@ def test_a_zone_keeps_its_budget_for_as_long_as_the_operator_is_reported(
 @pytest.mark.parametrize(
     ("stated", "are_there", "warnings"), [(None, True, 0), ("none", False, 0), ("off", True, 1)]
 )
-def test_an_annotation_leaves_budgets_to_somebody_else(
+def test_annotation_turns_disruption_budgets_off_and_an_unknown_value_warns(
     stated: str | None, *, are_there: bool, warnings: int
 ) -> None:
     of = deployment(types=("frontend", "worker"))

@@ -46,7 +46,7 @@ class Server:
         return Claims(cast(KubeClient, self), lease, lambda: self.now_s)
 
 
-async def test_the_first_one_keeps_it_while_its_lease_is_renewed() -> None:
+async def test_first_operator_keeps_the_deployment_while_its_lease_is_renewed() -> None:
     server = Server()
     one, two = server.claims(ONE), server.claims(TWO)
     seen = server.deployment
@@ -61,7 +61,7 @@ async def test_the_first_one_keeps_it_while_its_lease_is_renewed() -> None:
         assert await one.other(server.deployment) is None
 
 
-async def test_the_lease_of_another_is_read_once_for_all_of_its_deployments() -> None:
+async def test_lease_of_another_operator_is_read_once_for_all_its_deployments() -> None:
     server = Server()
     two = server.claims(TWO)
     for number in range(200):
@@ -74,7 +74,9 @@ async def test_the_lease_of_another_is_read_once_for_all_of_its_deployments() ->
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_one_that_is_gone_for_long_is_succeeded(*, is_there: bool) -> None:
+async def test_operator_with_an_expired_or_missing_lease_is_succeeded_after_a_limit(
+    *, is_there: bool
+) -> None:
     server = Server()
     one, two = server.claims(ONE), server.claims(TWO)
     await one.other(server.deployment)
@@ -88,7 +90,7 @@ async def test_one_that_is_gone_for_long_is_succeeded(*, is_there: bool) -> None
     assert await one.other(server.deployment) == str(TWO)
 
 
-async def test_one_whose_lease_may_not_be_read_is_there_until_somebody_hands_over() -> None:
+async def test_operator_with_an_unreadable_lease_keeps_its_claim_until_handover() -> None:
     server = Server()
     one, two = server.claims(ONE), server.claims(TWO)
     await one.other(server.deployment)
@@ -104,7 +106,7 @@ async def test_one_whose_lease_may_not_be_read_is_there_until_somebody_hands_ove
     )
 
 
-async def test_one_of_another_class_has_let_go_of_what_comes_to_this_class() -> None:
+async def test_claim_of_an_operator_of_another_class_is_taken_over() -> None:
     server = Server()
     blue = Claims(cast(KubeClient, server), TWO, lambda: server.now_s, "blue")
     await server.claims(ONE).other(server.deployment)

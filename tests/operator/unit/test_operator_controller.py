@@ -139,7 +139,7 @@ async def leads(
 
 
 @pytest.mark.parametrize(("status", "looks_again"), [(429, 0), (500, 0), (503, 0), (403, 1)])
-async def test_topologies_that_were_read_last_hold_while_the_api_server_has_no_answer(
+async def test_last_read_topologies_hold_while_the_api_server_is_overloaded(
     status: int, looks_again: int
 ) -> None:
     cluster, looks = Overloaded(status), Looks()
@@ -166,7 +166,9 @@ class WithoutEvents(Overloaded):
 
 
 @pytest.mark.parametrize(("status", "fails"), [(403, False), (422, False), (429, True), (503, True)])
-async def test_an_event_that_is_refused_fails_no_look(status: int, *, fails: bool) -> None:
+async def test_refused_event_does_not_fail_reconciliation_but_an_overload_does(
+    status: int, *, fails: bool
+) -> None:
     cluster, looks = WithoutEvents(status), Looks()
     async with leads(cluster, looks):
         async with asyncio.timeout(30.0):
@@ -175,7 +177,7 @@ async def test_an_event_that_is_refused_fails_no_look(status: int, *, fails: boo
         assert bool(looks.refused_events) is not fails
 
 
-async def test_a_budget_that_is_held_comes_down_when_its_time_is_over_though_nothing_happens() -> None:
+async def test_held_budget_is_removed_when_its_hold_ends_without_any_event() -> None:
     cluster = Zoned(datetime.now(UTC) - timedelta(seconds=58))
     async with leads(cluster, Looks(), defaults=replace(DEFAULTS, disruption_hold_s=60)):
         async with asyncio.timeout(30.0):
@@ -239,7 +241,7 @@ class Links:
             await self.asked.get()
 
 
-async def test_links_that_a_frontend_learned_are_in_the_status_and_written_when_they_change() -> None:
+async def test_links_learned_by_a_frontend_are_in_the_status_and_follow_changes() -> None:
     link = {
         "model": "llama",
         "link": "within one zone",
@@ -290,7 +292,7 @@ class Deleted(Linked):
         await asyncio.Event().wait()
 
 
-async def test_conditions_are_reported_and_go_with_their_deployment() -> None:
+async def test_conditions_are_reported_and_removed_with_their_deployment() -> None:
     cluster, looks = Deleted(), Looks()
     async with asyncio.timeout(30.0), leads(cluster, looks):
         expected = {"Ready": "False", "Available": "False", "Reconciling": "True"}

@@ -64,7 +64,7 @@ def of_worker(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", DYNAMO, ids=lambda path: path.stem)
-def test_what_people_have_becomes_what_admission_takes(path: Path) -> None:
+def test_dynamo_manifests_convert_to_manifests_that_admission_accepts(path: Path) -> None:
     for document in read_documents(path):
         found = convert(dict(document.content))  # type: ignore[arg-type]
         assert found.problems == ()
@@ -79,7 +79,7 @@ def test_what_people_have_becomes_what_admission_takes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
-def test_our_own_manifests_stay_as_they_are(path: Path) -> None:
+def test_kvrouter_manifests_are_converted_unchanged(path: Path) -> None:
     for document in read_documents(path):
         assert convert(dict(document.content)) == Conversion((dict(document.content),), ())  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ DOCUMENTS = [dict(document.content) for path in DYNAMO for document in read_docu
 
 
 @given(data=st.data())
-def test_no_field_is_lost_without_a_word(data: st.DataObject) -> None:
+def test_every_unconverted_field_is_named_in_a_note_or_problem(data: st.DataObject) -> None:
     """Wherever one more field stands, it is in the result, or a line names it or what is around it."""
     document: Any = copy.deepcopy(data.draw(st.sampled_from(DOCUMENTS)))
     place = data.draw(st.sampled_from([*mappings(document)]))
@@ -131,7 +131,7 @@ def parts(found: JsonValue, at: Place = ()) -> Iterator[Place]:
 
 
 @given(data=st.data())
-def test_no_value_of_a_wrong_form_is_lost_without_a_word(data: st.DataObject) -> None:
+def test_every_unconverted_wrong_value_is_named_in_a_note_or_problem(data: st.DataObject) -> None:
     document: Any = copy.deepcopy(data.draw(st.sampled_from(DOCUMENTS)))
     place = data.draw(st.sampled_from([*parts(document)]))
     is_list = document["kind"] == "List" and len(place) == 1
@@ -158,7 +158,7 @@ JSON: st.SearchStrategy[JsonValue] = st.recursive(
 
 
 @given(data=st.data())
-def test_no_document_breaks_it(data: st.DataObject) -> None:
+def test_any_document_gives_manifests_problems_or_notes(data: st.DataObject) -> None:
     """Wherever a value is another one, it is converted, or a problem names a place."""
     document: Any = copy.deepcopy(data.draw(st.sampled_from(DOCUMENTS)))
     place = data.draw(st.sampled_from([at for at in mappings(document) if at]))
@@ -170,7 +170,7 @@ def test_no_document_breaks_it(data: st.DataObject) -> None:
     assert found.manifests or found.problems or found.notes
 
 
-def test_roles_are_those_of_the_type_or_of_the_args() -> None:
+def test_component_type_follows_from_the_type_field_or_the_args() -> None:
     assert of_worker()["type"] == "worker"
     assert of_worker(subComponentType="decode")["type"] == "decode"
     for args, role in (
@@ -200,7 +200,7 @@ def test_roles_are_those_of_the_type_or_of_the_args() -> None:
         assert yaml.safe_load(yaml.safe_dump(manifest))["spec"]["components"][0]["type"] == "worker"
 
 
-def test_what_never_registers_is_named_where_it_was_written() -> None:
+def test_unregistered_engine_is_noted_as_lost_at_its_input_path() -> None:
     main = {"name": "main", "image": "x", "command": ["python3", "-m", "dynamo.vllm"]}
     spec = {"containers": [{"name": "log", "image": "log"}, main]}
     component = {"name": "w", "type": "worker", "podTemplate": {"spec": spec}}
@@ -215,7 +215,7 @@ def test_what_never_registers_is_named_where_it_was_written() -> None:
         assert [note.path for note in found.notes if note.is_lost] == [("spec", *place)]
 
 
-def test_what_never_registers_is_named_where_the_input_has_it() -> None:
+def test_note_that_an_engine_never_registers_has_its_v1alpha1_path() -> None:
     container = {"image": "my/vllm-runtime:1", "command": ["python3", "-m", "dynamo.vllm"]}
     content: dict[str, Any] = {
         "apiVersion": V1ALPHA1,
@@ -227,7 +227,7 @@ def test_what_never_registers_is_named_where_the_input_has_it() -> None:
     assert at == ("spec", "services", "w", "extraPodSpec", "mainContainer")
 
 
-def test_resources_are_those_of_a_container() -> None:
+def test_service_resources_become_container_resources() -> None:
     resources = {
         "requests": {"cpu": "2", "gpu": "1"},
         "limits": {"gpu": "2", "gpuType": "gpu.intel.com/xe", "custom": {"rdma/ib": "1"}},
@@ -245,7 +245,7 @@ def test_resources_are_those_of_a_container() -> None:
     ("stated", "size"),
     [({}, "8Gi"), ({"sharedMemory": {"size": "2Gi"}}, "2Gi"), ({"sharedMemory": {"disabled": True}}, "0")],
 )
-def test_shared_memory_is_what_dynamo_gives(stated: dict[str, Any], size: str) -> None:
+def test_shared_memory_size_has_dynamos_default_and_settings(stated: dict[str, Any], size: str) -> None:
     assert of_worker(**stated)["sharedMemorySize"] == size
 
 
@@ -261,7 +261,7 @@ def frontend(
     return template["spec"]["containers"][0], notes
 
 
-def test_a_frontend_keeps_the_flags_that_kvrouters_has() -> None:
+def test_frontend_keeps_flags_kvrouter_has_and_notes_the_lost_ones() -> None:
     kept = ("--router-mode", "kv", "--no-router-kv-events", "--router-temperature=0.5")
     assert frontend(*kept)[0]["args"] == ["frontend", *kept]
     assert frontend("--http-port", "9000")[0]["env"] == [{"name": "DYN_HTTP_PORT", "value": "9000"}]
@@ -275,7 +275,7 @@ def test_a_frontend_keeps_the_flags_that_kvrouters_has() -> None:
         assert notes["args"].startswith(f"lost: {' '.join(words)}: ")
 
 
-def test_the_command_writes_the_manifests_and_says_what_is_lost(
+def test_convert_command_writes_manifests_and_reports_lost_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clean, lossy = tmp_path / "clean.yaml", tmp_path / "lossy.yaml"

@@ -106,7 +106,7 @@ async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
         RequestRefused("Unauthorized", status=401),
     ],
 )
-async def test_while_nobody_can_be_asked_what_was_seen_last_holds(failure: ClusterError) -> None:
+async def test_last_seen_definition_holds_while_the_api_server_cannot_be_asked(failure: ClusterError) -> None:
     server, reports = Server(), Reports()
     server.definition = OURS
     definition = Definition(cast(KubeClient, server), reports, check_each_s=0.001)
@@ -123,7 +123,7 @@ async def test_while_nobody_can_be_asked_what_was_seen_last_holds(failure: Clust
     await asyncio.gather(looking, return_exceptions=True)
 
 
-async def test_the_admission_door_reads_no_deployment_of_another_projects_definition(tmp_path: Path) -> None:
+async def test_admission_lists_no_deployments_under_another_projects_definition(tmp_path: Path) -> None:
     data = renewed(datetime.now(UTC), {}, ("localhost",))
     assert data is not None
     for name in (SERVING_CERT, SERVING_KEY):

@@ -61,7 +61,7 @@ def with_env(name: str) -> Document:
     return found
 
 
-async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> None:
+async def test_creation_dry_runs_every_object_except_role_bindings() -> None:
     server = Server()
     verdict = await server.dry_runs()(review(deployment()), ClusterInfo())
     assert verdict == ((), ())
@@ -80,7 +80,7 @@ async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> No
     ]
 
 
-async def test_of_a_change_only_what_it_changes_is_tried() -> None:
+async def test_update_dry_runs_only_changed_objects() -> None:
     server = Server()
     await server.dry_runs()(review(with_env("B"), with_env("A")), ClusterInfo())
     assert server.tried == [f"Deployment {DECODE}"]
@@ -102,7 +102,7 @@ async def test_of_a_change_only_what_it_changes_is_tried() -> None:
         refused("failed to convert new object (a/b; apps/v1) to proper version: quantities must match", 500),
     ],
 )
-async def test_what_is_wrong_with_an_object_is_reported_at_its_component(error: RequestRefused) -> None:
+async def test_refusal_of_an_object_is_reported_at_its_component(error: RequestRefused) -> None:
     verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)
@@ -120,7 +120,7 @@ async def test_what_is_wrong_with_an_object_is_reported_at_its_component(error: 
         ClusterLost("PATCH /x: connection refused"),
     ],
 )
-async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
+async def test_dry_run_that_cannot_be_made_is_a_warning(error: Exception) -> None:
     verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
     assert verdict.is_allowed
     (warning,) = verdict.warnings
@@ -129,7 +129,7 @@ async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
     )
 
 
-async def test_a_server_that_does_not_answer_holds_nobody_up() -> None:
+async def test_unanswered_dry_run_is_allowed_with_a_warning_after_a_timeout() -> None:
     server = Server()
     server.hangs = True
     verdict = await server.dry_runs(within_s=0.05)(review(deployment()), ClusterInfo())
@@ -137,7 +137,7 @@ async def test_a_server_that_does_not_answer_holds_nobody_up() -> None:
     assert "no answer within 0.05 s" in verdict.warnings[0].must
 
 
-async def test_what_is_anothers_is_never_written_over_so_a_refusal_is_none() -> None:
+async def test_refusal_of_an_object_of_another_owner_does_not_count() -> None:
     server = Server(my_llm_decode=refused("field is immutable"))
     new = deployment()
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
@@ -148,7 +148,7 @@ async def test_what_is_anothers_is_never_written_over_so_a_refusal_is_none() -> 
     assert not (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
 
 
-async def test_what_an_earlier_deployment_left_behind_would_be_adopted_so_its_refusal_counts() -> None:
+async def test_refusal_of_a_leftover_object_that_would_be_adopted_counts() -> None:
     server = Server(my_llm_decode=refused("field is immutable"))
     new = deployment()
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}

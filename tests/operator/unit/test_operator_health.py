@@ -26,7 +26,7 @@ async def http(health: ReplicaHealth) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
+async def test_replica_is_ready_once_every_awaited_part_has_been_there(
     health: ReplicaHealth, http: httpx.AsyncClient
 ) -> None:
     assert await reported(http, "/readyz") == (200, "ok\n")
@@ -44,7 +44,7 @@ async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
     assert await reported(http, "/readyz") == (200, "ok\n")
 
 
-async def test_a_replica_is_not_well_when_a_part_of_it_has_ended(
+async def test_healthz_fails_when_a_needed_part_has_ended(
     health: ReplicaHealth, http: httpx.AsyncClient
 ) -> None:
     ends = asyncio.Event()

@@ -25,7 +25,7 @@ def of(observed: OperatorInstrumentation, gauge: str) -> float:
     return float(found[1])
 
 
-def test_what_a_leader_could_not_watch_is_no_loss_once_it_follows() -> None:
+def test_lost_watches_of_a_leader_are_cleared_when_it_follows() -> None:
     observed = OperatorInstrumentation(ReplicaHealth())
     observed.leads("one")
     for kind in (NODES, DEPLOYMENTS_OF_GRAPHS):
@@ -42,7 +42,7 @@ def test_what_a_leader_could_not_watch_is_no_loss_once_it_follows() -> None:
     assert lost(observed) == {"Node": 0.0, "DynamoGraphDeployment": 0.0}
 
 
-def test_a_kind_is_lost_while_either_cannot_watch_it() -> None:
+def test_kind_is_lost_while_controller_or_admission_cannot_watch_it() -> None:
     observed = OperatorInstrumentation(ReplicaHealth())
     other = ResourceKind("v1", "Other", "others")
     for reported, expected in (
@@ -68,7 +68,7 @@ def condition(kind: str, status: ConditionStatus) -> Condition:
     )
 
 
-def test_a_condition_is_shown_with_the_status_that_it_has_until_its_deployment_is_gone() -> None:
+def test_condition_metric_has_the_current_status_until_its_deployment_is_gone() -> None:
     observed = OperatorInstrumentation(ReplicaHealth())
     one, two = Key("team", "llm"), Key("team", "other")
     ready = 'condition="Ready",deployment="llm",namespace="team",status='

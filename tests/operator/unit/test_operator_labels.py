@@ -40,7 +40,7 @@ def test_a_topology_gives_each_level_a_label_of_its_own() -> None:
     assert resolve(OF_FABRIC, FACTS) == ((ZONE, RACK), Source.TOPOLOGY)
 
 
-def test_a_raw_label_keeps_its_key_and_asks_for_no_topology() -> None:
+def test_raw_label_keeps_its_key_and_needs_no_topology() -> None:
     policy = DeploymentPolicy(Required("zone"), RawLabel("example.com/zone"))
     raw = LevelLabels("zone", "example.com/zone", "example.com/zone")
     assert resolve(policy, ClusterInfo()) == ((raw,), Source.LABEL)
@@ -54,7 +54,7 @@ def test_a_raw_label_keeps_its_key_and_asks_for_no_topology() -> None:
         (ClusterInfo(grove=Grove.PRESENT), Source.TOPOLOGY_ABSENT),
     ],
 )
-def test_a_topology_that_is_gone_is_remembered_or_else_its_domain_stays_unknown(
+def test_missing_topology_keeps_its_last_levels_or_leaves_the_domain_empty(
     cluster_info: ClusterInfo, source: Source
 ) -> None:
     assert resolve(OF_FABRIC, cluster_info, LEVELS) == ((ZONE, RACK), source)
@@ -63,13 +63,13 @@ def test_a_topology_that_is_gone_is_remembered_or_else_its_domain_stays_unknown(
     assert pod_labels({ZONE.node_label: "us-east-1a"}, (only,)) == {ZONE.pod_label: ""}
 
 
-def test_a_level_that_left_the_topology_is_none_of_the_others() -> None:
+def test_level_missing_from_the_topology_keeps_the_last_known_labels() -> None:
     racks = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS[1:])}
     found = resolve(OF_FABRIC, ClusterInfo(grove=Grove.PRESENT, topologies=racks), LEVELS)
     assert found == ((ZONE, RACK), Source.LEVEL_ABSENT)
 
 
-def test_a_node_without_a_label_gives_an_empty_one() -> None:
+def test_node_without_a_level_label_gives_an_empty_pod_label() -> None:
     assert pod_labels({ZONE.node_label: "a", "other": "x"}, (ZONE, RACK)) == {
         ZONE.pod_label: "a",
         RACK.pod_label: "",
@@ -79,7 +79,7 @@ def test_a_node_without_a_label_gives_an_empty_one() -> None:
 # In the write that binds.
 
 
-def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() -> None:
+def test_binding_policy_matches_worker_bindings_and_looks_up_the_node() -> None:
     policy, binding = binding_policy("kvrouter-llm", (ZONE,), ["fleet", "chat"])
     assert policy["spec"] == {
         "paramKind": {"apiVersion": "kvrouter.dev/v1alpha1", "kind": "KvrouterNodePlaces"},
@@ -139,7 +139,7 @@ def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() ->
     }
 
 
-def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limit() -> None:
+def test_node_places_have_the_values_of_each_level_up_to_a_node_limit() -> None:
     nodes = [Node("n2", {RACK.node_label: "r2"}), Node("n1", {ZONE.node_label: "a", "other": "x"})]
     found = node_places("kvrouter-llm", (ZONE, RACK), nodes, {"fleet": ("llm-prefill", "llm-decode")})
     assert found["spec"] == {
@@ -153,7 +153,7 @@ def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limi
 
 
 @pytest.mark.parametrize("nodes", [10, 500, 5000])
-def test_however_many_nodes_come_little_is_written(nodes: int) -> None:
+def test_node_places_written_in_five_minutes_stay_below_50_mib(nodes: int) -> None:
     """Less than 50 MiB within the five minutes for which etcd keeps what was written over."""
     there = [
         Node(f"ip-10-0-0-{number:05}.us-east-1.compute.internal", {ZONE.node_label: "us-east-1a"})
@@ -185,11 +185,11 @@ def test_however_many_nodes_come_little_is_written(nodes: int) -> None:
         ("a" * 63, f"{'a' * 58}-0", False),
     ],
 )
-def test_pods_of_a_deployment_are_known_by_their_whole_names(workload: str, name: str, is_one: bool) -> None:
+def test_pod_of_a_workload_is_recognized_by_its_whole_name(workload: str, name: str, is_one: bool) -> None:
     assert is_pod_of(pod_name_stem(workload), name) is is_one
 
 
-def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:
+def test_long_workload_name_is_truncated_for_matching_its_pods() -> None:
     name = "a" * 63
     spec = cast(dict[str, object], node_places("p", (ZONE,), [], {"fleet": [name]})["spec"])
     assert spec["workers"] == {"fleet": ["a" * 58]}
@@ -206,7 +206,9 @@ def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:
         ({"labels": {"grove.io/topology.zone": "a"}}, []),
     ],
 )
-def test_a_webhook_patches_the_binding(metadata: dict[str, dict[str, str]], patch: list[object]) -> None:
+def test_binding_patch_sets_only_missing_or_wrong_labels(
+    metadata: dict[str, dict[str, str]], patch: list[object]
+) -> None:
     binding = json.loads(json.dumps({"metadata": metadata}))
     assert binding_patch(binding, {"grove.io/topology.zone": "a"}) == patch
 
@@ -222,7 +224,7 @@ def pod(**labels: str) -> Pod:
     )
 
 
-def test_late_or_changed_labels_are_patched_and_the_patch_is_for_this_pod_alone() -> None:
+def test_backfill_patches_missing_or_changed_labels_for_the_pods_uid() -> None:
     for found in (pod(), pod(zone="old"), pod(zone="", rack="")):
         assert backfill_labels(found, NODE, (ZONE,)).patch == {
             "metadata": {"uid": "uid-1", "labels": {ZONE.pod_label: "us-east-1a"}}
@@ -244,11 +246,11 @@ def test_a_forged_label_of_a_level_that_the_node_lacks_is_emptied() -> None:
         Pod("p", node_name="n1", is_over=True),
     ],
 )
-def test_nothing_is_done_where_labels_are_right_or_the_pod_is_not_there(found: Pod) -> None:
+def test_backfill_skips_right_labels_and_pods_unbound_elsewhere_or_over(found: Pod) -> None:
     assert backfill_labels(found, NODE, (ZONE,)).patch is None
 
 
-def test_a_level_that_a_node_lacks_shows_on_the_pod_and_is_written_once() -> None:
+def test_level_a_node_lacks_is_reported_and_its_empty_label_written_once() -> None:
     empty: dict[str, JsonValue] = {ZONE.pod_label: "", RACK.pod_label: ""}
     patch: JsonValue = {"uid": "uid-1", "labels": empty}
     assert backfill_labels(pod(), Node("n1"), level_labels_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
@@ -275,7 +277,7 @@ def test_pods_and_nodes_are_read_from_json() -> None:
 
 
 @pytest.mark.parametrize("document", [None, 3, [], {}, {"metadata": []}, {"metadata": {"name": ""}}])
-def test_what_is_no_object_is_none(document: object) -> None:
+def test_document_without_a_name_is_neither_pod_nor_node(document: object) -> None:
     assert read_pod(document) is None
     assert read_node(document) is None
 
@@ -297,7 +299,9 @@ def test_what_is_no_object_is_none(document: object) -> None:
         ({"containerStatuses": "none", "conditions": [None]}, False),
     ],
 )
-def test_a_pod_that_does_not_come_by_itself_is_stuck(status: dict[str, object], is_stuck: bool) -> None:
+def test_unschedulable_unpullable_or_restarted_pod_is_stuck(
+    status: dict[str, object], is_stuck: bool
+) -> None:
     found = read_pod({"metadata": {"name": "p"}, "status": status})
     assert found is not None
     assert found.is_stuck is is_stuck

@@ -58,7 +58,7 @@ async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[MetricsEndpoi
         yield MetricsEndpoint("127.0.0.1", server.sockets[0].getsockname()[1]), heads
 
 
-async def test_a_page_is_read() -> None:
+async def test_metrics_page_is_read_for_its_links() -> None:
     async with answering(OK + b"\r\n" + PAGE) as (endpoint, heads):
         assert await read_page(endpoint) == (LINK,)
     (head,) = heads
@@ -66,7 +66,7 @@ async def test_a_page_is_read() -> None:
     assert b"gzip" not in head
 
 
-async def test_a_long_page_of_other_lines_is_read() -> None:
+async def test_links_are_read_from_a_long_page_of_other_lines() -> None:
     async def long(writer: asyncio.StreamWriter) -> None:
         writer.write(OK + b"\r\n")
         for _ in range(40):
@@ -79,7 +79,7 @@ async def test_a_long_page_of_other_lines_is_read() -> None:
         assert await read_page(endpoint) == (LINK,)
 
 
-async def test_a_frontend_that_knows_nothing_has_no_links() -> None:
+async def test_empty_metrics_page_has_no_links() -> None:
     async with answering(OK + b"\r\n") as (endpoint, _):
         assert await read_page(endpoint) == ()
 
@@ -123,12 +123,12 @@ def endless(part: bytes) -> Answer:
         "many links",
     ],
 )
-async def test_what_is_no_whole_page_is_not_read(answer: bytes | Answer) -> None:
+async def test_broken_or_oversized_metrics_page_is_not_read(answer: bytes | Answer) -> None:
     async with asyncio.timeout(30.0), answering(answer) as (endpoint, _):
         assert await read_page(endpoint) is None
 
 
-async def test_nobody_is_asked_whom_a_frontend_names() -> None:
+async def test_redirect_of_a_frontend_is_not_followed() -> None:
     async with answering(OK + b"\r\n" + PAGE) as (other, others_heads):
         redirect = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n"
         async with answering(redirect.encode()) as (endpoint, heads):
@@ -136,7 +136,7 @@ async def test_nobody_is_asked_whom_a_frontend_names() -> None:
     assert (len(heads), others_heads) == (1, [])
 
 
-async def test_what_is_held_of_a_page_is_bounded_apart_from_its_length() -> None:
+async def test_page_with_too_many_bytes_of_link_lines_is_not_read() -> None:
     line = b"kvrouter_link_slow{}\n"
     page = OK + b"\r\n" + line * (HELD_BYTES_MAX // len(line) + 10_000)
     assert len(page) < PAGE_BYTES_MAX
@@ -144,7 +144,7 @@ async def test_what_is_held_of_a_page_is_bounded_apart_from_its_length() -> None
         assert await read_page(endpoint) is None
 
 
-async def test_a_frontend_that_never_answers_is_given_up(set_constants: SetConstants) -> None:
+async def test_frontend_that_does_not_end_its_answer_in_time_is_given_up(set_constants: SetConstants) -> None:
     set_constants(link_reader, READ_LIMIT_S=0.05)
     left = asyncio.Event()
 
@@ -158,7 +158,7 @@ async def test_a_frontend_that_never_answers_is_given_up(set_constants: SetConst
         left.set()
 
 
-async def test_nobody_at_a_port_is_no_error() -> None:
+async def test_closed_port_gives_no_page_and_no_error() -> None:
     async with answering(b"") as (endpoint, _):
         pass
     assert await read_page(endpoint) is None
@@ -180,7 +180,7 @@ class Frontends:
         return self.reader.follow(key, endpoint, None)
 
 
-async def test_what_is_read_is_shown_and_only_a_change_is_reported() -> None:
+async def test_links_are_shown_as_read_and_only_changes_are_reported() -> None:
     fleet = Frontends()
     assert fleet.shown() == ()
     fleet.pages[DOOR] = (LINK,)
@@ -196,7 +196,7 @@ async def test_what_is_read_is_shown_and_only_a_change_is_reported() -> None:
 
 
 @pytest.mark.parametrize("endpoint", [DOOR, None])
-async def test_what_cannot_be_read_again_stays_for_a_while(endpoint: MetricsEndpoint | None) -> None:
+async def test_links_that_cannot_be_read_again_are_kept_for_a_while(endpoint: MetricsEndpoint | None) -> None:
     fleet = Frontends()
     fleet.shown()
     fleet.pages[DOOR] = (LINK,)
@@ -213,7 +213,7 @@ async def test_what_cannot_be_read_again_stays_for_a_while(endpoint: MetricsEndp
     assert (fleet.shown(endpoint=endpoint), fleet.changed) == ((), [ONE, ONE])
 
 
-async def test_a_frontend_that_forgot_everything_shows_nothing() -> None:
+async def test_empty_page_of_a_frontend_clears_its_shown_links() -> None:
     fleet = Frontends()
     fleet.shown()
     fleet.pages[DOOR] = (LINK,)
@@ -223,7 +223,7 @@ async def test_a_frontend_that_forgot_everything_shows_nothing() -> None:
     assert (fleet.shown(), fleet.changed) == ((), [ONE, ONE])
 
 
-async def test_a_new_leader_shows_what_the_last_one_wrote_until_it_has_read_itself() -> None:
+async def test_new_leader_shows_links_of_the_status_until_its_own_first_read() -> None:
     fleet = Frontends()
     assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(LINK,))) == (LINK,)
     assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(OTHER,))) == (LINK,)
@@ -232,7 +232,7 @@ async def test_a_new_leader_shows_what_the_last_one_wrote_until_it_has_read_itse
     assert fleet.changed == []
 
 
-async def test_a_deployment_that_is_gone_is_not_read_and_not_reported() -> None:
+async def test_deployment_forgotten_during_a_read_is_not_reported() -> None:
     fleet = Frontends()
     fleet.shown()
     fleet.pages[DOOR] = (LINK,)
@@ -253,7 +253,7 @@ async def test_a_deployment_that_is_gone_is_not_read_and_not_reported() -> None:
     assert (fleet.shown(), fleet.changed) == ((), [])
 
 
-async def test_one_that_does_not_answer_holds_up_no_other_and_few_are_read_at_once() -> None:
+async def test_silent_frontend_blocks_no_other_and_few_pages_are_read_at_once() -> None:
     now, most = 0, 0
     free = asyncio.Event()
 

@@ -62,17 +62,17 @@ def test_the_links_of_a_frontends_page_are_read_slow_ones_first() -> None:
     assert read_links(page(*links)) == (links[3], links[1], links[2], links[0])
 
 
-def test_names_are_read_as_they_were_before_they_were_escaped() -> None:
+def test_escaped_names_of_links_are_unescaped_when_read() -> None:
     links = (link(r'a\nb "quoted" \ {x="y"} 1,'), link("ü, model=", model='say "\\"'))
     assert set(read_links(page(*links))) == set(links)
 
 
-def test_numbers_have_two_digits() -> None:
+def test_numbers_of_links_are_rounded_to_two_digits() -> None:
     lines = page(link(bandwidth=12_345_678_901, latency_s=0.0012345))
     assert read_links(lines) == (link(bandwidth=12_000_000_000, latency_s=0.0012),)
 
 
-def test_of_many_links_slow_ones_are_shown() -> None:
+def test_slow_link_is_shown_first_where_links_exceed_the_limit() -> None:
     slow = link("zz", slow=True)
     found = read_links(page(*(link(f"link {number}") for number in range(2 * LINKS_MAX)), slow))
     assert len(found) == LINKS_MAX
@@ -90,7 +90,7 @@ def changed(pattern: str, by: str) -> list[bytes]:
     "number", ["NaN", "+Inf", "-1.0", "1e999", "0x10", "", "1 2", "--", "e", "1_0", "9" * 33]
 )
 @pytest.mark.parametrize("what", ["bandwidth_bytes_per_second", "latency_seconds", "slow"])
-def test_a_link_whose_number_is_none_is_not_shown(what: str, number: str) -> None:
+def test_link_with_an_invalid_number_is_not_shown(what: str, number: str) -> None:
     assert read_links(changed(rf"(kvrouter_link_{what}{{.*}}) \S+$", rf"\1 {number}")) == ()
 
 
@@ -98,7 +98,7 @@ def test_a_link_whose_number_is_none_is_not_shown(what: str, number: str) -> Non
     ("what", "number"),
     [("bandwidth_bytes_per_second", "0.0"), ("bandwidth_bytes_per_second", "1e19"), ("slow", "0.5")],
 )
-def test_nor_is_one_whose_number_no_link_can_have(what: str, number: str) -> None:
+def test_link_with_a_number_out_of_range_is_not_shown(what: str, number: str) -> None:
     assert read_links(changed(rf"(kvrouter_link_{what}{{.*}}) \S+$", rf"\1 {number}")) == ()
 
 
@@ -120,11 +120,11 @@ def test_nor_is_one_whose_number_no_link_can_have(what: str, number: str) -> Non
         ("kvrouter_link_latency", "kvrouter_link_latenci"),
     ],
 )
-def test_a_link_that_is_not_named_as_frontends_name_them_is_not_shown(pattern: str, by: str) -> None:
+def test_link_with_an_invalid_name_or_label_is_not_shown(pattern: str, by: str) -> None:
     assert read_links(changed(f"(?<!#){pattern}", by)) == ()
 
 
-def test_a_line_that_is_no_text_spoils_only_itself() -> None:
+def test_undecodable_line_does_not_spoil_other_lines() -> None:
     assert read_links([b"kvrouter_link_slow{\xff", *page(link()), b"kvrouter_link_slow{"]) == (link(),)
 
 
@@ -139,7 +139,7 @@ def test_a_line_that_is_no_text_spoils_only_itself() -> None:
         max_size=20,
     )
 )
-def test_no_text_is_an_error(lines: list[bytes]) -> None:
+def test_random_lines_are_read_as_no_links(lines: list[bytes]) -> None:
     assert read_links(lines) == ()
 
 
@@ -149,25 +149,25 @@ def test_no_text_is_an_error(lines: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "found", [link(bandwidth=14_000_000_000), link(bandwidth=9_700_000_000), link(latency_s=0.0024)]
 )
-def test_numbers_stay_while_they_are_much_the_same(found: LinkStatus) -> None:
+def test_numbers_within_tolerance_keep_their_shown_values(found: LinkStatus) -> None:
     assert steadied([link()], [found]) == (link(),)
 
 
 @pytest.mark.parametrize("found", [link(bandwidth=16_000_000_000), link(latency_s=0.0026)])
-def test_numbers_that_differ_are_shown(found: LinkStatus) -> None:
+def test_numbers_beyond_tolerance_replace_the_shown_values(found: LinkStatus) -> None:
     assert steadied([link()], [found]) == (found,)
 
 
-def test_latencies_that_are_too_short_to_matter_are_the_same() -> None:
+def test_latencies_too_short_to_matter_count_as_equal() -> None:
     assert steadied([link(latency_s=0.0)], [link(latency_s=1e-4)]) == (link(latency_s=0.0),)
 
 
-def test_a_link_that_becomes_slow_has_its_numbers_of_then() -> None:
+def test_link_that_becomes_slow_shows_its_current_numbers() -> None:
     slow = link(bandwidth=11_000_000_000, slow=True)
     assert steadied([link()], [slow]) == (slow,)
 
 
-def test_links_come_and_go_as_they_are_found() -> None:
+def test_links_appear_and_disappear_with_the_latest_reading() -> None:
     other = link("within one zone")
     assert steadied([link()], [other]) == (other,)
     assert steadied([link()], []) == ()
@@ -188,7 +188,7 @@ def status(*links: LinkStatus) -> DeploymentStatus:
     )
 
 
-def test_a_status_has_them_as_users_read_them() -> None:
+def test_links_in_a_status_have_camel_case_fields_and_read_back() -> None:
     manifest = status(link(slow=True)).model_dump(mode="json", by_alias=True, exclude_none=True)
     assert manifest["links"] == [
         {
@@ -202,7 +202,7 @@ def test_a_status_has_them_as_users_read_them() -> None:
     assert DeploymentStatus.model_validate(manifest, by_alias=True, by_name=False) == status(link(slow=True))
 
 
-def test_where_nothing_is_known_a_status_has_no_links() -> None:
+def test_status_without_known_links_has_no_links_field() -> None:
     assert "links" not in status().model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
@@ -231,20 +231,20 @@ def test_the_first_ready_frontend_by_name_is_read() -> None:
     assert endpoint(others[0], first, *others[1:]) == MetricsEndpoint("10.0.0.2", 8000)
 
 
-def test_its_port_is_that_of_its_service() -> None:
+def test_metrics_endpoint_port_is_that_of_the_service() -> None:
     assert endpoint(frontend("a"), port="9000") == MetricsEndpoint("10.0.0.1", 9000)
 
 
-def test_workers_are_not_read() -> None:
+def test_worker_pods_are_not_read_for_links() -> None:
     worker = Pod("a", labels={"kvrouter.dev/component": "decode"}, is_ready=True, address="10.0.0.1")
     assert endpoint(worker) is None
 
 
 @pytest.mark.parametrize("address", [None, "", "example.com", "10.0.0.1/x?"])
-def test_what_is_no_address_is_not_read(address: str | None) -> None:
+def test_frontend_without_a_valid_address_is_not_read(address: str | None) -> None:
     assert endpoint(frontend("a", address=address)) is None
 
 
-def test_addresses_of_both_kinds_make_a_url() -> None:
+def test_ipv4_and_ipv6_addresses_make_a_metrics_url() -> None:
     assert MetricsEndpoint("10.0.0.1", 8000).url == "http://10.0.0.1:8000/metrics"
     assert MetricsEndpoint("fd00::1", 8000).url == "http://[fd00::1]:8000/metrics"

@@ -43,7 +43,7 @@ def pod(container: JsonValue, **spec: JsonValue) -> JsonValue:
     return {"spec": {"containers": [container], **spec}}
 
 
-def test_a_whole_deployment() -> None:
+def test_plan_of_a_whole_deployment_matches_the_golden_file() -> None:
     written, *expected = yaml.safe_load_all(GOLDEN.read_text("utf-8"))
     of = read_deployment(written).deployment
     assert of is not None
@@ -55,7 +55,7 @@ def test_a_whole_deployment() -> None:
 # What a policy changes.
 
 
-def test_without_a_policy_nothing_of_topology_is_planned() -> None:
+def test_plan_without_a_policy_has_nothing_of_topology() -> None:
     of = deployment()
     before = planned(of)
     text = str(before.manifests)
@@ -76,7 +76,7 @@ def test_without_a_policy_nothing_of_topology_is_planned() -> None:
         (OF_FABRIC, {**OF_FABRIC, "domain": "rack"}, {"frontend", "prefill", "decode", "worker"}),
     ],
 )
-def test_a_change_of_policy_rolls_those_that_it_concerns(
+def test_change_of_policy_rolls_only_the_components_that_it_concerns(
     policy: dict[str, JsonValue] | None, other: dict[str, JsonValue], rolled: set[str]
 ) -> None:
     before, after = planned(deployment(policy=policy)), planned(deployment(policy=other))
@@ -94,7 +94,7 @@ def _hashes(found: Plan) -> dict[str, JsonValue]:
     }
 
 
-def test_both_spellings_plan_the_same_templates() -> None:
+def test_both_policy_spellings_plan_the_same_templates() -> None:
     graph = planned(deployment(policy=OF_FABRIC))
     assert templates(planned(deployment(of_frontend={"level": "zone"}))) == templates(graph)
     raw = planned(deployment(policy=REQUIRED))
@@ -102,7 +102,7 @@ def test_both_spellings_plan_the_same_templates() -> None:
     assert templates(planned(deployment(of_frontend=of_frontend))) == templates(raw)
 
 
-def test_a_raw_label_is_one_file() -> None:
+def test_raw_label_is_mounted_as_one_file() -> None:
     template = templates(planned(deployment(policy=REQUIRED)))["decode"]
     assert at(template, "spec", "volumes") == [
         {
@@ -119,7 +119,7 @@ def test_a_raw_label_is_one_file() -> None:
     ]
 
 
-def test_a_topology_that_is_gone_rolls_nothing_while_its_levels_are_known() -> None:
+def test_missing_topology_rolls_nothing_while_its_levels_are_known() -> None:
     of = deployment(policy=OF_FABRIC)
     before = planned(of)
     annotation = at(
@@ -134,7 +134,7 @@ def test_a_topology_that_is_gone_rolls_nothing_while_its_levels_are_known() -> N
 
 
 @pytest.mark.parametrize("annotation", [None, "", ",", "zone", "=x", "zone=", "../zone=x", "Zone=x"])
-def test_an_annotation_that_says_nothing_has_no_levels(annotation: str | None) -> None:
+def test_invalid_levels_annotation_reads_as_no_levels(annotation: str | None) -> None:
     assert read_levels(annotation) == ()
     assert read_levels(f"{annotation or ''},rack=r") == (Level("rack", "r"),)
 
@@ -154,7 +154,7 @@ def test_an_annotation_that_says_nothing_has_no_levels(annotation: str | None) -
         ),
     ],
 )
-def test_a_worker_reads_the_policy_from_what_is_planned(
+def test_worker_reads_the_policy_from_its_planned_environment(
     policy: dict[str, JsonValue], enforcement: Enforcement, weight: float | None
 ) -> None:
     found = templates(planned(deployment(policy=policy)))
@@ -171,7 +171,7 @@ def test_a_worker_reads_the_policy_from_what_is_planned(
     ("policy", "level", "mismatch"),
     [(REQUIRED, "zone", "fail"), (FALLBACK, "zone", "fallback"), (PREFERRED, None, "fail")],
 )
-def test_a_frontend_reads_the_policy_from_what_is_planned(
+def test_frontend_reads_the_policy_from_its_planned_environment(
     policy: dict[str, JsonValue], level: str | None, mismatch: str
 ) -> None:
     environ = environment(templates(planned(deployment(policy=policy)))["frontend"])
@@ -183,7 +183,7 @@ def test_a_frontend_reads_the_policy_from_what_is_planned(
     assert (settings.frontend.http_host, settings.frontend.http_port) == ("0.0.0.0", 8000)
 
 
-def test_the_init_container_is_first_and_waits_for_the_policys_own_level() -> None:
+def test_wait_init_container_is_first_and_waits_for_the_policy_level() -> None:
     engine: JsonValue = {"name": "main", "image": "e"}
     pods: dict[str, JsonValue] = {"decode": pod(engine, initContainers=[{"name": "load", "image": "l"}])}
     template = templates(planned(deployment(policy=OF_FABRIC, pods=pods)))["decode"]
@@ -228,7 +228,7 @@ def test_a_users_copies_of_the_policys_variables_are_overwritten_and_reported() 
     assert of_user.warnings == ()
 
 
-def test_a_users_labels_volumes_mounts_and_containers_in_the_operators_places_are_left_out() -> None:
+def test_user_parts_in_the_operators_places_are_left_out_and_warned_of() -> None:
     engine: JsonValue = {
         "name": "main",
         "image": "e",
@@ -263,7 +263,7 @@ def test_a_users_labels_volumes_mounts_and_containers_in_the_operators_places_ar
     ("stated", "is_taken"),
     [("/etc/podinfo/topology", True), ("relative", False), ("/", False), ("/a:b", False), ("", False)],
 )
-def test_a_container_says_where_it_has_its_files(stated: str, is_taken: bool) -> None:
+def test_topology_mount_path_of_a_container_counts_if_it_is_valid(stated: str, is_taken: bool) -> None:
     env: JsonValue = [{"name": "DYN_TOPOLOGY_MOUNT_PATH", "value": stated}]
     pods: dict[str, JsonValue] = {"decode": pod({"name": "main", "image": "e", "env": env})}
     found = planned(deployment(policy=REQUIRED, pods=pods))
@@ -274,7 +274,7 @@ def test_a_container_says_where_it_has_its_files(stated: str, is_taken: bool) ->
     assert (found.warnings == ()) is is_taken
 
 
-def test_every_container_that_stays_is_reported_and_others_are_not() -> None:
+def test_policy_variables_go_to_lasting_containers_and_sidecars_alone() -> None:
     spec: JsonValue = {
         "spec": {
             "initContainers": [
@@ -296,7 +296,7 @@ def test_every_container_that_stays_is_reported_and_others_are_not() -> None:
     assert at(template, "spec", "containers", 1, "command") == ["kvrouter"]
 
 
-def test_users_settings_of_planes_probes_and_time_win() -> None:
+def test_user_settings_of_planes_ports_probes_and_grace_time_win() -> None:
     mine: JsonValue = {
         "name": "main",
         "image": "mine",
@@ -314,7 +314,7 @@ def test_users_settings_of_planes_probes_and_time_win() -> None:
     assert at(of_kind(found, "Service")["llm-frontend"], "spec", "ports", 0, "targetPort") == 9000
 
 
-def test_pods_are_reported_of_no_services_unless_their_template_says_so() -> None:
+def test_service_links_are_off_unless_the_pod_template_enables_them() -> None:
     engine: JsonValue = {"name": "main", "image": "mine"}
     found = planned(deployment(pods={"worker": pod(engine, enableServiceLinks=True), "decode": pod(engine)}))
     links = {name: at(each, "spec", "enableServiceLinks") for name, each in templates(found).items()}
@@ -331,7 +331,7 @@ def test_a_plane_token_is_read_from_a_secret() -> None:
     } in _env(template)
 
 
-def test_admin_routes_ask_for_a_token_that_need_not_be_there_and_are_closed_without() -> None:
+def test_admin_routes_are_closed_and_take_an_optional_token_secret() -> None:
     defaults = PlanDefaults(image="i", admin_token=SecretKey("admins", "word"))
     found = templates(planned(deployment(), defaults=defaults))
     env = _env(found["frontend"])
@@ -345,7 +345,7 @@ def test_admin_routes_ask_for_a_token_that_need_not_be_there_and_are_closed_with
     assert settings.frontend.admin_routes is AdminAccess.CLOSED
 
 
-def test_an_older_image_knows_each_variable_that_it_would_end_with() -> None:
+def test_planned_kvrouter_variables_are_those_an_older_image_knows() -> None:
     # kvrouter ends with a KVROUTER_ variable that it does not know: later settings are rendered as DYN_ ones.
     defaults = PlanDefaults(image="i", plane_token=SecretKey("planes", "token"))
     sidecar: JsonValue = {"spec": {"containers": [{"name": "main", "args": ["worker", "mock"]}]}}
@@ -382,13 +382,13 @@ def _env(template: JsonValue) -> list[JsonValue]:
         ({"spec": {"containers": [{"name": "main"}]}}, "podTemplate.spec.containers.0"),
     ],
 )
-def test_what_has_the_wrong_form_plans_nothing_and_is_reported(template: JsonValue, where: str) -> None:
+def test_template_of_a_wrong_form_plans_nothing_and_is_reported(template: JsonValue, where: str) -> None:
     found = plan(deployment(pods={"decode": template}), FACTS, DEFAULTS)
     assert found.manifests == ()
     assert [".".join(map(str, problem.path[3:])) for problem in found.problems] == [where]
 
 
-def test_a_policy_that_is_contradicted_plans_nothing() -> None:
+def test_contradictory_policy_spellings_plan_nothing() -> None:
     of = deployment(policy=REQUIRED, of_frontend={"level": "rack"})
     found = plan(of, FACTS, DEFAULTS)
     assert found.manifests == ()
@@ -398,7 +398,7 @@ def test_a_policy_that_is_contradicted_plans_nothing() -> None:
 # Names.
 
 
-def test_names_are_the_deployments_and_the_components_and_never_too_long() -> None:
+def test_object_names_join_deployment_and_component_within_63_characters() -> None:
     assert object_name("llm", "Frontend") == "llm-frontend"
     long = object_name("d" * 40, "c" * 40)
     assert len(long) == 63

@@ -13,7 +13,7 @@ OVER_NATS = PlanDefaults(image="i", discovery=DiscoveryBackend.NATS, nats_server
 ENGINE: JsonValue = [{"name": "main", "image": "e"}]
 
 
-def test_each_kind_of_process_may_do_with_cards_what_discovery_needs() -> None:
+def test_frontends_and_workers_get_the_roles_that_discovery_needs() -> None:
     found = planned(deployment())
     roles = of_kind(found, "Role")
     assert {name: at(role, "rules") for name, role in roles.items()} == {
@@ -40,7 +40,7 @@ def test_each_kind_of_process_may_do_with_cards_what_discovery_needs() -> None:
     }
 
 
-def test_a_deployment_of_one_kind_has_one_account() -> None:
+def test_deployment_of_frontends_alone_has_one_role() -> None:
     assert set(of_kind(planned(deployment(types=("frontend",))), "Role")) == {"llm-frontends"}
 
 
@@ -60,7 +60,7 @@ def test_over_nats_pods_have_no_account_and_no_token() -> None:
     "said",
     [{"automountServiceAccountToken": True}, {"serviceAccountName": "mine"}, {"serviceAccount": "mine"}],
 )
-def test_over_nats_a_users_own_word_on_accounts_stays(said: dict[str, JsonValue]) -> None:
+def test_over_nats_account_settings_of_a_pod_template_are_kept(said: dict[str, JsonValue]) -> None:
     of = deployment(pods={"decode": {"spec": {"containers": ENGINE, **said}}})
     found = planned(of, defaults=OVER_NATS)
     spec = at(templates(found)["decode"], "spec")
@@ -70,7 +70,7 @@ def test_over_nats_a_users_own_word_on_accounts_stays(said: dict[str, JsonValue]
 
 
 @pytest.mark.parametrize("field", ["serviceAccountName", "serviceAccount"])
-def test_an_account_that_the_user_names_counts_and_what_it_needs_is_reported(field: str) -> None:
+def test_account_named_by_the_user_is_kept_with_a_warning_of_its_role(field: str) -> None:
     found = planned(deployment(pods={"decode": {"spec": {"containers": ENGINE, field: "mine"}}}))
     spec = at(templates(found)["decode"], "spec")
     assert isinstance(spec, dict)
@@ -86,7 +86,7 @@ def test_an_account_that_the_user_names_counts_and_what_it_needs_is_reported(fie
     assert "llm-workers" in of_kind(found, "Role")
 
 
-def test_a_pod_without_a_token_is_reported_where_it_needs_one() -> None:
+def test_pod_without_a_token_that_it_needs_is_warned_of() -> None:
     template: JsonValue = {"spec": {"containers": ENGINE, "automountServiceAccountToken": False}}
     found = planned(deployment(pods={"decode": template}))
     (warning,) = found.warnings

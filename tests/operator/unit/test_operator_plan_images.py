@@ -12,7 +12,7 @@ from kvrouter.operator.plan.defaults import read_resources
 from tests.testing.planned_deployments import DEFAULTS, deployment, planned, templates
 
 
-def test_an_engine_does_not_roll_with_kvrouters_image_while_its_init_container_keeps_the_old_one() -> None:
+def test_engine_does_not_roll_while_its_init_container_keeps_the_old_image() -> None:
     engine: JsonValue = {"spec": {"containers": [{"name": "main", "image": "engine"}]}}
     policy: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
     reported = deployment(policy=policy, pods={"decode": engine})
@@ -28,14 +28,14 @@ def test_an_engine_does_not_roll_with_kvrouters_image_while_its_init_container_k
 POLICY: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
 
 
-def test_every_container_of_ours_has_limits_that_a_quota_counts() -> None:
+def test_wait_container_and_frontend_have_cpu_and_memory_limits() -> None:
     pods = templates(planned(deployment(policy=POLICY)))
     for name, container in (("decode", "initContainers"), ("frontend", "containers")):
         (limits,) = [each["resources"]["limits"] for each in containers(pods, name, container)]
         assert limits.keys() == {"cpu", "memory"}
 
 
-def test_a_components_own_resources_are_taken_as_they_are_and_another_name_is_reported() -> None:
+def test_user_resources_are_kept_and_another_image_is_warned_of() -> None:
     mine: JsonValue = {"requests": {"cpu": "100m"}}
     wait: dict[str, JsonValue] = {"name": "topology-wait", "resources": mine}
     engine: JsonValue = {

@@ -82,7 +82,7 @@ def table(found: Plan) -> JsonValue:
     return cast(JsonValue, json.loads(variables(found)[TABLE]))
 
 
-def test_without_links_or_a_weight_a_frontend_gets_none() -> None:
+def test_frontend_gets_no_link_table_without_links_or_a_weight() -> None:
     for of in (deployment(of_frontend=ON_FRONTEND), weighed({}), weighed(label="a.b/zone")):
         environ = variables(planned(of))
         assert TABLE not in environ
@@ -119,7 +119,7 @@ def test_a_deployments_links_are_written_as_the_router_reads_them() -> None:
     st.floats(0, exclude_min=True, allow_infinity=False),
     st.none() | st.floats(0, allow_infinity=False),
 )
-def test_every_table_is_read_as_it_was_stated(
+def test_link_table_of_any_numbers_is_read_back_exactly(
     latency_s: float, bandwidth: float, price: float | None
 ) -> None:
     """A frontend reads it as it reads files, which are YAML."""
@@ -129,7 +129,7 @@ def test_every_table_is_read_as_it_was_stated(
     assert (read.latency_s, read.bandwidth_bytes_per_s, read.price_per_gb) == (latency_s, bandwidth, price)
 
 
-def test_links_of_a_topology_are_written_for_both_spellings() -> None:
+def test_topology_links_are_written_for_both_policy_spellings() -> None:
     graph = deployment(policy={"clusterTopologyName": "gpu-fabric", "domain": "zone"})
     for of in (deployment(of_frontend=ON_FRONTEND), graph):
         found = planned(of, stating(STATED))
@@ -173,7 +173,7 @@ def test_a_raw_label_takes_no_links_of_a_topology() -> None:
     assert QOS_ANNOTATION not in str(found.manifests)
 
 
-def test_links_at_levels_that_are_not_there_are_left_out_with_a_warning() -> None:
+def test_links_at_missing_levels_are_left_out_with_a_warning() -> None:
     own: Fields = {
         "levels": [link(0.1, level="host"), link(0.2, level="zone")],
         "pairs": [link(0.3, level="row", between=["a", "b"])],
@@ -188,14 +188,14 @@ def test_links_at_levels_that_are_not_there_are_left_out_with_a_warning() -> Non
     ]
 
 
-def test_where_no_link_is_left_there_is_no_table() -> None:
+def test_no_link_table_is_written_when_all_links_are_left_out() -> None:
     own: Fields = {"levels": [link(0.1, level="host")]}
     assert TABLE not in variables(planned(weighed(own)))
     assumed = planned(weighed(own, kvTransferWeight=1))
     assert variables(assumed)[TABLE] == variables(planned(weighed(kvTransferWeight=1)))[TABLE]
 
 
-def test_a_weight_without_links_weighs_assumed_ones_and_warns_once() -> None:
+def test_weight_without_links_uses_assumed_links_and_warns_once() -> None:
     main: JsonValue = {"spec": {"containers": [{"name": "main"}, {"name": "other", "image": "e"}]}}
     policy: Fields = {**ON_FRONTEND, "kvTransferWeight": 2.5}
     found = planned(deployment(of_frontend=policy, pods={"frontend": main}))
@@ -229,14 +229,14 @@ def of_user(name: str, value: str, *args: str) -> dict[str, JsonValue]:
         of_user("A", "b", "frontend", "--router-links=/etc/links/table.yaml"),
     ],
 )
-def test_a_users_own_links_stand_where_nobody_else_states_any(pods: dict[str, JsonValue]) -> None:
+def test_user_links_are_kept_where_the_deployment_states_none(pods: dict[str, JsonValue]) -> None:
     for policy in (ON_FRONTEND, {**ON_FRONTEND, "kvTransferWeight": 2.5}):
         found = planned(deployment(of_frontend=policy, pods=pods))
         assert variables(found).get(TABLE) in (None, "/etc/links/table.yaml")
         assert found.warnings == ()
 
 
-def test_a_users_own_links_and_weight_make_way_for_those_that_are_stated() -> None:
+def test_user_links_and_weight_give_way_to_stated_ones_with_a_warning() -> None:
     stated: Fields = {**ON_FRONTEND, "kvTransferWeight": 1, "networkQoS": {"across": link(0.1)}}
     for name, value in ((TABLE, "/etc/links/table.yaml"), (WEIGHT, "7")):
         pods = of_user(name, value)
@@ -259,7 +259,7 @@ def test_links_and_weights_roll_frontends_alone() -> None:
         assert {name for name in before if before[name] != after[name]} == {"frontend"}
 
 
-def test_a_topology_that_is_gone_rolls_no_frontend() -> None:
+def test_missing_topology_with_known_links_rolls_no_frontend() -> None:
     of, cluster_info = weighed({"levels": [link(0.01, level="rack")]}), stating(STATED)
     before = planned(of, cluster_info)
     annotation = at(of_kind(before, "Deployment")["llm-frontend"], "metadata", "annotations", QOS_ANNOTATION)
@@ -273,11 +273,11 @@ def test_a_topology_that_is_gone_rolls_no_frontend() -> None:
 
 
 @pytest.mark.parametrize("annotation", [None, "", "{", "[]", '{"levels": 3}'])
-def test_an_annotation_that_says_nothing_has_no_links(annotation: str | None) -> None:
+def test_invalid_links_annotation_reads_as_no_links(annotation: str | None) -> None:
     assert read_qos(annotation) is None
 
 
-def test_the_largest_table_fits_into_a_variable() -> None:
+def test_largest_link_table_fits_into_a_variable() -> None:
     long = "x" * 60
     pairs: list[JsonValue] = [
         link(1 / 3, level="rack", between=[f"{long}{n:03}", f"{long}{n + 1:03}"], pricePerGB=1 / 7)

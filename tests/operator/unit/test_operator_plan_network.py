@@ -52,17 +52,17 @@ FAR = peers(namespace="elsewhere")
 WORKERS = KINDS[1:]
 
 
-def test_none_is_written_unless_it_is_wanted() -> None:
+def test_no_network_policy_is_planned_by_default() -> None:
     assert not of_kind(planned(deployment()), "NetworkPolicy")
 
 
 @pytest.mark.parametrize("source", ["frontend", *WORKERS])
 @pytest.mark.parametrize("target", WORKERS)
-def test_requests_kv_events_and_kv_reach_workers_on_every_port(source: str, target: str) -> None:
+def test_pods_of_the_deployment_reach_workers_on_every_port(source: str, target: str) -> None:
     assert is_allowed(policies(), PODS[source], PODS[target], ANY_PORT)
 
 
-def test_anybody_reaches_what_frontends_serve_and_what_answers_probes() -> None:
+def test_any_source_reaches_frontend_http_and_worker_health_ports() -> None:
     found = policies()
     for source in (OUTSIDE, STRANGER, NEIGHBOUR["worker"], FAR["worker"]):
         assert is_allowed(found, source, PODS["frontend"], HTTP_PORT)
@@ -70,7 +70,7 @@ def test_anybody_reaches_what_frontends_serve_and_what_answers_probes() -> None:
             assert is_allowed(found, source, PODS[kind], HEALTH_PORT)
 
 
-def test_names_the_api_server_and_nats_stay_within_reach_of_every_pod() -> None:
+def test_every_pod_may_reach_dns_the_api_server_and_nats_where_used() -> None:
     over_nats = replace(DEFAULTS, discovery=DiscoveryBackend.NATS, nats_server="nats://a:4222,tls://b:5222,c")
     for kind in KINDS:
         for port in API:
@@ -85,7 +85,7 @@ def test_names_the_api_server_and_nats_stay_within_reach_of_every_pod() -> None:
         assert not is_allowed(policies(only), PODS[kind], OUTSIDE, 443)
 
 
-def test_what_no_pod_needs_is_not_allowed() -> None:
+def test_connections_that_no_pod_needs_are_not_allowed() -> None:
     found = policies()
     for source in (OUTSIDE, STRANGER, NEIGHBOUR["frontend"], FAR["frontend"]):
         for kind in WORKERS:
@@ -100,7 +100,7 @@ def test_what_no_pod_needs_is_not_allowed() -> None:
         assert not is_allowed(found, PODS[kind], OUTSIDE, API[0], "UDP")
 
 
-def test_another_policy_of_the_namespace_opens_more() -> None:
+def test_additional_network_policy_of_the_namespace_opens_a_port() -> None:
     own: Policy = {
         "metadata": {"namespace": "fleet", "name": "own"},
         "spec": {
@@ -113,7 +113,7 @@ def test_another_policy_of_the_namespace_opens_more() -> None:
     assert is_allowed([*policies(), own], PODS["worker"], OUTSIDE, 4317)
 
 
-def test_ports_are_those_of_the_containers() -> None:
+def test_network_policy_ports_are_those_of_the_containers() -> None:
     frontend: JsonValue = {
         "spec": {"containers": [{"name": "main", "env": [{"name": "KVROUTER_HTTP_PORT", "value": "9000"}]}]}
     }
@@ -143,14 +143,14 @@ def test_ports_are_those_of_the_containers() -> None:
         ("nats://n:port", [4222]),
     ],
 )
-def test_ports_of_nats(servers: str, ports: list[int]) -> None:
+def test_nats_ports_are_read_from_server_addresses(servers: str, ports: list[int]) -> None:
     assert nats_ports(servers) == ports
 
 
 # The chart's own pods.
 
 
-def test_the_charts_own_pods_take_and_make_what_they_need() -> None:
+def test_chart_network_policies_allow_its_operator_and_nats_connections() -> None:
     manifests = shape("everything of pods")
     own = of_kind_in(manifests, "NetworkPolicy")
     namespace = own[0]["metadata"]["namespace"]
@@ -172,7 +172,7 @@ def test_the_charts_own_pods_take_and_make_what_they_need() -> None:
     assert not is_allowed(own, nats, OUTSIDE, API[0])
 
 
-def test_the_charts_value_is_the_operators_flag() -> None:
+def test_chart_value_sets_the_operators_network_policy_flags() -> None:
     container = of_kind_in(shape("everything of pods"), "Deployment")[0]["spec"]["template"]["spec"][
         "containers"
     ][0]

@@ -123,7 +123,7 @@ def test_only_components_with_a_level_are_packed_where_the_deployment_has_none()
     assert packed_by(of["decode"]) == packed_by(templates(planned(packed("zone")))["decode"])
 
 
-def test_pods_of_another_level_or_node_label_have_no_say() -> None:
+def test_pack_label_differs_by_level_and_node_label() -> None:
     labels = {
         packed_by(templates(planned(packed(level), cluster_info))["decode"])
         for level, cluster_info in [("zone", FACTS), ("rack", FACTS), ("host", ClusterInfo())]
@@ -139,7 +139,7 @@ def test_pods_of_another_level_or_node_label_have_no_say() -> None:
     ("domain", "key"),
     [("region", "topology.kubernetes.io/region"), ("zone", ZONE), ("host", "kubernetes.io/hostname")],
 )
-def test_without_topologies_the_labels_of_kubernetes_are_known(domain: str, key: str) -> None:
+def test_pack_levels_use_kubernetes_labels_where_no_topology_exists(domain: str, key: str) -> None:
     found = planned(packed(domain), ClusterInfo())
     assert at(required(templates(found)["decode"]), 0, "topologyKey") == key
     assert found.warnings == ()
@@ -158,7 +158,7 @@ def test_without_topologies_the_labels_of_kubernetes_are_known(domain: str, key:
         ("racks", FACTS, "is no level of gpu-fabric, which has zone, rack (did you mean rack?)"),
     ],
 )
-def test_a_level_that_is_not_known_packs_nothing_and_is_reported(
+def test_unknown_pack_level_packs_nothing_and_is_warned_of(
     domain: str, cluster_info: ClusterInfo, why: str
 ) -> None:
     found = planned(packed(domain), cluster_info)
@@ -170,7 +170,7 @@ def test_a_level_that_is_not_known_packs_nothing_and_is_reported(
 
 
 @pytest.mark.parametrize("cluster_info", [UNREAD, ClusterInfo(grove=Grove.PRESENT), ClusterInfo()])
-def test_a_topology_that_is_gone_rolls_nothing_while_the_level_is_known(cluster_info: ClusterInfo) -> None:
+def test_missing_topology_rolls_nothing_while_the_pack_level_is_known(cluster_info: ClusterInfo) -> None:
     of = packed("rack", {"decode": "zone"})
     before = planned(of)
     annotations = [
@@ -218,7 +218,7 @@ def with_term(*terms: JsonValue) -> JsonValue:
         of_fleet({"key": "kvrouter.dev/component", "operator": "NotIn", "values": ["planner"]}),
     ],
 )
-def test_a_pods_own_affinity_stays_and_packing_comes_after_it(term: JsonValue) -> None:
+def test_pod_affinity_of_the_user_stays_before_the_packing_term(term: JsonValue) -> None:
     found = planned(packed("zone", pods={"decode": with_term(term)}))
     template = templates(found)["decode"]
     own, ours = list_of(required(template))
@@ -243,7 +243,7 @@ def test_a_pods_own_affinity_stays_and_packing_comes_after_it(term: JsonValue) -
         {"topologyKey": ZONE},
     ],
 )
-def test_packing_is_preferred_where_a_pod_requires_others(term: JsonValue) -> None:
+def test_packing_is_only_preferred_where_a_pod_requires_other_pods(term: JsonValue) -> None:
     found = planned(packed("zone", pods={"decode": with_term(term)}))
     of = templates(found)
     assert required(of["decode"]) == [term]
@@ -257,7 +257,7 @@ def test_packing_is_preferred_where_a_pod_requires_others(term: JsonValue) -> No
     assert "zone is preferred, not required" in line
 
 
-def test_a_term_for_a_components_own_pods_is_enough_where_it_is_packed_alone() -> None:
+def test_own_component_term_keeps_packing_required_where_packed_alone() -> None:
     term = of_fleet({"key": "kvrouter.dev/component", "operator": "In", "values": ["decode"]})
     found = planned(packed(None, {"decode": "zone"}, pods={"decode": with_term(term)}))
     assert len(list_of(required(templates(found)["decode"]))) == 2
@@ -280,7 +280,7 @@ def test_an_affinity_of_a_wrong_form_is_a_problem_at_its_place(affinity: JsonVal
     ]
 
 
-def test_pods_that_spread_over_what_they_are_packed_into_are_reported() -> None:
+def test_spread_constraint_over_the_packed_level_is_warned_of() -> None:
     spread: dict[str, JsonValue] = {"maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule"}
     soft: JsonValue = {**spread, "whenUnsatisfiable": "ScheduleAnyway"}
     other: JsonValue = {**spread, "topologyKey": "kubernetes.io/hostname"}
@@ -289,7 +289,7 @@ def test_pods_that_spread_over_what_they_are_packed_into_are_reported() -> None:
     assert line.startswith("spec.components[2].podTemplate.spec.topologySpreadConstraints[2] spreads pods")
 
 
-def test_the_label_of_packed_pods_is_the_operators() -> None:
+def test_pack_label_of_the_user_is_left_out_with_a_warning() -> None:
     document: JsonValue = {
         "metadata": {"name": "llm"},
         "spec": {

@@ -57,7 +57,7 @@ def pods_of_user(**main: JsonValue) -> Fields:
     return {"frontend": {"spec": {"containers": [{"name": "main", **main}]}}}
 
 
-def test_without_it_a_frontend_has_no_place() -> None:
+def test_frontend_gets_no_place_without_prefill_near_it() -> None:
     template = frontend(anywhere())
     assert not has(at(template, "spec"), "volumes")
     assert not has(at(template, "spec"), "initContainers")
@@ -73,7 +73,7 @@ def test_without_it_a_frontend_has_no_place() -> None:
         ({"enforcement": "required"}, NearEnforcement.REQUIRED, 0.6),
     ],
 )
-async def test_a_frontend_reads_its_place_from_what_is_planned(
+async def test_frontend_reads_its_place_and_prefill_policy_from_the_plan(
     tmp_path: Path, fields: Fields, enforcement: NearEnforcement, weight: float
 ) -> None:
     own: JsonValue = [{"name": "DYN_TOPOLOGY_MOUNT_PATH", "value": str(tmp_path)}]
@@ -99,7 +99,7 @@ async def test_a_frontend_reads_its_place_from_what_is_planned(
     assert place.domains == {"rack": "r1"}
 
 
-def test_the_init_container_waits_for_the_level() -> None:
+def test_init_container_waits_for_the_prefill_level() -> None:
     arguments = at(frontend(near()), "spec", "initContainers", 0, "args")
     assert isinstance(arguments, list)
     options = topology_wait.make_context("wait", [str(part) for part in arguments]).params
@@ -111,14 +111,14 @@ def test_the_init_container_waits_for_the_level() -> None:
     assert "--label=zone=a.b/zone" in str(at(of_label, "spec", "initContainers", 0, "args"))
 
 
-def test_only_frontends_roll_and_not_for_other_levels() -> None:
+def test_prefill_level_rolls_only_frontends_and_other_levels_roll_none() -> None:
     before, after = templates(planned(anywhere())), templates(planned(near()))
     assert {name for name in before if before[name] != after[name]} == {"frontend"}
     wider = of_topology(*LEVELS, Level("host", "kubernetes.io/hostname"))
     assert frontend(near(), wider) == frontend(near())
 
 
-def test_a_level_that_is_not_there_is_preferred_by_nobody() -> None:
+def test_missing_preferred_prefill_level_is_ignored_with_a_warning() -> None:
     found = planned(near("host"))
     assert templates(found) == templates(planned(anywhere()))
     (warning,) = found.warnings
@@ -129,7 +129,7 @@ def test_a_level_that_is_not_there_is_preferred_by_nobody() -> None:
     )
 
 
-def test_a_level_that_is_required_and_not_there_fails_closed() -> None:
+def test_missing_required_prefill_level_makes_new_frontends_wait() -> None:
     found = planned(near("host", STRICT))
     (warning,) = found.warnings
     assert dotted(warning.path) == LEVEL_AT
@@ -141,7 +141,7 @@ def test_a_level_that_is_required_and_not_there_fails_closed() -> None:
 
 
 @pytest.mark.parametrize("enforcement", ["preferred", "required"])
-def test_a_topology_that_is_gone_or_is_yet_to_come_rolls_no_frontend(enforcement: str) -> None:
+def test_missing_or_later_topology_rolls_no_frontend(enforcement: str) -> None:
     of = near(fields={"enforcement": enforcement})
     there = planned(of)
     assert plan(of, GONE, DEFAULTS, last_levels=LEVELS).manifests == there.manifests
@@ -150,7 +150,7 @@ def test_a_topology_that_is_gone_or_is_yet_to_come_rolls_no_frontend(enforcement
     assert first.warnings == ()
 
 
-def test_what_a_user_has_in_the_operators_places_is_left_out_and_reported() -> None:
+def test_user_label_and_variable_of_the_prefill_level_give_way_with_a_warning() -> None:
     labels: JsonValue = {"grove.io/topology.rack": "forged", "team": "a"}
     main: Fields = {"name": "main", "env": [{"name": "KVROUTER_ROUTER_PREFILL_LEVEL", "value": "zone"}]}
     template: Fields = {"metadata": {"labels": labels}, "spec": {"containers": [main]}}

@@ -9,7 +9,7 @@ from kvrouter.settings.problems import dotted
 from tests.testing.planned_deployments import at, deployment, environment, has, of_kind, planned, templates
 
 
-def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() -> None:
+def test_only_containers_that_run_a_kvrouter_worker_get_its_probes() -> None:
     of_kvrouter: JsonValue = {"name": "main", "args": ["worker", "vllm", "--url", "http://localhost:8000"]}
     engine: JsonValue = {"name": "engine", "image": "vllm", "args": ["worker"]}
     tool: JsonValue = {"name": "tool", "args": ["topology", "check"]}
@@ -80,7 +80,7 @@ def pod_of(main: Manifest) -> JsonValue:
     return {"spec": {"containers": [{"name": "main", **main}]}}
 
 
-def test_a_variable_is_offered_under_none_of_its_names_where_the_user_says_it_under_one() -> None:
+def test_variable_set_by_the_user_is_not_planned_under_another_name() -> None:
     said: JsonValue = [
         {"name": "KVROUTER_HTTP_PORT", "value": "9000"},
         {"name": "DYN_HEALTH_PORT", "value": "7"},
@@ -92,7 +92,7 @@ def test_a_variable_is_offered_under_none_of_its_names_where_the_user_says_it_un
     assert at(service, "spec", "ports", 0, "port") == 9000
 
 
-def test_what_follows_from_the_policy_is_taken_back_under_each_of_its_names() -> None:
+def test_policy_variable_of_the_user_is_removed_under_its_other_name() -> None:
     forged: JsonValue = [{"name": "KVROUTER_KV_TRANSFER_DOMAIN", "value": "rack"}]
     main: Manifest = {"image": "example.com/engine:1", "env": forged}
     found = planned(
@@ -122,7 +122,7 @@ def test_a_users_own_health_port_and_probes_of_a_worker_win() -> None:
     assert not has(at(found, "spec", "containers", 0), "readinessProbe")
 
 
-def test_in_its_nodes_network_a_pod_declares_every_port_that_it_does_not_choose() -> None:
+def test_host_network_pod_declares_every_fixed_port_and_is_warned_of() -> None:
     words: JsonValue = ["worker", "mock", "--listen-port", "7000"]
     other: JsonValue = {"name": "own", "command": ["kvrouter", "worker", "mock"], "image": "own"}
     probe: JsonValue = {"httpGet": {"path": "/live", "port": 8003}}

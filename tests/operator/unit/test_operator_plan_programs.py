@@ -62,7 +62,9 @@ def warned(
         ({"image": "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime:${VERSION}"}, "trtllm"),
     ],
 )
-def test_a_worker_of_dynamo_is_named_with_what_to_run(container: Container, engine: str) -> None:
+def test_dynamo_worker_is_warned_of_with_the_kvrouter_worker_to_run(
+    container: Container, engine: str
+) -> None:
     said = warned({"name": "main", **container})[dotted(NAMED)]
     assert "speaks Dynamo's protocol and never registers here" in said
     assert f"[worker, {engine}, --url, URL]" in said
@@ -82,7 +84,7 @@ def test_a_worker_of_dynamo_is_named_with_what_to_run(container: Container, engi
         {"image": "nvcr.io/nvidia/ai-dynamo/dynamo-planner:1.3.1"},
     ],
 )
-def test_what_has_no_worker_of_kvrouters_is_named_too(container: Container) -> None:
+def test_dynamo_program_without_a_kvrouter_counterpart_is_warned_of(container: Container) -> None:
     assert "kvrouter worker --help" in warned({"name": "main", **container})[dotted(NAMED)]
 
 
@@ -97,7 +99,7 @@ def test_what_has_no_worker_of_kvrouters_is_named_too(container: Container) -> N
         ({"image": "nvcr.io/nvidia/tensorrt-llm/release:1.2", "command": ["trtllm-serve", "q"]}, "trtllm"),
     ],
 )
-def test_an_engine_alone_registers_nowhere(container: Container, engine: str) -> None:
+def test_engine_without_a_kvrouter_worker_is_warned_of(container: Container, engine: str) -> None:
     main: Container = {"name": "main", **container}
     said = warned(main)[dotted(NAMED)]
     assert "which never registers: run it as a sidecar" in said
@@ -116,11 +118,11 @@ def test_an_engine_alone_registers_nowhere(container: Container, engine: str) ->
         "nvcr.io/nvidia/tritonserver:26.10-py3",
     ],
 )
-def test_a_server_that_no_worker_is_for_is_named(image: str) -> None:
+def test_model_server_without_a_kvrouter_worker_type_is_warned_of(image: str) -> None:
     assert "kvrouter worker --help" in warned({"name": "main", "image": image})[dotted(NAMED)]
 
 
-def test_dynamos_sidecar_is_named_beside_kvrouters_worker() -> None:
+def test_dynamo_sidecar_beside_a_kvrouter_worker_is_warned_of() -> None:
     sidecar: Container = {"name": "dynamo", "image": "my/own:1", "command": ["python3", "-m", "dynamo.vllm"]}
     place = "spec.components[1].podTemplate.spec.initContainers[0]"
     assert set(warned(WORKER, sidecars=(sidecar,))) == {place}
@@ -144,12 +146,12 @@ def test_dynamos_sidecar_is_named_beside_kvrouters_worker() -> None:
         {"args": ["worker", "mock"]},
     ],
 )
-def test_what_may_register_is_not_warned_of(container: Container) -> None:
+def test_container_that_may_register_is_not_warned_of(container: Container) -> None:
     assert warned({"name": "main", **container}) == {}
 
 
 @pytest.mark.parametrize("args", [["frontend"], ["up"], ["topology", "wait"]])
-def test_another_command_of_kvrouters_is_no_worker(args: list[JsonValue]) -> None:
+def test_kvrouter_command_other_than_worker_is_warned_of(args: list[JsonValue]) -> None:
     assert (
         f"runs kvrouter {args[0]}, which registers no worker"
         in warned({"name": "main", "args": args})[dotted(NAMED)]
@@ -165,7 +167,7 @@ def test_another_command_of_kvrouters_is_no_worker(args: list[JsonValue]) -> Non
         ({"args": ["worker", "mock"]}, "args begin with frontend"),
     ],
 )
-def test_a_frontend_that_finds_no_worker_is_named(container: Container, words: str) -> None:
+def test_frontend_container_that_finds_no_worker_is_warned_of(container: Container, words: str) -> None:
     said = warned(WORKER, frontend={"name": "main", **container})
     assert words in said["spec.components[0].podTemplate.spec.containers[0]"]
 
@@ -175,7 +177,9 @@ _WORDS = st.one_of(st.none(), _TEXT, st.lists(st.one_of(_TEXT, st.integers(), st
 
 
 @given(image=st.one_of(st.none(), _TEXT), command=_WORDS, args=_WORDS)
-def test_no_container_stops_admission(image: str | None, command: JsonValue, args: JsonValue) -> None:
+def test_validation_survives_any_container_image_command_and_args(
+    image: str | None, command: JsonValue, args: JsonValue
+) -> None:
     container: Container = {"name": "main", "image": image, "command": command, "args": args}
     deployment = {
         "metadata": {"name": "llm"},

@@ -34,7 +34,7 @@ def planned(kind: str, pod: JsonValue = None, **fields: JsonValue) -> Plan:
         ("decode", {"type": "Recreate"}, None),
     ],
 )
-def test_a_rollout_goes_as_the_component_says_and_else_as_its_type_needs(
+def test_rollout_strategy_is_the_components_or_its_types_default(
     kind: str, stated: JsonValue, expected: JsonValue
 ) -> None:
     fields: dict[str, JsonValue] = {} if stated is None else {"strategy": stated}
@@ -45,7 +45,7 @@ def test_a_rollout_goes_as_the_component_says_and_else_as_its_type_needs(
     assert not has(spec, "progressDeadlineSeconds")
 
 
-def test_seconds_of_a_rollout_are_the_deployments_own() -> None:
+def test_rollout_seconds_of_a_component_are_those_of_its_deployment() -> None:
     found = planned("decode", minReadySeconds=900, progressDeadlineSeconds=3600)
     spec = at(of_kind(found, "Deployment")["llm-one"], "spec")
     assert (at(spec, "minReadySeconds"), at(spec, "progressDeadlineSeconds")) == (900, 3600)
@@ -93,7 +93,7 @@ def test_seconds_of_a_rollout_are_the_deployments_own() -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_the_field_is_named(
+def test_impossible_rollout_service_or_shared_memory_is_refused_at_its_field(
     kind: str, fields: dict[str, JsonValue], where: str, words: str
 ) -> None:
     problems = planned(kind, **fields).problems
@@ -125,7 +125,7 @@ def test_a_value_of_a_wrong_form_is_refused_with_its_field_alone(field: str, val
     assert [dotted(problem.path) for problem in reading.problems] == [f"spec.components[0].{field}"]
 
 
-def test_the_service_is_of_the_stated_type_and_its_annotations_are_its_own() -> None:
+def test_service_has_the_stated_type_and_its_own_annotations() -> None:
     stated: JsonValue = {"type": "LoadBalancer", "annotations": {"a": "own", "c": "own"}}
     found = planned("frontend", service=stated)
     service = of_kind(found, "Service")["llm-one"]
@@ -137,7 +137,7 @@ def test_the_service_is_of_the_stated_type_and_its_annotations_are_its_own() -> 
 
 
 @pytest.mark.parametrize("size", ["8Gi", 1024, "0.5Gi"])
-def test_shared_memory_is_mounted_in_all_that_runs_along(size: JsonValue) -> None:
+def test_shared_memory_is_mounted_in_containers_and_sidecars(size: JsonValue) -> None:
     own: JsonValue = {**ENGINE, "name": "own", "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm/"}]}
     before: JsonValue = {"name": "before", "image": "a"}
     along: JsonValue = {"name": "along", "image": "a", "restartPolicy": "Always"}
@@ -155,11 +155,11 @@ def test_shared_memory_is_mounted_in_all_that_runs_along(size: JsonValue) -> Non
 
 
 @pytest.mark.parametrize("size", ["0", 0, "0Gi", None])
-def test_without_a_size_pods_are_as_they_were(size: JsonValue) -> None:
+def test_shared_memory_size_of_zero_leaves_pods_unchanged(size: JsonValue) -> None:
     assert planned("decode", sharedMemorySize=size).manifests == planned("decode").manifests
 
 
-def test_nothing_is_nothing_in_every_unit() -> None:
+def test_zero_amount_is_recognized_in_every_unit() -> None:
     assert [is_nothing(amount) for amount in (0, "0", "0%", "0.0Gi", "00", 1, "1%", "0.5Gi")] == [
         True
     ] * 5 + [False] * 3

@@ -39,7 +39,7 @@ def document(pods: dict[str, JsonValue] | None = None, **spec: JsonValue) -> dic
     return {"metadata": metadata, "spec": {"components": components, **spec}}
 
 
-def test_everything_that_is_made_has_the_labels_and_annotations_and_pods_too() -> None:
+def test_shared_labels_and_annotations_are_on_every_object_and_pod() -> None:
     of = shared(labels=TEAM, annotations={"example.com/owner": "a b"})
     found = planned(of)
     zones = zone_budgets(of, of.spec.components[1], ZONE, {"a": 1}, [], NOW, 0)
@@ -57,7 +57,7 @@ def test_everything_that_is_made_has_the_labels_and_annotations_and_pods_too() -
     assert not has(at(selector, "matchLabels"), "example.com/team")
 
 
-def test_a_pod_template_takes_precedence() -> None:
+def test_pod_template_takes_precedence_over_shared_fields() -> None:
     own: JsonValue = {
         "metadata": {"labels": {"example.com/team": "ads"}, "annotations": {"a": "own"}},
         "spec": {
@@ -89,13 +89,13 @@ def test_a_pod_template_takes_precedence() -> None:
     assert at(frontend, "metadata", "labels", "kvrouter.dev/component") == "frontend"
 
 
-def test_a_priority_that_a_pod_states_as_a_number_has_no_class() -> None:
+def test_pod_with_a_numeric_priority_gets_no_shared_priority_class() -> None:
     own: JsonValue = {"spec": {"priority": 7}}
     found = templates(planned(shared({"frontend": own}, priorityClassName="high")))["frontend"]
     assert not has(at(found, "spec"), "priorityClassName")
 
 
-def test_own_variables_may_refer_to_those_of_all() -> None:
+def test_own_variables_may_refer_to_shared_variables() -> None:
     own: JsonValue = {
         "spec": {
             "containers": [{"name": "main", "image": "e", "env": [{"name": "URL", "value": "$(HOST)/x"}]}],
@@ -117,7 +117,7 @@ def test_own_variables_may_refer_to_those_of_all() -> None:
     assert not has(at(template, "spec", "initContainers", 2), "env")
 
 
-def test_a_variable_of_all_takes_precedence_over_the_operators_default() -> None:
+def test_shared_variable_takes_precedence_over_the_operators_default() -> None:
     of = shared(
         env=[{"name": "DYN_HTTP_PORT", "value": "9000"}, {"name": "KVROUTER_EVENT_PLANE", "value": "nats"}]
     )
@@ -132,7 +132,7 @@ def test_a_variable_of_all_takes_precedence_over_the_operators_default() -> None
     assert registers_elsewhere(elsewhere.spec) == "spec.env says DYN_NAMESPACE itself"
 
 
-def test_a_variable_that_follows_from_the_policy_is_left_out_with_a_warning() -> None:
+def test_shared_variable_that_the_policy_sets_is_left_out_with_a_warning() -> None:
     env: list[JsonValue] = [
         {"name": "A", "value": "a"},
         {"name": "KVROUTER_KV_TRANSFER_DOMAIN", "value": "rack"},
@@ -169,23 +169,23 @@ def test_a_variable_that_follows_from_the_policy_is_left_out_with_a_warning() ->
         ({"priorityClassName": "High!"}, "spec.priorityClassName"),
     ],
 )
-def test_a_mistake_is_refused_at_its_field(spec: dict[str, JsonValue], where: str) -> None:
+def test_mistake_in_a_shared_field_is_refused_at_its_field(spec: dict[str, JsonValue], where: str) -> None:
     verdict = validated(document(None, **spec), None, GROVE)
     assert [dotted(problem.path) for problem in verdict.problems] == [where]
 
 
-def test_what_is_allowed_is_allowed() -> None:
+def test_valid_shared_labels_are_admitted() -> None:
     labels: JsonValue = {"app.kubernetes.io/part-of": "search", "empty": "", ZONE: "a"}
     assert validated(document(labels=labels), None, GROVE).problems == ()
 
 
-def test_annotations_of_a_pod_of_a_wrong_form_are_a_problem_at_their_place() -> None:
+def test_pod_annotations_of_a_wrong_form_are_a_problem_at_their_path() -> None:
     of = shared({"frontend": {"metadata": {"annotations": []}}})
     (problem,) = plan(of, FACTS, DEFAULTS).problems
     assert dotted(problem.path) == "spec.components[0].podTemplate.metadata.annotations"
 
 
-def test_a_pods_own_word_on_a_label_of_the_operators_is_reported() -> None:
+def test_operator_label_in_a_pod_template_is_overridden_with_a_warning() -> None:
     pod: JsonValue = {
         "metadata": {
             "labels": {"kvrouter.dev/component": "mine", "app.kubernetes.io/name": "kvrouter", "a": "b"}
@@ -201,7 +201,7 @@ def test_a_pods_own_word_on_a_label_of_the_operators_is_reported() -> None:
     assert at(decode, "metadata", "labels", "a") == "b"
 
 
-def test_sources_of_variables_that_the_operator_sets_are_reported_with_those_that_they_may_hold() -> None:
+def test_env_sources_that_may_hold_operator_variables_are_warned_of() -> None:
     sources: JsonValue = [{"secretRef": {"name": "hub"}}]
     prefixed: JsonValue = [{"prefix": "HF_", "secretRef": {"name": "hub"}}]
     of_kvrouter: JsonValue = [{"prefix": "KVROUTER_EVENT", "configMapRef": {"name": "of-kvrouter"}}]

@@ -63,7 +63,7 @@ def reported(found: PolicyReading) -> list[str]:
         ),
     ],
 )
-def test_two_spellings_of_one_policy_are_one(
+def test_two_spellings_of_one_policy_read_the_same(
     frontend: Fields, graph: Fields, policy: DeploymentPolicy
 ) -> None:
     first = reading(frontend=frontend, topology="fabric")
@@ -73,7 +73,7 @@ def test_two_spellings_of_one_policy_are_one(
     assert both.problems == ()
 
 
-def test_preferred_has_its_weight() -> None:
+def test_preferred_policy_keeps_its_weight() -> None:
     found = reading(
         graph={"labelKey": ZONE, "domain": "zone", "enforcement": "preferred", "preferredWeight": 0}
     )
@@ -83,12 +83,12 @@ def test_preferred_has_its_weight() -> None:
     assert found.policy.domain == "zone"
 
 
-def test_without_a_policy_there_is_none() -> None:
+def test_deployment_without_a_policy_reads_as_having_none() -> None:
     assert reading(topology="fabric") == PolicyReading(None)
     assert reading(topology="fabric").policy is None
 
 
-def test_a_policy_says_where_it_is_written() -> None:
+def test_policy_reading_has_the_paths_of_its_fields() -> None:
     first = reading(frontend={"level": "zone"}, topology="fabric").declared
     assert first is not None
     assert [dotted(path) for path in first[1:]] == [
@@ -172,7 +172,7 @@ def test_a_policy_says_where_it_is_written() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_reported_with_its_fix(
+def test_policy_mistake_is_reported_with_its_fix(
     frontend: Fields | None, graph: Fields | None, types: tuple[str, ...], message: str
 ) -> None:
     found = reading(frontend=frontend, graph=graph, types=types)
@@ -210,7 +210,7 @@ def test_spellings_that_contradict_each_other_are_refused(graph: Fields, says: s
     assert found.policy is None
 
 
-def test_all_that_is_wrong_is_reported_at_once() -> None:
+def test_all_policy_mistakes_are_reported_at_once() -> None:
     found = reading(
         frontend={"level": "zone", "networkQoS": {"pairs": [PAIR, PAIR]}},
         graph={"domain": "zone", "preferredWeight": 0.5},
@@ -222,7 +222,7 @@ def test_all_that_is_wrong_is_reported_at_once() -> None:
 # What the cost of KV transfers is.
 
 
-def test_a_weight_and_links_are_read_with_their_places() -> None:
+def test_weight_and_links_are_read_with_their_paths() -> None:
     of_frontend: Fields = {"level": "zone", "kvTransferWeight": 50, "networkQoS": {"across": LINK}}
     found = reading(frontend=of_frontend, topology="fabric")
     assert found.problems == ()
@@ -234,7 +234,7 @@ def test_a_weight_and_links_are_read_with_their_places() -> None:
     assert dotted(found.settings.qos_at) == "spec.components[0].kvCacheTransferTopology.networkQoS"
 
 
-def test_costs_are_no_part_of_what_both_spellings_must_say() -> None:
+def test_weight_and_links_need_no_counterpart_in_the_graph_policy() -> None:
     weighed = reading(
         frontend={"level": "zone", "kvTransferWeight": 0, "networkQoS": {}},
         graph={"clusterTopologyName": "fabric", "domain": "zone"},
@@ -260,7 +260,7 @@ def of_two_frontends(first: Fields, second: Fields) -> PolicyReading:
     return read_policy(found.spec)
 
 
-def test_a_frontend_that_states_no_costs_has_those_of_another() -> None:
+def test_weight_and_links_are_joined_from_several_frontends() -> None:
     found = of_two_frontends({"kvTransferWeight": 3}, {"networkQoS": {"levels": [LEVEL]}})
     assert found.problems == ()
     assert found.settings.weight == 3.0
@@ -311,7 +311,7 @@ def test_frontends_that_contradict_each_other_on_costs_are_refused(
         ({"networkQoS": {"pairs": [PAIR] * 257}}, "networkQoS.pairs: must have ≤ 256 entries"),
     ],
 )
-def test_costs_out_of_their_bounds_are_no_deployment(fields: Fields, problem: str) -> None:
+def test_weight_or_links_out_of_bounds_are_refused_at_their_field(fields: Fields, problem: str) -> None:
     found = read_deployment(deployment(frontend={"level": "zone", "label": ZONE, **fields}))
     assert found.deployment is None
     (line,) = [f"{dotted(each.path)}: {each.must}" for each in found.problems]

@@ -34,7 +34,7 @@ def definition(*managers: tuple[str, str], version: str | None = "0.1.0", of: st
     }
 
 
-def test_what_is_not_there_is_to_be_installed() -> None:
+def test_missing_definition_is_reported_with_the_install_command() -> None:
     (report,) = reports([InstalledDefinition(NAME, None)])
     assert report == (NAME, f"not installed yet: {INSTALL}", False)
 
@@ -47,7 +47,7 @@ def test_what_is_not_there_is_to_be_installed() -> None:
         (("kubectl", "Apply"), ("helm", "Apply")),  # taken over where they differed, held by both where not
     ],
 )
-def test_one_of_kvrouter_that_kubectl_wrote_is_upgraded_by_kubectl(
+def test_kvrouter_definition_written_by_kubectl_is_upgraded_by_kubectl(
     managers: tuple[tuple[str, str], ...],
 ) -> None:
     (report,) = reports([InstalledDefinition(NAME, definition(*managers))])
@@ -55,21 +55,21 @@ def test_one_of_kvrouter_that_kubectl_wrote_is_upgraded_by_kubectl(
     assert report.message == f"kvrouter's own, of version 0.1.0. To upgrade it: {INSTALL}"
 
 
-def test_one_of_kvrouter_that_helm_wrote_names_the_conflict_and_may_be_taken_over() -> None:
+def test_kvrouter_definition_written_by_helm_is_a_conflict_with_a_takeover() -> None:
     (report,) = reports([InstalledDefinition(NAME, definition(("helm", "Update"), ("kubectl", "Update")))])
     assert report.is_conflict
     assert "its fields are held by helm: the API server refuses" in report.message
     assert report.message.endswith(TAKE_OVER)
 
 
-def test_whoever_wrote_something_else_is_in_nobodys_way() -> None:
+def test_manager_of_an_unrelated_field_is_no_conflict() -> None:
     (report,) = reports(
         [InstalledDefinition(NAME, definition(("cert-manager", "Update"), of="f:conversion"))]
     )
     assert not report.is_conflict
 
 
-def test_another_projects_is_left_and_nothing_is_ever_forced_with_it() -> None:
+def test_another_projects_definition_is_kept_and_no_force_is_suggested() -> None:
     ours = definition(("helm", "Update"))
     theirs = definition(("helm", "Update"), version=None)
     found = reports(
@@ -89,7 +89,7 @@ def test_another_projects_is_left_and_nothing_is_ever_forced_with_it() -> None:
     assert not [report for report in found if "--force-conflicts" in report.message]
 
 
-def test_another_projects_without_objects_may_be_deleted_by_who_wants_that() -> None:
+def test_unused_definition_of_another_project_comes_with_its_deletion() -> None:
     (report,) = reports([InstalledDefinition(NAME, definition(("helm", "Update"), version=None))])
     assert "It has no objects" in report.message
     assert report.message.endswith(f"kubectl delete crd {NAME}, then {INSTALL}")

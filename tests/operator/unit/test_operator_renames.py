@@ -40,7 +40,7 @@ def held(*there: Manifest, has: str = "new", role: str = "decode") -> Held:
     return held_components(deployment, there, NOW, HOLD_S)
 
 
-def test_the_old_one_stays_until_the_new_one_is_ready() -> None:
+def test_old_component_stays_until_its_replacement_is_ready() -> None:
     old = workload("decode")
     assert held(old) == Held(frozenset({"decode"}), HOLD_S)
     for new in (workload("new", ready=2, age_s=100.0), workload("new", ready=3, age_s=100.0, seen=0)):
@@ -48,13 +48,13 @@ def test_the_old_one_stays_until_the_new_one_is_ready() -> None:
     assert held(old, workload("new", age_s=100.0)) == NOBODY
 
 
-def test_nothing_stays_for_another_role_nor_for_one_that_has_long_been_there_nor_after_the_limit() -> None:
+def test_old_component_is_not_held_for_another_role_or_after_the_limit() -> None:
     old = workload("decode")
     assert held(old, role="prefill") == NOBODY
     assert held(old, workload("new", "prefill", ready=0, age_s=1.0), role="prefill") == NOBODY
     assert held(old, workload("new", ready=0, age_s=HOLD_S + 1.0)) == NOBODY
 
 
-def test_what_has_no_labels_is_held_by_nobody() -> None:
+def test_workload_without_labels_is_not_held() -> None:
     bare: Manifest = {"metadata": {"name": "llm-decode", "namespace": "team"}}
     assert held(bare) == NOBODY

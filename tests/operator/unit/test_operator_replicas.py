@@ -53,7 +53,7 @@ def held_by(*managers: tuple[str, str]) -> Manifest:
     return {"metadata": metadata, "spec": {"replicas": 3}}
 
 
-async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -> None:
+async def test_replicas_owned_by_the_operator_alone_get_another_field_owner() -> None:
     cluster = Held(held_by((OPERATOR, "Apply")))
     await release_replicas(cast(KubeClient, cluster), WORKLOADS, PLANNED)
     ((manager, claimed),) = cluster.claimed
@@ -78,13 +78,13 @@ async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -
         {"metadata": {}},
     ],
 )
-async def test_what_another_holds_already_is_left_alone(there: Manifest | None) -> None:
+async def test_replicas_that_are_absent_or_owned_by_another_are_left_alone(there: Manifest | None) -> None:
     cluster = Held(there)
     await release_replicas(cast(KubeClient, cluster), WORKLOADS, PLANNED)
     assert cluster.claimed == []
 
 
-def test_a_deployment_states_the_number_where_its_component_does() -> None:
+def test_workload_has_replicas_only_where_its_component_states_them() -> None:
     stated = deployment(types=("frontend",))
     (component,) = stated.spec.components
     for replicas, expected in ((None, {}), (0, {"replicas": 0}), (4, {"replicas": 4})):

@@ -176,7 +176,7 @@ async def test_a_change_that_concerns_no_deployment_queues_none(
         assert await queued.next(1) == queues
 
 
-async def test_a_deployment_that_is_gone_is_queued_and_what_it_owned_queues_nothing() -> None:
+async def test_deleted_deployment_is_queued_and_its_objects_queue_nothing() -> None:
     cluster = Cluster()
     async with watching(cluster) as (sources, queued):
         sources.bindings_are_due = False
@@ -188,7 +188,7 @@ async def test_a_deployment_that_is_gone_is_queued_and_what_it_owned_queues_noth
         assert await queued.next(1) == [(OTHER, GATHER_S)]
 
 
-async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(
+async def test_pods_are_searched_for_changed_nodes_and_not_for_listed_ones(
     watch_calls: WatchCalls,
 ) -> None:
     searched = watch_calls(sources_module, "node_name_of")

@@ -49,47 +49,47 @@ def because(reason: str) -> Finding:
     return Finding(ConditionStatus.FALSE, reason, "so it is")
 
 
-def test_neither_is_there_once_it_is_ready() -> None:
+def test_ready_deployment_is_neither_reconciling_nor_stalled() -> None:
     ready = Finding(ConditionStatus.TRUE, "AllPodsReady", "all 2 pods are Ready")
     late = ROLLOUT._replace(is_overdue=True)
     assert progress(ready, NOTHING_REFUSED, [late], [waiting("InvalidImageName")], NOW) == {}
 
 
 @pytest.mark.parametrize("reason", ["SpecInvalid", "NameTaken", "PodsRefused", "WriteRefused"])
-def test_what_somebody_has_to_change_stalls_it(reason: str) -> None:
+def test_reason_that_a_user_must_fix_stalls_the_deployment(reason: str) -> None:
     assert stalled(because(reason)) == reason
 
 
 @pytest.mark.parametrize("reason", ["NotApplied", "Updating", "PodsNotReady"])
-def test_what_takes_time_does_not(reason: str) -> None:
+def test_reason_that_only_takes_time_does_not_stall_the_deployment(reason: str) -> None:
     assert stalled(because(reason)) is None
 
 
-def test_a_write_that_the_api_server_fails_at_itself_is_tried_again_and_stalls_nothing() -> None:
+def test_transiently_refused_write_does_not_stall_the_deployment() -> None:
     assert stalled(because("WriteRefused"), refusals=RefusedObjects(are_lasting=False)) is None
 
 
 @pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError"])
-def test_an_image_that_is_not_pulled_stalls_it_after_a_limit(reason: str) -> None:
+def test_image_pull_or_container_config_failure_stalls_after_a_limit(reason: str) -> None:
     assert stalled(UPDATING, waiting(reason, age_s=PULL_WITHIN_S - 1)) is None
     assert pull_ends_s([waiting(reason, age_s=PULL_WITHIN_S - 1)], NOW) == pytest.approx(1)
     assert stalled(UPDATING, waiting(reason, age_s=PULL_WITHIN_S)) == "PodsCannotStart"
     assert pull_ends_s([waiting(reason, age_s=PULL_WITHIN_S)], NOW) is None
 
 
-def test_a_name_that_is_none_stalls_it_at_once_and_a_container_that_only_starts_never() -> None:
+def test_invalid_image_name_stalls_at_once_and_a_starting_container_never() -> None:
     assert stalled(UPDATING, waiting("InvalidImageName")) == "PodsCannotStart"
     for reason in ("ContainerCreating", "PodInitializing", "CrashLoopBackOff"):
         assert stalled(UPDATING, waiting(reason, age_s=10 * PULL_WITHIN_S)) is None
         assert pull_ends_s([waiting(reason)], NOW) is None
 
 
-def test_pods_of_an_older_template_or_that_go_do_not_count() -> None:
+def test_pods_of_an_older_template_or_that_are_over_do_not_stall() -> None:
     assert stalled(UPDATING, waiting("InvalidImageName", template="older")) is None
     assert stalled(UPDATING, replace(waiting("InvalidImageName"), is_over=True)) is None
 
 
-def test_a_deadline_that_passed_stalls_it_and_that_of_what_was_before_does_not() -> None:
+def test_passed_progress_deadline_stalls_only_for_the_current_generation() -> None:
     condition: JsonValue = {"type": "Progressing", "status": "False", "message": PROGRESSING}
     status: JsonValue = {"observedGeneration": 2, "conditions": [condition]}
     late = rollout_of(DECODE, "llm-decode", {"metadata": {"generation": 2}, "status": status})

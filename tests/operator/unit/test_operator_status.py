@@ -43,7 +43,7 @@ from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
         (FACTS, (TRUE, "AllWorkersPlaced")),
     ],
 )
-def test_a_topology_that_is_not_there_is_reported(
+def test_missing_or_unread_topology_is_reported_in_topology_resolved(
     cluster_info: ClusterInfo, reported: tuple[ConditionStatus, str]
 ) -> None:
     assert (
@@ -51,7 +51,7 @@ def test_a_topology_that_is_not_there_is_reported(
     )
 
 
-def test_a_level_that_is_not_there_is_reported() -> None:
+def test_level_missing_from_the_topology_is_reported() -> None:
     found = status([], policy={**REQUIRED, "domain": "block"})
     assert status_and_reason(found, "TopologyResolved") == (FALSE, "LevelNotFound")
 
@@ -64,12 +64,12 @@ def test_nodes_without_the_label_are_named_with_the_fix() -> None:
     assert "kubectl label node NODE topology.kubernetes.io/zone=VALUE" in message
 
 
-def test_labels_that_nobody_copied_are_reported_apart_from_nodes_without_them() -> None:
+def test_uncopied_labels_are_reported_apart_from_unlabelled_nodes() -> None:
     found = status([worker("decode", None, ready=False)])
     assert status_and_reason(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
 
 
-def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
+def test_status_gives_the_reason_why_nodes_or_topologies_cannot_be_read() -> None:
     cluster_info = replace(FACTS, nodes_unread_because="nodes is forbidden")
     message = condition(
         status([worker("decode", None, ready=False)], cluster_info=cluster_info), "TopologyResolved"
@@ -83,7 +83,7 @@ def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
     assert "(grove.io is forbidden)" in condition(status([], cluster_info=unread), "TopologyResolved").message
 
 
-def test_before_a_worker_is_bound_nothing_is_known() -> None:
+def test_topology_resolved_is_unknown_before_a_worker_is_bound() -> None:
     unbound = Pod("p", labels={"kvrouter.dev/component-type": "decode"})
     assert status_and_reason(status([unbound]), "TopologyResolved") == (UNKNOWN, "NoPodsBound")
 
@@ -91,7 +91,7 @@ def test_before_a_worker_is_bound_nothing_is_known() -> None:
 # Ready.
 
 
-def test_all_pods_ready() -> None:
+def test_deployment_is_ready_when_all_pods_are_ready() -> None:
     found = status(pods(a=(1, 1)))
     assert status_and_reason(found, "Ready") == (TRUE, "AllPodsReady")
     assert [component.name for component in found.components] == list(TYPES)
@@ -112,7 +112,9 @@ def of_cluster(**counts: int) -> Mapping[str, object]:
         (of_cluster(generation=2, replicas=1, readyReplicas=1, updatedReplicas=1), "Updating"),
     ],
 )
-def test_ready_follows_the_deployments_of_the_cluster(workload: Mapping[str, object], reason: str) -> None:
+def test_ready_reason_follows_the_replicas_of_the_kubernetes_deployment(
+    workload: Mapping[str, object], reason: str
+) -> None:
     of = deployment(types=("frontend",))
     found = deployment_status(
         of,
@@ -127,7 +129,7 @@ def test_ready_follows_the_deployments_of_the_cluster(workload: Mapping[str, obj
     assert condition(found, "Ready").reason == reason
 
 
-def test_what_is_not_in_the_cluster_is_not_ready() -> None:
+def test_component_missing_from_the_cluster_is_not_ready() -> None:
     of = deployment(types=("frontend", "worker"))
     planned = plan(of, FACTS, DEFAULTS)
     found = deployment_status(
@@ -150,7 +152,7 @@ def test_a_spec_that_cannot_be_planned_names_the_field() -> None:
     assert "spec.components[2].podTemplate.spec.containers[0]" in condition(found, "Ready").message
 
 
-def test_what_cannot_be_read_is_not_ready_and_stays_known_for_what_it_was() -> None:
+def test_unreadable_spec_is_not_ready_and_keeps_the_former_status() -> None:
     before = status(pods(a=(1, 1)))
     problems = (Problem(("spec", "components", 0, "type"), "must be frontend, prefill, decode or worker"),)
     found = unreadable_status(7, problems, previous=before, now=NOW + timedelta(hours=1))
@@ -175,7 +177,7 @@ def refused(refusals: RefusedObjects, *, previous: DeploymentStatus | None = Non
     return status(pods(a=(1, 1)), refusals=refusals, previous=previous)
 
 
-def test_a_refused_write_is_reported_in_the_servers_words_and_again_for_other_words() -> None:
+def test_refused_write_is_reported_with_its_message_and_again_on_a_change() -> None:
     good = status(pods(a=(1, 1)))
     first = refused(RefusedObjects(writes=[DECODE]), previous=good)
     assert status_and_reason(first, "Ready") == (FALSE, "WriteRefused")
@@ -189,14 +191,14 @@ def test_a_refused_write_is_reported_in_the_servers_words_and_again_for_other_wo
     assert "and 35 more" in many
 
 
-def test_a_taken_name_is_reported_and_a_refused_write_before_it() -> None:
+def test_taken_name_is_reported_unless_a_write_is_refused() -> None:
     taken = RefusedObjects(taken=["Service llm-frontend"])
     assert status_and_reason(refused(taken), "Ready") == (FALSE, "NameTaken")
     both = replace(taken, writes=[DECODE])
     assert status_and_reason(refused(both), "Ready") == (FALSE, "WriteRefused")
 
 
-def test_pods_that_may_not_be_made_are_reported_while_some_are_missing() -> None:
+def test_refused_pods_are_reported_while_pods_are_missing() -> None:
     of = deployment(types=("frontend",))
     words = 'pods "llm-frontend-x" is forbidden: exceeded quota: few'
     failure = {"type": "ReplicaFailure", "status": "True", "message": words}
@@ -234,13 +236,13 @@ def test_labels_that_the_server_refuses_are_reported() -> None:
 # Without a policy; times; events.
 
 
-def test_without_a_policy_there_are_ready_and_available_alone() -> None:
+def test_status_without_a_policy_has_ready_and_available_alone() -> None:
     found = status(pods(a=(1, 1)), policy=None)
     assert [condition.type for condition in found.conditions] == ["Ready", "Available"]
     assert (found.policy, found.balance, found.domains) == (None, None, ())
 
 
-def test_the_policy_in_force_is_reported_however_it_was_spelt() -> None:
+def test_policy_in_force_is_in_the_status() -> None:
     policy = status([]).policy
     assert policy is not None
     assert (policy.domain, policy.enforcement, policy.cluster_topology_name) == (
@@ -250,7 +252,7 @@ def test_the_policy_in_force_is_reported_however_it_was_spelt() -> None:
     )
 
 
-def test_a_time_is_that_of_the_last_change_of_status() -> None:
+def test_transition_time_is_that_of_the_last_status_change() -> None:
     first = status(pods(a=(1, 0)))
     assert condition(first, "DomainBalanced").last_transition_time == "2026-11-21T21:00:00Z"
     elsewhere = (NOW + timedelta(hours=1)).astimezone(timezone(timedelta(hours=3)))
@@ -261,7 +263,7 @@ def test_a_time_is_that_of_the_last_change_of_status() -> None:
     assert condition(third, "Ready").last_transition_time == "2026-11-21T21:00:00Z"
 
 
-def test_events_tell_what_became_otherwise_and_only_that() -> None:
+def test_events_are_made_only_for_changed_conditions() -> None:
     good = status(pods(a=(1, 1)))
     bad = status(pods(a=(1, 0)), previous=good)
     note = condition(bad, "DomainBalanced").message

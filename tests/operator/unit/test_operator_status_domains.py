@@ -21,7 +21,7 @@ from tests.testing.deployment_statuses import (
 from tests.testing.planned_deployments import deployment
 
 
-def test_every_domain_with_prefill_has_decode() -> None:
+def test_domains_with_prefill_and_decode_are_balanced() -> None:
     found = status(pods(a=(2, 3), b=(1, 1)))
     assert status_and_reason(found, "DomainBalanced") == (TRUE, "DomainsBalanced")
     assert found.balance == "a 2/3, b 1/1"
@@ -39,7 +39,7 @@ def test_every_domain_with_prefill_has_decode() -> None:
         ({"enforcement": "preferred", "preferredWeight": 0.5}, "Their KV leaves its zone."),
     ],
 )
-def test_a_domain_without_decode_is_reported_with_what_follows_and_comes_first(
+def test_domain_without_decode_is_reported_first_with_its_consequence(
     more: dict[str, JsonValue], consequence: str
 ) -> None:
     found = status(pods(a=(2, 3), b=(4, 0), c=(0, 1)), policy={**REQUIRED, **more})
@@ -51,7 +51,7 @@ def test_a_domain_without_decode_is_reported_with_what_follows_and_comes_first(
     assert found.balance == "b 4/0, a 2/3, c 0/1"
 
 
-def test_pods_that_are_not_ready_or_are_leaving_do_not_count() -> None:
+def test_pods_not_ready_or_leaving_do_not_count_for_balance() -> None:
     gone = [worker("decode", "a", 8, ready=False, stuck=True), worker("decode", "a", 9, over=True)]
     assert status_and_reason(status([*pods(a=(1, 0)), *gone]), "DomainBalanced") == (
         FALSE,
@@ -90,7 +90,7 @@ PENDING = Pod("decode-9", labels={"kvrouter.dev/component-type": "decode"})
         ([[PREFILLS, STARTS, worker("prefill", "b")]], (FALSE, "DomainWithoutDecode")),
     ],
 )
-def test_a_domain_that_starts_is_not_reported_to_lack_what_it_never_had(
+def test_domain_that_only_starts_is_not_reported_to_lack_decode(
     steps: list[list[Pod]], reported: tuple[ConditionStatus, str]
 ) -> None:
     found: DeploymentStatus | None = None
@@ -102,12 +102,12 @@ def test_a_domain_that_starts_is_not_reported_to_lack_what_it_never_had(
         assert reported[1] not in [event.reason for event in events_of(None, found)]
 
 
-def test_a_domain_that_starts_is_named_alone() -> None:
+def test_message_of_lacking_decode_leaves_out_a_starting_domain() -> None:
     message = condition(status([PREFILLS, STARTS, worker("prefill", "b")]), "DomainBalanced").message
     assert message.startswith("zone b: prefill workers, and no Ready decode worker.")
 
 
-def test_what_was_known_of_another_domain_does_not_count() -> None:
+def test_earlier_status_of_another_domain_level_does_not_count() -> None:
     racks = {**REQUIRED, "domain": "rack"}
     labels = {"grove.io/topology.rack": "a"}
     prefill, decode = (
@@ -121,7 +121,7 @@ def test_what_was_known_of_another_domain_does_not_count() -> None:
     )
 
 
-def test_aggregated_workers_take_decode_legs() -> None:
+def test_aggregated_workers_count_as_decode_workers() -> None:
     assert status([*pods(a=(1, 0)), worker("worker", "a")]).balance == "a 1/1"
 
 
@@ -132,11 +132,11 @@ def test_workers_whose_place_is_unknown_are_named() -> None:
     )
 
 
-def test_idle_decode_workers_are_reported_where_kv_cannot_come_to_them() -> None:
+def test_decode_workers_in_a_domain_without_prefill_are_reported() -> None:
     assert "Decode workers of c" in condition(status(pods(a=(1, 1), c=(0, 2))), "DomainBalanced").message
 
 
-def test_before_prefill_workers_are_ready_nothing_is_known() -> None:
+def test_domain_balanced_is_unknown_before_prefill_workers_are_ready() -> None:
     assert status_and_reason(status([]), "DomainBalanced") == (UNKNOWN, "NoReadyPrefill")
 
 
@@ -148,7 +148,7 @@ def test_a_fleet_without_prefill_is_always_balanced() -> None:
     )
 
 
-def test_a_column_shows_as_many_domains_as_fit() -> None:
+def test_balance_text_and_domain_list_are_cut_at_their_limits() -> None:
     domains = [DomainStatus(value=f"zone-{number:03}", prefill=1, decode=1) for number in range(300)]
     text = balance_of(domains)
     assert text is not None

@@ -14,7 +14,7 @@ TODAY = datetime(2026, 1, 1, tzinfo=UTC)
 PLACE = Key("kvrouter", "operator")
 
 
-def test_what_is_added_twice_is_looked_at_once_at_the_earlier_time() -> None:
+def test_key_added_twice_is_due_once_at_the_earlier_time() -> None:
     backlog = Workqueue[str]()
     backlog.add("a", 5.0)
     backlog.add("a", 2.0)
@@ -26,7 +26,7 @@ def test_what_is_added_twice_is_looked_at_once_at_the_earlier_time() -> None:
     assert (backlog.take(99.0), backlog.next_due_s()) == (None, None)
 
 
-def test_what_changes_while_it_is_worked_on_comes_again_and_never_twice_at_a_time() -> None:
+def test_key_added_while_in_work_comes_again_after_it_is_done() -> None:
     backlog = Workqueue[str]()
     backlog.add("a", 0.0)
     assert backlog.take(0.0) == "a"
@@ -36,7 +36,7 @@ def test_what_changes_while_it_is_worked_on_comes_again_and_never_twice_at_a_tim
     assert backlog.take(9.0) == "a"
 
 
-def test_what_fails_comes_ever_later_until_it_is_well() -> None:
+def test_failed_key_is_retried_ever_later_until_it_succeeds() -> None:
     backlog = Workqueue[str]()
     backlog.add("a", 0.0)
     delays_s = []
@@ -55,7 +55,7 @@ def test_what_fails_comes_ever_later_until_it_is_well() -> None:
     assert backlog.failed("a", now_s) == FIRST_RETRY_S
 
 
-def test_a_full_backlog_takes_no_other_key() -> None:
+def test_full_workqueue_takes_no_other_key() -> None:
     backlog = Workqueue[str](entries_max=1)
     assert backlog.add("a", 5.0)
     assert not backlog.add("b", 1.0)
@@ -63,7 +63,7 @@ def test_a_full_backlog_takes_no_other_key() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "failed"]))))
-def test_no_change_is_missed_and_nothing_is_worked_on_twice_at_a_time(steps: list[tuple[str, str]]) -> None:
+def test_no_added_key_is_missed_or_handed_out_twice_at_a_time(steps: list[tuple[str, str]]) -> None:
     backlog, owed, working = Workqueue[str](), set[str](), set[str]()
     for now, (key, step) in enumerate(steps):
         if step == "add":
@@ -90,7 +90,7 @@ def test_no_change_is_missed_and_nothing_is_worked_on_twice_at_a_time(steps: lis
     assert rest == owed
 
 
-def test_a_lease_is_taken_only_when_nobody_renewed_it_for_as_long_as_it_holds() -> None:
+def test_lease_is_taken_only_after_its_duration_without_renewal() -> None:
     ours, theirs = (LeaseCandidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
     first = theirs.claim(None, 0.0, TODAY)
     assert first is not None
@@ -105,7 +105,7 @@ def test_a_lease_is_taken_only_when_nobody_renewed_it_for_as_long_as_it_holds() 
     assert spec(taken)["leaseTransitions"] == 1
 
 
-def test_a_lease_that_is_given_back_is_free_at_once_and_only_its_holder_gives_it_back() -> None:
+def test_lease_released_by_its_holder_alone_is_free_at_once() -> None:
     ours, theirs = (LeaseCandidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
     held = ours.claim(None, 0.0, TODAY)
     assert theirs.release(held, TODAY) is None
@@ -113,7 +113,7 @@ def test_a_lease_that_is_given_back_is_free_at_once_and_only_its_holder_gives_it
     assert spec(theirs.claim(free, 0.0, TODAY))["holderIdentity"] == "theirs"
 
 
-def test_a_renewal_keeps_the_time_of_its_first_claim_and_the_version_that_it_read() -> None:
+def test_renewal_keeps_the_acquire_time_and_the_resource_version() -> None:
     ours = LeaseCandidate("ours", PLACE, LeaseTimes())
     held = ours.claim(None, 0.0, TODAY)
     assert held is not None

@@ -293,7 +293,7 @@ def attempt_of(trail: Attempt, begun_s: float) -> AttemptRecord:
     MOMENTS,
     st.integers(0, 1 << 31),
 )
-def test_the_line_of_a_request_is_the_record_that_python_makes(
+def test_native_request_line_equals_the_python_record(
     data: st.DataObject,
     request: GenerateRequest,
     prompt: Prompt,
@@ -344,7 +344,7 @@ def test_the_line_of_a_request_is_the_record_that_python_makes(
     )
 
 
-def test_what_has_its_default_is_left_out() -> None:
+def test_fields_with_default_values_are_left_out_of_the_line() -> None:
     queue = RecordQueue(key=bytes(16), began_s=0.0, bytes_max=BYTES_MAX)
     leg: LegFields = (Leg.AGGREGATED, WorkerRank(WorkerId(1), DpRank(0)), 0, {}, 0, None, 0.0, None, None)
     no = False
@@ -363,7 +363,7 @@ WRONG = [float("nan"), float("inf"), -float("inf"), 1e300]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_moment_that_is_no_number_is_refused_and_nothing_is_noted(wrong: float) -> None:
+def test_invalid_time_is_refused_and_nothing_is_queued(wrong: float) -> None:
     queue = RecordQueue(key=bytes(16), began_s=0.0, bytes_max=BYTES_MAX)
     for begun_s, ended_s in ((wrong, 1.0), (1.0, wrong)):
         fields = ("m", None, False, 9, 3, Status.FINISHED, None, begun_s, None, ended_s, ())
@@ -377,7 +377,7 @@ SIZES = st.integers(0, 300) | st.sampled_from([0xFFFE, 0xFFFF, 0x10000, 0x1FFFE,
 
 @given(st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=6), st.integers(0, 200_000))
 @example([(0xFFFF, False), (1, True)], 1)
-def test_lines_are_packed_in_their_order_and_read_as_any_gzip_is(
+def test_packed_lines_decompress_as_gzip_in_their_order(
     sizes: list[tuple[int, bool]], bytes_max: int
 ) -> None:
     queue = RecordQueue(key=SALT.block_key, began_s=0.0, bytes_max=1 << 24)
@@ -418,6 +418,6 @@ def test_lines_are_packed_in_their_order_and_read_as_any_gzip_is(
         queue.pack(0, len(sizes) + 1, bytearray(1))
 
 
-def test_a_key_of_another_length_is_refused() -> None:
+def test_key_of_wrong_length_is_refused() -> None:
     with pytest.raises(ValueError, match="key: 16 bytes, not 15"):
         RecordQueue(key=bytes(15), began_s=0.0, bytes_max=1)

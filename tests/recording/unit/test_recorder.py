@@ -85,7 +85,7 @@ def worker(name: str, *taints: str) -> Worker:
     return Worker(worker=name, model="m", role="both", block_size=4, context_length=64, taints=taints)
 
 
-def test_blocks_are_written_under_salted_names_and_the_file_says_who_is_there(tmp_path: Path) -> None:
+def test_recording_has_salted_blocks_and_lists_the_fleet(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     prompts = [Prompt(range(n), block_size=4) for n in (0, 3, 9, 17)]
     bench.recorder.note_worker(FleetChange.JOINED, worker("1", "a/b"), at_s=0.5)
@@ -111,7 +111,7 @@ def test_blocks_are_written_under_salted_names_and_the_file_says_who_is_there(tm
     assert bench.recorder.since_start(9.5) == 2.5
 
 
-def test_each_file_begins_with_the_fleet_as_it_is_then(tmp_path: Path) -> None:
+def test_each_file_begins_with_the_current_fleet(tmp_path: Path) -> None:
     bench = Bench(tmp_path, file_bytes=1)
     for name in ("1", "2"):
         bench.recorder.note_worker(FleetChange.JOINED, worker(name), at_s=0.5)
@@ -125,7 +125,7 @@ def test_each_file_begins_with_the_fleet_as_it_is_then(tmp_path: Path) -> None:
     assert [[each["worker"] for each in head["workers"]] for head in heads] == [["2"], ["2"]]
 
 
-def test_a_client_s_words_are_salted_and_a_worker_s_are_not(tmp_path: Path) -> None:
+def test_only_taints_that_no_worker_has_are_salted(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.recorder.note_worker(FleetChange.JOINED, worker("1", "pool/fast"), at_s=0.5)
     prompt = Prompt(range(4), block_size=4)
@@ -142,7 +142,7 @@ def test_a_client_s_words_are_salted_and_a_worker_s_are_not(tmp_path: Path) -> N
     }
 
 
-def test_a_full_queue_drops_what_comes_and_keeps_what_waits(tmp_path: Path) -> None:
+def test_full_queue_drops_new_records_and_keeps_queued_ones(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     n_noted = QUEUE_BYTES_MAX // SMALL_BYTES
     for _ in range(n_noted + 3):
@@ -156,7 +156,7 @@ def test_a_full_queue_drops_what_comes_and_keeps_what_waits(tmp_path: Path) -> N
     assert bench.recorder.written == n_noted + 1
 
 
-def test_the_queue_is_full_of_blocks_too_until_the_thread_takes_them(tmp_path: Path) -> None:
+def test_blocks_count_toward_the_queue_limit_until_written(tmp_path: Path) -> None:
     is_written = threading.Event()
 
     def write(file: int, packed: bytes | memoryview) -> int:
@@ -176,7 +176,7 @@ def test_the_queue_is_full_of_blocks_too_until_the_thread_takes_them(tmp_path: P
     assert (bench.recorder.written, bench.recorder.lost) == (2, Counter({Loss.QUEUE_FULL: 3}))
 
 
-def test_a_record_that_cannot_be_made_or_encoded_is_lost_and_those_around_it_are_written(
+def test_record_that_cannot_be_encoded_is_lost_and_others_are_written(
     tmp_path: Path,
 ) -> None:
     bench = Bench(tmp_path)
@@ -205,7 +205,7 @@ def test_a_record_that_cannot_be_made_or_encoded_is_lost_and_those_around_it_are
     assert (bench.recorder.written, bench.stopped) == (len(wrong) + 1, [])
 
 
-def test_no_file_and_not_all_of_them_hold_more_than_they_may_whatever_the_length_of_a_record(
+def test_recording_keeps_its_total_limit_and_drops_too_long_records(
     tmp_path: Path,
 ) -> None:
     held: list[int] = []
@@ -226,7 +226,7 @@ def test_no_file_and_not_all_of_them_hold_more_than_they_may_whatever_the_length
     assert len(held) == 6
 
 
-def test_a_record_that_is_longer_than_what_is_written_at_a_time_is_written_alone(tmp_path: Path) -> None:
+def test_record_longer_than_a_batch_is_written_whole(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     sizes = [3, 2 * BATCH_BYTES_MAX // 8, 0, 5 * BATCH_BYTES_MAX // 8, 1]
     for n_blocks in sizes:
@@ -254,7 +254,7 @@ def failing(after: int) -> Write:
     return write
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+def test_full_disk_ends_the_recording_and_counts_lost_records(tmp_path: Path) -> None:
     bench = Bench(tmp_path, write=failing(1))
     n_noted = 3 * BATCH
     for _ in range(n_noted):
@@ -289,7 +289,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
     ).close()  # it has let go of the folder
 
 
-def test_a_mistake_while_a_file_is_written_ends_the_recording_and_is_said(tmp_path: Path) -> None:
+def test_exception_while_writing_ends_the_recording_and_is_reported(tmp_path: Path) -> None:
     def write(_file: int, _packed: bytes | memoryview) -> int:
         raise ValueError("a mistake")
 
@@ -301,7 +301,7 @@ def test_a_mistake_while_a_file_is_written_ends_the_recording_and_is_said(tmp_pa
     assert (bench.recorder.is_recording, bench.recorder.lost) == (False, Counter({Loss.ENDED: 1}))
 
 
-def test_a_folder_that_is_removed_ends_the_recording_at_its_next_records(tmp_path: Path) -> None:
+def test_removed_folder_ends_the_recording_at_the_next_write(tmp_path: Path) -> None:
     def write(file: int, packed: bytes | memoryview) -> int:
         n_bytes = os.write(file, packed)
         shutil.rmtree(tmp_path / "a")

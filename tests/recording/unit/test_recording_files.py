@@ -41,7 +41,7 @@ def packed(n_bytes: int = 400) -> bytes:
     return searched_member(line(n_bytes))
 
 
-def test_a_file_is_whole_once_it_has_its_name_and_its_owners_alone(tmp_path: Path) -> None:
+def test_file_gets_its_final_name_when_whole_and_is_private(tmp_path: Path) -> None:
     folder = opened(tmp_path / "a" / "b")
     assert recording_files(tmp_path / "a" / "b") == []
     assert folder.add(searched_member(b"one\ntwo\n"), head)
@@ -57,7 +57,7 @@ def test_a_file_is_whole_once_it_has_its_name_and_its_owners_alone(tmp_path: Pat
     folder.close()
 
 
-def test_a_file_that_is_full_is_followed_by_the_next_with_a_head_of_its_own(tmp_path: Path) -> None:
+def test_full_file_is_followed_by_a_file_with_its_own_head(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     for _ in range(5):
         assert folder.add(packed(), head)
@@ -70,7 +70,7 @@ def test_a_file_that_is_full_is_followed_by_the_next_with_a_head_of_its_own(tmp_
     folder.close()
 
 
-def test_lines_that_are_longer_than_a_file_have_one_of_their_own_while_all_files_may_hold_them(
+def test_lines_longer_than_a_file_get_their_own_within_the_total_limit(
     tmp_path: Path,
 ) -> None:
     folder = opened(tmp_path, file_bytes=1000, total_bytes=2000)
@@ -89,7 +89,7 @@ def test_lines_that_are_longer_than_a_file_have_one_of_their_own_while_all_files
     folder.close()
 
 
-def test_the_oldest_files_go_before_all_of_them_hold_too_much(tmp_path: Path) -> None:
+def test_oldest_files_are_deleted_to_keep_the_total_limit(tmp_path: Path) -> None:
     other = tmp_path / "notes.jsonl.gz"
     other.write_bytes(b"x" * 9000)
     killed = tmp_path / "recording-19600101T000000Z-0000000a-000001.jsonl.gz.part"
@@ -111,7 +111,7 @@ def test_the_oldest_files_go_before_all_of_them_hold_too_much(tmp_path: Path) ->
     folder.close()
 
 
-def test_a_folder_is_one_process_s_alone_until_it_lets_go(tmp_path: Path) -> None:
+def test_folder_is_locked_until_its_recording_closes(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     with pytest.raises(ConfigError, match="another process records there") as caught:
         opened(tmp_path)
@@ -120,7 +120,7 @@ def test_a_folder_is_one_process_s_alone_until_it_lets_go(tmp_path: Path) -> Non
     opened(tmp_path).close()
 
 
-def test_what_is_no_folder_is_refused_by_its_setting(tmp_path: Path) -> None:
+def test_path_of_a_file_is_refused_as_folder_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot be written") as caught:
         opened(tmp_path / "file")
@@ -145,7 +145,7 @@ def of_nobody() -> Iterator[Path]:
 
 @pytest.mark.parametrize(("mode", "why"), [(0o500, "cannot be written: Permission denied"),
                                             (0o300, "cannot be read: Permission denied")])  # fmt: skip
-def test_a_folder_with_a_lock_of_an_earlier_start_is_refused_where_it_takes_no_files_or_shows_none(
+def test_unwritable_or_unreadable_folder_with_an_old_lock_is_refused(
     of_nobody: Path, mode: int, why: str
 ) -> None:
     opened(of_nobody).close()
@@ -170,7 +170,7 @@ def test_lines_for_a_file_that_was_removed_are_refused(tmp_path: Path, *, whole_
     folder.close()
 
 
-def test_bytes_that_a_disk_takes_in_parts_are_all_written(tmp_path: Path) -> None:
+def test_partial_writes_continue_until_all_bytes_are_written(tmp_path: Path) -> None:
     folder = RecordingFolder(
         tmp_path,
         recording="00000001",
@@ -187,7 +187,7 @@ def test_bytes_that_a_disk_takes_in_parts_are_all_written(tmp_path: Path) -> Non
     assert gzip.decompress(path.read_bytes()) == head(1) + lines
 
 
-def test_files_of_several_frontends_come_in_the_order_of_their_starts(tmp_path: Path) -> None:
+def test_files_of_several_frontends_are_listed_in_name_order(tmp_path: Path) -> None:
     for name in ("b", "a"):
         folder = opened(tmp_path / name, recording=f"0000000{name}")
         folder.add(packed(), head)

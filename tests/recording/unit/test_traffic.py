@@ -87,7 +87,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def test_a_worker_is_recorded_with_its_sizes_its_place_and_its_levels_and_without_its_address(
+def test_recorded_worker_has_sizes_domains_and_levels_but_no_address(
     bench: Bench,
 ) -> None:
     worker = bench.after(FleetChange.JOINED)
@@ -112,7 +112,7 @@ def test_a_worker_is_recorded_with_its_sizes_its_place_and_its_levels_and_withou
     assert b"secret" not in msgspec.json.encode(worker)
 
 
-def test_a_card_that_is_published_again_says_nothing_of_whether_its_worker_answers(bench: Bench) -> None:
+def test_card_update_leaves_the_recorded_liveness_unchanged(bench: Bench) -> None:
     assert not bench.after(FleetChange.JOINED, FleetChange.SILENT).alive
     assert not bench.after(FleetChange.CHANGED).alive
     assert bench.after(FleetChange.ANSWERS).alive
@@ -143,7 +143,7 @@ def pair() -> Placement:
     )
 
 
-def test_bytes_of_kv_are_the_engine_s_own_count_else_what_the_router_expects(bench: Bench) -> None:
+def test_recorded_kv_bytes_are_the_engine_count_or_else_the_estimate(bench: Bench) -> None:
     bench.after(FleetChange.JOINED)
     request = GenerateRequest(RequestId("r"), ModelName("m"), array("I", range(40)), Sampling(max_tokens=9))
     for kv_bytes in (None, 5_000):

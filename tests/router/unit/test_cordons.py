@@ -19,7 +19,6 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.kernel.topology.policy import topology_domains
 from kvrouter.router.fleet_cordons import CordonChange, CordonedElsewhere, NoWorkersLeft
 from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.port import CordonStore
@@ -106,7 +105,7 @@ def test_a_cordon_with_an_invalid_time_is_refused_by_field(at_s: float) -> None:
 
 def test_cordons_match_by_worker_id_node_level_and_cluster() -> None:
     worker = structs.replace(card(7, zone="a"), node="gpu-4")
-    domains = topology_domains(worker.runtime_config) | {"host": "h1", "cluster": "east"}
+    domains = worker.runtime_config.domains | {"host": "h1", "cluster": "east"}
 
     def holds(level: str, name: str, cluster: str = "") -> bool:
         return bool(CordonRules([Cordon(level, name, cluster=cluster)]).on(worker, domains))

@@ -33,14 +33,16 @@ OURS = ("KVROUTER_", "DYN_")
 
 
 @given(SERVICES, OWN)
-def test_all_of_them_are_left_out_and_nothing_else(services: list[Service], own: Mapping[str, str]) -> None:
+def test_service_link_variables_are_dropped_and_no_others(
+    services: list[Service], own: Mapping[str, str]
+) -> None:
     reported = service_variables(services)
     others = {name: value for name, value in reported.items() if not name.startswith(OURS)}
     assert without_service_links({**reported, **own}) == {**others, **own}
 
 
 @given(st.builds(Service, NAMES, ADDRESSES, PORTS), st.data())
-def test_a_variable_that_says_something_else_stays(service: Service, data: st.DataObject) -> None:
+def test_service_link_variable_with_another_value_is_kept(service: Service, data: st.DataObject) -> None:
     reported = service_variables([service])
     changed = data.draw(st.sampled_from(sorted(reported)))
     value = data.draw(st.text(max_size=8).filter(lambda text: text not in reported.values()))

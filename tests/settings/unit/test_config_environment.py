@@ -8,7 +8,7 @@ from kvrouter.settings.sources import environment_of, load_settings
 from kvrouter.settings.tree import FrontendSettings, Settings
 
 
-def test_what_was_set_travels_and_nothing_else() -> None:
+def test_environment_of_settings_has_only_set_values_and_reads_back() -> None:
     settings = Settings(
         router=KvRouterConfig(kv_events=False, router_temperature=0.0),
         frontend=FrontendSettings(http_port=8001, admin_token=SecretStr("s")),
@@ -28,6 +28,6 @@ def test_what_was_set_travels_and_nothing_else() -> None:
     assert set(environment_of(settings, "planes")) == {"DYN_NAMESPACE", "KVROUTER_PLANE_TOKEN"}
 
 
-def test_a_change_travels() -> None:
+def test_setting_changed_by_a_copy_is_in_the_environment() -> None:
     planes = PlaneSettings().model_copy(update={"nats_server": "nats://here"})
     assert environment_of(Settings(planes=planes), "planes") == {"NATS_SERVER": "nats://here"}

@@ -137,7 +137,7 @@ def test_no_flag_of_a_command_is_given_twice(command: click.Command) -> None:
     assert len(set(flags)) == len(flags)
 
 
-def test_the_fields_of_both_eras_make_one_configuration() -> None:
+def test_router_config_takes_field_names_of_both_dynamo_eras() -> None:
     dynamo: dict[str, Any] = {
         "overlap_score_weight": 2.0,
         "router_temperature": 0.5,
@@ -175,11 +175,11 @@ def test_the_fields_of_both_eras_make_one_configuration() -> None:
         KvRouterConfig(**twice | {"use_kv_events": 1})
 
 
-def test_kv_events_are_off_by_the_older_variable() -> None:
+def test_older_variable_turns_kv_events_off() -> None:
     assert not load_settings(flags={}, environ={"DYN_KV_EVENTS": "false"}).settings.router.kv_events
 
 
-def test_our_prefix_stands_for_the_shared_one() -> None:
+def test_kvrouter_prefix_stands_for_the_dyn_prefix() -> None:
     assert load_settings(flags={}, environ={"KVROUTER_HTTP_PORT": "9"}).settings.frontend.http_port == 9
     assert refused(environ={"KVROUTER_HTTP_PROT": "9"}) == (
         "KVROUTER_HTTP_PROT: unknown variable (did you mean DYN_HTTP_PORT?)"
@@ -200,7 +200,7 @@ NAMED = {name for variable in (*READ, *FOREIGN_VARIABLES) for name in spellings(
 @example("KVROUTER_FLEET", "DYN_", True, 0)
 @example("KVROUTER_ENGINE_API_KEY", "DYN_", False, 3)
 @example("DYN_HTTP_PORT", "KVROUTER_", True, 7)
-def test_a_misspelt_variable_is_answered_with_the_right_one_whatever_its_prefix(
+def test_misspelt_variable_with_either_prefix_suggests_the_right_one(
     variable: str, prefix: str, swaps: bool, at: int
 ) -> None:
     right = without_prefix(variable)
@@ -216,7 +216,7 @@ def test_a_misspelt_variable_is_answered_with_the_right_one_whatever_its_prefix(
 
 
 @pytest.mark.parametrize("variable", [name for name in READ if name.startswith("DYN_")])
-def test_every_shared_variable_is_read_with_our_prefix(variable: str) -> None:
+def test_every_dyn_variable_is_read_with_the_kvrouter_prefix(variable: str) -> None:
     ours = "KVROUTER_" + variable.removeprefix("DYN_")
     assert load_settings(flags={}, environ={ours: " "}) == (Settings(), ())
     assert text_of({ours: " a "}, variable) == "a"
@@ -225,7 +225,7 @@ def test_every_shared_variable_is_read_with_our_prefix(variable: str) -> None:
 
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.name)
-def test_a_name_without_effect_says_so_wherever_it_stands(foreign: Foreign) -> None:
+def test_name_without_effect_is_reported_in_every_source(foreign: Foreign) -> None:
     values = {SettingKind.SWITCH: (True, False), SettingKind.WHOLE: (77,), SettingKind.NUMBER: (0.77,)}
     unmet = [value for value in values.get(foreign.kind, ("other",)) if value not in foreign.met]
     for value in unmet:
@@ -267,7 +267,7 @@ DYNAMO_NAMES = [
 
 
 @pytest.mark.parametrize("names", DYNAMO_NAMES, ids=lambda names: names[0])
-def test_every_name_of_dynamos_sets_a_setting_or_says_what_does(names: list[str]) -> None:
+def test_every_dynamo_name_belongs_to_one_setting_or_foreign_entry(names: list[str]) -> None:
     known = [{*spec.flags, *spec.variables} for spec in SETTINGS]
     known += [{*foreign.flags, *foreign.variables} for foreign in FOREIGN]
     found = [each for each in known if each & set(names)]
@@ -324,13 +324,13 @@ UNLIKE: dict[str, object] = {
 """Its fields whose defaults ask for what is not done here."""
 
 
-def test_dynamos_configuration_with_its_defaults_is_ours_with_ours() -> None:
+def test_dynamo_configuration_of_defaults_equals_the_default_config() -> None:
     given = {name: value for name, value in DYNAMO_FIELDS.items() if name != "overlap_score_weight"}
     assert KvRouterConfig.model_validate(given) == KvRouterConfig()
 
 
 @pytest.mark.parametrize("name", [*DYNAMO_FIELDS, *UNLIKE])
-def test_every_field_of_dynamos_configuration_is_known(name: str) -> None:
+def test_every_dynamo_configuration_field_is_known(name: str) -> None:
     router = [spec for spec in SETTINGS if spec.section == "router"]
     own = {known for spec in router for known in (spec.name, *spec.aliases.names)}
     assert (name in own) != (name in FOREIGN_FIELDS)
@@ -340,7 +340,7 @@ def test_every_field_of_dynamos_configuration_is_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["power-of-two", "direct", "least-loaded", "device-aware-weighted"])
-def test_a_router_mode_of_dynamos_says_what_there_is_instead(mode: str) -> None:
+def test_unsupported_dynamo_router_mode_names_the_alternative(mode: str) -> None:
     with pytest.raises(ConfigError, match=f"--router-mode .router.router_mode.: '{mode}' is not supported: "):
         flagged("--router-mode", mode)
     assert refused(environ={"DYN_ROUTER_MODE": mode}).startswith("DYN_ROUTER_MODE (router.router_mode): ")
@@ -349,7 +349,7 @@ def test_a_router_mode_of_dynamos_says_what_there_is_instead(mode: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["etcd", "mem"])
-def test_a_discovery_of_dynamos_says_what_there_is_instead(backend: str) -> None:
+def test_unsupported_dynamo_discovery_names_the_alternative(backend: str) -> None:
     said = refused(environ={"DYN_DISCOVERY_BACKEND": backend})
     assert said.startswith("DYN_DISCOVERY_BACKEND (planes.discovery): ")
     assert said.endswith(f"'{backend}' is not supported: {FOREIGN_DISCOVERY[backend]}")
@@ -367,7 +367,7 @@ def test_none_unsets_a_number_that_may_be_unset() -> None:
     assert "must be a number" in refused(environ={"DYN_ROUTER_TEMPERATURE": "none"})
 
 
-def test_foreign_names_are_named_once() -> None:
+def test_foreign_names_are_unique() -> None:
     names = [foreign.name for foreign in FOREIGN]
     assert len(set(names)) == len(names)
     assert len(FOREIGN_VARIABLES) == sum(len(foreign.variables) for foreign in FOREIGN)
@@ -375,7 +375,7 @@ def test_foreign_names_are_named_once() -> None:
     assert len(hidden) == sum(len(foreign.flags) for foreign in FOREIGN)
 
 
-def test_a_process_is_not_handed_the_other_names_of_what_a_flag_overruled() -> None:
+def test_child_process_gets_no_other_names_of_an_overruled_setting() -> None:
     own = {"DYN_ROUTER_TTL_SECS": "6", "KVROUTER_HTTP_PORT": "7", "PATH": "/bin", "DYN_ROUTER_MODE": "random"}
     flags = {"router.router_ttl_s": "5", "frontend.http_port": "8"}
     settings = load_settings(flags=flags, environ=own).settings
@@ -384,7 +384,7 @@ def test_a_process_is_not_handed_the_other_names_of_what_a_flag_overruled() -> N
     assert handed["PATH"] == "/bin"
 
 
-def test_what_dynamo_sets_elsewhere_is_no_field_of_the_router() -> None:
+def test_dynamo_fields_of_other_sections_are_no_router_fields() -> None:
     names = [foreign.name for foreign in FOREIGN if foreign.section != "router"]
     assert names
     for name in names:

@@ -11,7 +11,7 @@ HTTP = ServicePort(8000, "http")
 KVROUTER = Service("kvrouter", "10.0.0.7", (HTTP,))
 
 
-def test_a_service_called_as_we_are_is_reported_by_nine_variables_none_of_which_is_a_setting() -> None:
+def test_variables_of_a_service_named_kvrouter_are_no_settings() -> None:
     environ = service_variables([KVROUTER])
     assert environ == {
         "KVROUTER_SERVICE_HOST": "10.0.0.7",
@@ -40,14 +40,14 @@ def test_a_service_called_as_we_are_is_reported_by_nine_variables_none_of_which_
     ],
     ids=lambda service: service.name,
 )
-def test_no_service_says_anything_of_settings_even_where_a_setting_has_the_same_name(
+def test_service_variables_never_change_settings_even_with_equal_names(
     service: Service,
 ) -> None:
     environ = service_variables([service])
     assert load_settings(flags={}, environ=environ) == load_settings(flags={}, environ={})
 
 
-def test_of_services_that_make_the_same_variable_both_are_known() -> None:
+def test_services_that_make_the_same_variable_are_both_recognized() -> None:
     both = (KVROUTER, Service("kvrouter-service", "10.0.0.8", (ServicePort(9000, "http"),)))
     assert (
         without_service_links(service_variables(both))
@@ -56,7 +56,7 @@ def test_of_services_that_make_the_same_variable_both_are_known() -> None:
     )
 
 
-def test_a_setting_with_a_service_of_the_same_name_is_the_settings() -> None:
+def test_setting_with_the_name_of_a_service_variable_is_kept() -> None:
     environ = {
         **service_variables([Service("kvrouter-http", "10.0.0.7", (HTTP,))]),
         "KVROUTER_HTTP_PORT": "8000",
@@ -80,9 +80,7 @@ def test_a_setting_with_a_service_of_the_same_name_is_the_settings() -> None:
         ("KVROUTER_RETRY_MAX_SERVICE_PORT", "8000"),
     ],
 )
-def test_what_no_kubelet_says_is_reported_as_a_mistake_though_a_service_is_there(
-    name: str, value: str
-) -> None:
+def test_variable_that_no_kubelet_writes_is_refused_beside_a_service(name: str, value: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_settings(flags={}, environ={**service_variables([KVROUTER]), name: value})
     assert str(refused.value).startswith(f"{name}: unknown variable")
@@ -90,6 +88,6 @@ def test_what_no_kubelet_says_is_reported_as_a_mistake_though_a_service_is_there
 
 
 @pytest.mark.parametrize("name", sorted(service_variables([KVROUTER])))
-def test_a_single_variable_of_that_shape_is_a_mistake(name: str) -> None:
+def test_lone_service_variable_is_refused_as_unknown(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: unknown variable"):
         load_settings(flags={}, environ={name: service_variables([KVROUTER])[name]})

@@ -25,7 +25,7 @@ def refused(**sources: object) -> str:
     return caught.value.message
 
 
-def test_defaults_are_those_that_users_know() -> None:
+def test_router_and_port_defaults_are_the_expected_ones() -> None:
     router = Settings().router
     assert router.router_mode is RouterMode.KV
     assert router.overlap_score_weight == 1.0
@@ -126,13 +126,13 @@ def test_a_refusal_names_the_field_the_origin_and_the_fix() -> None:
 @pytest.mark.parametrize(
     "spec", [spec for spec in SETTINGS if spec.kind is SettingKind.NUMBER], ids=lambda s: s.name
 )
-def test_numbers_are_finite(spec: object, text: str) -> None:
+def test_non_finite_numbers_are_refused(spec: object, text: str) -> None:
     key = spec.yaml_key  # type: ignore[attr-defined]
     assert "must be" in refused(flags={key: text})
 
 
 @given(value=st.floats() | st.integers() | st.text(max_size=4) | st.none() | st.booleans())
-def test_any_value_of_a_fraction_is_taken_or_refused_by_its_range(value: object) -> None:
+def test_fraction_setting_takes_values_from_0_to_1_and_refuses_others(value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     legal = value is None or (number and 0 <= value <= 1)  # type: ignore[operator]
     if legal:
@@ -142,7 +142,7 @@ def test_any_value_of_a_fraction_is_taken_or_refused_by_its_range(value: object)
         KvRouterConfig(active_decode_blocks_threshold=value)  # type: ignore[arg-type]
 
 
-def test_a_switch_is_no_number_and_a_number_no_switch() -> None:
+def test_number_refuses_a_switch_and_a_switch_takes_only_known_words() -> None:
     with pytest.raises(ValidationError):
         KvRouterConfig(retries_max=True)
     with pytest.raises(ValidationError):
@@ -161,11 +161,11 @@ def test_blank_variables_count_as_unset() -> None:
     )
 
 
-def test_the_variable_with_the_engines_key_is_one_of_ours() -> None:
+def test_engine_key_variable_is_a_known_variable() -> None:
     assert load_settings(flags={}, environ={"KVROUTER_ENGINE_API_KEY": "k"}) == (Settings(), ())
 
 
-def test_unknown_variables_of_ours_are_refused_and_near_misses_warned() -> None:
+def test_unknown_kvrouter_variables_are_refused_and_near_misses_warned_of() -> None:
     assert refused(environ={"KVROUTER_RETRY_MAX": "1"}) == (
         "KVROUTER_RETRY_MAX: unknown variable (did you mean KVROUTER_RETRIES_MAX?)"
     )
@@ -188,7 +188,7 @@ def test_unknown_variables_of_ours_are_refused_and_near_misses_warned() -> None:
     assert loaded.settings == Settings()
 
 
-def test_water_marks_must_rise_whoever_gave_them() -> None:
+def test_water_marks_out_of_order_are_refused_whatever_their_source() -> None:
     assert refused(flags={"frontend.write_high_water_bytes": "7"}).startswith(
         "--write-high-water-bytes (frontend.write_high_water_bytes): must be > frontend.write_low_water_bytes"
     )
@@ -206,9 +206,7 @@ def test_water_marks_must_rise_whoever_gave_them() -> None:
         ({"DYN_HTTP_HOST": "0.0.0.0"}, "the admin routes are open"),
     ],
 )
-def test_settings_that_cannot_do_what_was_meant_are_warned_about(
-    environ: dict[str, str], warning: str
-) -> None:
+def test_settings_without_their_intended_effect_are_warned_of(environ: dict[str, str], warning: str) -> None:
     (line,) = load_settings(flags={}, environ=environ).warnings
     assert warning in line
 
@@ -222,13 +220,13 @@ def test_the_admin_token_has_no_flag_and_is_never_printed() -> None:
     assert spec.flag is None
 
 
-def test_the_tree_cannot_be_changed() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValidationError):
         Settings().router.router_mode = RouterMode.RANDOM
     assert math.isclose(Settings().router.router_prune_target_ratio, 0.8)
 
 
-def test_documents_tell_lines_and_refuse_what_yaml_would_hide(tmp_path: Path) -> None:
+def test_duplicate_keys_unsafe_yaml_and_non_mappings_are_refused(tmp_path: Path) -> None:
     for text, message in (
         (
             "a: 1\nb: {c: 1, c: 2}\na: 2",

@@ -42,11 +42,11 @@ def cards(draw: st.DrawFn) -> WorkerCard:
 
 
 @given(cards())
-def test_what_a_worker_says_to_write_names_that_worker(card: WorkerCard) -> None:
+def test_static_text_of_a_card_reads_back_as_that_card(card: WorkerCard) -> None:
     assert static_card(static_text(card), TCP) == card
 
 
-def test_what_is_not_said_is_as_the_worker_s_own_flags() -> None:
+def test_omitted_static_endpoint_fields_have_the_workers_defaults() -> None:
     short = static_card("tcp://h:1/7,model=m", TCP)
     assert (short.address, short.worker_id, short.incarnation) == ("tcp://h:1/7/0", 7, 0)
     assert (short.role, short.block_size, short.context_length, short.dp_size) == (Role.BOTH, 64, 32768, 1)
@@ -74,24 +74,24 @@ def test_what_is_not_said_is_as_the_worker_s_own_flags() -> None:
         ("tcp://h:1/1/0,model=m,role=prefill,bootstrap=h:0", "bootstrap must be host:port"),
     ],
 )
-def test_a_text_that_names_no_worker_says_why(text: str, reported: str) -> None:
+def test_invalid_static_endpoint_is_refused_with_the_reason(text: str, reported: str) -> None:
     with pytest.raises(ConfigError, match="--static-endpoint") as error:
         static_card(text, TCP)
     assert reported in error.value.message
 
 
-def test_two_workers_are_not_one() -> None:
+def test_worker_id_named_twice_is_refused() -> None:
     texts = ["tcp://h:1/1/0,model=m", "tcp://h:2/1/0,model=m"]
     with pytest.raises(ConfigError, match="worker 1 is named twice"):
         static_cards(texts, TCP)
 
 
-def test_kv_routing_refuses_them_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_static_endpoints_are_refused_with_kv_routing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontend", "--http-port", "0", "--static-endpoint", "tcp://h:1/1/0,model=m"]) == 2
     assert "--static-endpoint: needs --router-mode round-robin or random" in capsys.readouterr().err
 
 
-async def test_a_static_discovery_delivers_its_cards_and_nobody_else_s() -> None:
+async def test_static_discovery_delivers_only_its_own_cards() -> None:
     discovery = StaticDiscovery([card(1), card(2)])
     first = await record_discovery(discovery)
     await discovery.publish(card(3))

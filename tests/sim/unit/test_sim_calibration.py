@@ -29,7 +29,9 @@ def expected_timing(tmp_path: Path) -> Timing:
 
 
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
-def test_a_run_of_a_mock_engine_gives_its_timing_back(tmp_path: Path, truth: dict[str, float]) -> None:
+def test_calibration_recovers_step_times_of_a_mock_engine_run(
+    tmp_path: Path, truth: dict[str, float]
+) -> None:
     expected = expected_timing(tmp_path)
     timing = replace(expected, **{name: getattr(expected, name) * factor for name, factor in truth.items()})
     run = written_run(tmp_path / "run", timing)
@@ -51,7 +53,7 @@ def test_a_run_of_a_mock_engine_gives_its_timing_back(tmp_path: Path, truth: dic
             assert row.error == pytest.approx(0.0, abs=0.05), row
 
 
-def test_the_later_requests_are_not_read_but_for_their_arrivals_and_lengths(tmp_path: Path) -> None:
+def test_calibration_reads_only_arrivals_and_lengths_of_later_requests(tmp_path: Path) -> None:
     run = written_run(tmp_path, Timing(decode_kv_token=1e-4), n_requests=20)
     later = np.arange(20) >= 8
     stamps = run.stamps
@@ -69,7 +71,7 @@ def test_the_later_requests_are_not_read_but_for_their_arrivals_and_lengths(tmp_
     assert calibrate(moved, shape, n_fitted=8) == calibrate(run, shape, n_fitted=8)
 
 
-def test_with_no_request_seen_the_expected_timing_is_the_prediction(tmp_path: Path) -> None:
+def test_timing_fitted_to_no_requests_is_the_expected_timing(tmp_path: Path) -> None:
     run = written_run(tmp_path, Timing(), n_requests=10)
     calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=0)
     assert calibrated.fitted == calibrated.expected
@@ -78,7 +80,7 @@ def test_with_no_request_seen_the_expected_timing_is_the_prediction(tmp_path: Pa
     assert all(row.error == row.expected_error for row in rows)
 
 
-def test_what_a_run_says_of_its_engine_is_what_the_mock_engine_is(tmp_path: Path) -> None:
+def test_mock_engine_config_follows_the_engine_flags_of_a_run(tmp_path: Path) -> None:
     flags: dict[str, object] = {
         "max_num_seqs": 7,
         "enable_chunked_prefill": False,
@@ -106,7 +108,7 @@ def test_requests_are_spread_over_data_parallel_ranks(tmp_path: Path) -> None:
     assert took_s[1] < 0.6 * took_s[0]
 
 
-def test_expectations_follow_the_hardware_and_the_type(tmp_path: Path) -> None:
+def test_expected_timing_follows_gpu_count_quantization_and_eager_mode(tmp_path: Path) -> None:
     shape, source = model_shape("Qwen/Qwen3-32B", tmp_path)
     assert source == "the model's name"
     assert shape.active_params == pytest.approx(32e9, rel=0.01)
@@ -122,7 +124,7 @@ def test_expectations_follow_the_hardware_and_the_type(tmp_path: Path) -> None:
     assert "enforce_eager: 12.8 ms to launch the 64 layers" in eager.guesses[0]
 
 
-def test_unknown_hardware_is_a_guess_that_is_named_and_unknown_models_are_looked_up(tmp_path: Path) -> None:
+def test_unknown_gpu_is_a_named_guess_and_an_unknown_model_is_looked_up(tmp_path: Path) -> None:
     gpu = {"hardware": "TURBO-9000", "npu_mem": {"mem_size": 96, "mem_bw": 1000}}
     run = changed(tmp_path, hardware={"nodes": [{"instances": [gpu]}]})
     shape, source = model_shape("someone/thing-7b-instruct", tmp_path)
@@ -148,14 +150,14 @@ def test_unknown_hardware_is_a_guess_that_is_named_and_unknown_models_are_looked
     assert found.dense_params == 2 * (64 * 4 * 64 + 3 * 64 * 128) + 64_000
 
 
-def test_experts_that_a_step_reads_grow_with_its_tokens(tmp_path: Path) -> None:
+def test_expert_parameters_read_in_a_step_grow_with_its_tokens(tmp_path: Path) -> None:
     shape, _ = model_shape("Qwen/Qwen3-30B-A3B-Instruct-2507", tmp_path)
     assert shape.active_params == pytest.approx(3.1e9, rel=0.1)
     assert shape.read_params(1) == pytest.approx(shape.active_params)
     assert shape.read_params(1_000) == pytest.approx(shape.dense_params + shape.expert_params)
 
 
-def test_memory_that_weights_leave_is_for_kv(tmp_path: Path) -> None:
+def test_kv_tokens_are_the_memory_that_weights_leave_or_the_stated_blocks(tmp_path: Path) -> None:
     shape, _ = model_shape(MODEL, tmp_path)
     # Programs see 95 of 96 GiB. 95 GiB · 0.9, less 2 GiB and 8.03 billion parameters of 2 bytes, over 131,072
     # bytes a token.
@@ -165,7 +167,7 @@ def test_memory_that_weights_leave_is_for_kv(tmp_path: Path) -> None:
     assert roofline(said, shape).kv_tokens == 3_200
 
 
-def test_a_model_that_fits_into_no_memory_is_refused(tmp_path: Path) -> None:
+def test_model_that_leaves_no_memory_for_kv_is_refused(tmp_path: Path) -> None:
     shape, _ = model_shape("meta-llama/Llama-3.1-70B", tmp_path)
     with pytest.raises(ConfigError, match="no room for KV") as caught:
         roofline(changed(tmp_path, meta={}), shape)
@@ -173,7 +175,7 @@ def test_a_model_that_fits_into_no_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n_fitted", "why"), [(3, "too few to fit"), (9, "leave none to predict")])
-def test_too_few_requests_are_refused(tmp_path: Path, n_fitted: int, why: str) -> None:
+def test_too_few_requests_to_fit_or_to_predict_are_refused(tmp_path: Path, n_fitted: int, why: str) -> None:
     run = written_run(tmp_path, Timing(), n_requests=9)
     with pytest.raises(ConfigError, match=why) as caught:
         calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=n_fitted)
@@ -205,13 +207,13 @@ ROW = {
         ({"input_toks": "many"}, "input_toks", "expected `int`"),
     ],
 )
-def test_a_row_that_cannot_be_is_named(
+def test_impossible_request_row_is_refused_with_its_line_and_field(
     tmp_path: Path, wrong: dict[str, object], field: str, why: str
 ) -> None:
     refused(tmp_path, lambda folder: write(folder, [ROW, {**ROW, **wrong}]), field, f":2: {field}: .*{why}")
 
 
-def test_files_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
+def test_missing_or_wrong_run_files_are_refused_by_name(tmp_path: Path) -> None:
     without = {name: value for name, value in ROW.items() if name != "queued_ts"}
     refused(tmp_path, lambda folder: write(folder, [without]), "queued_ts", "jsonl:1: queued_ts: is required")
     refused(tmp_path, lambda folder: write(folder, []), None, "has no requests")
@@ -236,7 +238,7 @@ FLAGS_REFUSED: list[tuple[dict[str, object], str, str]] = [
 
 
 @pytest.mark.parametrize(("flags", "field", "why"), FLAGS_REFUSED)
-def test_flags_with_which_no_engine_can_have_run_are_named(
+def test_impossible_engine_flags_are_refused_by_name(
     tmp_path: Path, flags: dict[str, object], field: str, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"meta\.json: engine_kwargs\.{field}: {why}") as caught:
@@ -244,7 +246,7 @@ def test_flags_with_which_no_engine_can_have_run_are_named(
     assert caught.value.param == f"engine_kwargs.{field}"
 
 
-def test_what_no_file_says_is_assumed_aloud(tmp_path: Path) -> None:
+def test_assumed_flags_and_hardware_are_noted(tmp_path: Path) -> None:
     run = changed(tmp_path, meta={"engine_kwargs": {}, "vllm_version": None})
     assert [note.split(":")[0] for note in run.notes] == [
         "max_num_seqs",
@@ -266,7 +268,7 @@ def test_what_no_file_says_is_assumed_aloud(tmp_path: Path) -> None:
     assert any("tensor_parallel_size: 1 of meta.json, though tp_size" in note for note in two.notes)
 
 
-def test_what_is_not_modelled_is_said(tmp_path: Path) -> None:
+def test_unmodelled_engine_features_are_noted(tmp_path: Path) -> None:
     flags = {"speculative-config": {"method": "ngram"}, "enable_lora": True, "cpu_offload_gb": 4}
     notes = changed(tmp_path, meta={"engine_kwargs": flags}).notes
     for name in ("speculative_config", "enable_lora", "cpu_offload_gb"):
@@ -275,7 +277,7 @@ def test_what_is_not_modelled_is_said(tmp_path: Path) -> None:
     assert not any(note.startswith("num_cached_tokens") for note in off)
 
 
-def test_a_gpu_of_which_nobody_says_the_memory_is_refused(tmp_path: Path) -> None:
+def test_unknown_gpu_without_stated_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="npu_mem: is required: nothing is known of the GPU 'TURBO'"):
         changed(tmp_path, hardware={"nodes": [{"instances": [{"hardware": "TURBO"}]}]})
 
@@ -291,7 +293,7 @@ def test_failed_requests_are_left_out_and_counted(tmp_path: Path, failed: dict[s
     refused(tmp_path, lambda folder: write(folder, [{**ROW, **failed}]), None, "all 1 failed")
 
 
-def test_drafted_tokens_may_come_in_one_step(tmp_path: Path) -> None:
+def test_drafted_tokens_may_arrive_in_one_step(tmp_path: Path) -> None:
     run = written_run(tmp_path, Timing(decode_kv_token=1e-4), n_requests=20)
     rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     for row in rows[:3]:
@@ -307,7 +309,7 @@ def test_drafted_tokens_may_come_in_one_step(tmp_path: Path) -> None:
     )
 
 
-def test_cached_tokens_are_not_computed_but_read(tmp_path: Path) -> None:
+def test_cached_tokens_shorten_prefill_but_are_read_in_decoding(tmp_path: Path) -> None:
     timing = Timing(decode_linear=0.0, decode_kv_token=1e-3)
     run = written_run(tmp_path, timing, n_requests=12)
     rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
@@ -330,7 +332,7 @@ def test_cached_tokens_are_not_computed_but_read(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_a_queue_shorter_than_a_step_has_no_relative_error(tmp_path: Path) -> None:
+def test_queue_shorter_than_a_step_has_no_relative_error(tmp_path: Path) -> None:
     run = written_run(tmp_path, Timing(decode_linear=0.0), n_requests=20)
     # A scheduler takes some microseconds to look at a request.
     run = replace(run, stamps=replace(run.stamps, scheduled=run.stamps.scheduled + 1e-5))
@@ -343,7 +345,7 @@ def test_a_queue_shorter_than_a_step_has_no_relative_error(tmp_path: Path) -> No
     assert rows["service TTFT", 50].error is not None
 
 
-def test_a_wrong_start_leads_to_the_same_timing(tmp_path: Path) -> None:
+def test_fit_finds_a_timing_far_from_the_expected_one(tmp_path: Path) -> None:
     expected = expected_timing(tmp_path)
     factors = {"prefill_linear": 0.5, "prefill_attention": 0.5, "decode_base": 1.6, "decode_kv_token": 1.6}
     truth = replace(expected, **{name: factor * getattr(expected, name) for name, factor in factors.items()})
@@ -378,7 +380,7 @@ def refused(folder: Path, spoil: Callable[[Path], object], field: str | None, wh
         assert caught.value.param == field
 
 
-def test_of_a_time_of_some_microseconds_no_error_is_said() -> None:
+def test_time_of_microseconds_has_no_relative_error() -> None:
     hardly = Comparison("queue", 50, measured_s=2e-5, calibrated_s=0.0, expected_s=0.0)
     assert (hardly.error, hardly.expected_error) == (None, None)
     much = Comparison("queue", 50, measured_s=2.0, calibrated_s=1.0, expected_s=3.0)

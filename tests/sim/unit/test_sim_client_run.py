@@ -51,7 +51,7 @@ def measured(timing: Timing, *, way_s: float, with_times: bool) -> MeasuredRun:
 
 @pytest.mark.parametrize("with_times", [False, True], ids=["client alone", "with metrics"])
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
-def test_what_a_client_sees_of_a_mock_engine_gives_its_timing_back(truth: Timing, with_times: bool) -> None:
+def test_client_stamps_of_a_mock_engine_give_its_timing_back(truth: Timing, with_times: bool) -> None:
     run = measured(truth, way_s=0.003, with_times=with_times)
     calibrated = calibrate_from(run, lone_timing(run, 30), n_fitted=30, spreads=LONE_SPREADS)
     fitted = calibrated.fitted.timing
@@ -70,7 +70,7 @@ def test_what_a_client_sees_of_a_mock_engine_gives_its_timing_back(truth: Timing
     assert [row.error for row in rows] == pytest.approx([0.0] * len(rows), abs=0.05)
 
 
-def test_without_metrics_the_way_is_a_round_trip_and_the_scheduler_is_not_known() -> None:
+def test_network_delay_without_engine_times_is_the_round_trip_time() -> None:
     run = client_run(
         META, None, [ALONE, ALONE._replace(sent_s=8.0, first_s=8.2, last_s=9.0)], round_trip_s=0.1
     )
@@ -85,7 +85,7 @@ def test_without_metrics_the_way_is_a_round_trip_and_the_scheduler_is_not_known(
     assert run.output_tokens.tolist() == [11, 11]
 
 
-def test_the_engines_own_times_are_its_stamps_and_say_the_way_of_the_others() -> None:
+def test_engine_times_set_its_stamps_and_the_network_delay_of_others() -> None:
     known = ALONE._replace(queue_s=0.05, prefill_s=0.25)
     other = ALONE._replace(sent_s=8.0, first_s=9.0, last_s=9.5)
     run = client_run(META, None, [known, other], round_trip_s=7.0)
@@ -100,7 +100,7 @@ def test_the_engines_own_times_are_its_stamps_and_say_the_way_of_the_others() ->
     assert "queue" in quantities(alone, alone.stamps)
 
 
-def test_requests_that_ran_together_share_the_way_that_the_engines_sums_leave() -> None:
+def test_requests_that_ran_together_share_the_network_delay_of_the_sums() -> None:
     together = [
         ALONE._replace(sent_s=8.0, first_s=9.0, last_s=9.5, way_share=0.8),
         ALONE._replace(sent_s=8.0, first_s=8.5, last_s=9.5, way_share=0.8),
@@ -110,14 +110,14 @@ def test_requests_that_ran_together_share_the_way_that_the_engines_sums_leave() 
     assert not run.knows_scheduler
 
 
-def test_a_way_is_never_longer_than_half_of_what_is_waited_for() -> None:
+def test_network_delay_is_at_most_half_of_the_wait() -> None:
     run = client_run(
         META, None, [ALONE, ALONE._replace(sent_s=8.0, first_s=8.1, last_s=9.0)], round_trip_s=0.4
     )
     assert (run.stamps.first - run.stamps.arrival).tolist() == pytest.approx([0.25, 0.05])
 
 
-def test_times_longer_than_the_client_waited_are_cut() -> None:
+def test_engine_times_longer_than_the_client_waited_are_cut() -> None:
     run = client_run(META, None, [ALONE._replace(queue_s=3.0, prefill_s=4.0)], round_trip_s=0.0)
     assert run.stamps.arrival[0] == run.stamps.queued[0] == run.stamps.scheduled[0] == 0.0
     assert run.stamps.first[0] == pytest.approx(0.5)
@@ -131,13 +131,15 @@ def test_times_longer_than_the_client_waited_are_cut() -> None:
         ({"first_s": 5.0}, "first_s", "before it was sent"),
     ],
 )
-def test_stamps_that_no_stream_has_are_refused(wrong: dict[str, float], param: str, why: str) -> None:
+def test_impossible_stream_stamps_and_usage_are_refused(
+    wrong: dict[str, float], param: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"request 2: .*{why}") as caught:
         client_run(META, None, [ALONE, ALONE._replace(**wrong)], round_trip_s=0.0)  # type: ignore[arg-type]
     assert caught.value.param == param
 
 
-def test_a_few_answers_that_came_at_once_say_nothing_of_decoding_and_many_are_refused() -> None:
+def test_answers_that_came_at_once_are_left_out_of_decoding_and_many_refused() -> None:
     truth = TRUTHS["a small model"]
     load = engine_load(30, context_tokens=16_384, kv_tokens=320_000)
     requests = client_requests(load, truth, with_times=True)
@@ -163,7 +165,7 @@ def test_a_few_answers_that_came_at_once_say_nothing_of_decoding_and_many_are_re
         client_run(META, None, [*requests[:-more], *held_back(more)], round_trip_s=0.0)
 
 
-def test_the_fit_begins_at_what_requests_that_ran_alone_took() -> None:
+def test_fit_begins_at_the_times_of_requests_that_ran_alone() -> None:
     truth = TRUTHS["a large one"]
     run = measured(truth, way_s=0.0, with_times=True)
     begun = lone_timing(run, 30)
@@ -179,7 +181,7 @@ def test_the_fit_begins_at_what_requests_that_ran_alone_took() -> None:
     assert lone_timing(unsaid, 30).kv_tokens >= run.input_tokens.sum() + run.output_tokens.sum()
 
 
-def test_requests_that_never_ran_alone_give_no_beginning() -> None:
+def test_requests_that_never_ran_alone_are_refused_as_a_start() -> None:
     together = [ALONE._replace(sent_s=5.0 + 0.01 * at) for at in range(8)]
     with pytest.raises(ConfigError, match="0 of 6 ran alone"):
         lone_timing(client_run(META, None, together, round_trip_s=0.0), 6)
@@ -190,7 +192,7 @@ def test_requests_that_never_ran_alone_give_no_beginning() -> None:
         lone_timing(client_run(META, None, single, round_trip_s=0.0), 6)
 
 
-def test_without_hardware_no_timing_is_expected_of_it(tmp_path: Path) -> None:
+def test_expected_timing_without_hardware_is_refused(tmp_path: Path) -> None:
     run = client_run(META, None, [ALONE], round_trip_s=0.0)
     shape, _ = model_shape("meta-llama/Llama-3.1-8B", tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json: is needed"):

@@ -45,7 +45,7 @@ def counts(of: DryRun) -> dict[Verdict, int]:
     return {verdict: of.count(verdict) for verdict in Verdict if of.count(verdict)}
 
 
-def test_requests_are_refused_while_a_zone_has_no_decode_worker_and_each_minute_is_counted() -> None:
+def test_dry_run_counts_refusals_per_minute_while_a_zone_has_no_decode_worker() -> None:
     rows = [request(at * 20.0, [at], pair("a", "a" if at < 4 or at > 9 else "b")) for at in range(14)]
     done = dry_run(past(FLEET, rows, without_a(70.0, 190.0)), REQUIRED)
     assert counts(done) == {Verdict.UNCHANGED: 8, Verdict.REFUSED: 6}
@@ -66,7 +66,7 @@ def test_requests_are_refused_while_a_zone_has_no_decode_worker_and_each_minute_
     }  # fmt: skip
 
 
-def test_kv_that_crossed_while_a_pair_was_there_moves_and_whole_requests_do_not_change() -> None:
+def test_crossing_transfer_moves_where_a_pair_exists_and_whole_requests_stay() -> None:
     rows = [
         request(0.0, [1], pair("a", "b")),
         request(1.0, [2], pair("a", "")),
@@ -76,7 +76,7 @@ def test_kv_that_crossed_while_a_pair_was_there_moves_and_whole_requests_do_not_
     assert done.verdicts == (Verdict.MOVED, Verdict.MOVED, Verdict.UNCHANGED)
 
 
-def test_workers_that_drain_are_silent_or_changed_zone_are_no_pair() -> None:
+def test_draining_silent_or_rezoned_workers_make_no_pair() -> None:
     gone: Sequence[Worker] = (
         worker(2, "decode", "a", draining=True),
         worker(2, "decode", "a", engine_silent=True),
@@ -92,7 +92,7 @@ def test_workers_that_drain_are_silent_or_changed_zone_are_no_pair() -> None:
     assert dry_run(past(FLEET, rows, answers), REQUIRED).count(Verdict.REFUSED) == 0
 
 
-def test_a_request_waits_for_its_domain_as_long_as_it_may() -> None:
+def test_dry_run_request_waits_for_its_domain_up_to_the_limit() -> None:
     rows = [request(0.0, [1], pair())]
     rows += [request(20.0 + 5.0 * at, [at], pair("a", "b")) for at in range(3)]
     recorded = past(FLEET, rows, without_a(10.0, 40.0))
@@ -105,7 +105,7 @@ def test_a_request_waits_for_its_domain_as_long_as_it_may() -> None:
     assert dry_run(never, REQUIRED, wait_s=1e9).count(Verdict.REFUSED) == 3
 
 
-def test_what_was_refused_in_the_past_is_no_news() -> None:
+def test_requests_refused_in_the_past_are_not_counted_as_refused() -> None:
     failed: dict[str, Any] = {"status": Status.FAILED, "code": "no_eligible_worker", "http_status": 503}
     nowhere = constraints(required_taints=("salted:0",))
     rows = [
@@ -118,7 +118,7 @@ def test_what_was_refused_in_the_past_is_no_news() -> None:
     assert (done.refused, done.groups, done.minutes) == ((), (), ())
 
 
-def test_pins_adapters_and_lengths_are_asked_for_as_they_were() -> None:
+def test_dry_run_keeps_pins_adapters_and_lengths_of_requests() -> None:
     fleet = [*FLEET, worker(4, "prefill", "b"), worker(5, "decode", "a", context_length=100)]
     left: list[Change] = [(5.0, FleetChange.LEFT, [FLEET[1]])]
     rows = [
@@ -138,7 +138,7 @@ def test_pins_adapters_and_lengths_are_asked_for_as_they_were() -> None:
     assert dry_run(past(ranged, rows), REQUIRED).verdicts == (Verdict.UNCHANGED, Verdict.REFUSED)
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_level_pin_role_or_worker_id_is_refused_by_name() -> None:
     rows = [request(0.0, [1], pair())]
     with pytest.raises(ConfigError, match=r"kv-transfer-domain: .*'rack'.*recorded: zone"):
         dry_run(past(FLEET, rows), Policy("rack", "required", None))
@@ -173,7 +173,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Worker], list[Row], list[Change]]:
 
 @given(fleets())
 @settings(max_examples=100, deadline=None)
-def test_a_request_is_refused_where_the_router_s_own_decision_refuses_it(
+def test_dry_run_refuses_exactly_where_the_routers_decision_refuses(
     made: tuple[list[Worker], list[Row], list[Change]],
 ) -> None:
     recorded = past(*made)

@@ -20,7 +20,7 @@ from kvrouter.sim.calibrate.engine_load import (
     kv=st.none() | st.integers(4_096, 1 << 22),
     seqs=st.none() | st.integers(1, 512),
 )
-def test_a_load_has_as_many_requests_as_asked_for_and_all_fit(
+def test_load_has_the_requested_number_of_requests_and_all_fit(
     n: int, context: int, kv: int | None, seqs: int | None
 ) -> None:
     load = engine_load(n, context_tokens=context, kv_tokens=kv, max_num_seqs=seqs)
@@ -55,7 +55,9 @@ def test_long_prompts_run_alone_and_short_ones_together() -> None:
         (30, CONTEXT_LEAST - 1, "max_model_len", "127 tokens are too few"),
     ],
 )
-def test_a_load_that_shows_nothing_is_refused(n: int, context: int, param: str, why: str) -> None:
+def test_load_too_small_too_large_or_of_too_short_context_is_refused(
+    n: int, context: int, param: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         engine_load(n, context_tokens=context)
     assert caught.value.param == param

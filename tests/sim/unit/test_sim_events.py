@@ -47,7 +47,7 @@ def same(one: Result, other: Result) -> None:
 # Links
 
 
-def test_a_link_that_falls_to_a_tenth_carries_the_rest_ten_times_as_slowly() -> None:
+def test_link_that_falls_to_a_tenth_carries_the_rest_ten_times_slower() -> None:
     rows = [row(0, 0.0, [1, 2, 3])]
     file = fleet(ACROSS)
     (before,) = replayed(rows, file).outcomes
@@ -59,7 +59,7 @@ def test_a_link_that_falls_to_a_tenth_carries_the_rest_ten_times_as_slowly() -> 
     assert after.ttft_s == pytest.approx(falls_s + 96.0 + decode_s)
 
 
-def test_a_link_that_is_mended_carries_as_before_and_its_latency_is_that_of_later_transfers() -> None:
+def test_restored_link_carries_as_before_with_latency_for_later_transfers() -> None:
     rows = [row(0, 10.0, [1, 2, 3]), row(1, 300.0, [4, 5, 6])]
     events = [
         LinkEvent(at_s=1.0, between=("a", "b"), bandwidth_bytes_per_s=131_072.0, latency_factor=5.0),
@@ -74,7 +74,7 @@ def test_a_link_that_is_mended_carries_as_before_and_its_latency_is_that_of_late
     assert later_s == pytest.approx(usual_s)
 
 
-def test_the_router_does_not_know_that_a_link_changed() -> None:
+def test_router_decisions_ignore_a_changed_link() -> None:
     weighed = "router: {kv_transfer_weight: 100.0}" + TWO_ZONES
     rows = [row(number, 20.0 * number, [number, 9, 8]) for number in range(6)]
     falls = [LinkEvent(at_s=0.0, between=(zone, zone), bandwidth_factor=0.5) for zone in "ab"]
@@ -89,7 +89,7 @@ def test_the_router_does_not_know_that_a_link_changed() -> None:
     )
 
 
-def test_a_rack_s_link_changes_alone() -> None:
+def test_link_of_one_level_changes_alone() -> None:
     text = """
 topology:
   levels: [zone, rack]
@@ -128,7 +128,7 @@ workers:
 # Labels
 
 
-def test_a_worker_whose_label_changed_is_in_its_new_zone() -> None:
+def test_relabelled_worker_counts_for_its_new_zone() -> None:
     rows = [row(0, 0.0, [1, 2, 3]), row(1, 30.0, [4, 5, 6]), row(2, 60.0, [7, 8, 9])]
     file = fleet(f"kv_transfer: {{domain: zone}}{ACROSS}")
     moves = [
@@ -146,14 +146,14 @@ def test_a_worker_whose_label_changed_is_in_its_new_zone() -> None:
     }
 
 
-def test_a_label_leaves_the_engine_what_it_holds_and_runs() -> None:
+def test_relabelled_engine_keeps_its_cache_and_running_requests() -> None:
     rows = [row(0, 0.0, [1, 2], output_tokens=400), row(1, 30.0, [1, 2])]
     text = "topology: {levels: [zone]}\nworkers: [{name: w, domains: {zone: a}}]"
     moves = [LabelEvent(at_s=1.0, group="w", set={"zone": "b"})]
     same(replayed(rows, fleet(text), timetable=moves), replayed(rows, fleet(text)))
 
 
-def test_a_transfer_that_is_on_its_way_keeps_its_link_when_a_label_changes() -> None:
+def test_running_transfer_keeps_its_link_when_a_label_changes() -> None:
     rows = [row(0, 0.0, [1, 2, 3]), row(1, 60.0, [4, 5, 6])]
     moves = [LabelEvent(at_s=PREFILL_S + 5.0, group="db", set={"zone": "a"})]
     plain = by_number(replayed(rows, fleet(ACROSS)))
@@ -163,7 +163,7 @@ def test_a_transfer_that_is_on_its_way_keeps_its_link_when_a_label_changes() -> 
     assert moved[1].ttft_s == pytest.approx(plain[1].ttft_s - 1.0 - 19.2 + 1.92)
 
 
-def test_a_worker_that_is_dead_comes_back_where_its_label_says() -> None:
+def test_dead_worker_rejoins_in_the_zone_of_its_new_label() -> None:
     rows = [row(0, 10.0, [1, 2, 3])]
     events = [
         DieEvent(at_s=1.0, group="db"),
@@ -174,7 +174,7 @@ def test_a_worker_that_is_dead_comes_back_where_its_label_says() -> None:
     assert [outcome.error for outcome in result.outcomes] == [""]
 
 
-def test_a_draining_worker_ends_what_it_has_and_keeps_its_cache_for_when_it_is_used_again() -> None:
+def test_draining_worker_ends_its_request_and_keeps_its_cache_for_a_rejoin() -> None:
     rows = [row(number, 20.0 * number, [1, 2, 3], output_tokens=400) for number in range(4)]
     file = fleet("workers: [{name: w, replicas: 2}]")
     plain = by_number(replayed(rows, file))
@@ -209,7 +209,7 @@ def test_a_draining_worker_ends_what_it_has_and_keeps_its_cache_for_when_it_is_u
 # Policies
 
 
-def test_a_policy_that_becomes_required_refuses_what_it_let_through() -> None:
+def test_policy_that_becomes_required_refuses_crossings_it_allowed() -> None:
     text = f"kv_transfer: {{domain: zone, enforcement: fallback}}{ACROSS}"
     rows = [row(0, 0.0, [1, 2, 3]), row(1, 60.0, [4, 5, 6]), row(2, 120.0, [7, 8, 9])]
     events = [
@@ -224,7 +224,7 @@ def test_a_policy_that_becomes_required_refuses_what_it_let_through() -> None:
     ]
 
 
-def test_the_router_decides_by_its_new_settings() -> None:
+def test_router_mode_change_takes_effect_during_a_replay() -> None:
     rows = [row(number, 20.0 * number, [1, 2, 3] if number < 4 else [5, 6, 7]) for number in range(8)]
     file = fleet("workers: [{name: w, replicas: 4}]")
     at = [PolicyEvent(at_s=70.0, set={"router_mode": "round-robin"})]
@@ -238,7 +238,7 @@ def test_the_router_decides_by_its_new_settings() -> None:
     assert len(set(decode[4:])) == 1
 
 
-def test_thresholds_that_are_set_later_hold() -> None:
+def test_busy_threshold_set_during_a_replay_takes_effect() -> None:
     rows = [row(n, 30.0 + 0.001 * n, [10 * n, 10 * n + 1, 10 * n + 2], output_tokens=2) for n in range(6)]
     file = fleet("workers: [{name: w}]")
     busy = [PolicyEvent(at_s=10.0, set={"active_prefill_tokens_threshold": 64})]
@@ -260,7 +260,7 @@ def test_thresholds_that_are_set_later_hold() -> None:
         ),
     ],
 )
-def test_requests_that_wait_try_again_under_the_new_settings(router: str, change: dict[str, object]) -> None:
+def test_waiting_requests_are_retried_when_settings_change(router: str, change: dict[str, object]) -> None:
     rows = [row(number, 0.001 * number, [10 * number, 10 * number + 1]) for number in range(4)]
     file = fleet(f"router: {{{router}}}{ACROSS}")
     change_s = 0.01
@@ -272,7 +272,7 @@ def test_requests_that_wait_try_again_under_the_new_settings(router: str, change
 # Workers that are added
 
 
-def test_workers_that_are_added_take_requests() -> None:
+def test_added_workers_take_requests() -> None:
     rows = [row(0, 0.0, [1, 2, 3]), row(1, 30.0, [4, 5, 6])]
     decodes = AddEvent(at_s=20.0, group="db", replicas=2)
     file = fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}")
@@ -289,7 +289,7 @@ def test_workers_that_are_added_take_requests() -> None:
     assert again == outcomes
 
 
-def test_a_join_does_not_bring_those_who_are_added_later() -> None:
+def test_join_does_not_start_workers_that_are_added_later() -> None:
     events = [JoinEvent(at_s=1.0), AddEvent(at_s=20.0, group="w"), DieEvent(at_s=30.0, group="w")]
     rows = [row(number, 10.0 * number, [number], output_tokens=2) for number in range(5)]
     outcomes = by_number(replayed(rows, fleet("workers: [{name: w}]"), timetable=events))
@@ -298,7 +298,7 @@ def test_a_join_does_not_bring_those_who_are_added_later() -> None:
     assert [outcome.error for outcome in outcomes[3:]] == ["no_eligible_worker"] * 2
 
 
-def test_an_engine_that_is_added_has_room_for_every_request_too() -> None:
+def test_added_engine_must_have_room_for_every_request_too() -> None:
     file = fleet("workers: [{name: w}]")
     small = AddEvent.model_validate(
         {"at_s": 1.0, "workers": [{"name": "small", "engine": {"total_kv_blocks": 4}}]}
@@ -345,7 +345,7 @@ def test_a_link_at_factor_1_changes_nothing(
 
 @given(drawn=ROWS)
 @settings(max_examples=15, deadline=None)
-def test_what_happens_at_the_very_beginning_is_as_if_the_file_said_it(
+def test_event_at_time_zero_equals_the_same_setting_in_the_fleet_file(
     drawn: list[tuple[float, list[int], int]],
 ) -> None:
     rows = made(drawn)
@@ -534,7 +534,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("event", "where", "what"), WRONG.values(), ids=WRONG)
-def test_mistakes_are_named_with_file_line_and_field(
+def test_timetable_mistake_is_refused_with_file_line_and_field(
     event: str, where: str, what: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "events.yaml"
@@ -547,7 +547,7 @@ def test_mistakes_are_named_with_file_line_and_field(
     assert what in message
 
 
-def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_timetable_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "events.yaml"
     path.write_text("event: []\nevents:\n- {at_s: -1, what: die}\n- {at_s: 1, what: bye}\n")
     with pytest.raises(ConfigError) as refused:
@@ -560,7 +560,7 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path) -> None:
             read_timetable(path)
 
 
-def test_a_timetable_of_every_kind_is_read(tmp_path: Path) -> None:
+def test_timetable_with_every_kind_of_event_is_read_and_replayed(tmp_path: Path) -> None:
     path = tmp_path / "events.yaml"
     path.write_text(
         "events:\n"

@@ -40,13 +40,13 @@ DOCS = Path(__file__).parents[3] / "docs" / "mock-engine.md"
         ("Tesla V100-SXM2-32GB", "V100 32GB"),
     ],
 )
-def test_names_as_they_are_printed_are_known(printed: str, name: str) -> None:
+def test_gpu_names_printed_by_engines_are_recognized(printed: str, name: str) -> None:
     gpu = known_gpu(printed)
     assert gpu is not None
     assert gpu.name == name
 
 
-def test_memory_says_which_of_two_it_is_and_other_names_are_unknown() -> None:
+def test_memory_size_selects_between_gpu_variants_and_other_names_are_unknown() -> None:
     small, large = known_gpu("A100", 40), known_gpu("A100", 80)
     assert small is not None
     assert large is not None
@@ -55,7 +55,7 @@ def test_memory_says_which_of_two_it_is_and_other_names_are_unknown() -> None:
     assert known_gpu("NVIDIA Graphics Device") is None
 
 
-def test_the_page_lists_what_is_known() -> None:
+def test_documented_gpu_table_equals_the_known_gpus() -> None:
     rows = re.findall(
         r"^\| (\S.*?) \| ([\d.,]+) \| ([\d.,]+) \| ([\d.,]+) \| (.*?) \|$", DOCS.read_text(), re.M
     )

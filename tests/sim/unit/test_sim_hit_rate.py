@@ -43,7 +43,7 @@ def in_turn(n: int, texts: int, of: Iterable[AttemptRecord]) -> list[Row]:
     return [request(float(at), text(at % texts), each) for at, each in zip(range(n), of, strict=False)]
 
 
-def test_nothing_is_lost_but_what_was_never_seen_where_all_goes_well() -> None:
+def test_ladder_without_losses_names_only_first_seen_and_partial_blocks() -> None:
     found = [attempt(leg("1/0", overlap=10 if at else 0, found=10 if at else 0)) for at in range(5)]
     ladder = hit_ladder(past([worker(1)], in_turn(5, 1, found)))
     assert tokens(ladder, Rung.PROMPTS) == 5 * 41
@@ -55,7 +55,7 @@ def test_nothing_is_lost_but_what_was_never_seen_where_all_goes_well() -> None:
     assert ladder.facts.fleet_blocks == 1000
 
 
-def test_the_last_token_of_a_prompt_that_fills_its_blocks_is_never_found() -> None:
+def test_last_token_of_a_prompt_that_fills_its_blocks_is_never_cached() -> None:
     rows = [request(float(at), text(1, 3), attempt(leg("1/0", overlap=3, found=2)), tail=0) for at in (0, 1)]
     ladder = hit_ladder(past([worker(1)], rows))
     assert tokens(ladder, Rung.ENGINES) == tokens(ladder, Rung.EXPECTED) == 2 * 2 * BLOCK
@@ -63,7 +63,7 @@ def test_the_last_token_of_a_prompt_that_fills_its_blocks_is_never_found() -> No
     assert ladder.facts.beyond_tokens == 2 * BLOCK  # the first one found what nobody recorded had asked for
 
 
-def test_a_small_cache_is_named() -> None:
+def test_small_cache_is_named_as_the_largest_loss() -> None:
     nothing = [attempt(leg("1/0", found=0)) for _ in range(40)]
     ladder = hit_ladder(past([worker(1, kv_blocks=40)], in_turn(40, 8, nothing)))
     assert share(ladder, Rung.ENDLESS) > 0.7
@@ -75,7 +75,7 @@ def test_a_small_cache_is_named() -> None:
     assert lost(bigger).get(Cause.CACHE_SIZE, 0) == 0
 
 
-def test_routing_in_turn_is_named() -> None:
+def test_round_robin_routing_is_named_as_the_largest_loss() -> None:
     rows = []
     holds: set[tuple[int, int]] = set()
     for at in range(36):
@@ -91,7 +91,7 @@ def test_routing_in_turn_is_named() -> None:
     assert lost(ladder)[Cause.ROUTER_MODE] == tokens(ladder, Rung.PERFECT) == 6 * 5 * 40
 
 
-def test_load_that_moves_requests_is_named() -> None:
+def test_load_that_moves_requests_is_named_as_the_largest_loss() -> None:
     rows = [
         request(at / 10.0, text(1), attempt(leg(f"{at + 1}/0", found=0, last_s=100.0), placed_s=0.0))
         for at in range(4)
@@ -107,7 +107,7 @@ def test_load_that_moves_requests_is_named() -> None:
     assert ladder.largest is Cause.UNEXPLAINED  # the index knew, and nothing ran
 
 
-def test_events_that_are_lost_are_named() -> None:
+def test_lost_kv_events_are_named_as_the_largest_loss() -> None:
     """The router expects nothing anywhere, and now and then engines find it."""
     rows, holds = [], set()
     for at in range(60):
@@ -126,7 +126,7 @@ def test_events_that_are_lost_are_named() -> None:
     assert CAUSES[Cause.UNSEEN].remedy == CAUSES[Cause.INDEX].remedy
 
 
-def test_removals_that_were_not_heard_of_and_engines_that_keep_less_are_named() -> None:
+def test_stale_index_early_eviction_and_missing_reports_are_named() -> None:
     stale = [attempt(leg("1/0", overlap=10 if at else 0, found=0)) for at in range(5)]
     ladder = hit_ladder(past([worker(1)], in_turn(5, 1, stale)))
     assert ladder.largest is Cause.STALE
@@ -139,7 +139,7 @@ def test_removals_that_were_not_heard_of_and_engines_that_keep_less_are_named() 
     assert (ladder.facts.unreported, ladder.facts.unreported_tokens) == (5, 5 * 41)
 
 
-def test_what_kept_a_request_from_the_worker_that_had_most_is_named() -> None:
+def test_reason_that_kept_a_request_from_its_best_cache_is_named() -> None:
     first = request(0.0, text(1), attempt(leg("1/0", found=0)))
 
     def second(*changes: Change, **asked: Any) -> HitLadder:
@@ -159,7 +159,7 @@ def test_what_kept_a_request_from_the_worker_that_had_most_is_named() -> None:
     assert (gone.facts.workers_left, gone.facts.blocks_left) == (1, 11)
 
 
-def test_a_transfer_policy_that_keeps_prefill_from_a_zone_is_named() -> None:
+def test_transfer_policy_that_keeps_prefill_from_a_zone_is_named() -> None:
     policy = {"transfer_domain": "zone", "enforcement": "required"}
     workers = [
         worker(1, "prefill", "a", **policy), worker(2, "prefill", "b", **policy),
@@ -183,7 +183,7 @@ def test_a_transfer_policy_that_keeps_prefill_from_a_zone_is_named() -> None:
     assert lost(ladder)[Cause.TRANSFER_POLICY] == 40  # the router's own
 
 
-def test_answers_are_the_beginning_of_a_next_turn_and_no_rung_calls_that_a_loss() -> None:
+def test_answers_count_as_cached_beginning_of_the_next_turn_without_loss() -> None:
     rows = [
         request(0.0, text(1, 10), attempt(leg("1/0", found=0)), output_tokens=8),
         request(9.0, text(1, 14), attempt(leg("1/0", overlap=12, found=12))),
@@ -194,7 +194,7 @@ def test_answers_are_the_beginning_of_a_next_turn_and_no_rung_calls_that_a_loss(
     assert {each.simulated_tokens for each in ladder.rungs} == {None}  # no model lacks the answer
 
 
-def test_requests_that_reached_no_worker_are_left_out_and_the_last_attempt_counts() -> None:
+def test_requests_without_a_worker_are_left_out_and_the_last_attempt_counts() -> None:
     lost_first = attempt(leg("1/0", found=None, last_s=1.0), lost="aggregated")
     second = attempt(leg("2/0", overlap=0, found=10), placed_s=1.0)
     never = attempt(leg("1/0", sent_s=None))
@@ -211,14 +211,14 @@ def test_requests_that_reached_no_worker_are_left_out_and_the_last_attempt_count
         hit_ladder(past([worker(1)], rows[2:]))
 
 
-def test_workers_without_a_size_are_endless_and_said() -> None:
+def test_workers_without_a_cache_size_count_as_unlimited_and_are_counted() -> None:
     nothing = [attempt(leg("1/0", found=0)) for _ in range(20)]
     ladder = hit_ladder(past([worker(1, kv_blocks=None)], in_turn(20, 8, nothing)))
     assert (ladder.facts.fleet_blocks, ladder.facts.workers_without_size) == (None, 1)
     assert share(ladder, Rung.FLEET) == share(ladder, Rung.ENDLESS)
 
 
-def test_each_cause_has_words_and_its_flags_and_metrics_exist() -> None:
+def test_each_cause_has_a_text_whose_flags_and_metrics_exist() -> None:
     settings_page = (ROOT / "docs/settings.md").read_text()
     metrics = (ROOT / "docs/metrics.md").read_text()
     elsewhere = {"--compare", "--request-id", "--enable-prompt-tokens-details", "--prompt-tokens-min",
@@ -262,7 +262,7 @@ def rows_of(draw: st.DrawFn) -> tuple[int, int, list[Row], list[Change]]:
 
 @given(rows_of())
 @settings(max_examples=100, deadline=None)
-def test_rungs_descend_and_losses_are_all_that_is_between_them(
+def test_rungs_descend_and_losses_add_up_between_them(
     made: tuple[int, int, list[Row], list[Change]],
 ) -> None:
     n_workers, kv_blocks, rows, changes = made
@@ -287,7 +287,7 @@ def test_rungs_descend_and_losses_are_all_that_is_between_them(
 
 @given(rows_of())
 @settings(max_examples=60, deadline=None)
-def test_an_index_over_the_caches_says_what_the_caches_say(
+def test_ladder_is_the_same_with_an_index_over_the_caches(
     made: tuple[int, int, list[Row], list[Change]],
 ) -> None:
     n_workers, kv_blocks, rows, changes = made
@@ -300,7 +300,7 @@ def test_an_index_over_the_caches_says_what_the_caches_say(
 
 @given(rows_of())
 @settings(max_examples=60, deadline=None)
-def test_an_endless_fleet_of_one_loses_nothing_but_what_was_never_seen(
+def test_single_unlimited_worker_has_equal_endless_fleet_and_chosen_rungs(
     made: tuple[int, int, list[Row], list[Change]],
 ) -> None:
     _, _, rows, _ = made

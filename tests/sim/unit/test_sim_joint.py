@@ -62,7 +62,7 @@ def mean_ttft_s(simulation: Simulation) -> float:
     return sum(times) / len(times)
 
 
-def test_short_prompts_stay_long_ones_are_split_and_answers_begin_sooner() -> None:
+def test_joint_choice_keeps_short_prompts_local_and_lowers_mean_ttft() -> None:
     rows, fast = traffic(500, per_s=40.0), ZONES.replace("5.0e+9", "1.0e+11")
     outcomes = by_number(replayed(rows, fleet(JOINT + fast)))
     assert all(outcome.error == "" for outcome in outcomes)
@@ -78,7 +78,7 @@ def test_short_prompts_stay_long_ones_are_split_and_answers_begin_sooner() -> No
     assert mean_ttft_s(together) < 0.9 * mean_ttft_s(apart)
 
 
-def test_replays_of_one_seed_are_the_same() -> None:
+def test_replays_of_one_seed_are_equal() -> None:
     rows = traffic(200, per_s=25.0)
     one, other = (by_number(replayed(rows, fleet(JOINT + ZONES), seed=4)) for _ in range(2))
     assert [(each.prefill, each.decode, each.first_s) for each in one] == [
@@ -86,7 +86,7 @@ def test_replays_of_one_seed_are_the_same() -> None:
     ]
 
 
-def test_no_kv_leaves_its_zone_where_that_is_required() -> None:
+def test_joint_choice_keeps_kv_in_its_zone_where_required() -> None:
     policy = "kv_transfer: {domain: zone, enforcement: required}\n"
     for outcome in replayed(traffic(300, per_s=60.0), fleet(JOINT + policy + ZONES)).outcomes:
         assert outcome.error == ""
@@ -94,7 +94,7 @@ def test_no_kv_leaves_its_zone_where_that_is_required() -> None:
         assert len(zones) == 1
 
 
-def test_a_price_keeps_kv_where_it_costs_nothing() -> None:
+def test_price_weight_reduces_transfers_over_priced_links() -> None:
     rows = traffic(300, per_s=30.0)
 
     def crossing(weight: float) -> int:
@@ -110,7 +110,7 @@ def test_a_price_keeps_kv_where_it_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("router", [JOINT, SEQUENTIAL])
-def test_a_link_that_falls_to_a_tenth_is_left_within_seconds_and_said_to_be_slow(router: str) -> None:
+def test_link_that_falls_during_a_replay_is_avoided_and_reported_slow(router: str) -> None:
     at_s = 20.0
     rows = traffic(900, per_s=18.0)
     fall = LinkEvent(at_s=at_s, between=("a", "a"), level="zone", bandwidth_factor=0.02)
@@ -129,7 +129,7 @@ def test_a_link_that_falls_to_a_tenth_is_left_within_seconds_and_said_to_be_slow
     assert unscathed.fleet.placer.transfers.learned.are_alike
 
 
-def test_pairs_are_chosen_together_by_time_alone() -> None:
+def test_joint_choice_is_refused_with_a_cost_other_than_time() -> None:
     wrong = PolicyEvent(at_s=1.0, set={"router_pd_selection": "joint"})
     rows, blocks = traffic(60, per_s=30.0), "router: {router_cost: blocks}\n" + ZONES
     with pytest.raises(ConfigError, match=r"set\.router_pd_selection: .*joint compares times.*not blocks"):
@@ -143,7 +143,7 @@ def test_pairs_are_chosen_together_by_time_alone() -> None:
 
 
 @pytest.mark.parametrize("router", [JOINT, SEQUENTIAL, "router: {}\n"])
-def test_two_pools_take_prompts_of_their_lengths_and_the_transfer_policy_holds_in_both(router: str) -> None:
+def test_prompt_length_pools_and_transfer_policy_hold_together(router: str) -> None:
     pools = """topology: {levels: [zone]}
 kv_transfer: {domain: zone, enforcement: required}
 workers:

@@ -70,7 +70,7 @@ ACTIVE_B = {
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_known_models_have_the_parameters_that_are_published(name: str) -> None:
+def test_known_models_have_their_published_parameter_counts(name: str) -> None:
     shape = shape_of(KNOWN_MODELS[name])
     in_name = re.search(r"(\d+(?:\.\d+)?)b", name)
     size_b = SIZES_B.get(name) or float(in_name[1] if in_name else "nan")
@@ -93,13 +93,13 @@ def test_known_models_have_the_parameters_that_are_published(name: str) -> None:
         ("microsoft/Phi-4-mini-instruct", "phi-4-mini"),
     ],
 )
-def test_names_are_known_with_owner_and_ending(tmp_path: Path, name: str, known: str) -> None:
+def test_model_names_are_recognized_with_owner_and_suffix(tmp_path: Path, name: str, known: str) -> None:
     shape, source = model_shape(name, tmp_path)
     assert source == "the model's name"
     assert shape.dense_params == shape_of(KNOWN_MODELS[known]).dense_params
 
 
-def test_a_configuration_file_says_more_than_the_name(tmp_path: Path) -> None:
+def test_model_configuration_file_takes_precedence_over_the_name(tmp_path: Path) -> None:
     path = tmp_path / "any.json"
     path.write_text(json.dumps(DIMENSIONS))
     shape, source = model_shape("Qwen/Qwen3-32B", tmp_path, path)
@@ -112,7 +112,7 @@ def test_a_configuration_file_says_more_than_the_name(tmp_path: Path) -> None:
         model_shape("Qwen/Qwen3-32B", tmp_path, tmp_path / "no.json")
 
 
-def test_the_cache_of_hugging_face_is_read_and_nothing_is_downloaded(
+def test_hugging_face_cache_is_read_without_a_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.json"
@@ -150,7 +150,7 @@ LAYERS: list[tuple[dict[str, object], tuple[int, int, int]]] = [
 
 
 @pytest.mark.parametrize(("keys", "layers"), LAYERS)
-def test_layers_with_windows_are_found(
+def test_layers_with_sliding_windows_are_read(
     tmp_path: Path, keys: dict[str, object], layers: tuple[int, int, int]
 ) -> None:
     assert read(tmp_path, **keys).attention == layers
@@ -166,7 +166,7 @@ EXPERTS: list[tuple[dict[str, object], int, float]] = [
 
 
 @pytest.mark.parametrize(("keys", "n_layers", "width"), EXPERTS)
-def test_layers_with_experts_are_found(
+def test_layers_with_experts_are_read(
     tmp_path: Path, keys: dict[str, object], n_layers: int, width: float
 ) -> None:
     shape = read(tmp_path, **keys)
@@ -174,14 +174,14 @@ def test_layers_with_experts_are_found(
     assert shape.expert_params == 3 * 64 * width
 
 
-def test_a_model_that_sees_is_its_decoder(tmp_path: Path) -> None:
+def test_vision_language_model_has_the_shape_of_its_text_decoder(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(
         json.dumps({"text_config": DIMENSIONS, "vision_config": {"num_hidden_layers": 99}})
     )
     assert model_shape("any", tmp_path)[0].layers == 4
 
 
-def test_latent_attention_keeps_little_and_decodes_with_more(tmp_path: Path) -> None:
+def test_latent_attention_has_small_kv_and_a_wider_decode(tmp_path: Path) -> None:
     latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     shape = read(tmp_path, **latent)
     assert (shape.kv_heads, shape.kv_values) == (1, 40)
@@ -217,7 +217,7 @@ FORMATS: list[tuple[dict[str, object], str, float, str]] = [
 
 
 @pytest.mark.parametrize(("config", "name", "size", "computed"), FORMATS)
-def test_the_model_says_how_its_weights_are_stored(
+def test_weight_format_is_read_from_the_quantization_config(
     tmp_path: Path, config: dict[str, object], name: str, size: float, computed: str
 ) -> None:
     weights = read(tmp_path, quantization_config=config).weights
@@ -236,7 +236,7 @@ def test_the_model_says_how_its_weights_are_stored(
         ("deepseek-ai/DeepSeek-V3", 8),
     ],
 )
-def test_the_name_says_how_weights_are_stored(tmp_path: Path, model: str, bits: float) -> None:
+def test_weight_format_is_read_from_the_model_name(tmp_path: Path, model: str, bits: float) -> None:
     weights = model_shape(model, tmp_path)[0].weights
     assert weights is not None
     assert weights.bits == bits
@@ -255,7 +255,7 @@ def run_of(
 FLAGS: dict[str, object] = {"max_num_seqs": 12, "max_num_batched_tokens": 1_024}
 
 
-def test_gpus_share_heads_of_kv_but_not_less_than_one(tmp_path: Path) -> None:
+def test_tensor_parallel_gpus_share_kv_heads_down_to_one_each(tmp_path: Path) -> None:
     llama, _ = model_shape("meta-llama/Llama-3.3-70B", tmp_path)
     kv_ms = [
         roofline(run_of(tmp_path, {"tensor_parallel_size": n}, H200), llama).timing.decode_kv_token
@@ -270,7 +270,7 @@ def test_gpus_share_heads_of_kv_but_not_less_than_one(tmp_path: Path) -> None:
     assert tokens[1] < 1.4 * tokens[0]
 
 
-def test_weights_of_experts_are_shared_by_data_parallel_ranks_too(tmp_path: Path) -> None:
+def test_data_parallel_ranks_share_the_weights_of_experts(tmp_path: Path) -> None:
     shape, _ = model_shape("Qwen/Qwen3-30B-A3B", tmp_path)
     ranks: list[dict[str, object]] = [{}, {"data_parallel_size": 2}]
     tokens = [roofline(run_of(tmp_path, flags), shape).kv_tokens for flags in ranks]
@@ -280,7 +280,7 @@ def test_weights_of_experts_are_shared_by_data_parallel_ranks_too(tmp_path: Path
     )
 
 
-def test_weights_are_stored_in_fewer_bytes_but_not_computed_faster_by_every_gpu(tmp_path: Path) -> None:
+def test_fp8_weights_need_fewer_bytes_but_speed_up_only_gpus_that_support_fp8(tmp_path: Path) -> None:
     shape, _ = model_shape("meta-llama/Llama-3.1-8B", tmp_path)
     fp8 = shape._replace(weights=WeightFormat("fp8", 8, "fp8"))
     a100: dict[str, object] = {"nodes": [{"instances": [{"hardware": "NVIDIA A100-SXM4-80GB"}]}]}
@@ -297,7 +297,7 @@ def test_weights_are_stored_in_fewer_bytes_but_not_computed_faster_by_every_gpu(
     assert said.guesses == ("quantization: nothing is known of 'fancy': 16 bits are assumed",)
 
 
-def test_what_windows_leave_follows_from_the_lengths(tmp_path: Path) -> None:
+def test_window_shares_follow_from_prompt_and_answer_lengths(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     everything = window_shares(run, AttentionLayers(8, 0, 0))
     assert everything == (8.0, 8.0, 8.0)
@@ -313,7 +313,7 @@ def test_what_windows_leave_follows_from_the_lengths(tmp_path: Path) -> None:
         assert share == pytest.approx(np.minimum(every, window).sum() / every.sum(), rel=0.01)
 
 
-def test_a_model_without_kv_can_be_expected(tmp_path: Path) -> None:
+def test_model_without_kv_layers_has_an_expected_timing(tmp_path: Path) -> None:
     shape = read(tmp_path, layer_types=["linear_attention"] * 4)
     timing = roofline(run_of(tmp_path), shape).timing
     assert timing.decode_kv_token > 0.0

@@ -44,7 +44,7 @@ ALL = st.lists(EACH, max_size=20)
 
 
 @given(ALL)
-def test_outcomes_come_back_as_they_were_added(added: list[Outcome]) -> None:
+def test_outcomes_are_returned_as_added(added: list[Outcome]) -> None:
     held = Outcomes(added)
     assert list(held) == added
     assert len(held) == len(added)
@@ -53,7 +53,7 @@ def test_outcomes_come_back_as_they_were_added(added: list[Outcome]) -> None:
 
 
 @given(ALL)
-def test_columns_say_what_each_outcome_says(added: list[Outcome]) -> None:
+def test_outcome_columns_and_totals_equal_those_of_each_outcome(added: list[Outcome]) -> None:
     held = Outcomes(added)
     table = held.table()
     ordered = sorted(added, key=lambda outcome: outcome.number)
@@ -89,7 +89,7 @@ def test_columns_say_what_each_outcome_says(added: list[Outcome]) -> None:
         assert transfers == sum((each.src, each.dst) == (move.src, move.dst) for each in moves)
 
 
-def test_an_outcome_takes_little_memory() -> None:
+def test_outcome_takes_little_memory() -> None:
     a, b = {"zone": "a"}, {"zone": "b"}
     n = 20_000
     tracemalloc.start()

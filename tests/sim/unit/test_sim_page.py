@@ -81,7 +81,7 @@ def rows(of: Element) -> list[list[str]]:
     return [[words(cell) for cell in row] for row in of.findall(".//tbody/tr")]
 
 
-def test_the_head_says_what_was_replayed_and_how() -> None:
+def test_page_header_names_trace_dispatch_and_objectives() -> None:
     page = parsed(TWO)
     head = words(first(page, "header"))
     for said in (
@@ -101,7 +101,7 @@ def test_the_head_says_what_was_replayed_and_how() -> None:
     assert "Interrupted" in words(first(stopped, "header"))
 
 
-def test_the_page_needs_nothing_else_and_runs_nothing() -> None:
+def test_page_has_no_scripts_and_no_external_resources() -> None:
     page = parsed(TWO)
     assert {each.tag for each in page.iter()} & {
         "script",
@@ -124,7 +124,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing() -> None:
     assert "script-src" not in policy
 
 
-def test_every_variant_has_every_figure_in_the_comparison() -> None:
+def test_comparison_has_every_figure_of_every_variant() -> None:
     found = rows(section(parsed(TWO), "Comparison"))
     assert [row[0] for row in found] == ["kvrouter", "round-robin"]
     assert [len(row) for row in found] == [len(COLUMNS)] * 2
@@ -133,7 +133,7 @@ def test_every_variant_has_every_figure_in_the_comparison() -> None:
     assert found[0][11:] == ["6", "1.25", "5.2"]
 
 
-def test_the_best_is_bold_unless_all_are_alike() -> None:
+def test_best_figure_is_bold_unless_variants_are_alike() -> None:
     (table,) = section(parsed(TWO), "Comparison").iter("table")
     bold = [
         [cell.get("class") in ("best", "begins best") for cell in row] for row in table.findall(".//tbody/tr")
@@ -188,7 +188,7 @@ def test_seeds_give_intervals_and_shaded_ranges() -> None:
     assert "One seed" in words(section(one, "At a glance"))
 
 
-def test_a_bars_interval_is_drawn_around_its_end() -> None:
+def test_confidence_interval_of_a_bar_is_drawn_around_its_end() -> None:
     page = parsed(report(variant("kvrouter", [summary(), summary(1.2), summary(1.4)])))
     mean = figures(section(page, "At a glance"))["Time to first token, mean"]
     (whisker,) = [each for each in mean.iter("line") if each.get("class") == "whisker"]
@@ -198,7 +198,7 @@ def test_a_bars_interval_is_drawn_around_its_end() -> None:
     assert bar - low == pytest.approx(high - bar, abs=0.1)
 
 
-def test_each_latency_has_a_line_for_each_variant_that_grows() -> None:
+def test_each_latency_distribution_has_a_monotonic_line_per_variant() -> None:
     found = figures(section(parsed(TWO), "Distributions"))
     assert tuple(found) == LATENCIES
     for title, figure in found.items():
@@ -215,7 +215,7 @@ def test_each_latency_has_a_line_for_each_variant_that_grows() -> None:
     assert "objective" not in words(found["End to end"])
 
 
-def test_figures_run_over_time_with_ceiling_and_arrivals() -> None:
+def test_plots_over_time_include_ceiling_and_arrivals() -> None:
     found = figures(section(parsed(TWO), "Over time"))
     assert tuple(found) == (
         *LATENCIES, "Good requests", "Goodput", "Cached prompt tokens", "Imbalance", "KV crossing", "Failed",
@@ -230,7 +230,7 @@ def test_figures_run_over_time_with_ceiling_and_arrivals() -> None:
     assert sorted(series(cached)) == ["a", "a: ceiling", "b", "b: ceiling"]
 
 
-def test_what_never_happens_has_no_plot() -> None:
+def test_figures_without_any_events_have_no_plot() -> None:
     calm = [part(at, failed=0, crossing=0) for at in range(24)]
     page = parsed(report(variant("kvrouter", [summary(errors={}, refusals={}, carried=(), parts=calm)])))
     assert {"Failed", "KV crossing"} & set(figures(section(page, "Over time"))) == set()
@@ -239,7 +239,7 @@ def test_what_never_happens_has_no_plot() -> None:
     assert "Every request was answered" in words(section(page, "Errors and refusals"))
 
 
-def test_parts_without_requests_or_figures_are_gaps() -> None:
+def test_parts_without_requests_or_figures_are_gaps_in_the_line() -> None:
     parts = [part(at, requests=0 if at in (3, 10, 12) else 4) for at in range(24)]
     parts[20] = part(20, ttft_ms=None)
     page = parsed(report(variant("kvrouter", [summary(parts=parts)])))
@@ -249,7 +249,7 @@ def test_parts_without_requests_or_figures_are_gaps() -> None:
     assert [len(places(each)) for each in group.iter("path")] == [3, 6, 7, 3]
 
 
-def test_an_empty_replay_and_figures_that_are_missing_have_a_page() -> None:
+def test_empty_replay_and_missing_figures_still_make_a_page() -> None:
     page = parsed(report(variant("kvrouter", [empty_summary()])))
     ((_, *cells),) = rows(section(page, "Comparison"))
     assert cells[:6] == ["–"] * 6
@@ -263,7 +263,7 @@ def test_an_empty_replay_and_figures_that_are_missing_have_a_page() -> None:
     assert "Nothing was replayed" in words(parsed(report(is_whole=False)))
 
 
-def test_a_replay_of_one_moment_has_a_page() -> None:
+def test_replay_of_a_single_moment_makes_a_page() -> None:
     parts = [part(at, begins_s=float(at), requests=int(at == 0)) for at in range(24)]
     same = spread(5.0, 5.0)
     page = parsed(report(variant("a", [summary(parts=parts, ttft_ms=same, itl_ms=spread(0.0, 0.0))])))
@@ -273,7 +273,7 @@ def test_a_replay_of_one_moment_has_a_page() -> None:
     assert tuple(figures(section(page, "Distributions"))) == LATENCIES
 
 
-def test_bytes_of_each_pair_of_domains_are_means_over_seeds_and_costs_stand_where_they_are_known() -> None:
+def test_kv_bytes_per_domain_pair_are_means_over_seeds_with_known_costs() -> None:
     second = summary(carried=(Carriage("a", "b", 50, 6_750_000_000),))
     page = parsed(report(variant("kvrouter", [summary(), second])))
     assert rows(section(page, "KV between domains")) == [
@@ -285,7 +285,7 @@ def test_bytes_of_each_pair_of_domains_are_means_over_seeds_and_costs_stand_wher
     assert [row[-1] for row in rows(section(page, "KV between domains"))] == ["–", "0.50"]
 
 
-def test_the_cost_of_a_policy_stands_in_the_comparison_where_one_has_a_price() -> None:
+def test_cost_column_is_shown_where_a_link_has_a_price() -> None:
     priced = variant("kvrouter", [summary(cost=1.25)])
     page = parsed(report(priced, variant("round-robin", [summary(cost=None)])))
     assert [row[-1] for row in rows(section(page, "Comparison"))] == ["1.25", "–"]
@@ -298,7 +298,7 @@ def test_the_cost_of_a_policy_stands_in_the_comparison_where_one_has_a_price() -
     assert COLUMNS[-1] is COST
 
 
-def test_what_kv_costs_stands_over_time_and_by_pair_where_there_are_several() -> None:
+def test_kv_cost_is_plotted_over_time_in_total_and_for_several_pairs() -> None:
     def over_time(*carried: Carriage) -> dict[str, Element]:
         parts = tuple(part(at, carried=carried if at == 1 else ()) for at in range(24))
         page = parsed(report(variant("kvrouter", [summary(carried=carried, parts=parts)])))
@@ -323,7 +323,7 @@ def test_what_kv_costs_stands_over_time_and_by_pair_where_there_are_several() ->
     assert list(over_time(*many))[1:] == [f"Cost of KV from a to {n}" for n in range(19, 13, -1)]
 
 
-def test_events_are_numbered_lines_over_time_and_rows_of_a_table() -> None:
+def test_events_are_numbered_marks_on_plots_and_rows_of_a_table() -> None:
     events = (
         TimetableEntry(30.0, "die", "group d"),
         TimetableEntry(31.0, "link", "zone a – b", "bandwidth × 0.1"),
@@ -353,7 +353,7 @@ def test_events_are_numbered_lines_over_time_and_rows_of_a_table() -> None:
 
 
 @given(st.lists(st.floats(0.0, 240.0), min_size=1, max_size=40))
-def test_labels_of_marks_never_meet_and_leave_none_out(values: list[float]) -> None:
+def test_mark_labels_never_overlap_and_leave_no_mark_out(values: list[float]) -> None:
     marks = [Mark(value, str(number)) for number, value in enumerate(sorted(values), 1)]
     lines = [Line("a", "v0", [[Point(0.0, 0.5), Point(240.0, 0.5)]])]
     made = drawn(Plot("a", clock(240.0), shares(), lines, marks))
@@ -370,7 +370,7 @@ def test_labels_of_marks_never_meet_and_leave_none_out(values: list[float]) -> N
     assert all(low >= 0.0 and high <= WIDTH for low, high in spans)
 
 
-def test_errors_and_refusals_stand_by_reason() -> None:
+def test_errors_and_refusals_are_listed_by_reason() -> None:
     second = summary(errors={"deadline_exceeded": 2}, refusals={})
     page = parsed(report(variant("kvrouter", [summary(), second]), variant("sticky", [summary()])))
     found = rows(section(page, "Errors and refusals"))
@@ -386,7 +386,7 @@ def test_errors_and_refusals_stand_by_reason() -> None:
 
 
 @pytest.mark.parametrize("evil", [EVIL, "\x1b[31m\x00", "\udcff.jsonl", "]]>&amp;<!--", '" onload="x'])
-def test_names_are_text_and_never_markup(evil: str) -> None:
+def test_names_are_escaped_as_text_on_the_page(evil: str) -> None:
     carried = (Carriage(evil, "b", 1, 1_000),)
     page = parsed(
         report(
@@ -410,7 +410,7 @@ def test_any_name_gives_a_page(name: str, domain: str) -> None:
     assert len(rows(section(page, "KV between domains"))) == 1
 
 
-def test_as_many_variants_as_a_command_takes_each_have_a_line_of_their_own() -> None:
+def test_maximum_number_of_variants_has_distinct_line_styles() -> None:
     page = parsed(report(*(variant(f"p{n}", [summary(1.0 + n / 10)]) for n in range(VARIANTS_MAX))))
     assert len(rows(section(page, "Comparison"))) == VARIANTS_MAX
     sheet = words(first(page, "style"))
@@ -419,7 +419,7 @@ def test_as_many_variants_as_a_command_takes_each_have_a_line_of_their_own() -> 
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_colours_stand_out_from_their_background(scheme: int) -> None:
+def test_line_colours_contrast_with_their_background(scheme: int) -> None:
     sheet = words(first(parsed(TWO), "style"))
     root = re.findall(r":root\{([^}]*)\}", sheet)[scheme]
     colours = dict(re.findall(r"--(\w+):(#\w{6});", root))
@@ -429,7 +429,7 @@ def test_colours_stand_out_from_their_background(scheme: int) -> None:
         assert (high + 0.05) / (low + 0.05) >= 3.0, number
 
 
-def test_text_and_numbers_are_escaped_and_what_is_markup_is_not_escaped_again() -> None:
+def test_templates_escape_text_and_numbers_and_no_markup_twice() -> None:
     assert rendered("{{ a }}", "<b>") == "&lt;b&gt;"
     assert rendered("{% set b %}{{ a }}{% endset %}{{ b }}", "<") == "&lt;"
     assert rendered("{{ a }}", "\udcff\x00") == "\ufffd\ufffd"
@@ -438,7 +438,7 @@ def test_text_and_numbers_are_escaped_and_what_is_markup_is_not_escaped_again() 
     assert rendered("<i>{{ a }}</i>{{ 'x' ~ a }}", "<&'") == "<i>&lt;&amp;&#39;</i>x&lt;&amp;&#39;"
 
 
-def test_templates_are_files_that_a_wheel_has_and_what_is_missing_is_an_error() -> None:
+def test_templates_are_packaged_files_and_a_missing_variable_is_an_error() -> None:
     """A wheel has what is under src/kvrouter and is no file that git ignores."""
     root = Path(kvrouter.__file__).parents[2]
     names = TEMPLATES.list_templates(extensions=["html", "css"])
@@ -456,7 +456,7 @@ FINITE = st.floats(1e-3, 1e8)
 
 
 @given(values=st.lists(FINITE, min_size=1, max_size=20))
-def test_scales_hold_all_values_with_a_few_ticks_in_order(values: list[float]) -> None:
+def test_scales_hold_all_values_and_have_a_few_ordered_ticks(values: list[float]) -> None:
     for scale in (
         latencies(values),
         latencies_over_time(values),
@@ -476,7 +476,7 @@ def test_scales_hold_all_values_with_a_few_ticks_in_order(values: list[float]) -
             assert (scale.share(scale.low), scale.share(scale.high)) == (0.0, 1.0)
 
 
-def test_ticks_are_round_and_speak_the_readers_unit() -> None:
+def test_ticks_are_round_and_use_a_fitting_unit() -> None:
     assert [tick.label for tick in latencies([25.0, 5_000.0]).ticks] == [
         "30 ms",
         "100 ms",
@@ -505,7 +505,7 @@ def test_lines_stay_within_the_plot(points: list[tuple[float, float]]) -> None:
             assert 0 <= y <= HEIGHT
 
 
-def test_a_value_outside_a_scale_is_at_its_end() -> None:
+def test_value_outside_a_scale_is_placed_at_its_end() -> None:
     scale = Scale(1.0, 100.0, (), is_log=True)
     assert [scale.share(value) for value in (0.0, 1.0, 10.0, 100.0, 1e9)] == [0.0, 0.0, 0.5, 1.0, 1.0]
 

@@ -14,19 +14,21 @@ VALUES = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20)
 
 
 @pytest.mark.parametrize("freedom", range(1, len(T_95)))
-def test_students_t_is_the_tables(freedom: int) -> None:
+def test_students_t_agrees_with_the_95_percent_table(freedom: int) -> None:
     assert student_t(0.95, freedom) == pytest.approx(T_95[freedom], abs=6e-4)
 
 
 @pytest.mark.parametrize(
     ("confidence", "freedom", "t"), [(0.99, 4, 4.604), (0.5, 1, 1.0), (0.999, 9, 4.781), (0.0, 3, 0.0)]
 )
-def test_students_t_at_other_points(confidence: float, freedom: int, t: float) -> None:
+def test_students_t_agrees_with_known_values_at_other_points(
+    confidence: float, freedom: int, t: float
+) -> None:
     assert student_t(confidence, freedom) == pytest.approx(t, abs=6e-4)
 
 
 @given(st.floats(0.01, 0.999), st.integers(1, 40))
-def test_more_confidence_is_wider_and_more_parts_are_narrower(confidence: float, freedom: int) -> None:
+def test_students_t_grows_with_confidence_and_falls_with_freedom(confidence: float, freedom: int) -> None:
     assert student_t(confidence, freedom) > student_t(confidence * 0.99, freedom)
     assert student_t(confidence, freedom) > student_t(confidence, freedom + 1)
 
@@ -41,7 +43,7 @@ def test_a_shift_of_all_parts_shifts_the_mean_alone(values: list[float], shift: 
     assert one.within_all >= one.within
 
 
-def test_parts_that_agree_leave_no_doubt_and_one_part_says_nothing() -> None:
+def test_equal_parts_give_a_zero_interval_and_one_part_gives_none() -> None:
     assert difference([3.0, 3.0, 3.0], 5) == (found := difference([3.0, 3.0, 3.0], 1))
     assert found is not None
     assert (found.mean, found.within, found.within_all) == (3.0, 0.0, 0.0)
@@ -49,7 +51,7 @@ def test_parts_that_agree_leave_no_doubt_and_one_part_says_nothing() -> None:
     assert difference([], 1) is None
 
 
-def test_the_intervals_hold_as_often_as_they_say() -> None:
+def test_confidence_intervals_hold_at_their_stated_rate() -> None:
     """One of 20 alone misses the truth; of twelve differences together, some one misses it as rarely."""
     drawn = np.random.Generator(np.random.PCG64(1)).normal(5.0, 2.0, (1_000, 12, 10))
     missed = missed_any = 0

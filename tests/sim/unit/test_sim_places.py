@@ -54,25 +54,25 @@ def figures_of(rows: Sequence[TraceRequest], file: FleetFile) -> Summary:
     return summarize(replayed(rows, file), Objective(), Places(file))
 
 
-def test_without_a_price_nothing_has_a_cost() -> None:
+def test_replay_without_prices_has_no_costs() -> None:
     assert not Places(priced()).has_prices
     summary = figures(priced())
     assert (summary.cost, [pair.cost for pair in summary.carried]) == (None, [None])
 
 
-def test_a_transfer_costs_what_its_link_does_also_within_a_domain() -> None:
+def test_transfer_costs_its_links_price_also_within_a_domain() -> None:
     summary = figures(priced(within=", price_per_gb: 0.5"))
     (pair,) = summary.carried
     assert (pair.src, pair.bytes) == (pair.dst, KV_BYTES)
     assert pair.cost == summary.cost == pytest.approx(0.5 * KV_BYTES / GB)
 
 
-def test_links_without_a_price_add_nothing_and_those_that_are_not_used_cost_nothing() -> None:
+def test_unpriced_and_unused_links_add_no_cost() -> None:
     summary = figures(priced(across=", price_per_gb: 0.02"))
     assert ([pair.cost for pair in summary.carried], summary.cost) == ([None], 0)
 
 
-def test_the_price_of_a_pair_wins_in_either_direction() -> None:
+def test_price_of_a_domain_pair_wins_in_either_direction() -> None:
     file = priced(", price_per_gb: 0", ", price_per_gb: 0.02", "between: [b, a], price_per_gb: 0.09")
     places = Places(file)
 
@@ -85,7 +85,7 @@ def test_the_price_of_a_pair_wins_in_either_direction() -> None:
     assert (moved("a", "a").crosses, moved("a", "c").crosses) == (False, True)
 
 
-def test_the_price_is_that_of_the_link_whatever_level_transfers_are_reported_by() -> None:
+def test_price_is_that_of_the_link_whatever_level_is_reported() -> None:
     file = fleet(PRICED_ZONES)
     here, far = {"zone": "a", "rack": "r1"}, {"zone": "a", "rack": "r2"}
     places = Places(file)
@@ -95,7 +95,7 @@ def test_the_price_is_that_of_the_link_whatever_level_transfers_are_reported_by(
     assert Places(file, "rack").moved(Move(here, far, GB)) == ("r1", "r2", 0.5)
 
 
-def test_the_moves_of_requests_are_what_the_links_carried() -> None:
+def test_moves_of_requests_add_up_to_the_bytes_links_carried() -> None:
     rows = [row(n, 0.1 * n, [n % 3, n % 2, n], output_tokens=40) for n in range(20)]
     file = fleet(TWO_ZONES.replace("1310720.0", "13107200.0"))
     result = replayed(rows, file)
@@ -109,7 +109,7 @@ def test_the_moves_of_requests_are_what_the_links_carried() -> None:
     assert len(carried) > 1
 
 
-def test_the_parts_of_the_time_carry_what_all_of_it_does_and_cost_as_much() -> None:
+def test_transfers_bytes_and_costs_of_the_parts_add_up_to_the_whole() -> None:
     rows = [row(n, 2.0 * n, [n % 3, n % 2, n], output_tokens=40) for n in range(20)]
     file = priced(within=", price_per_gb: 1", across=", price_per_gb: 20")
     far = file.model_copy(update={"kv_transfer": None})
@@ -125,7 +125,7 @@ def test_the_parts_of_the_time_carry_what_all_of_it_does_and_cost_as_much() -> N
     assert all(not part.carried for part in summarize(replayed(rows, file), Objective()).parts)
 
 
-def test_places_of_one_domain_are_added_up_at_the_prices_of_their_own_links() -> None:
+def test_transfers_within_one_domain_are_summed_at_their_own_links_prices() -> None:
     file = fleet(PRICED_ZONES)
     one, two, three = ({"zone": "a", "rack": rack} for rack in ("r1", "r2", "r3"))
     moves = [Move(one, two, GB), Move(two, three, 2 * GB), Move(one, one, 4 * GB), Move(one, two, GB)]
@@ -134,7 +134,7 @@ def test_places_of_one_domain_are_added_up_at_the_prices_of_their_own_links() ->
     assert part.carried == (Carriage("a", "a", 4, 8 * GB, 2.0),)
 
 
-def test_every_attempt_moves_its_own_kv(tmp_path: Path) -> None:
+def test_each_attempt_of_a_request_moves_its_own_kv(tmp_path: Path) -> None:
     rows = [row(0, 0.0, [1, 2, 3], output_tokens=2_000)]
     file = priced(within=", price_per_gb: 1", across=", price_per_gb: 2")
     (first,) = replayed(rows, file).outcomes
@@ -156,13 +156,13 @@ def test_every_attempt_moves_its_own_kv(tmp_path: Path) -> None:
     ("price", "must"),
     [("-1", "must be ≥ 0, not -1"), (".nan", "must be a finite number"), ("cheap", "must be a number")],
 )
-def test_a_price_that_is_none_is_named_with_its_line(price: str, must: str) -> None:
+def test_invalid_price_is_refused_with_its_line(price: str, must: str) -> None:
     with pytest.raises(ConfigError, match=r"fleet.yaml:\d+: topology.links.across.price_per_gb") as wrong:
         priced(across=f", price_per_gb: {price}")
     assert must in wrong.value.message
 
 
 @pytest.mark.parametrize("price", [-0.01, nan, inf])
-def test_a_link_takes_no_price_below_nothing(price: float) -> None:
+def test_link_refuses_a_negative_or_infinite_price(price: float) -> None:
     with pytest.raises(ConfigError, match="price_per_gb: "):
         Link(0.0, 1.0, price)

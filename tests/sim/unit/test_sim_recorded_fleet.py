@@ -77,8 +77,9 @@ def said(found: RecordedEvents) -> list[dict[str, Any]]:
 # The fleet
 
 
-def test_workers_that_are_alike_are_a_group_and_all_that_is_recorded_of_them_is_in_the_file() -> None:
-    two = [worker(number, "decode", "b", taints=("dynamo.topology/zone=b", "gpu/h100")) for number in (30, 4)]
+def test_equal_workers_form_a_group_with_all_their_recorded_fields() -> None:
+    taints = ("dynamo.topology/zone=b", "gpu/h100", "kvrouter.adapter/french")
+    two = [worker(number, "decode", "b", taints=taints) for number in (30, 4)]
     one = worker(
         7, "prefill", "a", dp_size=2, kv_bytes_per_token=99, max_num_seqs=8, max_num_batched_tokens=2048,
         context_length=8192, **POLICY,
@@ -103,7 +104,7 @@ def test_workers_that_are_alike_are_a_group_and_all_that_is_recorded_of_them_is_
     assert file.kv_transfer is None  # most workers have none
 
 
-def test_levels_are_in_the_order_of_the_cards_else_by_how_many_values_they_have() -> None:
+def test_levels_follow_the_cards_order_or_else_the_number_of_values() -> None:
     racks = [worker(n, domains={"rack": f"r{n}", "zone": "a"}, **POLICY) for n in (1, 2)]
     content = recorded_fleet(history(*joined(1.0, *racks)), "rec").document.content
     assert content["topology"] == {"levels": ["zone", "rack"]}
@@ -113,7 +114,7 @@ def test_levels_are_in_the_order_of_the_cards_else_by_how_many_values_they_have(
     assert content["topology"] == {"levels": ["rack", "zone"]}
 
 
-def test_a_worker_that_no_fleet_file_could_have_is_named_by_file_and_line() -> None:
+def test_invalid_recorded_worker_is_refused_by_file_and_line() -> None:
     made = recorded_fleet(history(*joined(1.0, worker(1), worker(2, domains={"Zone!": "a"}))), "rec")
     with pytest.raises(ConfigError, match=r"recording\.jsonl\.gz:2: worker 2: .*lower-case"):
         load_fleet(made.document)
@@ -124,7 +125,7 @@ def test_a_worker_that_no_fleet_file_could_have_is_named_by_file_and_line() -> N
 # What happens to it
 
 
-def test_each_change_is_an_event_at_its_time_after_the_first_request() -> None:
+def test_each_recorded_change_is_an_event_at_its_time_after_the_first_request() -> None:
     workers = [worker(n) for n in (1, 2, 3, 4)]
     found = events(
         history(
@@ -168,7 +169,7 @@ def test_each_change_is_an_event_at_its_time_after_the_first_request() -> None:
     assert "# worker 10, recording.jsonl.gz:12" in found.text
 
 
-def test_what_is_said_again_at_the_head_of_a_file_is_no_change() -> None:
+def test_fleet_repeated_at_the_head_of_a_file_is_no_change() -> None:
     one, two = worker(1), worker(2)
     everybody: Change = (11.0, FleetChange.ALL, [one, two])
     assert said(events(history((1.0, FleetChange.ALL, [one, two]), *joined(10.5, one, two), everybody))) == []
@@ -181,7 +182,7 @@ def test_what_is_said_again_at_the_head_of_a_file_is_no_change() -> None:
     ]
 
 
-def test_a_silent_worker_that_leaves_was_dead_since_then_and_one_that_answers_had_kept_its_kv() -> None:
+def test_silent_worker_that_leaves_was_dead_and_one_that_answers_was_drained() -> None:
     silent = worker(1, alive=False)
     dies = events(
         history(
@@ -207,7 +208,7 @@ def test_a_silent_worker_that_leaves_was_dead_since_then_and_one_that_answers_ha
     ]
 
 
-def test_the_policy_changes_when_most_workers_have_another_one() -> None:
+def test_policy_event_comes_when_most_workers_have_another_policy() -> None:
     named: Mapping[str, Any] = {
         "transfer_domain": "zone",
         "enforcement": "preferred",
@@ -224,7 +225,7 @@ def test_the_policy_changes_when_most_workers_have_another_one() -> None:
     assert (said(without), without.left_out) == ([], {"transfer policy": 1})
 
 
-def test_what_no_event_can_change_is_counted_and_speedup_brings_events_forward() -> None:
+def test_changes_without_an_event_are_counted_and_speedup_scales_times() -> None:
     grows = worker(1, kv_blocks=600, taints=("new/taint",))
     found = events(
         history(
@@ -236,7 +237,7 @@ def test_what_no_event_can_change_is_counted_and_speedup_brings_events_forward()
     assert said(found) == [{"at_s": 0.75, "what": "die", "worker": 1}]
 
 
-def test_of_several_recordings_the_one_that_began_last_says_who_is_there() -> None:
+def test_latest_begun_of_several_recordings_defines_the_fleet() -> None:
     one, two = worker(1), worker(2)
     seen = fleet_history(
         [
@@ -255,7 +256,7 @@ def test_of_several_recordings_the_one_that_began_last_says_who_is_there() -> No
     ]
 
 
-def test_workers_of_other_models_are_not_there() -> None:
+def test_workers_of_other_models_are_left_out() -> None:
     other = worker(5, model="other")
     seen = history(*joined(1.0, worker(1), other), (12.0, FleetChange.LEFT, [other]))
     assert (sorted(seen.initial), seen.moves) == (["1"], ())
@@ -285,7 +286,7 @@ def changes_over(of: FleetHistory, *files: FleetFile, events: Path | None = None
     return recorded_changes(of, None, files, events=events, speedup=1.0)
 
 
-def test_changes_happen_to_another_fleet_with_as_many_workers_of_each_role_and_place() -> None:
+def test_recorded_changes_apply_to_another_fleet_of_equal_roles_and_places() -> None:
     found = changes_over(PAIR, named(PAIR_FILE))
     assert [(type(event).__name__, event.model_dump(exclude_unset=True)) for event in found.events] == [
         ("DieEvent", {"at_s": 2.0, "worker": 3}),
@@ -306,7 +307,7 @@ def test_changes_happen_to_another_fleet_with_as_many_workers_of_each_role_and_p
         (PAIR_FILE.replace("zone", "rack"), "its topology.levels have no zone"),
     ],
 )
-def test_another_fleet_is_left_alone_and_the_report_says_so(text: str, why: str) -> None:
+def test_recorded_changes_are_not_applied_to_a_different_fleet_with_a_note(text: str, why: str) -> None:
     found = changes_over(PAIR, named(text))
     assert found.events == ()
     (note,) = found.notes
@@ -321,7 +322,7 @@ def test_another_fleet_is_left_alone_and_the_report_says_so(text: str, why: str)
     assert changes_over(without, named(text)) == RecordedChanges()
 
 
-def test_a_policy_of_one_s_own_is_not_replaced_by_the_recorded_one() -> None:
+def test_own_policy_of_a_fleet_file_is_not_replaced_by_the_recorded_one() -> None:
     rolled = history(
         *joined(1.0, worker(1, **POLICY)), (12.0, FleetChange.CHANGED, [worker(1, transfer_domain=None)])
     )
@@ -365,7 +366,7 @@ def recorded_lives(draw: st.DrawFn) -> list[Change]:
 
 @given(recorded_lives())
 @settings(max_examples=60, deadline=None)
-def test_after_all_events_the_replay_has_the_fleet_that_was_recorded_last(changes: list[Change]) -> None:
+def test_replay_of_all_events_ends_with_the_last_recorded_fleet(changes: list[Change]) -> None:
     seen = history(*changes)
     assume(any(of.worker.role != "prefill" for of in seen.initial.values()))
     file = load_fleet(recorded_fleet(seen, "rec").document).fleet

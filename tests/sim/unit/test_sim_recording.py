@@ -49,7 +49,7 @@ def folder_of(tmp_path: Path, *files: bytes) -> Path:
     return tmp_path
 
 
-def test_requests_come_in_the_order_of_arrivals_over_all_files(tmp_path: Path) -> None:
+def test_requests_of_all_files_come_in_order_of_arrival(tmp_path: Path) -> None:
     folder = folder_of(
         tmp_path,
         packed(header(), FLEET, request(5.0, 7, 8, output=0, status="failed"), request(3.0, 7)),
@@ -80,7 +80,7 @@ def test_requests_come_in_the_order_of_arrivals_over_all_files(tmp_path: Path) -
     assert [row.number for row in open_trace(folder, rows_max=1)] == [0]
 
 
-def test_turns_follow_their_session_and_its_first_the_parent_s_last(tmp_path: Path) -> None:
+def test_turns_wait_for_their_session_and_its_parent(tmp_path: Path) -> None:
     folder = folder_of(
         tmp_path,
         packed(
@@ -105,7 +105,7 @@ def test_turns_follow_their_session_and_its_first_the_parent_s_last(tmp_path: Pa
     ]
 
 
-def test_a_file_that_is_cut_short_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
+def test_truncated_recording_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
     lines = [header(), FLEET, *(request(float(n), n, n + 1, n + 2) for n in range(40))]
     content = packed(*lines)
     plain = gzip.decompress(content)
@@ -123,12 +123,12 @@ def test_a_file_that_is_cut_short_is_read_up_to_its_last_whole_record(tmp_path: 
     assert len(rows) == 40  # only the end of gzip was missing
 
 
-def test_an_empty_file_that_a_crash_left_is_nothing(tmp_path: Path) -> None:
+def test_empty_recording_file_is_skipped(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, packed(header(), request(0.0)), b"", packed(header()))
     assert len(list(open_trace(folder))) == 1
 
 
-def test_a_file_that_was_never_ended_is_read_and_named(tmp_path: Path) -> None:
+def test_unfinished_recording_file_is_read_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / f"{NAME.format('a', 1)}.part"
     path.write_bytes(packed(header(), request(0.0)) + packed(request(1.0)))
     said: list[str] = []
@@ -136,7 +136,7 @@ def test_a_file_that_was_never_ended_is_read_and_named(tmp_path: Path) -> None:
     assert said == [f"{path}: was not ended: its frontend was killed, or records on"]
 
 
-def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
+def test_warnings_of_missing_records_come_once(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, packed(header(), REFUSAL, request(0.0)), packed(header(salt="bb"), REFUSAL))
     said: list[str] = []
     trace = open_trace(folder, warn=said.append)
@@ -144,7 +144,7 @@ def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
     assert [what.removeprefix(f"{folder}: ")[:8] for what in said] == ["2 salts:", "2 calls "]
 
 
-def test_one_model_of_several_is_named(tmp_path: Path) -> None:
+def test_recording_of_several_models_needs_one_to_be_named(tmp_path: Path) -> None:
     folder = folder_of(
         tmp_path, packed(header(), request(0.0), request(1.0, 5, 6, model="other", block_size=5))
     )
@@ -175,7 +175,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_line_that_is_wrong_is_named_by_file_and_number(tmp_path: Path, what: str) -> None:
+def test_wrong_line_of_a_recording_is_refused_by_file_and_number(tmp_path: Path, what: str) -> None:
     lines = [dict(line) for line in WRONG[what]]
     if "ended_s" in what:
         del lines[-1]["ended_s"]
@@ -190,7 +190,7 @@ def test_a_line_that_is_wrong_is_named_by_file_and_number(tmp_path: Path, what: 
     assert what in caught.value.message
 
 
-def test_folders_without_requests_are_refused(tmp_path: Path) -> None:
+def test_folder_without_recorded_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no recording is there"):
         open_trace(tmp_path)
     with pytest.raises(ConfigError, match="no request is recorded"):
@@ -219,7 +219,9 @@ WORKER: Line = {
         (FLEET | {"workers": [WORKER] * 16_385}, "workers"),
     ],
 )
-def test_figures_that_do_not_add_up_are_named(tmp_path: Path, line: Line, field: str) -> None:
+def test_out_of_range_figure_of_a_recording_is_refused_by_field(
+    tmp_path: Path, line: Line, field: str
+) -> None:
     folder = folder_of(tmp_path, packed(header(), line, request(1.0)))
     with pytest.raises(ConfigError) as wrong:
         open_trace(folder)
@@ -228,7 +230,7 @@ def test_figures_that_do_not_add_up_are_named(tmp_path: Path, line: Line, field:
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_time_that_is_no_finite_number_is_refused(tmp_path: Path, constant: str) -> None:
+def test_non_finite_time_of_a_recording_is_refused(tmp_path: Path, constant: str) -> None:
     text = json.dumps(request(1.0)).replace('"at_s": 1.0', f'"at_s": {constant}').encode() + b"\n"
     lines = b"".join(json.dumps(each).encode() + b"\n" for each in (header(), FLEET))
     with pytest.raises(ConfigError, match=":3: "):

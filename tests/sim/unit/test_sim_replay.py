@@ -24,7 +24,7 @@ from tests.testing.replays import TWO_ZONES, by_number, fleet, replayed, row
 TIMING = Timing()
 
 
-def test_one_request_takes_what_the_timing_says() -> None:
+def test_single_request_takes_the_time_of_the_engines_timing() -> None:
     (outcome,) = replayed([row(0, 5.0, [1, 2, 3], output_tokens=3)]).outcomes
     prefill_s = TIMING.prefill_ms(192) / 1e3
     assert outcome.arrived_s == 5.0
@@ -33,7 +33,7 @@ def test_one_request_takes_what_the_timing_says() -> None:
     assert (outcome.generated_tokens, outcome.cached_tokens, outcome.error) == (3, 0, "")
 
 
-def test_what_is_cached_is_found_by_the_router_and_not_computed_again() -> None:
+def test_cached_prefix_is_found_by_the_router_and_not_computed_again() -> None:
     first, second = by_number(replayed([row(0, 0.0, [1, 2, 3]), row(1, 10.0, [1, 2, 9])]))
     assert (first.cached_tokens, first.ceiling_tokens) == (0, 0)
     assert (second.predicted_tokens, second.cached_tokens, second.ceiling_tokens) == (128, 128, 128)
@@ -41,7 +41,7 @@ def test_what_is_cached_is_found_by_the_router_and_not_computed_again() -> None:
     assert second.ttft_s == pytest.approx(TIMING.prefill_ms(64) / 1e3)
 
 
-def test_a_pair_waits_for_its_kv_on_the_link() -> None:
+def test_decode_waits_for_the_kv_transfer_over_the_link() -> None:
     # 192 tokens of 131,072 bytes over 13,107,200 bytes a second: 1.92 s, after the prefill.
     (outcome,) = replayed(
         [row(0, 0.0, [1, 2, 3])], fleet(f"kv_transfer: {{domain: zone}}{TWO_ZONES}")
@@ -53,7 +53,7 @@ def test_a_pair_waits_for_its_kv_on_the_link() -> None:
     assert not outcome.crosses
 
 
-def test_a_zone_without_decoders_is_left_alone_or_crossed_as_the_policy_says() -> None:
+def test_required_refuses_in_a_zone_without_decode_and_fallback_crosses() -> None:
     rows = [row(0, 0.0, [1, 2, 3]), row(1, 20.0, [1, 2, 3])]
     dies = [
         DieEvent(at_s=10.0, group="da"),
@@ -71,7 +71,7 @@ def test_a_zone_without_decoders_is_left_alone_or_crossed_as_the_policy_says() -
     assert carried["a", "b"] == 192 * 131_072
 
 
-def test_a_worker_that_dies_takes_its_requests_to_another_and_back_it_is_empty() -> None:
+def test_request_of_a_dying_worker_is_retried_and_a_rejoined_one_is_empty() -> None:
     rows = [row(0, 0.0, [1, 2], output_tokens=400), row(1, 30.0, [1, 2])]
     dies = [DieEvent(at_s=1.0), JoinEvent(at_s=1.0)]
     one = replayed(rows, fleet("workers: [{name: w}]"), timetable=dies)
@@ -86,7 +86,7 @@ def test_a_worker_that_dies_takes_its_requests_to_another_and_back_it_is_empty()
     assert sorted(outcome.attempts for outcome in moved) == [1, 2]
 
 
-def test_a_prefill_worker_that_comes_back_does_not_carry_what_it_did_before() -> None:
+def test_prefill_worker_restarted_after_its_transfer_fails_no_request() -> None:
     # Its prefill is done and its KV fetched when it dies; the answer goes on without it.
     rows = [row(0, 0.0, [1, 2], output_tokens=2_000)]
     again = [DieEvent(at_s=5.0, group="pa"), JoinEvent(at_s=6.0, group="pa")]
@@ -96,7 +96,7 @@ def test_a_prefill_worker_that_comes_back_does_not_carry_what_it_did_before() ->
     assert (outcome.error, outcome.generated_tokens, outcome.attempts) == ("", 2_000, 1)
 
 
-def test_turns_follow_answers_in_a_closed_loop() -> None:
+def test_closed_loop_turns_follow_answers_after_their_think_time() -> None:
     rows = [
         row(0, 0.0, [1, 2], session="s"),
         row(1, 0.5, [1, 2, 3], session="s", waits=(Wait(0, 7.0),)),
@@ -110,7 +110,7 @@ def test_turns_follow_answers_in_a_closed_loop() -> None:
     assert [outcome.arrived_s for outcome in by_stamp] == [0.0, 0.25, 0.5]
 
 
-def test_a_request_that_waits_for_several_follows_the_last_of_them() -> None:
+def test_request_that_waits_for_several_follows_the_last_of_them() -> None:
     rows = [
         row(0, 0.0, [1], output_tokens=2),
         row(1, 0.0, [2], output_tokens=400),
@@ -154,7 +154,7 @@ def workflows(draw: st.DrawFn) -> list[TraceRequest]:
 
 @given(rows=workflows(), dies=st.booleans())
 @settings(max_examples=50)
-def test_in_a_closed_loop_nobody_comes_before_the_last_that_it_waits_for(
+def test_closed_loop_request_never_arrives_before_the_last_one_it_waits_for(
     rows: list[TraceRequest], dies: bool
 ) -> None:
     # Where the fleet dies, requests fail; those who wait for them come nevertheless.
@@ -177,19 +177,19 @@ def test_in_a_closed_loop_nobody_comes_before_the_last_that_it_waits_for(
             assert outcome.arrived_s == max(earliest_s)
 
 
-def test_a_closed_loop_without_sessions_is_refused() -> None:
+def test_closed_loop_of_a_trace_without_sessions_is_refused() -> None:
     with pytest.raises(ConfigError, match="no sessions"):
         ClosedLoop().check(TraceInfo("Mooncake", 512, has_sessions=False))
     ClosedLoop().check(TraceInfo("Mooncake with sessions", 512, has_sessions=True, has_times=False))
 
 
-def test_requests_without_a_time_of_arrival_have_no_time_stamp_to_follow() -> None:
+def test_dispatch_by_time_stamp_of_a_trace_without_times_is_refused() -> None:
     with pytest.raises(ConfigError, match="--dispatch closed"):
         ByTimeStamp().check(TraceInfo("Mooncake with sessions", 512, has_sessions=True, has_times=False))
     ByTimeStamp().check(TraceInfo("Mooncake", 512, has_sessions=False))
 
 
-def test_requests_that_wait_are_let_in_when_load_falls_or_their_time_is_up() -> None:
+def test_queued_requests_are_admitted_when_load_falls_or_refused_on_timeout() -> None:
     settings = "router: {active_prefill_tokens_threshold: 64, admission_queue_max: 8, admission_wait_s: 60}\n"
     rows = [row(n, 0.001 * n, [10 * n, 10 * n + 1, 10 * n + 2], output_tokens=2) for n in range(6)]
     waited = by_number(replayed(rows, fleet(settings + "workers: [{name: w}]")))
@@ -201,7 +201,7 @@ def test_requests_that_wait_are_let_in_when_load_falls_or_their_time_is_up() -> 
     assert {outcome.reason for outcome in refused if outcome.error} == {"busy"}
 
 
-def test_the_time_limit_of_a_request_ends_it() -> None:
+def test_request_timeout_ends_a_request() -> None:
     rows = [row(0, 0.0, [1], output_tokens=1_000), row(1, 100.0, [2])]
     file = fleet("router: {request_timeout_s: 2.0}\nworkers: [{name: w}]")
     slow, other = by_number(replayed(rows, file))
@@ -210,7 +210,7 @@ def test_the_time_limit_of_a_request_ends_it() -> None:
     assert other.error == ""
 
 
-def test_a_rule_knows_the_timing_of_each_engine() -> None:
+def test_rule_knows_the_timing_of_each_engine_or_a_given_one() -> None:
     slow = "{prefill_base: 99.0}"
     file = fleet(f"workers: [{{name: a, engine: {{timing: {slow}}}}}, {{name: b, replicas: 2}}]")
 
@@ -224,7 +224,7 @@ def test_a_rule_knows_the_timing_of_each_engine() -> None:
     assert prefill_bases(Timing(prefill_base=7.0)) == [7.0] * 3
 
 
-def test_what_no_engine_has_room_for_is_found_before_the_replay() -> None:
+def test_request_too_large_for_any_engine_is_found_before_the_replay() -> None:
     file = fleet("workers: [{name: w, engine: {total_kv_blocks: 4}}]")
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
     check_room(row(0, 0.0, [1, 2, 3]), sim)
@@ -233,7 +233,7 @@ def test_what_no_engine_has_room_for_is_found_before_the_replay() -> None:
     assert refused.value.param == "total_kv_blocks"
 
 
-def test_a_prompt_beyond_the_context_is_named_with_the_length_that_it_needs() -> None:
+def test_prompt_beyond_the_context_is_refused_with_the_needed_length() -> None:
     file = fleet("workers: [{name: w}]")
     file = file.model_copy(update={"models": (file.models[0].model_copy(update={"context_length": 200}),)})
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
@@ -249,7 +249,7 @@ def test_a_prompt_beyond_the_context_is_named_with_the_length_that_it_needs() ->
         ("workers: [{name: w}]", "block_size"),
     ],
 )
-def test_fleets_that_cannot_be_replayed_are_named(text: str, named: str) -> None:
+def test_fleet_that_cannot_be_replayed_is_refused_by_field(text: str, named: str) -> None:
     with pytest.raises(ConfigError) as refused:
         replayed([row(0, 0.0, [1])], fleet(text, block_size=48 if named == "block_size" else 64))
     assert refused.value.param == named
@@ -277,7 +277,7 @@ def made(drawn: list[tuple[float, list[int], int, str]]) -> list[TraceRequest]:
 
 @given(drawn=ROWS, policy=st.sampled_from(["kvrouter", *RULES]), seed=st.integers(0, 3), pairs=st.booleans())
 @settings(max_examples=60)
-def test_any_rule_serves_every_request_and_the_same_seed_does_it_again(
+def test_any_rule_serves_every_request_and_repeats_with_the_same_seed(
     drawn: list[tuple[float, list[int], int, str]], policy: str, seed: int, pairs: bool
 ) -> None:
     rows = made(drawn)
@@ -297,7 +297,7 @@ def test_any_rule_serves_every_request_and_the_same_seed_does_it_again(
 
 @given(drawn=ROWS)
 @settings(max_examples=25)
-def test_blocks_of_any_size_reuse_what_the_pieces_share(
+def test_shared_pieces_are_reused_at_any_block_size(
     drawn: list[tuple[float, list[int], int, str]],
 ) -> None:
     rows = made(drawn)
@@ -311,7 +311,7 @@ def test_blocks_of_any_size_reuse_what_the_pieces_share(
     assert all(one // 128 * 128 == other for one, other in zip(middle, large, strict=True))
 
 
-def test_figures_are_those_of_the_outcomes() -> None:
+def test_summary_figures_are_those_of_the_outcomes() -> None:
     rows = [row(0, 0.0, [1, 2, 3], output_tokens=3), row(1, 50.0, [1, 2, 9], output_tokens=3)]
     summary = summarize(replayed(rows), Objective(ttft_s=0.018, itl_s=1.0))
     assert (summary.requests, summary.completed, summary.good_share) == (2, 2, 0.5)
@@ -330,7 +330,7 @@ def test_figures_are_those_of_the_outcomes() -> None:
         Objective(ttft_s=float("nan"))
 
 
-def test_a_part_in_which_one_of_two_workers_computes_is_uneven() -> None:
+def test_imbalance_of_a_part_counts_workers_that_compute_nothing() -> None:
     rows = [row(0, 0.0, [1, 2]), row(1, 0.1, [3, 4]), row(2, 50.0, [5, 6])]
     summary = summarize(replayed(rows), Objective())
     assert summary.imbalance == pytest.approx(4 / 3)
@@ -338,7 +338,7 @@ def test_a_part_in_which_one_of_two_workers_computes_is_uneven() -> None:
     assert summary.parts[1].imbalance is None
 
 
-def test_workers_that_never_compute_make_a_fleet_uneven_and_decoders_do_not() -> None:
+def test_idle_workers_raise_the_imbalance_and_decode_workers_do_not() -> None:
     one_zone = TWO_ZONES.replace("- {name: db, role: decode, domains: {zone: b}}\n", "")
     rows = [row(number, 10.0 * number, [number]) for number in range(3)]
     pairs = fleet(f"kv_transfer: {{domain: zone}}{one_zone}")
@@ -362,7 +362,7 @@ class Listening(RoundRobin):
         return Slot(int(given.allowed[0]))
 
 
-def test_a_rule_hears_the_session_of_the_request_that_it_decides_about() -> None:
+def test_rule_gets_the_session_of_the_request_it_decides_about() -> None:
     long = [row(n, n / 10, [n], output_tokens=400, session=name) for n, name in enumerate("stu")]
     rule = Listening()
     result = replayed(long, rule=rule, timetable=[DieEvent(at_s=1.0, worker=1)])
@@ -370,7 +370,7 @@ def test_a_rule_hears_the_session_of_the_request_that_it_decides_about() -> None
     assert rule.heard == [(f"r{n}", name) for n, name in enumerate("stu")] * 2
 
 
-def test_an_interval_is_students() -> None:
+def test_interval_is_a_95_percent_students_t_interval() -> None:
     found = interval([1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.within == pytest.approx(4.3027 * (1.0 / 3.0) ** 0.5, rel=1e-4)
@@ -378,11 +378,11 @@ def test_an_interval_is_students() -> None:
     assert interval([5.0]).within == 0.0
 
 
-def test_pieces_are_an_array() -> None:
+def test_pieces_of_a_request_are_an_array() -> None:
     assert row(0, 0.0, [1, 2]).pieces == array("Q", [1, 2])
 
 
-def test_a_request_that_both_engines_of_a_pair_refuse_is_refused() -> None:
+def test_request_that_both_engines_of_a_pair_refuse_is_refused() -> None:
     full = "engine: {max_num_seqs: 1, max_waiting_seqs: 1}"
     pair = f"- {{name: p, role: prefill, {full}}}\n- {{name: d, role: decode, {full}}}\n"
     rows = [row(number, 0.001 * number, [number]) for number in range(40)]

@@ -50,14 +50,14 @@ def mean_ttft_s(file: FleetFile, rows: list[TraceRequest]) -> float:
     return sum(filter(None, times)) / len(times)
 
 
-def test_answers_come_sooner_than_by_blocks_and_each_replay_is_the_same() -> None:
+def test_time_cost_answers_sooner_than_block_cost_and_is_repeatable() -> None:
     rows = traffic(600, per_s=60.0)
     by_time = mean_ttft_s(fleet(TIME + EIGHT), rows)
     assert by_time < 0.95 * mean_ttft_s(fleet(BLOCKS + EIGHT), rows)
     assert by_time == mean_ttft_s(fleet(TIME + EIGHT), rows)
 
 
-def test_workers_that_are_slow_are_learned_and_get_less_to_do() -> None:
+def test_slow_workers_are_learned_and_get_fewer_requests() -> None:
     rows = traffic(600, per_s=12.0)
     simulation = simulated(fleet(TIME + HALF_SLOW), rows)
     readings = [simulation.fleet.placer.speeds.reading(Slot(slot)) for slot in range(4)]
@@ -70,7 +70,7 @@ def test_workers_that_are_slow_are_learned_and_get_less_to_do() -> None:
     assert taken[0] > 2 * taken[1]
 
 
-def test_predictions_come_true_but_for_the_step_that_runs() -> None:
+def test_predicted_times_agree_with_the_seen_times() -> None:
     simulation = simulated(fleet(TIME + EIGHT), traffic(400, per_s=20.0))
     for slot in range(8):
         reading = simulation.fleet.placer.speeds.reading(Slot(slot))
@@ -78,7 +78,7 @@ def test_predictions_come_true_but_for_the_step_that_runs() -> None:
         assert reading.predicted_s == pytest.approx(reading.seen_s, rel=0.25, abs=0.02)
 
 
-def test_pairs_are_chosen_by_time_over_the_fleets_links() -> None:
+def test_time_cost_seldom_chooses_pairs_that_cross_zones() -> None:
     outcomes = by_number(replayed(traffic(40, per_s=0.02), fleet(TIME + TWO_ZONES)))
     assert all(outcome.error == "" for outcome in outcomes)
     assert all(outcome.prefill is not None for outcome in outcomes)
@@ -86,7 +86,7 @@ def test_pairs_are_chosen_by_time_over_the_fleets_links() -> None:
     assert len(crossing) < len(outcomes) / 10
 
 
-def test_a_link_that_others_use_is_left_to_them() -> None:
+def test_time_cost_avoids_a_shared_link_and_lowers_mean_ttft() -> None:
     """Two decode workers in the zone share its link; the far one has a link that is half as fast and free."""
     shared = """topology:
   levels: [zone]
@@ -104,7 +104,7 @@ workers:
     assert by_time < 0.8 * alone
 
 
-def test_a_replay_may_switch_the_cost_on_its_way() -> None:
+def test_router_cost_may_be_switched_during_a_replay() -> None:
     file, rows = fleet(BLOCKS + EIGHT), traffic(300, per_s=60.0)
     switch = PolicyEvent(at_s=rows[150].at_s, set={"router_cost": "time"})
     switched = replayed(rows, file, timetable=[switch])
@@ -114,7 +114,7 @@ def test_a_replay_may_switch_the_cost_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("cost", [*COST_RULES])
-def test_every_cost_leaves_nothing_behind_where_memory_is_short(cost: str) -> None:
+def test_every_cost_serves_all_requests_where_memory_is_short(cost: str) -> None:
     small = "workers: [{name: w, replicas: 2, engine: {total_kv_blocks: 300}}]"
     outcomes = replayed(
         traffic(120, per_s=200.0), fleet(f"router: {{router_cost: {cost}}}\n{small}")

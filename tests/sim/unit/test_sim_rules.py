@@ -75,7 +75,7 @@ def picked(rule: PublishedRule, given: Asked) -> Slot:
     return rule.pick(cost, PickInput(given.request, given.leg, np.array([0, 1, 2]), given.draw))
 
 
-def test_each_worker_in_turn_for_each_leg() -> None:
+def test_round_robin_takes_workers_in_turn_for_each_leg() -> None:
     rule = parse_rule("round-robin")
     assert [picked(rule, asked()) for _ in range(4)] == [0, 1, 2, 0]
     assert picked(rule, asked(leg=Leg.DECODE)) == 0
@@ -87,7 +87,7 @@ def test_least_loaded_and_power_of_two_take_fewer_requests() -> None:
     assert picks == {Slot(0), Slot(1)}
 
 
-def test_dynamos_cost_is_prefill_and_decode_blocks() -> None:
+def test_dynamo_cost_adds_prefill_and_decode_blocks() -> None:
     # worker 0: 4 + 8 queued + 0 active; worker 1: 10 + 0 + 5; worker 2: 10 + 0 + 0
     given = asked(overlap=[6, 0, 0], prefill_tokens=[8 * BLOCK_SIZE, 0, 0], active=[0, 5, 0])
     assert picked(parse_rule("dynamo"), given) == 2
@@ -102,7 +102,7 @@ def test_dynamos_cost_is_prefill_and_decode_blocks() -> None:
     assert len(warm) > 1
 
 
-def test_lmetric_is_new_prefill_tokens_times_the_batch() -> None:
+def test_lmetric_cost_is_new_prefill_tokens_times_the_batch() -> None:
     assert picked(parse_rule("lmetric"), asked(overlap=[8, 0, 0], in_flight=[3, 0, 1])) == 0
     assert picked(parse_rule("lmetric"), asked(overlap=[8, 0, 0], in_flight=[5, 0, 1])) == 1
     queued = asked(overlap=[8, 0, 0], prefill_tokens=[9 * BLOCK_SIZE, 0, 0], in_flight=[0, 0, 1])
@@ -116,7 +116,7 @@ def test_predicted_ttft_counts_own_prefill_and_the_queue() -> None:
     assert picked(rule, asked(overlap=[9, 0, 0], prefill_tokens=[100_000, 0, 0], active=[0, 3, 1])) == 2
 
 
-def test_predicted_ttft_knows_how_fast_each_engine_is() -> None:
+def test_predicted_ttft_uses_the_timing_of_each_engine() -> None:
     rule = parse_rule("predicted-ttft")
     fast = Timing(prefill_quadratic=0.0, prefill_linear=0.001, prefill_base=1.0)
     # a prompt of 160 tokens takes 18.9 ms by the default timing, and 1.2 ms on the fast engine
@@ -129,7 +129,7 @@ def test_predicted_ttft_knows_how_fast_each_engine_is() -> None:
     assert picked(rule, asked(timings=(attending, attending, Timing()), active=[0, 0, 9])) == 2
 
 
-def test_llm_ds_scores_are_weighted() -> None:
+def test_llm_d_rule_adds_weighted_scores() -> None:
     rule = parse_rule("llm-d")
     # 2 · (1, 0, 1) + 2 · (0.1, 1, 0.9) + 3 · (1, 0, 0.2)
     given = asked(overlap=[10, 0, 2], waiting=[0, 4, 0], kv_use=[0.9, 0.0, 0.1])
@@ -146,7 +146,7 @@ def test_aibrix_takes_the_longest_prefix_that_is_not_overloaded() -> None:
     assert picked(parse_rule("aibrix:deviations=2"), asked(overlap=[4, 8, 0], in_flight=[2, 9, 4])) == 1
 
 
-def test_aibrix_looks_at_those_with_the_fewest_requests_while_load_is_uneven() -> None:
+def test_aibrix_takes_least_loaded_workers_while_load_is_uneven() -> None:
     rule = parse_rule("aibrix:deviations=2")
     # 30 is over 2 · ((1 + 1) / 2 + 1), and 29 more than the fewest: of the two others the match is taken
     assert picked(rule, asked(overlap=[4, 8, 0], in_flight=[1, 30, 1], draw=1)) == 0
@@ -177,7 +177,7 @@ def test_sglang_takes_the_longest_prefix_while_load_is_balanced() -> None:
     assert picked(parse_rule("sglang:cache=0.2"), asked(overlap=[0, 3, 0], in_flight=[2, 3, 1])) == 1
 
 
-def test_a_session_stays_until_its_worker_has_twice_the_average() -> None:
+def test_sticky_session_stays_until_its_worker_has_twice_the_average() -> None:
     rule = parse_rule("sticky")
     assert picked(rule, asked(in_flight=[1, 0, 1], session="s")) == 1
     assert picked(rule, asked(in_flight=[1, 3, 1], session="s")) == 1
@@ -186,7 +186,7 @@ def test_a_session_stays_until_its_worker_has_twice_the_average() -> None:
     assert picked(rule, asked(in_flight=[0, 1, 1])) == 0
 
 
-def test_a_session_stays_with_so_many_requests_as_the_floor_says() -> None:
+def test_sticky_session_stays_up_to_the_floor_of_requests() -> None:
     for policy, stays in (("sticky", False), ("sticky:floor=1", True)):
         rule = parse_rule(policy)
         assert picked(rule, asked(in_flight=[1, 0, 1], session="s")) == 1
@@ -214,7 +214,7 @@ def test_every_rule_has_a_source_and_a_grid_with_its_published_values(name: str)
         ("sticky:escape=", "'' is not"),
     ],
 )
-def test_what_is_no_rule_is_named(text: str, message: str) -> None:
+def test_unknown_rule_or_parameter_is_refused_with_a_suggestion(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         parse_rule(text)
     assert refused.value.param == "policy"

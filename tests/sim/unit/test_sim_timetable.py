@@ -47,7 +47,7 @@ from kvrouter.sim.replay.timetable import KINDS, TimetableEntry, entry_of
         ("add", {"workers": [{"name": "x", "replicas": 2}, {"name": "y"}]}, "group x, y", "3 workers more"),
     ],
 )
-def test_an_event_says_what_happens_to_which_and_what_changes(
+def test_event_text_names_its_kind_its_target_and_its_change(
     what: str, fields: dict[str, object], which: str, change: str
 ) -> None:
     event = KINDS[what].model_validate({"at_s": 7.5, **fields})

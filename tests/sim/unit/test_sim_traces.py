@@ -35,7 +35,7 @@ from tests.testing.trace_rows import (
 )
 
 
-def test_mooncake_rows(write_trace: Callable[[bytes], Path]) -> None:
+def test_mooncake_rows_are_read_with_times_lengths_and_pieces(write_trace: Callable[[bytes], Path]) -> None:
     content = lines(mooncake(500, 700, [7, 8]), mooncake(1_500, 512, [7], output=0))
     for packed in (content, gzip.compress(content)):
         trace = open_trace(write_trace(packed))
@@ -52,7 +52,7 @@ def test_mooncake_rows(write_trace: Callable[[bytes], Path]) -> None:
     assert [row.number for row in open_trace(write_trace(content), rows_max=1)] == [0]
 
 
-def test_sessions_of_agents(write_trace: Callable[[bytes], Path]) -> None:
+def test_agentic_sessions_are_read_with_sub_agents_and_waits(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(gzip.compress(lines(*SESSIONS))))
     assert (trace.info.piece_tokens, trace.info.has_sessions) == (64, True)
     first, sub_agent, other, last = trace
@@ -64,7 +64,7 @@ def test_sessions_of_agents(write_trace: Callable[[bytes], Path]) -> None:
     assert other.pieces[0] != first.pieces[0]
 
 
-def test_nobody_thinks_for_longer_than_passed_between_two_requests(
+def test_think_time_is_at_most_the_time_between_two_requests(
     write_trace: Callable[[bytes], Path],
 ) -> None:
     turns = [{"t": t, "in": 64, "out": 1, "hash_ids": [1], "think_time": 500.0} for t in (0.0, 8.0)]
@@ -85,14 +85,14 @@ def test_nobody_thinks_for_longer_than_passed_between_two_requests(
         ((turn(0.0, api_time=20.0), sub_agent(100.0, turn(0.0, think_time=0.0))), 80.0),
     ],
 )
-def test_what_a_session_thinks_between_two_requests(
+def test_think_time_follows_from_stamps_api_time_and_stated_think_time(
     write_trace: Callable[[bytes], Path], requests: tuple[dict[str, Any], ...], think_s: float
 ) -> None:
     _, last = open_trace(write_trace(lines(session(*requests))))
     assert last.waits == (Wait(0, think_s),)
 
 
-def test_a_sub_agent_without_requests_is_passed_over(write_trace: Callable[[bytes], Path]) -> None:
+def test_sub_agent_without_requests_is_skipped(write_trace: Callable[[bytes], Path]) -> None:
     nothing = {"t": 2.0, "type": "subagent", "requests": None}
     content = lines(session(turn(0.0), sub_agent(1.0), nothing, turn(3.0)), session(id="y"))
     assert [(row.at_s, [wait.number for wait in row.waits]) for row in open_trace(write_trace(content))] == [
@@ -101,7 +101,7 @@ def test_a_sub_agent_without_requests_is_passed_over(write_trace: Callable[[byte
     ]
 
 
-def test_sub_agents_of_sub_agents(write_trace: Callable[[bytes], Path]) -> None:
+def test_nested_sub_agents_are_read_at_any_depth(write_trace: Callable[[bytes], Path]) -> None:
     inner = turn(1.0)
     for _ in range(150):
         inner = sub_agent(1.0, inner)
@@ -127,7 +127,7 @@ SESSION_CLOCK = sub_agent(50.0, turn(50.5), turn(60.0))
         ((SESSION_CLOCK, OWN_CLOCK), [50.0, 100.5, 110.0, 110.0]),  # the second says that both count from 50
     ],
 )
-def test_sub_agents_on_their_own_clock_and_on_the_sessions(
+def test_sub_agents_on_their_own_clock_and_on_the_sessions_are_told_apart(
     write_trace: Callable[[bytes], Path], agents: tuple[dict[str, Any], ...], arrivals: list[float]
 ) -> None:
     content = lines(session(*agents))
@@ -138,13 +138,15 @@ def test_sub_agents_on_their_own_clock_and_on_the_sessions(
     ]
 
 
-def test_the_clock_of_sub_agents_is_one_for_the_file(write_trace: Callable[[bytes], Path]) -> None:
+def test_clock_of_sub_agents_is_one_for_the_whole_file(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(session(SESSION_CLOCK), session(OWN_CLOCK))))
     for _ in range(2):
         assert [row.at_s for row in trace] == [60.0, 100.5, 110.0, 120.0]
 
 
-def test_names_of_blocks_that_are_global_are_shared_by_sessions(write_trace: Callable[[bytes], Path]) -> None:
+def test_global_block_names_are_shared_by_sessions_and_local_ones_are_not(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     def pieces(*scopes: str) -> list[int]:
         rows = [session(turn(0.0), hash_id_scope=scope) for scope in scopes]
         return [row.pieces[0] for row in open_trace(write_trace(lines(*rows)))]
@@ -156,7 +158,7 @@ def test_names_of_blocks_that_are_global_are_shared_by_sessions(write_trace: Cal
         pieces("file")
 
 
-def test_sessions_are_read_as_they_begin(write_trace: Callable[[bytes], Path]) -> None:
+def test_sessions_are_read_lazily_as_they_begin(write_trace: Callable[[bytes], Path]) -> None:
     content = lines(session(turn(0.0), turn(9.0), turn(11.0)), session(turn(0.0)), session(turn(-1.0)))
     rows = iter(open_trace(write_trace(content)))
     assert [row.at_s for row in islice(rows, 4)] == [0.0, 9.0, 10.0, 11.0]
@@ -164,7 +166,7 @@ def test_sessions_are_read_as_they_begin(write_trace: Callable[[bytes], Path]) -
         next(rows)
 
 
-def test_dynamos_records_by_arrival(write_trace: Callable[[bytes], Path]) -> None:
+def test_dynamo_records_are_read_in_order_of_arrival(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(*DYNAMO)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.request.trace.v1", 4)
     first, second = trace
@@ -174,7 +176,7 @@ def test_dynamos_records_by_arrival(write_trace: Callable[[bytes], Path]) -> Non
     assert second.pieces[0] == first.pieces[0]
 
 
-def test_dynamos_records_in_the_envelopes_of_its_file_sinks(write_trace: Callable[[bytes], Path]) -> None:
+def test_dynamo_records_in_sink_envelopes_read_the_same(write_trace: Callable[[bytes], Path]) -> None:
     plain = list(open_trace(write_trace(lines(*DYNAMO))))
     assert list(open_trace(write_trace(lines(*map(in_envelope, DYNAMO))))) == plain
     later = [msgspec.structs.replace(row, line=row.line + 1) for row in plain]
@@ -191,7 +193,7 @@ def test_dynamos_records_in_the_envelopes_of_its_file_sinks(write_trace: Callabl
         (lines(ended(8), ended(7)), [2, 1]),
     ],
 )
-def test_requests_name_the_lines_that_they_stand_in(
+def test_requests_name_the_line_they_come_from(
     write_trace: Callable[[bytes], Path], content: bytes, numbers: list[int]
 ) -> None:
     path = write_trace(content)
@@ -201,7 +203,7 @@ def test_requests_name_the_lines_that_they_stand_in(
 
 
 @given(arrivals=st.lists(st.integers(0, 6), min_size=1, max_size=12))
-def test_dynamos_records_stand_in_any_order(scratch_trace: Path, arrivals: list[int]) -> None:
+def test_dynamo_records_may_stand_in_any_order(scratch_trace: Path, arrivals: list[int]) -> None:
     scratch_trace.write_bytes(
         lines(*(ended(at * 1e3, output_tokens=index + 1) for index, at in enumerate(arrivals)))
     )
@@ -213,19 +215,19 @@ def test_dynamos_records_stand_in_any_order(scratch_trace: Path, arrivals: list[
         ]
 
 
-def test_dynamos_trace_has_sessions_where_any_request_is_of_one(write_trace: Callable[[bytes], Path]) -> None:
+def test_dynamo_trace_has_sessions_where_any_request_has_one(write_trace: Callable[[bytes], Path]) -> None:
     assert open_trace(write_trace(lines(ended(1), ended(2, "s"), ended(3)))).info.has_sessions
     assert not open_trace(write_trace(lines(ended(1), ended(2)))).info.has_sessions
 
 
-def test_dynamos_records_that_came_between_two_readings(write_trace: Callable[[bytes], Path]) -> None:
+def test_dynamo_record_added_between_two_readings_is_refused(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(ended(1))))
     write_trace(lines(ended(1), ended(2)))
     with pytest.raises(ConfigError, match=":2: was not there when the file was read before"):
         list(trace)
 
 
-def test_no_more_rows_are_read_than_wanted(write_trace: Callable[[bytes], Path]) -> None:
+def test_no_rows_beyond_the_maximum_are_read(write_trace: Callable[[bytes], Path]) -> None:
     no_hashes = ended(9)
     no_hashes["request"]["replay"]["input_sequence_hashes"] = []
     for content in (
@@ -240,7 +242,7 @@ def test_no_more_rows_are_read_than_wanted(write_trace: Callable[[bytes], Path])
             list(open_trace(path, rows_max=3))
 
 
-def test_azures_rows_with_contents_of_a_model(write_trace: Callable[[bytes], Path]) -> None:
+def test_azure_rows_get_contents_from_a_prefix_model(write_trace: Callable[[bytes], Path]) -> None:
     path = write_trace(AZURE)
     first, second = open_trace(path)
     assert (first.input_tokens, first.output_tokens, len(first.pieces)) == (374, 44, 6)
@@ -267,14 +269,16 @@ def test_azures_rows_with_contents_of_a_model(write_trace: Callable[[bytes], Pat
         ("2023-11-16 20:15:47+0200", 1.0),
     ],
 )
-def test_time_stamps_of_azures_rows(write_trace: Callable[[bytes], Path], stamp: str, at_s: float) -> None:
+def test_azure_time_stamps_are_read_in_every_form(
+    write_trace: Callable[[bytes], Path], stamp: str, at_s: float
+) -> None:
     content = f"{AZURE_HEADER}2023-11-16 18:15:46,9,9\r\n{stamp},9,9\r\n".encode()
     first, second = open_trace(write_trace(content))
     assert first.at_s == 0.0
     assert second.at_s == pytest.approx(at_s, abs=1e-6)
 
 
-def test_an_answer_of_no_tokens_is_one_of_one_token(write_trace: Callable[[bytes], Path]) -> None:
+def test_answer_of_zero_tokens_is_read_as_one_token(write_trace: Callable[[bytes], Path]) -> None:
     no_answer = ended(1, output_tokens=0)
     for content in (
         f"{AZURE_HEADER}2023-11-16 18:15:46,9,0\n".encode(),
@@ -285,7 +289,7 @@ def test_an_answer_of_no_tokens_is_one_of_one_token(write_trace: Callable[[bytes
         assert [row.output_tokens for row in open_trace(write_trace(content))] == [1]
 
 
-def test_a_byte_order_mark_is_no_text(write_trace: Callable[[bytes], Path]) -> None:
+def test_byte_order_mark_at_the_start_is_ignored(write_trace: Callable[[bytes], Path]) -> None:
     generator = b"generate: {requests: 1, rate_per_s: 1, input: {mean: 9}, output: {mean: 9}}"
     for content in (AZURE, lines(GOOD), lines(*SESSIONS), lines(*DYNAMO), generator):
         marked = b"\xef\xbb\xbf" + content
@@ -294,7 +298,7 @@ def test_a_byte_order_mark_is_no_text(write_trace: Callable[[bytes], Path]) -> N
         assert list(open_trace(write_trace(gzip.compress(marked)))) == rows
 
 
-def test_a_generators_file(write_trace: Callable[[bytes], Path]) -> None:
+def test_generator_file_is_read_as_a_trace(write_trace: Callable[[bytes], Path]) -> None:
     text = (
         b"generate: {requests: 50, rate_per_s: 5, input: {mean: 500}, output: {mean: 9}, turn_share: 0.5}\n"
     )
@@ -316,7 +320,7 @@ def test_a_generators_file(write_trace: Callable[[bytes], Path]) -> None:
         b"{generate: {requests: 3, rate_per_s: 5, input: {mean: 5.0e2}, output: {mean: 9}}}",
     ],
 )
-def test_a_generators_file_in_json(write_trace: Callable[[bytes], Path], content: bytes) -> None:
+def test_generator_file_in_json_is_read(write_trace: Callable[[bytes], Path], content: bytes) -> None:
     assert len(list(open_trace(write_trace(content)))) == 3
     assert len(list(open_trace(write_trace(gzip.compress(content))))) == 3
 
@@ -358,6 +362,6 @@ def test_generated_traffic_is_ordered_repeatable_and_grows_by_turns(
             assert row.pieces[:n_full] == before.pieces[:n_full]
 
 
-def test_a_million_requests_are_generated_one_by_one() -> None:
+def test_generator_yields_requests_one_by_one() -> None:
     spec = Generator(requests=1_000_000, rate_per_s=300.0, input=Lengths(12_000.0), output=Lengths(340.0))
     assert [row.number for row in islice(generate(spec), 3)] == [0, 1, 2]

@@ -17,7 +17,7 @@ from kvrouter.sim.traces.trace_request import Pieces, TraceRequest, Wait
 from tests.testing.trace_rows import dialogue, lines
 
 
-def test_a_prompt_is_the_one_before_its_answer_and_what_the_turn_adds(
+def test_delta_prompt_is_the_last_prompt_its_answer_and_the_new_turn(
     write_trace: Callable[[bytes], Path],
 ) -> None:
     content = lines(
@@ -40,7 +40,7 @@ def test_a_prompt_is_the_one_before_its_answer_and_what_the_turn_adds(
         assert not {2, 3, 4, 5, second.pieces[1]} & set(third.pieces[1:])
 
 
-def test_blocks_that_are_pieces_of_the_whole_prompt_keep_their_names(
+def test_whole_blocks_of_a_delta_prompt_keep_their_names(
     write_trace: Callable[[bytes], Path],
 ) -> None:
     def turns(session: str) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def test_blocks_that_are_pieces_of_the_whole_prompt_keep_their_names(
     assert second.pieces[2] != of_other.pieces[2], "nobody says that two answers are the same"
 
 
-def test_answers_are_no_other_answers(write_trace: Callable[[bytes], Path]) -> None:
+def test_answers_of_different_sessions_have_different_pieces(write_trace: Callable[[bytes], Path]) -> None:
     rows = [
         {**dialogue(session, 412, [n], **times), "output_length": 700}
         for session in "st"
@@ -123,7 +123,7 @@ def common(one: Pieces, other: Pieces) -> int:
     ),
     block_size=st.sampled_from([16, 32]),
 )
-def test_what_turns_add_reads_back_as_whole_prompts(
+def test_delta_rows_read_back_as_the_same_whole_prompts(
     scratch_trace: Path, sessions: list[list[Turn]], block_size: int
 ) -> None:
     read: list[list[TraceRequest]] = []
@@ -142,7 +142,7 @@ def test_what_turns_add_reads_back_as_whole_prompts(
         assert common(one.pieces, other.pieces) == common(grown.pieces, grown_other.pieces)
 
 
-def test_a_few_bytes_that_say_more_tokens_than_a_prompt_may_have(
+def test_delta_prompt_with_too_many_tokens_is_refused(
     write_trace: Callable[[bytes], Path],
 ) -> None:
     sized = dialogue("n", 9, list(range(9)), timestamp=0)
@@ -154,7 +154,7 @@ def test_a_few_bytes_that_say_more_tokens_than_a_prompt_may_have(
         list(trace)
 
 
-def test_it_is_replayed_from_the_command_line(
+def test_delta_trace_is_replayed_from_the_command_line(
     write_trace: Callable[[bytes], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [dialogue("s", 700, [1, 2], timestamp=0), dialogue("s", 300, [3], delay=250)]

@@ -16,7 +16,7 @@ from kvrouter.sim.traces.trace_request import Wait
 from tests.testing.trace_rows import SESSIONS, by_other_names, dialogue, lines, mooncake
 
 
-def test_a_turn_follows_the_answer_before_it_after_its_delay(write_trace: Callable[[bytes], Path]) -> None:
+def test_turn_follows_the_answer_before_it_after_its_delay(write_trace: Callable[[bytes], Path]) -> None:
     content = lines(
         dialogue("s", 700, [1, 2], timestamp=2_000),
         dialogue("s", 1_100, [1, 3, 4], delay=250),
@@ -35,7 +35,9 @@ def test_a_turn_follows_the_answer_before_it_after_its_delay(write_trace: Callab
         assert second.pieces == array("Q", [1, 3, 4])
 
 
-def test_a_time_stamp_alone_makes_what_passed_the_think_time(write_trace: Callable[[bytes], Path]) -> None:
+def test_turn_with_a_time_stamp_alone_thinks_for_the_time_between(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     content = lines(
         dialogue("s", 700, [1, 2], timestamp=1_000),
         dialogue("s", 800, [1, 2], timestamp=4_000),
@@ -51,9 +53,7 @@ def test_a_time_stamp_alone_makes_what_passed_the_think_time(write_trace: Callab
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 512, 1_024])
-def test_the_block_size_is_one_that_fits_the_rows(
-    write_trace: Callable[[bytes], Path], block_size: int
-) -> None:
+def test_block_size_is_one_that_fits_the_rows(write_trace: Callable[[bytes], Path], block_size: int) -> None:
     sizes = [block_size * 9 + 1, block_size * 20]
     rows = [dialogue(str(n), n, list(range(-(-n // block_size))), timestamp=0) for n in sizes]
     assert open_trace(write_trace(lines(*rows))).info.piece_tokens == block_size
@@ -74,7 +74,7 @@ SHORTER = ((300, [1]), (200, [2]))
 
 
 @pytest.mark.parametrize("turns", [SHORT, MORE_OTHERS, THE_SAME, SHORTER])
-def test_turns_that_do_not_show_what_rows_have_need_a_word(
+def test_ambiguous_turns_need_the_trace_format_to_be_named(
     write_trace: Callable[[bytes], Path], turns: tuple[tuple[int, list[int]], ...]
 ) -> None:
     rows = [dialogue("s", tokens, ids, timestamp=at) for at, (tokens, ids) in enumerate(turns)]
@@ -89,7 +89,7 @@ def test_turns_that_do_not_show_what_rows_have_need_a_word(
 
 
 @pytest.mark.parametrize("turns", [AS_MANY, AS_MANY[1:], SHORT[:1]])
-def test_turns_that_go_on_from_the_one_before_show_whole_prompts(
+def test_turns_that_continue_the_one_before_are_read_as_whole_prompts(
     write_trace: Callable[[bytes], Path], turns: tuple[tuple[int, list[int]], ...]
 ) -> None:
     rows = [dialogue("s", tokens, ids, timestamp=at) for at, (tokens, ids) in enumerate(turns)]
@@ -97,7 +97,7 @@ def test_turns_that_go_on_from_the_one_before_show_whole_prompts(
     assert [row.input_tokens for row in trace] == [tokens for tokens, _ in turns]
 
 
-def test_a_format_that_is_named_has_to_be_the_trace_s(write_trace: Callable[[bytes], Path]) -> None:
+def test_named_trace_format_must_be_that_of_the_trace(write_trace: Callable[[bytes], Path]) -> None:
     path = write_trace(lines(mooncake(0, 700, [1, 2])))
     assert len(list(open_trace(path, trace_format="mooncake"))) == 1
     with pytest.raises(ConfigError, match=r"trace_format: mooncake-delta is a form of .* Mooncake$"):
@@ -106,7 +106,9 @@ def test_a_format_that_is_named_has_to_be_the_trace_s(write_trace: Callable[[byt
         open_trace(write_trace(lines(*SESSIONS)), trace_format="mooncake")
 
 
-def test_fields_by_the_other_names_that_dynamo_reads(write_trace: Callable[[bytes], Path]) -> None:
+def test_fields_are_read_under_the_other_names_that_dynamo_reads(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     rows = [
         dialogue("s", 700, [1, 2], timestamp=5),
         dialogue("s", 1_100, [1, 3, 4], delay=250),
@@ -129,7 +131,7 @@ def test_fields_by_the_other_names_that_dynamo_reads(write_trace: Callable[[byte
         max_size=12,
     )
 )
-def test_turns_come_in_the_order_of_time_and_after_the_one_before(
+def test_turns_come_in_order_of_time_and_after_the_turn_before(
     scratch_trace: Path, rows: list[tuple[str, int, str]]
 ) -> None:
     at_ms: dict[str, float] = {}

@@ -35,7 +35,7 @@ FORK = [
 ]
 
 
-def test_rows_without_a_header(write_trace: Callable[[bytes], Path]) -> None:
+def test_workflow_rows_without_a_header_are_read(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(*FORK)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.agentic_mooncake", 512)
     assert (trace.info.has_sessions, trace.info.has_times) == (True, False)
@@ -51,7 +51,7 @@ def test_rows_without_a_header(write_trace: Callable[[bytes], Path]) -> None:
         assert {row.not_before_s for row in trace} == {0.0}
 
 
-def test_the_rows_on_the_page_of_replay_are_a_trace(write_trace: Callable[[bytes], Path]) -> None:
+def test_example_rows_of_the_replay_page_are_a_trace(write_trace: Callable[[bytes], Path]) -> None:
     (rows,) = re.findall(r"^```json\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     trace = open_trace(write_trace(rows.encode()))
     assert [(row.line, row.waits) for row in trace] == [
@@ -62,7 +62,7 @@ def test_the_rows_on_the_page_of_replay_are_a_trace(write_trace: Callable[[bytes
     ]
 
 
-def test_rows_stand_in_any_order(write_trace: Callable[[bytes], Path]) -> None:
+def test_workflow_rows_may_stand_in_any_order(write_trace: Callable[[bytes], Path]) -> None:
     def what(rows: list[dict[str, Any]]) -> list[tuple[object, ...]]:
         trace = open_trace(write_trace(lines(*rows)))
         return [(row.number, row.at_s, row.waits, row.pieces) for row in trace]
@@ -70,7 +70,7 @@ def test_rows_stand_in_any_order(write_trace: Callable[[bytes], Path]) -> None:
     assert what(FORK[::-1]) == what(FORK)
 
 
-def test_time_stamps_are_kept_where_rows_have_them(write_trace: Callable[[bytes], Path]) -> None:
+def test_time_stamps_of_workflow_rows_are_kept(write_trace: Callable[[bytes], Path]) -> None:
     rows = [{**row, "timestamp": at} for row, at in zip(FORK, (500, 2_000, 1_000, 9_000), strict=True)]
     trace = open_trace(write_trace(lines(*rows)))
     assert trace.info.has_times
@@ -78,7 +78,9 @@ def test_time_stamps_are_kept_where_rows_have_them(write_trace: Callable[[bytes]
     assert [row.line for row in trace] == [1, 3, 2, 4]
 
 
-def test_the_first_row_need_not_show_that_others_wait(write_trace: Callable[[bytes], Path]) -> None:
+def test_workflow_format_is_recognized_when_only_later_rows_wait(
+    write_trace: Callable[[bytes], Path],
+) -> None:
     trace = open_trace(write_trace(lines(waiting("a", timestamp=0), waiting("b", timestamp=9), *FORK)))
     assert trace.info.format == "dynamo.agentic_mooncake"
     assert [row.waits for row in trace][:2] == [(), ()]
@@ -96,7 +98,7 @@ NODES = [
 ]
 
 
-def test_version_2(write_trace: Callable[[bytes], Path]) -> None:
+def test_workflow_rows_of_version_2_are_read(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(HEADER, *NODES)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.agentic_mooncake", 64)
     assert (trace.info.has_sessions, trace.info.has_times) == (True, True)
@@ -114,7 +116,7 @@ def test_version_2(write_trace: Callable[[bytes], Path]) -> None:
         assert left.pieces[1] != right.pieces[1]
 
 
-def test_names_of_blocks_and_sessions_are_those_of_a_play(write_trace: Callable[[bytes], Path]) -> None:
+def test_block_and_session_names_belong_to_a_play(write_trace: Callable[[bytes], Path]) -> None:
     rows = [node("a", 0), node("b", 1, play_id="q"), node("c", 2)]
     first, other, last = open_trace(write_trace(lines(HEADER, *rows)))
     assert (first.pieces, first.session) == (last.pieces, last.session)
@@ -132,7 +134,7 @@ def test_names_of_blocks_and_sessions_are_those_of_a_play(write_trace: Callable[
         (node("b", 0, dependency("a", 50)), False),
     ],
 )
-def test_a_request_that_may_come_before_what_it_waits_for_has_no_time(
+def test_trace_has_no_times_where_a_request_may_come_before_its_dependency(
     write_trace: Callable[[bytes], Path], row: dict[str, Any], has_times: bool
 ) -> None:
     trace = open_trace(write_trace(lines(HEADER, node("a", 100), row)))
@@ -141,7 +143,7 @@ def test_a_request_that_may_come_before_what_it_waits_for_has_no_time(
     assert (first.line, second.line) == (2, 3)
 
 
-def test_other_names_of_its_fields(write_trace: Callable[[bytes], Path]) -> None:
+def test_workflow_fields_are_read_under_their_other_names(write_trace: Callable[[bytes], Path]) -> None:
     plain = list(open_trace(write_trace(lines(*FORK))))
     assert list(open_trace(write_trace(lines(*map(by_other_names, FORK))))) == plain
 
@@ -197,7 +199,7 @@ CIRCLE = [
         ([dialogue("s", 700, [7, 8], timestamp=5), waiting("x", "y")], r":2: wait_for: is there, and"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_line(
+def test_workflow_mistake_is_refused_with_its_line_and_field(
     write_trace: Callable[[bytes], Path], rows: list[dict[str, Any]], message: str
 ) -> None:
     path = write_trace(lines(*rows))
@@ -206,7 +208,7 @@ def test_what_is_wrong_is_named_with_its_line(
 
 
 @given(data=st.data(), n_requests=st.integers(1, 12))
-def test_requests_come_after_all_that_they_wait_for(
+def test_requests_come_after_all_they_wait_for(
     scratch_trace: Path, data: st.DataObject, n_requests: int
 ) -> None:
     rows: list[dict[str, Any]] = []
@@ -228,7 +230,7 @@ def test_requests_come_after_all_that_they_wait_for(
         assert {wait.think_s for wait in one.waits} <= {row.get("delay", 0) / 1e3}
 
 
-def test_it_is_replayed_from_the_command_line(
+def test_workflow_trace_is_replayed_from_the_command_line(
     write_trace: Callable[[bytes], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_trace(lines(*FORK))

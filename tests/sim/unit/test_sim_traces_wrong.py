@@ -93,14 +93,14 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
         (AZURE + b"yesterday,1,1\n", r":4: TIMESTAMP: 'yesterday'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_line(
+def test_trace_mistake_is_refused_with_its_line_and_field(
     write_trace: Callable[[bytes], Path], content: bytes, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         list(open_trace(write_trace(content)))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_trace_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         open_trace(tmp_path / "nothing")
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (b"generate: {}\n" + b"\n" * (1 << 16) + b"#", "none of the formats"),
     ],
 )
-def test_what_is_wrong_in_a_generators_file(
+def test_generator_file_mistake_is_refused_with_its_line_and_field(
     write_trace: Callable[[bytes], Path], content: bytes, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -210,7 +210,7 @@ def wrong_rows() -> list[tuple[str, dict[str, Any], dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("name", "good", "wrong", "field"), wrong_rows())
-def test_a_wrong_value_is_named_with_line_and_field(
+def test_wrong_value_is_refused_with_line_and_field(
     write_trace: Callable[[bytes], Path], name: str, good: dict[str, Any], wrong: dict[str, Any], field: str
 ) -> None:
     header = HEADERS.get(name, [])
@@ -223,7 +223,7 @@ def test_a_wrong_value_is_named_with_line_and_field(
 
 
 @pytest.mark.parametrize("name", WHERE)
-def test_a_field_that_is_missing_is_named(write_trace: Callable[[bytes], Path], name: str) -> None:
+def test_missing_field_is_refused_by_name(write_trace: Callable[[bytes], Path], name: str) -> None:
     good, time, *_ = WHERE[name]
     header = HEADERS.get(name, [])
     path = write_trace(lines(*header, good, changed(good, time, ABSENT)))
@@ -252,7 +252,7 @@ def test_a_field_that_is_missing_is_named(write_trace: Callable[[bytes], Path], 
         (f"2023-11-16 18:16:40,1,{'9' * 5_000}", "GeneratedTokens"),
     ],
 )
-def test_a_wrong_value_of_azures_is_named_with_line_and_field(
+def test_wrong_azure_value_is_refused_with_line_and_field(
     write_trace: Callable[[bytes], Path], row: str, field: str
 ) -> None:
     path = write_trace(AZURE + row.encode() + b"\n")
@@ -270,7 +270,9 @@ CONTENTS = {name: lines(*HEADERS.get(name, []), *[good] * 3) for name, (good, *_
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_a_gzip_file_that_is_cut_short(write_trace: Callable[[bytes], Path], name: str) -> None:
+def test_truncated_gzip_trace_is_refused_with_its_line(
+    write_trace: Callable[[bytes], Path], name: str
+) -> None:
     packed = gzip.compress(CONTENTS[name])
     for end in range(3, len(packed)):
         path = write_trace(packed[:end])
@@ -300,7 +302,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @given(content=damaged() | st.binary(max_size=64) | st.text(max_size=64).map(str.encode))
 @settings(max_examples=500)
-def test_any_bytes_are_a_trace_or_an_error_of_the_user(scratch_trace: Path, content: bytes) -> None:
+def test_any_bytes_are_a_trace_or_a_config_error(scratch_trace: Path, content: bytes) -> None:
     scratch_trace.write_bytes(content)
     rows: list[TraceRequest] = []
     message = str(scratch_trace)
@@ -342,7 +344,7 @@ LAWS = st.fixed_dictionaries(
         },
     )
 )
-def test_any_numbers_are_a_generator_or_an_error_of_the_user(
+def test_any_generator_numbers_are_a_trace_or_a_config_error(
     scratch_trace: Path, described: dict[str, Any]
 ) -> None:
     scratch_trace.write_text(json.dumps({"generate": described}))

@@ -33,7 +33,7 @@ def outcome(number: int, *, ttft_s: float | None = None, error: str = "") -> Out
     )
 
 
-def test_every_policy_has_at_most_as_many_points_as_any_other_may_have() -> None:
+def test_tuning_grid_of_every_policy_is_within_the_maximum() -> None:
     assert {name: len(points(name)) for name in RULES if len(points(name)) > GRID_MAX} == {}
     assert points("lmetric") == ["lmetric"]
     assert points("sticky:escape=3") == ["sticky:escape=3"]
@@ -42,7 +42,7 @@ def test_every_policy_has_at_most_as_many_points_as_any_other_may_have() -> None
         assert len(set(ours_grid(roles))) == len(ours_grid(roles)) <= GRID_MAX
 
 
-def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart() -> None:
+def test_kvrouter_grid_includes_transfer_weights_where_legs_are_apart() -> None:
     workers = "workers: [{name: p, role: prefill}, {name: d, role: decode}]"
     apart = parse_document(f"version: 1\nmodels: [{{name: m}}]\n{workers}\n", "fleet")
     ((time, *weights),) = candidates(apart, [OURS], [])
@@ -64,12 +64,12 @@ def test_ours_is_tuned_over_what_a_link_costs_where_prefill_and_decode_are_apart
     assert [variant.fleet.router.overlap_score_weight for variant in weights] == [0.5, 1, 2, 4, 8, 16]
 
 
-def test_the_published_parameters_are_among_the_points() -> None:
+def test_published_parameters_of_every_rule_are_in_its_grid() -> None:
     for name, rule in RULES.items():
         assert not rule.grid or rule.parameters in rule.grid, name
 
 
-def test_each_swept_value_is_tuned_apart() -> None:
+def test_each_swept_value_is_tuned_separately() -> None:
     document = parse_document(DEFAULT_FLEET, "fleet")
     found = candidates(document, ["sticky", "random"], [parse_sweep("workers[0].replicas=2,4")])
     assert [len(chosen_from) for chosen_from in found] == [10, 10, 1, 1]
@@ -77,14 +77,14 @@ def test_each_swept_value_is_tuned_apart() -> None:
         assert len({variant.fleet.workers[0].replicas for variant in chosen_from}) == 1
 
 
-def test_the_best_fails_least_and_then_answers_soonest() -> None:
+def test_tuning_prefers_fewest_failures_and_then_lowest_ttft() -> None:
     slow, fast, failed = outcome(0, ttft_s=2.0), outcome(1, ttft_s=1.0), outcome(2, error="no_workers")
     assert merit(Outcomes([slow])) > merit(Outcomes([fast]))
     assert merit(Outcomes([fast, failed])) > merit(Outcomes([slow, slow]))
     assert merit(Outcomes()) == (0, float("inf"))
 
 
-def test_halves_share_no_request() -> None:
+def test_second_half_of_a_trace_has_no_request_of_the_first() -> None:
     outcomes = [outcome(number, ttft_s=1.0) for number in range(7)]
     outcomes[3].arrived_s = outcomes[4].arrived_s = outcomes[5].arrived_s = outcomes[6].arrived_s = 10.0
     file = load_fleet(parse_document(DEFAULT_FLEET, "fleet")).fleet
@@ -93,7 +93,7 @@ def test_halves_share_no_request() -> None:
     assert half.ended_s == 4.0
 
 
-def test_bytes_and_money_of_a_half_are_of_the_same_requests() -> None:
+def test_bytes_and_cost_of_a_half_are_of_the_same_requests() -> None:
     priced = TWO_ZONES.replace("latency_s: 1.0,", "latency_s: 1.0, price_per_gb: 2.0,")
     file = fleet("kv_transfer: {domain: zone, enforcement: fallback}" + priced)
     rows = [row(number, 20.0 * number, [2 * number, 2 * number + 1]) for number in range(4)]
@@ -107,7 +107,7 @@ def test_bytes_and_money_of_a_half_are_of_the_same_requests() -> None:
     assert of_half.cost == pytest.approx(2.0 * of_half.bytes / 1e9)
 
 
-def test_a_tuned_replay_names_its_parameters_and_says_what_its_figures_are_of(tmp_path: Path) -> None:
+def test_tuned_replay_names_its_parameters_and_reports_the_second_half(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     path = "data/mooncake-conversation-sample.jsonl"
     arguments = ("--rows", "60", "--compare", "kvrouter,sticky,lmetric", "--tune", "--output", f"json={out}")
@@ -121,6 +121,6 @@ def test_a_tuned_replay_names_its_parameters_and_says_what_its_figures_are_of(tm
     assert {variant["summaries"][0]["requests"] for variant in report["variants"]} == {30}
 
 
-def test_a_trace_of_few_requests_is_not_cut_into_halves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_of_a_trace_with_too_few_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "data/mooncake-conversation-sample.jsonl", "--rows", "19", "--tune"]) != 0
     assert "tune: the trace has 19 requests; halves need 20" in capsys.readouterr().err

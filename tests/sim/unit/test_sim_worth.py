@@ -53,7 +53,7 @@ def by_blocks(text: str) -> Document:
 # Choices
 
 
-def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> None:
+def test_every_enforcement_level_mode_and_cost_is_an_alternative() -> None:
     file = load_fleet(by_blocks(f"kv_transfer: {{domain: rack}}{RACKS}")).fleet
     others = other_choices(file, tuple(RouterMode))
     assert choice_of(file) == TransferChoice(KV, Enforcement.REQUIRED, "rack", cost=BLOCKS)
@@ -106,7 +106,7 @@ def test_every_enforcement_on_every_level_in_every_mode_is_an_alternative() -> N
         ),
     ],
 )
-def test_todays_choice_is_the_files_and_every_other_replaces_it_whole(text: str, name: str) -> None:
+def test_todays_choice_is_read_from_the_file_and_variants_replace_it_whole(text: str, name: str) -> None:
     described = by_blocks(text + TWO_ZONES)
     today = choice_of(load_fleet(described).fleet)
     assert today.name == name
@@ -116,7 +116,7 @@ def test_todays_choice_is_the_files_and_every_other_replaces_it_whole(text: str,
         assert variant.fleet.workers == load_fleet(described).fleet.workers
 
 
-def test_the_files_own_weight_of_preferred_is_tried() -> None:
+def test_preferred_weight_of_the_file_is_tried() -> None:
     file = load_fleet(document(f"kv_transfer: {{domain: zone, preferred_weight: 0.3}}{TWO_ZONES}")).fleet
     assert {choice.weight for choice in other_choices(file, (KV,))} == {None, 0.3}
 
@@ -130,7 +130,7 @@ def test_the_files_own_weight_of_preferred_is_tried() -> None:
         (RACKS.replace("zone, rack", ", ".join(["zone", *(f"l{n}" for n in range(13))])), "mode"),
     ],
 )
-def test_a_fleet_in_which_nothing_could_be_compared_is_refused(text: str, field: str) -> None:
+def test_fleet_without_anything_to_compare_is_refused_by_field(text: str, field: str) -> None:
     with pytest.raises(ConfigError) as refused:
         other_choices(load_fleet(document(text)).fleet, tuple(RouterMode))
     assert refused.value.param == field
@@ -146,7 +146,7 @@ def rows(**columns: Floats) -> Rows:
     return made._replace(**columns)
 
 
-def test_changes_are_means_of_parts_and_totals_are_of_the_whole() -> None:
+def test_changes_are_means_over_parts_and_totals_are_of_the_whole() -> None:
     ttft_ms = np.repeat(np.arange(10.0) * 2.0 + 101.0, 10)
     other = rows(ttft_ms=ttft_ms, crossing_gb=np.full(100, 0.5), good=np.tile([1.0, 0.0], 50))
     changes = changes_of([rows()], [other], FIGURES, 4)
@@ -162,7 +162,7 @@ def test_changes_are_means_of_parts_and_totals_are_of_the_whole() -> None:
     assert changes[FigureName.FAILED] == Change(0.0, 0.0, 0.0, 0.0, (0.0,) * PARTS)
 
 
-def test_nobody_looks_faster_for_refusing_the_slow_ones() -> None:
+def test_refusing_slow_requests_does_not_count_as_faster() -> None:
     slow = np.tile([100.0, 900.0], 50)
     refusing = rows(ttft_ms=np.tile([100.0, np.nan], 50), failed=np.tile([0.0, 1.0], 50))
     changes = changes_of([rows(ttft_ms=slow)], [refusing], FIGURES, 1)
@@ -176,7 +176,7 @@ def test_nobody_looks_faster_for_refusing_the_slow_ones() -> None:
     assert FigureName.TTFT_MEAN not in figures_of([rows(ttft_ms=np.full(100, np.nan))], FIGURES)
 
 
-def test_seeds_are_compared_one_by_one_and_those_that_are_alike_stand_for_the_rest() -> None:
+def test_seeds_are_compared_pairwise_and_a_single_one_stands_for_all() -> None:
     today = [rows(ttft_ms=np.full(100, base)) for base in (100.0, 200.0, 300.0)]
     other = [rows(ttft_ms=np.full(100, base)) for base in (110.0, 210.0, 310.0)]
     ttft = changes_of(today, other, FIGURES, 1)[FigureName.TTFT_MEAN]
@@ -185,7 +185,7 @@ def test_seeds_are_compared_one_by_one_and_those_that_are_alike_stand_for_the_re
     assert figures_of(today, FIGURES)[FigureName.TTFT_MEAN] == 200.0
 
 
-def test_rows_are_the_outcomes_by_number_with_what_crossed_and_cost() -> None:
+def test_rows_have_the_figures_crossing_and_cost_of_each_outcome() -> None:
     file = fleet(f"kv_transfer: {{domain: zone}}{PRICED}")
     workers = PRICED.splitlines(keepends=True)
     stranded = fleet(
@@ -208,7 +208,7 @@ def test_rows_are_the_outcomes_by_number_with_what_crossed_and_cost() -> None:
     assert not away.is_like(at_home)
 
 
-def test_a_trace_too_short_to_be_cut_is_refused() -> None:
+def test_trace_with_fewer_than_100_requests_is_refused() -> None:
     check_length(100)
     with pytest.raises(ConfigError, match="99 requests"):
         check_length(99)
@@ -237,7 +237,7 @@ def verdict(*alternatives: Alternative, threshold: float = 0.02) -> Verdict:
     return advise(TODAY, alternatives, threshold).verdict
 
 
-def test_a_clear_gain_of_ttft_or_goodput_is_advised() -> None:
+def test_clear_gain_of_ttft_or_goodput_is_advised() -> None:
     faster = alternative(REQUIRED, {FigureName.TTFT_MEAN: change(1_000.0, -400.0, 50.0, 90.0)})
     advice = advise(TODAY, [faster], 0.02)
     assert (advice.verdict, advice.choice) == (Verdict.SWITCH, REQUIRED)
@@ -257,7 +257,7 @@ def test_a_clear_gain_of_ttft_or_goodput_is_advised() -> None:
         change(1_000.0, -1e-9),
     ],
 )
-def test_a_gain_that_may_be_chance_or_is_small_is_left(ttft: Change) -> None:
+def test_gain_that_may_be_chance_or_is_small_is_not_advised(ttft: Change) -> None:
     assert verdict(alternative(REQUIRED, {FigureName.TTFT_MEAN: ttft})) is Verdict.LEAVE
     assert verdict(alternative(REQUIRED, {FigureName.TTFT_MEAN: change(1_000.0, -20.0)})) is Verdict.SWITCH
 
@@ -271,7 +271,7 @@ def test_a_gain_that_may_be_chance_or_is_small_is_left(ttft: Change) -> None:
         (FigureName.COST, change(2.0, 1.0, 0.5), "the cost rises by 1.00 ± 0.50 (50 %)"),
     ],
 )
-def test_a_gain_that_makes_anything_else_worse_is_left_and_says_so(
+def test_gain_that_worsens_another_figure_is_not_advised_with_the_reason(
     figure: FigureName, worse: Change, words: str
 ) -> None:
     gain = {FigureName.TTFT_MEAN: change(1_000.0, -400.0, 50.0)}
@@ -282,7 +282,7 @@ def test_a_gain_that_makes_anything_else_worse_is_left_and_says_so(
     assert verdict(alternative(REQUIRED, {**gain, figure: unsure})) is Verdict.SWITCH
 
 
-def test_what_costs_less_at_no_loss_of_latency_is_advised_for_money_alone() -> None:
+def test_lower_cost_at_equal_latency_is_advised_as_cheaper() -> None:
     saving = {FigureName.COST: change(10.0, -6.0, 1.0)}
     ttft = {FigureName.TTFT_MEAN: change(1_000.0, -5.0, 20.0)}
     advice = advise(TODAY, [alternative(REQUIRED, {**saving, **ttft})], 0.02)
@@ -295,7 +295,7 @@ def test_what_costs_less_at_no_loss_of_latency_is_advised_for_money_alone() -> N
     assert verdict(alternative(REQUIRED, {**small, **ttft})) is Verdict.LEAVE
 
 
-def test_without_prices_what_would_cross_no_more_is_said_and_left() -> None:
+def test_less_crossing_without_prices_is_reported_and_not_advised() -> None:
     less = alternative(PREFERRED, {FigureName.CROSSING: change(100.0, -80.0, 10.0)})
     advice = advise(TODAY, [less], 0.02)
     assert advice.verdict is Verdict.LEAVE
@@ -303,7 +303,7 @@ def test_without_prices_what_would_cross_no_more_is_said_and_left() -> None:
     assert "price_per_gb" in advice.sentences[-1]
 
 
-def test_of_those_that_are_as_good_the_one_that_changes_and_forbids_the_least_is_named() -> None:
+def test_least_changing_of_equally_good_alternatives_is_advised() -> None:
     def faster(choice: TransferChoice, by: float) -> Alternative:
         return alternative(choice, {FigureName.TTFT_MEAN: change(1_000.0, by, 20.0)})
 

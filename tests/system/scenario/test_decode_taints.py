@@ -3,8 +3,8 @@
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Taint
+from kvrouter.core.taints import required_taints
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.kernel.routing.masks import required_taints
 from tests.testing.frontend_harness import error_of, handoff_script, running_frontend
 from tests.testing.router_harness import card
 

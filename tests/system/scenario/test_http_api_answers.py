@@ -9,10 +9,10 @@ import pytest
 from pydantic import SecretStr
 
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_pages
-from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
+from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import Enforcement, KvTransfers, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.placement.link_speeds import TransferSample
 from kvrouter.kernel.topology.link_table import Link, SharedLink
@@ -71,7 +71,7 @@ def two_zones() -> list[WorkerCard]:
         takes_calls=True,
         names={"french": "french", "the-model": None},
         runtime_config=ModelRuntimeConfig(
-            taints=frozenset({adapter_taint("french")}), prompt_tokens_min=8, prompt_tokens_max=4000
+            taints=adapter_taints(["french"]), prompt_tokens_min=8, prompt_tokens_max=4000
         ),
     )
     return [prefill_card(1), said, ranks, preferred, refused, passed]

@@ -12,7 +12,7 @@ from kvrouter.telemetry.logs import TextFormatter
 @given(st.lists(st.floats(min_value=0.0, max_value=4e9), min_size=1, max_size=4))
 @example([1.9999996, 1.9999994, 2.0])
 @example([1_795_916_335.9999999, 1_795_916_335.0005])
-def test_a_lines_time_is_its_records_to_the_millisecond(moments_s: list[float]) -> None:
+def test_log_line_time_is_the_record_time_to_the_millisecond(moments_s: list[float]) -> None:
     formatter = TextFormatter()
     for created in moments_s:
         record = logging.makeLogRecord({"msg": "x", "levelname": "INFO", "created": created})

@@ -3,7 +3,7 @@
 from kvrouter.telemetry.logs import LINES_MAX, LogThrottle
 
 
-def test_the_same_line_is_reported_once_in_a_while() -> None:
+def test_same_line_is_allowed_once_per_interval() -> None:
     now_s = 0.0
     rarely = LogThrottle(again_after_s=60.0, clock=lambda: now_s)
     assert rarely.allows("a")
@@ -16,7 +16,7 @@ def test_the_same_line_is_reported_once_in_a_while() -> None:
     assert not rarely.allows("a")
 
 
-def test_only_so_many_lines_are_remembered() -> None:
+def test_throttle_remembers_a_bounded_number_of_lines() -> None:
     rarely = LogThrottle(clock=lambda: 0.0)
     assert all(rarely.allows(str(number)) for number in range(LINES_MAX + 1))
     assert rarely.allows("0")

@@ -57,7 +57,7 @@ def test_a_terminal_is_shown_one_table_and_later_joins_as_lines() -> None:
 
 
 @pytest.mark.parametrize(("log_format", "stream"), [("json", Terminal()), ("text", io.StringIO())])
-def test_what_a_program_may_read_has_every_line_at_once(log_format: str, stream: io.StringIO) -> None:
+def test_join_lines_are_immediate_in_json_or_without_a_terminal(log_format: str, stream: io.StringIO) -> None:
     configure_logging("info", log_format=log_format, stream=stream)
     with joined_as_table() as show_joined:
         joins(1)
@@ -70,7 +70,7 @@ def test_what_a_program_may_read_has_every_line_at_once(log_format: str, stream:
         assert [json.loads(line)["worker"] for line in before.splitlines()] == ["1", "2"]
 
 
-def test_a_start_that_fails_loses_no_line() -> None:
+def test_failed_start_still_logs_the_joined_workers() -> None:
     stream = Terminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table():
@@ -78,7 +78,7 @@ def test_a_start_that_fails_loses_no_line() -> None:
     assert "worker_joined worker=1" in stream.getvalue()
 
 
-def test_a_worker_that_is_gone_again_is_no_row_and_its_lines_keep_their_order() -> None:
+def test_worker_that_left_has_no_table_row_and_its_lines_stay_in_order() -> None:
     stream = Terminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
@@ -95,7 +95,7 @@ def feed(worker: int, state: str, dp_rank: int = 0) -> None:
     log_event(LOGGER, Event.FEED_STATE, model="mock", worker=str(worker), dp_rank=dp_rank, state=state)
 
 
-def test_feeds_that_begin_well_are_a_column_and_one_line() -> None:
+def test_feed_states_are_a_table_column_and_recovering_feeds_one_line() -> None:
     stream = Terminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
@@ -117,7 +117,7 @@ def test_feeds_that_begin_well_are_a_column_and_one_line() -> None:
     assert rest[0] == "1 of 2 feeds that were recovering are live"
 
 
-def test_a_feed_that_begins_badly_is_a_line_after_its_workers() -> None:
+def test_feed_that_becomes_partial_at_start_is_logged_after_the_join() -> None:
     stream = Terminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
@@ -130,7 +130,7 @@ def test_a_feed_that_begins_badly_is_a_line_after_its_workers() -> None:
     ]  # fmt: skip
 
 
-def test_a_log_level_that_has_no_joins_has_no_table() -> None:
+def test_log_level_above_info_shows_no_table() -> None:
     stream = Terminal()
     configure_logging("warning", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
@@ -139,7 +139,7 @@ def test_a_log_level_that_has_no_joins_has_no_table() -> None:
     assert stream.getvalue() == ""
 
 
-def test_a_table_has_only_columns_with_values_and_no_sign_that_steers_a_terminal() -> None:
+def test_table_omits_empty_columns_and_escapes_control_characters() -> None:
     workers = [
         {"worker": str(n), "model": "m", "role": "both", "domain": "a\x1b[2J"} for n in range(0, 20, 2)
     ]

@@ -60,7 +60,7 @@ def test_a_text_line_cannot_be_forged_by_a_value() -> None:
     assert 'WARNING "two\\nlines"' in second
 
 
-def test_values_are_cut() -> None:
+def test_long_log_values_are_truncated() -> None:
     stream = lines("json")
     log_event(LOGGER, Event.CONFIG_WARNING, detail="x" * 10_000)
     assert len(json.loads(stream.getvalue())["detail"]) == 513
@@ -73,7 +73,7 @@ def test_only_known_fields_reach_a_log() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_a_traceback_names_the_place_and_not_the_words_of_strangers(log_format: str) -> None:
+def test_traceback_names_the_place_and_omits_foreign_messages(log_format: str) -> None:
     stream = lines(log_format)
     try:
         try:
@@ -89,7 +89,7 @@ def test_a_traceback_names_the_place_and_not_the_words_of_strangers(log_format: 
     assert "KeyError: " not in text
 
 
-def test_levels_and_repeated_configuration() -> None:
+def test_configuring_again_replaces_stream_and_level() -> None:
     first = lines("text")
     second = lines("text", level="warning")
     log_event(LOGGER, Event.DECISION, request_id="quiet")
@@ -101,11 +101,11 @@ def test_levels_and_repeated_configuration() -> None:
         configure_logging("info", log_format="xml")
 
 
-def test_every_event_has_a_level_and_a_meaning() -> None:
+def test_every_log_event_has_a_meaning() -> None:
     assert all(event.meaning.endswith(".") for event in Event)
 
 
-def test_a_handler_that_knows_nothing_of_ours_shows_the_fields_too() -> None:
+def test_standard_log_handler_shows_the_event_fields() -> None:
     """As in a program that embeds the router and calls logging.basicConfig."""
     program = (
         "import logging\n"
@@ -132,7 +132,7 @@ asyncio.run(main())
 """
 
 
-def test_a_program_without_any_handler_is_reported_why_its_router_refuses_workers() -> None:
+def test_program_without_log_handler_sees_why_workers_are_refused() -> None:
     reported = subprocess.run([sys.executable, "-c", REFUSING], capture_output=True, text=True, check=True)
     lines = reported.stderr.splitlines()
     reason = '"block_size: must be 17, as this router\'s, not 64"'

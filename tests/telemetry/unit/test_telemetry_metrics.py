@@ -17,7 +17,7 @@ def samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]
     }
 
 
-def test_every_metric_of_the_table_is_on_the_page_and_moves() -> None:
+def test_every_metric_of_the_table_is_rendered_and_changes() -> None:
     telemetry = Telemetry()
     for spec in Telemetry.SPECS:
         family = next(f for f in vars(telemetry).values() if getattr(f, "meaning", None) == spec.meaning)
@@ -36,7 +36,7 @@ def test_every_metric_of_the_table_is_on_the_page_and_moves() -> None:
         assert samples(telemetry)[key] == before + 3, spec.name
 
 
-def test_the_table_follows_the_conventions_of_prometheus() -> None:
+def test_metric_names_follow_prometheus_conventions() -> None:
     names = [spec.name for spec in Telemetry.SPECS]
     assert len(set(names)) == len(names)
     for spec in Telemetry.SPECS:
@@ -47,7 +47,7 @@ def test_the_table_follows_the_conventions_of_prometheus() -> None:
             assert spec.name.endswith(("_seconds", "_tokens"))
 
 
-def test_services_share_nothing() -> None:
+def test_two_services_share_no_metric_values() -> None:
     one, other = Telemetry(), Telemetry()
     one.handoffs.inc("a", "b")
     assert one.handoffs.value("a", "b") == 1
@@ -84,7 +84,7 @@ def test_the_number_of_labels_is_checked(labels: tuple[str, ...]) -> None:
         Telemetry().resumes.inc(*labels)
 
 
-def test_a_gauge_replaced_forgets_what_is_gone() -> None:
+def test_replaced_gauge_forgets_absent_label_sets() -> None:
     telemetry = Telemetry()
     telemetry.ledger_active_blocks.set(5, "7", "0")
     telemetry.ledger_active_blocks.replace({("8", "0"): 2.0})
@@ -96,7 +96,7 @@ def test_a_gauge_replaced_forgets_what_is_gone() -> None:
     assert telemetry.http_connections.value() == 1
 
 
-def test_gauges_are_refreshed_at_each_rendering_until_it_is_ended() -> None:
+def test_scrape_callback_runs_at_each_render_until_it_is_ended() -> None:
     telemetry = Telemetry()
     counts = iter([1.0, 2.0])
     end = telemetry.before_scrape(lambda: telemetry.index_bytes.set(next(counts), "m"))
@@ -107,7 +107,7 @@ def test_gauges_are_refreshed_at_each_rendering_until_it_is_ended() -> None:
 
 
 @given(values=st.lists(st.floats(min_value=0, max_value=4) | st.sampled_from([0.5, 1.0, 2.0]), max_size=30))
-def test_many_at_once_count_as_one_by_one(values: list[float]) -> None:
+def test_observe_many_equals_observing_one_by_one(values: list[float]) -> None:
     one = HistogramFamily("h", "h", (), (0.5, 1.0, 2.0))
     many = HistogramFamily("h", "h", (), (0.5, 1.0, 2.0))
     for value in values:

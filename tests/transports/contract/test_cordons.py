@@ -84,7 +84,7 @@ async def test_a_directory_that_cannot_be_written_fails_the_call_and_changes_not
     assert await store.read() == (ZONE,)
 
 
-async def test_files_that_hold_no_cordon_are_said_once_and_the_others_count(tmp_path: Path) -> None:
+async def test_file_without_a_cordon_is_reported_once_and_other_cordons_are_read(tmp_path: Path) -> None:
     refused = Refusals()
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=refused)
     await store.put(ZONE)
@@ -105,7 +105,7 @@ async def test_files_that_hold_no_cordon_are_said_once_and_the_others_count(tmp_
         store = FileCordons(tmp_path / "cards", namespace="space", on_refused=refused)
 
 
-async def test_a_cordon_is_removed_also_where_its_file_holds_none_any_more(tmp_path: Path) -> None:
+async def test_removing_a_cordon_deletes_its_corrupt_file(tmp_path: Path) -> None:
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
     (bad,) = (tmp_path / "cards" / "space").glob("cordon-*.json")
@@ -114,7 +114,7 @@ async def test_a_cordon_is_removed_also_where_its_file_holds_none_any_more(tmp_p
     assert not bad.exists()
 
 
-async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
+async def test_removing_expired_cards_keeps_cordons(tmp_path: Path) -> None:
     troubles = Refusals()
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
@@ -151,7 +151,7 @@ async def test_cordons_stay_where_old_cards_are_removed(tmp_path: Path) -> None:
     assert len(await store.read()) == 2, "without its marker the directory is known by its cordons"
 
 
-async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
+async def test_calls_to_a_hanging_directory_fail_in_time_and_share_one_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     set_constants(cordons_of_files, ANSWER_S=0.05)
@@ -177,7 +177,7 @@ async def test_a_directory_that_hangs_holds_one_thread_and_no_call(
     await eventually(is_back)
 
 
-async def test_marks_of_what_was_removed_hide_no_cordon_of_nats(
+async def test_deletion_markers_do_not_hide_cordons_in_nats(
     shared_nats: NatsServer, set_constants: SetConstants
 ) -> None:
     set_constants(cordons_of_nats, CORDONS=replace(CORDONS, records_max=4))
@@ -206,7 +206,7 @@ class Silent(MemoryCordons):
         return await super().read()
 
 
-async def test_a_cluster_that_does_not_answer_holds_up_nobody(set_constants: SetConstants) -> None:
+async def test_reading_cordons_does_not_wait_for_a_silent_cluster(set_constants: SetConstants) -> None:
     set_constants(clusters, OTHERS_WITHIN_S=0.05)
     here, there = MemoryCordons(), Silent()
     await there.put(Cordon("node", "n1"))
@@ -223,7 +223,7 @@ async def test_a_cluster_that_does_not_answer_holds_up_nobody(set_constants: Set
     await eventually(is_heard)
 
 
-async def test_another_token_opens_no_cordon_of_nats(shared_nats: NatsServer) -> None:
+async def test_nats_cordon_of_another_token_is_ignored_and_reported_once(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
     namespace, refused = f"test-{secrets.token_hex(8)}", Refusals()
     mine = NatsCordons(client, namespace=namespace, token="mine", on_refused=refused)
@@ -237,7 +237,7 @@ async def test_another_token_opens_no_cordon_of_nats(shared_nats: NatsServer) ->
     await client.close()
 
 
-async def test_nats_that_is_away_fails_the_call(own_nats: NatsServer) -> None:
+async def test_cordon_calls_fail_while_nats_is_down(own_nats: NatsServer) -> None:
     back = asyncio.Event()
 
     async def is_back() -> None:
@@ -259,7 +259,7 @@ async def test_nats_that_is_away_fails_the_call(own_nats: NatsServer) -> None:
     await client.close()
 
 
-async def test_a_cordon_of_another_cluster_holds_for_its_own_workers(tmp_path: Path) -> None:
+async def test_cordon_of_another_cluster_is_read_and_kept_while_its_store_fails(tmp_path: Path) -> None:
     here = FileCordons(tmp_path / "here", namespace="space", on_refused=ignore_reports)
     there = FileCordons(tmp_path / "there", namespace="space", on_refused=ignore_reports)
     refused = Refusals()

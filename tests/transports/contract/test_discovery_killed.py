@@ -49,7 +49,8 @@ from tests.testing.discovery_stores import LEASE_S, TOKEN, card, ignore_reports
 async def live():
     client = await nats.connect(sys.argv[1])
     end = NatsDiscovery(
-        client, namespace=sys.argv[2], token=TOKEN, on_trouble=ignore_reports, on_refused=ignore_reports, lease_s=LEASE_S
+        client, namespace=sys.argv[2], token=TOKEN, lease_s=LEASE_S,
+        on_trouble=ignore_reports, on_refused=ignore_reports,
     )
     await end.publish(card())
     await asyncio.Event().wait()

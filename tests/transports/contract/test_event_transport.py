@@ -64,7 +64,7 @@ async def test_every_subscriber_gets_every_batch_in_order(transport: EventTransp
     assert first.batches == second.batches == [batch(event_id) for event_id in range(5)]
 
 
-async def test_every_kind_of_event_arrives_as_it_was(transport: EventTransportSetup) -> None:
+async def test_every_kind_of_event_arrives_unchanged(transport: EventTransportSetup) -> None:
     received = Received(transport)
     hashes, largest = pack_hashes([1, 2**64 - 1]), EngineHash(2**64 - 1)
     sent = KvBatch(
@@ -79,14 +79,14 @@ async def test_every_kind_of_event_arrives_as_it_was(transport: EventTransportSe
     assert received.batches == [sent]
 
 
-async def test_a_batch_without_events_arrives_too(transport: EventTransportSetup) -> None:
+async def test_empty_batch_arrives(transport: EventTransportSetup) -> None:
     received = Received(transport)
     transport.publisher.publish(batch(3, 0))
     await until(lambda: bool(received.batches))
     assert received.batches == [batch(3, 0)]
 
 
-async def test_a_batch_of_any_size_arrives_whole_or_in_parts(transport: EventTransportSetup) -> None:
+async def test_large_batch_arrives_whole_or_in_parts(transport: EventTransportSetup) -> None:
     received = Received(transport)
     column = pack_hashes(range(5_000))
     large = KvBatch(RANK, EPOCH, EventId(7), (Stored(None, column, column),) * 60)
@@ -108,7 +108,7 @@ async def test_the_newest_load_of_each_rank_arrives(transport: EventTransportSet
     await until(lambda: {load.rank: load.active_blocks for load in received.loads} == newest)
 
 
-async def test_what_has_ended_gets_nothing_and_may_end_twice(transport: EventTransportSetup) -> None:
+async def test_ended_subscriber_gets_nothing_and_may_end_twice(transport: EventTransportSetup) -> None:
     ended, stays = Received(transport), Received(transport)
     ended.end()
     ended.end()
@@ -136,7 +136,7 @@ async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(
 
 
 @pytest.mark.parametrize("name", [name for name, kind in EVENT_TRANSPORTS.items() if kind.has_channels])
-async def test_what_a_worker_says_counts_only_for_its_own_ranks(
+async def test_batch_or_load_from_another_worker_is_refused(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     kind = EVENT_TRANSPORTS[name]
@@ -164,7 +164,7 @@ class Impostor(Source):
         return super().recover_snapshot(OTHER)
 
 
-async def test_an_answer_counts_only_for_the_rank_that_was_asked_for(transport: EventTransportSetup) -> None:
+async def test_recovery_answer_for_another_rank_is_refused(transport: EventTransportSetup) -> None:
     transport.serve_recovery(RANK.worker_id, Impostor())
     with pytest.raises(ForeignRank):
         await transport.subscriber.recover_range(RANK, EventId(2), EventId(4))
@@ -172,7 +172,7 @@ async def test_an_answer_counts_only_for_the_rank_that_was_asked_for(transport: 
         await transport.subscriber.recover_snapshot(RANK)
 
 
-async def test_publishing_to_nobody_is_no_error(transport: EventTransportSetup) -> None:
+async def test_publishing_without_subscribers_does_not_fail(transport: EventTransportSetup) -> None:
     transport.publisher.publish(batch(0))
     transport.publisher.publish_load(LoadReport(RANK, 0, 1))
 
@@ -185,7 +185,7 @@ async def test_recovery_is_answered_by_the_worker_itself(transport: EventTranspo
     assert source.asked == [(RANK, 2, 4), (RANK,)]
 
 
-async def test_a_snapshot_of_a_rank_that_holds_very_much_arrives_whole(
+async def test_large_snapshot_arrives_whole(
     transport: EventTransportSetup,
 ) -> None:
     names = pack_hashes(range(300_000))
@@ -195,14 +195,14 @@ async def test_a_snapshot_of_a_rank_that_holds_very_much_arrives_whole(
     assert snapshot == KvSnapshot(RANK, EPOCH, EventId(9), held)
 
 
-async def test_no_worker_and_no_history_are_none(transport: EventTransportSetup) -> None:
+async def test_recovery_returns_none_without_worker_or_history(transport: EventTransportSetup) -> None:
     transport.serve_recovery(RANK.worker_id, Source(has=False))
     for rank in (RANK, OTHER):
         assert await transport.subscriber.recover_range(rank, EventId(0), EventId(0)) is None
         assert await transport.subscriber.recover_snapshot(rank) is None
 
 
-async def test_a_newer_start_of_a_worker_answers_and_the_older_one_leaves_it_alone(
+async def test_recovery_is_answered_by_newer_start_after_older_one_ends(
     transport: EventTransportSetup,
 ) -> None:
     older, newer = Source(), Source()

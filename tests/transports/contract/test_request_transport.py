@@ -49,7 +49,7 @@ async def test_the_request_arrives_unchanged(setup: RequestTransportSetup) -> No
     assert worker.requests == [leg()]
 
 
-async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(
+async def test_tokens_arrive_once_in_order_with_fields_of_the_last_chunk(
     setup: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
@@ -77,7 +77,7 @@ async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(
         await stream.__anext__()
 
 
-async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_a_long_chunk(
+async def test_prompt_figures_come_once_with_first_part_of_a_long_chunk(
     setup: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
@@ -92,7 +92,7 @@ async def test_what_is_reported_of_the_prompt_comes_once_with_the_first_part_of_
     assert parts[-1].finish is FinishReason.LENGTH
 
 
-async def test_an_engines_own_bytes_come_whole_and_in_order(setup: RequestTransportSetup) -> None:
+async def test_raw_engine_bytes_arrive_whole_and_in_order(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())
@@ -174,7 +174,7 @@ async def test_a_slow_reader_stops_its_own_producer_only(setup: RequestTransport
     await asyncio.gather(*producers)
 
 
-async def test_a_refusal_keeps_its_class_its_words_and_its_field(setup: RequestTransportSetup) -> None:
+async def test_refusal_keeps_its_class_message_and_field(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     worker.refusal = InvalidRequest("token_ids: too many", param="token_ids")
     address, _ = await setup.serve(worker)
@@ -185,7 +185,7 @@ async def test_a_refusal_keeps_its_class_its_words_and_its_field(setup: RequestT
     await setup.transport.open(address, leg(attempt=1))
 
 
-async def test_a_leg_whose_time_is_up_at_its_worker_says_so_and_is_alone_in_that(
+async def test_leg_past_its_deadline_fails_and_other_legs_go_on(
     setup: RequestTransportSetup,
 ) -> None:
     worker = TimedWorker()
@@ -208,7 +208,7 @@ async def test_a_worker_that_is_full_is_unreachable(setup: RequestTransportSetup
         await setup.transport.open(address, leg())
 
 
-async def test_nobody_there_is_unreachable(setup: RequestTransportSetup) -> None:
+async def test_address_without_a_worker_is_unreachable(setup: RequestTransportSetup) -> None:
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
             await setup.transport.open(setup.nowhere, leg())
@@ -231,7 +231,7 @@ async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(
                 return
 
 
-async def test_death_breaks_a_read_that_waits(setup: RequestTransportSetup) -> None:
+async def test_worker_death_breaks_a_waiting_read(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, die = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())
@@ -247,7 +247,7 @@ async def test_death_breaks_a_read_that_waits(setup: RequestTransportSetup) -> N
     stream.cancel("too late")
 
 
-async def test_after_death_new_legs_are_refused(setup: RequestTransportSetup) -> None:
+async def test_legs_opened_after_worker_death_are_refused(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, die = await setup.serve(worker)
     await die()
@@ -257,7 +257,7 @@ async def test_after_death_new_legs_are_refused(setup: RequestTransportSetup) ->
     assert worker.requests == []
 
 
-async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(
+async def test_stream_broken_at_the_worker_breaks_for_the_reader(
     setup: RequestTransportSetup,
 ) -> None:
     class Breaking(ScriptedStream):
@@ -274,7 +274,7 @@ async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(
         await read_all(stream)
 
 
-async def test_a_leg_that_arrives_again_is_dropped_and_other_legs_are_served(
+async def test_repeated_leg_is_refused_and_other_legs_are_served(
     setup: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
@@ -289,7 +289,7 @@ async def test_a_leg_that_arrives_again_is_dropped_and_other_legs_are_served(
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
 
 
-async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_ended(
+async def test_leg_repeated_after_it_ended_is_refused_however_it_ended(
     setup: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
@@ -313,7 +313,7 @@ async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_
     await setup.transport.open(address, leg("answered", attempt=1))
 
 
-async def test_a_worker_remembers_the_last_legs_that_ended(
+async def test_worker_remembers_a_bounded_number_of_ended_legs(
     setup: RequestTransportSetup, set_constants: SetConstants
 ) -> None:
     set_constants(legs, ENDED_MAX=2)
@@ -330,7 +330,7 @@ async def test_a_worker_remembers_the_last_legs_that_ended(
     assert len(worker.requests) == 4
 
 
-async def test_two_requests_that_clients_gave_one_id_are_both_served(setup: RequestTransportSetup) -> None:
+async def test_two_requests_with_the_same_client_id_are_both_served(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     requests = [replace(leg(), intake=intake) for intake in ("of one router", "of another")]
@@ -341,7 +341,7 @@ async def test_two_requests_that_clients_gave_one_id_are_both_served(setup: Requ
     assert [(await read_all(stream))[0] for stream in streams] == [[0], [1]]
 
 
-async def test_a_readers_own_cancellation_stays_its_own(setup: RequestTransportSetup) -> None:
+async def test_cancelling_a_read_does_not_cancel_the_stream(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())
@@ -357,7 +357,7 @@ async def test_a_readers_own_cancellation_stays_its_own(setup: RequestTransportS
     assert (await read_all(stream))[0] == [5]
 
 
-async def test_the_worker_knows_how_many_legs_run_and_when_none_does(setup: RequestTransportSetup) -> None:
+async def test_worker_counts_running_legs_and_reports_idle(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     place = setup.places[address]
@@ -377,7 +377,7 @@ async def test_the_worker_knows_how_many_legs_run_and_when_none_does(setup: Requ
     assert place.running_legs == 0
 
 
-async def test_a_leg_that_its_worker_fails_runs_no_longer(setup: RequestTransportSetup) -> None:
+async def test_leg_failed_by_its_worker_no_longer_counts_as_running(setup: RequestTransportSetup) -> None:
     class Failing(ScriptedStream):
         async def __anext__(self) -> EngineChunk:
             raise WorkerUnreachable("the engine made a mistake")
@@ -393,7 +393,7 @@ async def test_a_leg_that_its_worker_fails_runs_no_longer(setup: RequestTranspor
     assert await setup.places[address].wait_idle(IN_TIME_S)
 
 
-async def test_a_leg_whose_engine_is_full_after_all_says_so(setup: RequestTransportSetup) -> None:
+async def test_engine_full_after_acceptance_is_reported_as_worker_full(setup: RequestTransportSetup) -> None:
     class Full(ScriptedStream):
         async def __anext__(self) -> EngineChunk:
             raise WorkerFull("the engine takes no more")
@@ -415,7 +415,7 @@ ANSWER = EngineAnswer(
 
 @pytest.mark.parametrize("kind", [InvalidRequest, WorkerFull, WorkerDeclined, WorkerUnreachable])
 @pytest.mark.parametrize("is_accepted", [False, True])
-async def test_what_an_engine_answered_travels_byte_for_byte(
+async def test_engine_error_answer_arrives_byte_for_byte(
     setup: RequestTransportSetup, kind: type[KvrouterError], is_accepted: bool
 ) -> None:
     error = kind("w" * 530, param="p" * 500, answer=ANSWER)
@@ -437,7 +437,9 @@ async def test_what_an_engine_answered_travels_byte_for_byte(
     await setup.transport.open(address, leg("y"))
 
 
-async def test_closing_the_plane_breaks_streams_and_tells_the_workers(setup: RequestTransportSetup) -> None:
+async def test_closing_the_plane_breaks_streams_and_cancels_legs_at_workers(
+    setup: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())

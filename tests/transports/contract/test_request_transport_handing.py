@@ -70,7 +70,7 @@ async def test_tokens_are_handed_over_until_the_last_chunk_which_is_read(
     assert last.finish is FinishReason.LENGTH
 
 
-async def test_a_reader_that_has_enough_reads_on(setup: RequestTransportSetup) -> None:
+async def test_reader_that_stops_the_handover_reads_the_rest(setup: RequestTransportSetup) -> None:
     handed = await Handed.begin(setup)
     await handed.inner.put(EngineChunk(token_ids=(ENOUGH,)))
     async with asyncio.timeout(IN_TIME_S):
@@ -80,7 +80,7 @@ async def test_a_reader_that_has_enough_reads_on(setup: RequestTransportSetup) -
     assert (await read_all(handed.stream))[0] == [2]
 
 
-async def test_what_is_no_bare_token_is_left_to_the_reader(setup: RequestTransportSetup) -> None:
+async def test_chunk_with_more_than_tokens_is_left_to_the_reader(setup: RequestTransportSetup) -> None:
     for reported in (EngineChunk((1,), cached_tokens=64), EngineChunk((1,), kv_bytes=4096)):
         handed = await Handed.begin(setup)
         await handed.inner.put(reported)
@@ -90,7 +90,7 @@ async def test_what_is_no_bare_token_is_left_to_the_reader(setup: RequestTranspo
         assert handed.tokens == []
 
 
-async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(setup: RequestTransportSetup) -> None:
+async def test_exception_in_the_sink_is_raised_and_the_leg_goes_on(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())
@@ -109,7 +109,7 @@ async def test_a_mistake_of_the_reader_is_its_own_and_the_leg_goes_on(setup: Req
     assert (await read_all(stream))[0] == [2]
 
 
-async def test_death_and_cancellation_end_the_handing_over(setup: RequestTransportSetup) -> None:
+async def test_worker_death_and_cancellation_end_the_handover(setup: RequestTransportSetup) -> None:
     handed = await Handed.begin(setup)
     await handed.inner.put(EngineChunk(token_ids=(1,)))
     await until(lambda: handed.tokens == [1])

@@ -8,7 +8,7 @@ from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
 
 
 @pytest.mark.parametrize("kind", sorted(REQUEST_TRANSPORTS))
-async def test_the_last_word_says_why_the_kv_is_lost(kind: str) -> None:
+async def test_last_chunk_says_why_kv_was_lost(kind: str) -> None:
     setup = await REQUEST_TRANSPORTS[kind]()
     try:
         worker = ScriptedWorker()

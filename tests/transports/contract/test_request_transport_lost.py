@@ -79,7 +79,7 @@ async def broken(stream: EngineStream) -> StreamBroken:
     return lost.value
 
 
-async def test_a_follower_hears_of_death_and_of_the_return(setup: RequestTransportSetup) -> None:
+async def test_follower_hears_of_worker_death_and_return(setup: RequestTransportSetup) -> None:
     address, die = await setup.serve(ScriptedWorker())
     watch = Watch()
     end = setup.transport.follow(address, watch)
@@ -95,7 +95,7 @@ async def test_a_follower_hears_of_death_and_of_the_return(setup: RequestTranspo
     end()
 
 
-async def test_a_follower_that_left_hears_nothing_and_others_still_do(setup: RequestTransportSetup) -> None:
+async def test_ended_follower_hears_nothing_and_others_hear_of_death(setup: RequestTransportSetup) -> None:
     address, die = await setup.serve(ScriptedWorker())
     gone, stays = Watch(), Watch()
     end = setup.transport.follow(address, gone)
@@ -106,13 +106,13 @@ async def test_a_follower_that_left_hears_nothing_and_others_still_do(setup: Req
     assert gone.reported == []
 
 
-async def test_who_follows_a_worker_that_was_never_there_hears_so(setup: RequestTransportSetup) -> None:
+async def test_follower_of_an_absent_worker_hears_it_is_not_alive(setup: RequestTransportSetup) -> None:
     watch = Watch()
     setup.transport.follow(setup.nowhere, watch)
     await watch.until(False)
 
 
-async def test_a_request_given_up_before_the_worker_took_it_runs_nowhere(
+async def test_request_cancelled_while_opening_leaves_no_running_leg(
     setup: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
@@ -149,7 +149,9 @@ async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Re
     await far.transport.open(address, leg("x", attempt=1))
 
 
-async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: RequestTransportSetup) -> None:
+async def test_half_open_connection_is_detected_on_both_sides_and_recovers(
+    far: RequestTransportSetup,
+) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     watch = Watch()
@@ -170,7 +172,7 @@ async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: RequestT
     assert (await read_all(again))[0] == [7]
 
 
-async def test_silence_is_no_death(far: RequestTransportSetup) -> None:
+async def test_idle_connection_is_not_reported_as_lost(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     watch = Watch()
@@ -182,7 +184,7 @@ async def test_silence_is_no_death(far: RequestTransportSetup) -> None:
     assert (await read_all(stream))[0] == [7]
 
 
-async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(
+async def test_request_arriving_after_its_router_gave_up_leaves_no_leg(
     far: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()
@@ -199,7 +201,7 @@ async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(
     assert (await read_all(late))[0] == [7]
 
 
-async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: RequestTransportSetup) -> None:
+async def test_too_slow_reader_is_cut_off_and_others_go_on(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
     slow = await far.transport.open(address, leg("slow"))

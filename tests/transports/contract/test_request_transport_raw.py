@@ -29,7 +29,7 @@ def joined(chunks: list[EngineChunk]) -> bytes:
     return b"".join(chunk.raw for chunk in chunks)
 
 
-async def test_a_long_piece_goes_whole_whatever_its_tokens(setup: RequestTransportSetup) -> None:
+async def test_long_raw_chunk_arrives_in_one_piece_whatever_its_tokens(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())
@@ -61,7 +61,7 @@ async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(setup: Request
     await asyncio.gather(*producers)
 
 
-async def test_comments_travel_before_an_answer_and_in_their_place(setup: RequestTransportSetup) -> None:
+async def test_comments_arrive_before_and_within_the_answer_in_order(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg())

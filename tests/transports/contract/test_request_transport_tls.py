@@ -91,17 +91,19 @@ async def test_another_authoritys_certificate_is_not_trusted(
         await carry(server, trusting(trustme.CA()))
 
 
-async def test_a_worker_with_tls_takes_no_request_in_clear(carry: RoundTrip, server: ssl.SSLContext) -> None:
+async def test_worker_with_tls_refuses_plaintext_request(carry: RoundTrip, server: ssl.SSLContext) -> None:
     with pytest.raises(WorkerUnreachable):
         await carry(server, None)
 
 
-async def test_a_router_with_tls_sends_no_request_in_clear(carry: RoundTrip, authority: trustme.CA) -> None:
+async def test_router_with_tls_cannot_reach_plaintext_worker(carry: RoundTrip, authority: trustme.CA) -> None:
     with pytest.raises(WorkerUnreachable):
         await carry(None, trusting(authority))
 
 
-def test_uvloop_carries_it_too(carry: RoundTrip, server: ssl.SSLContext, authority: trustme.CA) -> None:
+def test_requests_work_on_uvloop_with_and_without_tls(
+    carry: RoundTrip, server: ssl.SSLContext, authority: trustme.CA
+) -> None:
     async def trip(*contexts: Context) -> list[int]:
         return await carry(*contexts)
 

@@ -91,7 +91,7 @@ MESSAGES: list[SyncMessage] = [
 ]
 
 
-async def test_every_message_reaches_the_others_in_order(make_transport: MakeTransport) -> None:
+async def test_every_message_reaches_the_other_routers_in_order(make_transport: MakeTransport) -> None:
     a, b, c = [await make_transport() for _ in range(3)]
     ears = [Ear(router_id) for router_id in (A, B, C)]
     ends = [
@@ -107,7 +107,7 @@ async def test_every_message_reaches_the_others_in_order(make_transport: MakeTra
         await end()
 
 
-async def test_a_message_to_one_reaches_no_other(make_transport: MakeTransport) -> None:
+async def test_message_to_one_router_reaches_no_other(make_transport: MakeTransport) -> None:
     a, b, c = [await make_transport() for _ in range(3)]
     ear_b, ear_c = Ear(B), Ear(C)
     ends = [await b.subscribe(B, ear_b), await c.subscribe(C, ear_c)]
@@ -119,7 +119,7 @@ async def test_a_message_to_one_reaches_no_other(make_transport: MakeTransport) 
         await end()
 
 
-async def test_the_longest_prompt_travels(make_transport: MakeTransport) -> None:
+async def test_message_with_the_longest_prompts_arrives(make_transport: MakeTransport) -> None:
     a, b = await make_transport(), await make_transport()
     ear = Ear(B)
     end = await b.subscribe(B, ear)
@@ -129,7 +129,9 @@ async def test_the_longest_prompt_travels(make_transport: MakeTransport) -> None
     await end()
 
 
-async def test_nothing_is_heard_after_the_end_and_last_words_leave(make_transport: MakeTransport) -> None:
+async def test_ended_subscription_hears_nothing_and_goodbye_is_still_sent(
+    make_transport: MakeTransport,
+) -> None:
     a, b, c = [await make_transport() for _ in range(3)]
     ear_b, ear_c = Ear(B), Ear(C)
     end_a = await a.subscribe(A, Ear(A))
@@ -155,7 +157,7 @@ async def test_a_subscription_that_is_cancelled_midway_hears_nothing(make_transp
     await end()
 
 
-async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> None:
+async def test_forged_or_malformed_nats_messages_are_refused(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
     namespace = f"ns-{uuid4().hex}"
     refused: list[str] = []
@@ -177,7 +179,7 @@ async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> 
     await client.close()
 
 
-async def test_what_was_overheard_on_nats_is_old_when_it_is_said_again(shared_nats: NatsServer) -> None:
+async def test_replayed_nats_messages_are_refused(shared_nats: NatsServer) -> None:
     client, stranger = await nats.connect(shared_nats.url), await nats.connect(shared_nats.url)
     namespace = f"ns-{uuid4().hex}"
     refused: list[str] = []
@@ -214,7 +216,7 @@ async def test_what_was_overheard_on_nats_is_old_when_it_is_said_again(shared_na
     await stranger.close()
 
 
-async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
+async def test_publish_fails_when_the_nats_outbox_is_full_or_closed(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
     transport = NatsSyncTransport(client, namespace="ns", token="t0p", outbox_max_bytes=2_000)
     big = Deltas(A, 1, (add(n_blocks=100),))
@@ -223,7 +225,7 @@ async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
     assert not transport.publish(Goodbye(A))
 
 
-async def test_a_broker_that_takes_less_makes_it_a_loss() -> None:
+async def test_message_over_the_broker_size_limit_is_dropped() -> None:
     with running_nats(max_payload_bytes=4_096) as server:
         client = await nats.connect(server.url)
         transport = NatsSyncTransport(client, namespace="ns", token="t0p")

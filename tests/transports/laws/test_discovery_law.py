@@ -114,7 +114,7 @@ class World:
 
 
 @given(STEPS)
-def test_what_a_watcher_is_reported_adds_up_and_ends_at_what_the_store_holds(
+def test_watcher_reports_are_consistent_and_end_at_the_store_state(
     steps: list[tuple[str, int, int]],
 ) -> None:
     world = World()

@@ -95,7 +95,7 @@ QUESTIONS = st.builds(RangeQuestion, RANKS, EVENT_IDS, EVENT_IDS) | st.builds(Sn
 
 
 @given(BATCHES, SNAPSHOTS | st.none(), LOADS, QUESTIONS)
-def test_what_was_sent_is_what_is_read(
+def test_every_message_decodes_to_what_was_encoded(
     batch: KvBatch, snapshot: KvSnapshot | None, load: LoadReport, question: Question
 ) -> None:
     assert decode_batch(encode_batch(batch)) == batch
@@ -108,7 +108,7 @@ def test_what_was_sent_is_what_is_read(
 
 
 @given(BATCHES, st.integers(1, 400))
-def test_parts_are_the_batch_and_fit_where_an_event_fits(batch: KvBatch, max_bytes: int) -> None:
+def test_batch_parts_add_up_and_exceed_the_limit_only_for_one_event(batch: KvBatch, max_bytes: int) -> None:
     parts = list(encode_parts(batch, max_bytes=max_bytes))
     decoded = [decode_batch(frame) for frame, _ in parts]
     assert [n_events for _, n_events in parts] == [len(part.events) for part in decoded]
@@ -142,7 +142,7 @@ def test_a_damaged_frame_is_read_or_refused(batch: KvBatch, data: st.DataObject)
 
 
 @pytest.mark.parametrize("held_blocks", [-1, COUNT_MAX + 1])
-def test_a_heartbeat_that_counts_nothing_is_no_batch(held_blocks: int) -> None:
+def test_heartbeat_with_out_of_range_held_blocks_is_refused(held_blocks: int) -> None:
     batch = KvBatch(RANK, Epoch(1), EventId(0), (), held_blocks=held_blocks)
     for decode in (decode_batch, decode_range):
         with pytest.raises(ProtocolError, match="held_blocks"):
@@ -150,7 +150,7 @@ def test_a_heartbeat_that_counts_nothing_is_no_batch(held_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("first", [-1, EVENT_ID_MAX + 1, 2**64 - 1])
-def test_ids_that_no_stream_reaches_are_refused(first: int) -> None:
+def test_out_of_range_event_ids_are_refused(first: int) -> None:
     """A router would ask for the ids before them, and could not even write the question."""
     batch = KvBatch(RANK, Epoch(1), EventId(first), (Cleared(),))
     for decode in (decode_batch, decode_range):
@@ -164,7 +164,7 @@ def test_ids_that_no_stream_reaches_are_refused(first: int) -> None:
 @pytest.mark.parametrize(
     "field", ["active_blocks", "total_blocks", "active_prefill_tokens", "running_requests"]
 )
-def test_a_load_that_counts_nothing_is_refused(field: str, count: int) -> None:
+def test_load_report_with_out_of_range_count_is_refused(field: str, count: int) -> None:
     load = msgspec.structs.replace(LoadReport(RANK, 1, 2), **{field: count})
     with pytest.raises(ProtocolError) as refused:
         decode_load(encode_load(load))
@@ -183,7 +183,7 @@ def test_a_load_that_counts_nothing_is_refused(field: str, count: int) -> None:
         (KvTransfers(0, 0, 0.0, tokens=-1), "tokens"),
     ],
 )
-def test_transfers_that_count_nothing_are_refused(transfers: KvTransfers, field: str) -> None:
+def test_load_report_with_out_of_range_transfers_is_refused(transfers: KvTransfers, field: str) -> None:
     with pytest.raises(ProtocolError) as refused:
         decode_load(encode_load(LoadReport(RANK, 1, 2, kv_transfers=transfers)))
     assert refused.value.param == field
@@ -199,7 +199,7 @@ def test_transfers_that_count_nothing_are_refused(transfers: KvTransfers, field:
         {str(number): 1 for number in range(REASONS_MAX + 1)},
     ],
 )
-def test_counts_of_what_was_skipped_have_limits(skipped: dict[str, int]) -> None:
+def test_invalid_counts_of_skipped_events_are_refused(skipped: dict[str, int]) -> None:
     with pytest.raises(ProtocolError) as refused:
         decode_load(encode_load(LoadReport(RANK, 1, 2, kv_events_skipped=skipped)))
     assert refused.value.param == "kv_events_skipped"

@@ -20,7 +20,7 @@ def refused(seal: MessageAuth, subject: str, message: bytes) -> bool:
 
 
 @given(TOKENS, TOKENS, st.text(), BODIES, NUMBERS)
-def test_what_was_sealed_opens_with_its_number(
+def test_sealed_message_opens_with_its_number_and_body(
     token: str, purpose: str, subject: str, body: bytes, number: int
 ) -> None:
     message = MessageAuth(token, purpose).seal(subject, body, number=number)
@@ -30,7 +30,9 @@ def test_what_was_sealed_opens_with_its_number(
 
 
 @given(st.text(), BODIES, NUMBERS, st.data())
-def test_a_byte_that_changed_is_refused(subject: str, body: bytes, number: int, data: st.DataObject) -> None:
+def test_message_with_one_changed_byte_is_refused(
+    subject: str, body: bytes, number: int, data: st.DataObject
+) -> None:
     message = bytearray(SEAL.seal(subject, body, number=number))
     at = data.draw(st.integers(0, len(message) - 1))
     message[at] ^= data.draw(st.integers(1, 255))
@@ -38,32 +40,32 @@ def test_a_byte_that_changed_is_refused(subject: str, body: bytes, number: int, 
 
 
 @given(st.text(), BODIES, st.data())
-def test_a_message_that_was_cut_or_grew_is_refused(subject: str, body: bytes, data: st.DataObject) -> None:
+def test_truncated_or_extended_message_is_refused(subject: str, body: bytes, data: st.DataObject) -> None:
     message = SEAL.seal(subject, body)
     assert refused(SEAL, subject, message[: data.draw(st.integers(0, len(message) - 1))])
     assert refused(SEAL, subject, message + data.draw(st.binary(min_size=1, max_size=9)))
 
 
 @given(st.text(), st.text(), BODIES)
-def test_another_subject_is_refused(subject: str, other: str, body: bytes) -> None:
+def test_message_sealed_for_another_subject_is_refused(subject: str, other: str, body: bytes) -> None:
     assume(other != subject)
     assert refused(SEAL, other, SEAL.seal(subject, body))
 
 
 @given(TOKENS, TOKENS, BODIES)
-def test_another_token_or_purpose_is_refused(one: str, other: str, body: bytes) -> None:
+def test_message_sealed_with_another_token_or_purpose_is_refused(one: str, other: str, body: bytes) -> None:
     assume(one != other)
     assert refused(MessageAuth(other, "p"), "s", MessageAuth(one, "p").seal("s", body))
     assert refused(MessageAuth("t0p", other), "s", MessageAuth("t0p", one).seal("s", body))
 
 
 @given(BODIES)
-def test_what_anybody_says_is_refused(garbage: bytes) -> None:
+def test_random_bytes_are_refused(garbage: bytes) -> None:
     assert refused(SEAL, "s", garbage)
 
 
 @given(st.binary(min_size=1, max_size=20), st.data())
-def test_subject_number_and_body_do_not_flow_into_each_other(body: bytes, data: st.DataObject) -> None:
+def test_message_with_bytes_moved_from_body_to_subject_is_refused(body: bytes, data: st.DataObject) -> None:
     """What moved from the body into the subject is another message."""
     text = body.hex()
     cut = data.draw(st.integers(0, len(text) - 1))
@@ -73,7 +75,7 @@ def test_subject_number_and_body_do_not_flow_into_each_other(body: bytes, data: 
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9))))
-def test_numbers_are_taken_once_and_in_order(said: list[tuple[str, int]]) -> None:
+def test_replay_guard_takes_each_number_once_and_in_order(said: list[tuple[str, int]]) -> None:
     newest = ReplayGuard()
     taken: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     for sender, number in said:
@@ -83,7 +85,7 @@ def test_numbers_are_taken_once_and_in_order(said: list[tuple[str, int]]) -> Non
             taken[sender].append(number)
 
 
-def test_who_was_not_heard_for_longest_is_forgotten_first() -> None:
+def test_replay_guard_forgets_the_least_recently_heard_sender() -> None:
     newest = ReplayGuard(remembered_max=2)
     for sender, number in (("a", 5), ("b", 5), ("a", 6), ("c", 5)):
         assert newest.takes(sender, number)

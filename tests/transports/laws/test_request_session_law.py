@@ -253,7 +253,7 @@ def frames(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=300)
 @given(has_hello=st.booleans(), said=st.lists(frames(), max_size=12), data=st.data())
-def test_whatever_a_router_sends_a_worker_goes_on_or_says_goodbye(
+def test_worker_session_goes_on_or_closes_once_on_any_router_input(
     has_hello: bool, said: list[bytes], data: st.DataObject
 ) -> None:
     router, _ = new_router(has_hello=has_hello)
@@ -269,7 +269,7 @@ def test_whatever_a_router_sends_a_worker_goes_on_or_says_goodbye(
 
 @settings(max_examples=300)
 @given(has_hello=st.booleans(), said=st.lists(frames(), max_size=12), data=st.data())
-def test_whatever_a_worker_sends_a_router_goes_on_or_breaks_its_streams(
+def test_router_session_goes_on_or_breaks_streams_on_any_worker_input(
     has_hello: bool, said: list[bytes], data: st.DataObject
 ) -> None:
     router, ends = new_router(has_hello=has_hello)
@@ -293,7 +293,7 @@ def _hear(session: Session, said: bytes, data: st.DataObject) -> None:
 
 
 @given(said=st.lists(st.sampled_from(range(4)), max_size=12))
-def test_messages_that_are_lost_repeated_or_overtaken_end_the_session(said: list[int]) -> None:
+def test_lost_repeated_or_reordered_message_ends_the_session(said: list[int]) -> None:
     class Unsent(PipePublisher):
         def __init__(self) -> None:
             """It publishes nothing."""
@@ -313,7 +313,7 @@ def test_messages_that_are_lost_repeated_or_overtaken_end_the_session(said: list
         assert number == heard
 
 
-def test_silence_is_asked_and_then_ends_the_session() -> None:
+def test_silent_worker_is_pinged_before_the_session_ends() -> None:
     router, ends = new_router(has_hello=False)
     stream = router.open(REQUEST, 0)
     stream.accept()
@@ -330,7 +330,7 @@ def test_silence_is_asked_and_then_ends_the_session() -> None:
         router.open(REQUEST, 0)
 
 
-def test_a_router_that_gives_up_over_messages_ends_its_legs_where_they_run_after_all() -> None:
+def test_router_giving_up_over_messages_closes_the_worker_session() -> None:
     router, _ = new_router(has_hello=False)
     worker, side = new_worker(has_hello=False)
     router.open(REQUEST, 0)
@@ -342,7 +342,7 @@ def test_a_router_that_gives_up_over_messages_ends_its_legs_where_they_run_after
     assert len(side.why) == 1
 
 
-def test_a_router_that_gives_up_a_connection_says_nothing_more() -> None:
+def test_router_giving_up_over_a_connection_sends_nothing_more() -> None:
     router, _ = new_router()
     router.take_output()
     router.give_up("nothing was heard")
@@ -350,7 +350,7 @@ def test_a_router_that_gives_up_a_connection_says_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("token", [object(), 2**70])
-def test_a_token_that_cannot_travel_fails_its_own_leg(token: int) -> None:
+def test_token_that_cannot_be_encoded_fails_only_its_own_leg(token: int) -> None:
     mistakes: list[str] = []
     router, _ = new_router(has_hello=False)
     worker, side = new_worker(has_hello=False, mistakes=mistakes)
@@ -369,7 +369,7 @@ def test_a_token_that_cannot_travel_fails_its_own_leg(token: int) -> None:
     assert not worker.is_closed
 
 
-def test_a_session_that_is_lost_while_it_gathers_says_nothing_more() -> None:
+def test_session_lost_while_gathering_output_sends_nothing() -> None:
     class LostAtOnce(Session):
         def gather(self) -> None:
             self.lose("lost")
@@ -388,7 +388,7 @@ def test_a_session_that_is_lost_while_it_gathers_says_nothing_more() -> None:
         assert session.take_output() == b""
 
 
-def test_requests_that_arrive_in_part_have_one_budget_and_the_largest_is_dropped() -> None:
+def test_partial_requests_share_a_byte_budget_and_the_largest_is_dropped() -> None:
     budget = ByteBudget(1_000)
     (first, _), (second, side), (third, _) = (new_worker(has_hello=False, budget=budget) for _ in range(3))
     part = frame(FrameKind.OPEN, b"x" * 5_000)[:200]
@@ -408,7 +408,7 @@ def test_requests_that_arrive_in_part_have_one_budget_and_the_largest_is_dropped
     assert budget.bytes == 0
 
 
-def test_an_end_that_has_nothing_to_say_gives_a_sign_of_life() -> None:
+def test_idle_session_sends_a_sign_of_life() -> None:
     worker, _ = new_worker(has_hello=False)
     said = []
     for now_s in range(1, 7):

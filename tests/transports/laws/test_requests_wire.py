@@ -82,7 +82,9 @@ def test_a_chunk_is_read_as_it_was_sent(chunk: EngineChunk) -> None:
 
 
 @given(st.lists(chunks, min_size=1, max_size=4), st.lists(chunks, min_size=1, max_size=4))
-def test_chunks_may_be_merged_in_any_portions(first: list[EngineChunk], later: list[EngineChunk]) -> None:
+def test_merging_chunks_in_any_portions_gives_the_same_chunk(
+    first: list[EngineChunk], later: list[EngineChunk]
+) -> None:
     whole = merge_chunks([*first, *later])
     assert merge_chunks([merge_chunks(first), merge_chunks(later)]) == whole
     assert whole.token_ids == tuple(token for chunk in [*first, *later] for token in chunk.token_ids)
@@ -99,7 +101,9 @@ def test_chunks_may_be_merged_in_any_portions(first: list[EngineChunk], later: l
     message=st.text(),
     param=st.none() | st.text(),
 )
-def test_an_error_is_raised_as_it_was(kind: type[KvrouterError], message: str, param: str | None) -> None:
+def test_decoded_refusal_has_its_class_message_and_field(
+    kind: type[KvrouterError], message: str, param: str | None
+) -> None:
     error = error_of(decode_refusal(encode_refusal(refusal_of(kind(message, param=param)))))
     assert (type(error), error.message, error.param) == (kind, message, param)
 
@@ -112,7 +116,7 @@ class OldError(msgspec.Struct, frozen=True, array_like=True):
     param: str | None = None
 
 
-def test_ends_of_before_read_and_write_an_error_without_the_engines_answer() -> None:
+def test_older_peers_read_and_write_errors_without_the_engine_answer() -> None:
     error = WorkerFull("full", param="p", answer=EngineAnswer(429, ((b"retry-after", b"7"),), b"\xff"))
     written = encode_refusal(refusal_of(error))
     old = msgspec.msgpack.decode(written, type=OldError)
@@ -122,7 +126,7 @@ def test_ends_of_before_read_and_write_an_error_without_the_engines_answer() -> 
     assert error_of(decode_refusal(written)).answer == error.answer
 
 
-def test_a_mistake_travels_as_a_worker_that_failed_with_the_request() -> None:
+def test_unexpected_exception_arrives_as_a_broken_stream() -> None:
     error = error_of(refusal_of(ZeroDivisionError("division by zero")))
     assert type(error) is StreamBroken
     assert "ZeroDivisionError: division by zero" in error.message
@@ -139,14 +143,14 @@ def test_any_bytes_are_read_or_refused(read: object, data: bytes, cut: st.DataOb
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_nesting_without_end_is_refused(read: object) -> None:
+def test_deeply_nested_message_is_refused(read: object) -> None:
     assert callable(read)
     for opening in (b"\x81\xa1x", b"\x81\xb2kv_transfer_params\x81\xa1x"):
         with pytest.raises(ProtocolError):
             read(opening + b"\x91" * 100_000)
 
 
-def test_an_integer_that_no_wire_carries_is_the_clients_mistake() -> None:
+def test_request_with_too_large_integer_is_an_invalid_request() -> None:
     request = EngineRequest(
         RequestId("x"), 0, Leg.DECODE, ModelName("m"), array("I", [1]), Sampling(1, seed=2**70)
     )

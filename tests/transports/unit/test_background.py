@@ -16,7 +16,7 @@ async def reported() -> list[dict[str, Any]]:
     return reported
 
 
-async def test_a_mistake_is_reported_at_once_though_somebody_keeps_the_task(
+async def test_failed_task_is_reported_at_once_while_still_referenced(
     reported: list[dict[str, Any]],
 ) -> None:
     async def fail() -> None:
@@ -29,7 +29,7 @@ async def test_a_mistake_is_reported_at_once_though_somebody_keeps_the_task(
     assert isinstance(reported[0]["exception"], ZeroDivisionError)
 
 
-async def test_an_end_in_good_order_is_reported_to_nobody(reported: list[dict[str, Any]]) -> None:
+async def test_finished_or_cancelled_task_is_not_reported(reported: list[dict[str, Any]]) -> None:
     ended, cancelled = spawn(asyncio.sleep(0), name="ends"), spawn(asyncio.sleep(1e6), name="is cancelled")
     cancelled.cancel()
     await asyncio.wait([ended, cancelled])
@@ -37,7 +37,7 @@ async def test_an_end_in_good_order_is_reported_to_nobody(reported: list[dict[st
     assert reported == []
 
 
-async def test_a_follower_that_fails_keeps_no_other_from_hearing(reported: list[dict[str, Any]]) -> None:
+async def test_failing_liveness_listener_does_not_block_the_others(reported: list[dict[str, Any]]) -> None:
     def fail(_is_alive: bool) -> None:
         raise ZeroDivisionError
 

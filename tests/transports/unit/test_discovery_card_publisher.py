@@ -70,7 +70,7 @@ class End:
         )
 
 
-async def test_each_renewal_is_a_version_of_its_own() -> None:
+async def test_each_publish_and_renewal_makes_a_new_version() -> None:
     shelf = Shelf()
     end = End(shelf)
     await end.cards.publish(card())
@@ -81,7 +81,7 @@ async def test_each_renewal_is_a_version_of_its_own() -> None:
     assert (await shelf.held()).card == card(draining=True)
 
 
-async def test_a_write_that_is_under_way_does_not_undo_a_withdrawal() -> None:
+async def test_renewal_in_progress_does_not_undo_a_withdrawal() -> None:
     shelf = Shelf(is_away=True)
     end = End(shelf)
     await end.cards.publish(card())
@@ -98,7 +98,7 @@ async def test_a_write_that_is_under_way_does_not_undo_a_withdrawal() -> None:
     assert (await shelf.held()).withdrawn
 
 
-async def test_a_write_that_failed_is_not_tried_again_for_a_card_that_was_updated_meanwhile() -> None:
+async def test_failed_renewal_is_not_retried_after_the_card_was_updated() -> None:
     shelf = Shelf()
     end = End(shelf)
     await end.cards.publish(card())
@@ -115,7 +115,7 @@ async def test_a_write_that_failed_is_not_tried_again_for_a_card_that_was_update
     assert shelf.written == [card(draining=True)]
 
 
-async def test_what_was_replaced_here_is_not_written_any_more() -> None:
+async def test_card_replaced_in_the_same_process_is_not_written_again() -> None:
     shelf = Shelf()
     end = End(shelf)
     shelf.gate.clear()
@@ -129,7 +129,7 @@ async def test_what_was_replaced_here_is_not_written_any_more() -> None:
     assert (await end.cards.renew(), end.lost) == ([], [])
 
 
-async def test_a_newer_start_elsewhere_and_a_withdrawal_by_others_are_reported_once() -> None:
+async def test_replacement_and_withdrawal_by_others_are_reported_once() -> None:
     shelf = Shelf()
     first, second = End(shelf), End(shelf)
     await first.cards.publish(card(1, Epoch(5)))
@@ -143,7 +143,7 @@ async def test_a_newer_start_elsewhere_and_a_withdrawal_by_others_are_reported_o
     assert (await shelf.held()).card.incarnation == Epoch(6)
 
 
-async def test_a_store_that_is_away_is_reported_once_and_nothing_is_lost() -> None:
+async def test_unavailable_store_is_reported_once_and_cards_are_rewritten() -> None:
     shelf = Shelf()
     end = End(shelf)
     await end.cards.publish(card(1))
@@ -167,7 +167,7 @@ class Contested(Shelf):
         raise VersionConflict("another one is there")
 
 
-async def test_a_place_that_others_write_all_the_time_is_given_up_for_now() -> None:
+async def test_publish_gives_up_for_now_after_repeated_write_conflicts() -> None:
     shelf = Contested()
     end = End(shelf)
     await end.cards.publish(card())

@@ -39,7 +39,7 @@ def test_a_lease_runs_from_the_last_change_that_was_seen() -> None:
     assert leases.next_end() is None
 
 
-def test_what_expired_does_not_come_back_with_its_old_stamp() -> None:
+def test_expired_worker_returns_only_with_a_new_stamp() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     leases.expire(10.0)
@@ -47,7 +47,7 @@ def test_what_expired_does_not_come_back_with_its_old_stamp() -> None:
     assert leases.observe(record(), "b", 12.0) == [card()]
 
 
-def test_what_expired_may_still_be_withdrawn_or_replaced() -> None:
+def test_expired_worker_may_still_be_withdrawn_or_replaced() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     leases.expire(10.0)
@@ -59,13 +59,13 @@ def test_what_expired_may_still_be_withdrawn_or_replaced() -> None:
     assert other.observe(record(2, replaced=(9,)), "b", 11.0) == [left(Gone.REPLACED), card(1, 2)]
 
 
-def test_a_worker_that_came_and_left_between_two_looks_replaced_the_one_before() -> None:
+def test_unseen_withdrawn_start_still_replaces_the_earlier_start() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     assert leases.observe(record(2, replaced=(9,), withdrawn=True), "b", 1.0) == [left(Gone.REPLACED)]
 
 
-def test_what_was_replaced_is_not_heard_again_while_the_other_lives() -> None:
+def test_replaced_start_is_ignored_while_its_replacement_lives() -> None:
     leases = CardLeases()
     leases.observe(record(2, replaced=(9,)), "b", 0.0)
     assert leases.observe(record(), "a", 1.0) == []
@@ -74,7 +74,7 @@ def test_what_was_replaced_is_not_heard_again_while_the_other_lives() -> None:
     assert leases.observe(record(), "e", 3.0) == [card()]
 
 
-def test_nobody_expires_while_the_store_is_lost_and_then_has_a_whole_lease() -> None:
+def test_no_lease_expires_while_store_is_lost_and_all_restart_after() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     leases.lose()
@@ -86,7 +86,7 @@ def test_nobody_expires_while_the_store_is_lost_and_then_has_a_whole_lease() -> 
     assert leases.expire(110.0) == [left(Gone.EXPIRED)]
 
 
-def test_a_watcher_that_slept_gives_everybody_a_whole_lease() -> None:
+def test_watcher_that_slept_gives_each_worker_a_full_lease() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     leases.check(1.0)
@@ -96,7 +96,7 @@ def test_a_watcher_that_slept_gives_everybody_a_whole_lease() -> None:
     assert ticks(leases, 70.0, 70.5) == [left(Gone.EXPIRED)]
 
 
-def test_the_memory_of_what_is_over_goes_with_its_record() -> None:
+def test_ended_start_is_forgotten_once_its_record_is_gone() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     leases.forget(())
@@ -108,7 +108,7 @@ def test_the_memory_of_what_is_over_goes_with_its_record() -> None:
     assert leases.observe(record(), "a", 12.0) == [card()]
 
 
-def test_the_memory_of_what_is_over_goes_with_time() -> None:
+def test_ended_start_is_forgotten_after_a_time() -> None:
     leases = CardLeases()
     leases.observe(record(), "a", 0.0)
     leases.forget_before(5.0)
@@ -120,7 +120,7 @@ def test_the_memory_of_what_is_over_goes_with_time() -> None:
     assert WorkerId(1) not in leases
 
 
-def test_a_claim_remembers_whom_it_replaced_and_no_more_than_it_may() -> None:
+def test_claim_remembers_a_bounded_number_of_replaced_starts() -> None:
     current = record(0)
     for incarnation in range(1, 40):
         claimed = claim(card(1, incarnation), LEASE_S, current)
@@ -133,12 +133,12 @@ def test_a_claim_remembers_whom_it_replaced_and_no_more_than_it_may() -> None:
     )
 
 
-def test_a_claim_in_an_emptied_store_remembers_whom_it_replaced() -> None:
+def test_claim_in_an_emptied_store_remembers_replaced_starts() -> None:
     assert claim(card(1, 2), LEASE_S, None, record(2, replaced=(9,))) == record(2, replaced=(9,))
     assert still_claims(record(2, replaced=(9,)), record(9)) == record(2, replaced=(9,))
 
 
-def test_of_two_that_started_at_once_exactly_one_keeps_the_place() -> None:
+def test_exactly_one_of_two_simultaneous_starts_keeps_the_claim() -> None:
     first, second = record(1), record(2)
     taken = still_claims(first, second)
     assert taken == record(1, replaced=(2,))
@@ -146,6 +146,6 @@ def test_of_two_that_started_at_once_exactly_one_keeps_the_place() -> None:
     assert still_claims(second, taken) is Gone.REPLACED
 
 
-def test_a_worker_that_was_withdrawn_by_somebody_else_claims_nothing() -> None:
+def test_worker_withdrawn_by_another_process_loses_its_claim() -> None:
     assert still_claims(record(), record(withdrawn=True)) is Gone.WITHDRAWN
     assert still_claims(record(), None) == record()

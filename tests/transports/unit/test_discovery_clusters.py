@@ -47,7 +47,7 @@ def with_cluster(given: WorkerCard, level: str, value: str) -> WorkerCard:
     return structs.replace(given, runtime_config=own)
 
 
-async def test_every_worker_is_in_its_cluster_which_is_its_broadest_level() -> None:
+async def test_cluster_is_the_broadest_level_of_every_worker() -> None:
     here = Clusters()
     recorder = await record_discovery(here.discovery)
     here.east.put(card(1, zone="a"))
@@ -64,7 +64,7 @@ async def test_every_worker_is_in_its_cluster_which_is_its_broadest_level() -> N
     assert placed_in(EAST, bare).runtime_config.topology_levels == ("cluster",)
 
 
-def test_a_link_within_the_cluster_is_one_and_the_same_zone_of_another_cluster_is_far() -> None:
+def test_equal_zone_names_in_two_clusters_use_the_link_across_clusters() -> None:
     near, far = Link(0.001, 1e9), Link(0.1, 1e7)
     table = LinkTable(by_level={"cluster": near, "zone": Link(0.0, 1e10)}, otherwise=far)
 
@@ -76,7 +76,7 @@ def test_a_link_within_the_cluster_is_one_and_the_same_zone_of_another_cluster_i
     assert table.link(place(EAST, "a"), place(WEST, "a"), levels) == far
 
 
-async def test_required_on_the_cluster_keeps_kv_in_it_though_zones_have_the_same_names() -> None:
+async def test_required_cluster_policy_keeps_kv_in_cluster_with_equal_zone_names() -> None:
     here, harness = (
         Clusters(),
         RouterHarness(ScriptedTransport(None), KvRouterConfig(kv_transfer_topology_level="cluster")),
@@ -111,7 +111,7 @@ async def test_required_on_the_cluster_keeps_kv_in_it_though_zones_have_the_same
         harness.service.stop()
 
 
-async def test_an_id_is_of_the_cluster_that_had_it_first_until_its_worker_is_gone() -> None:
+async def test_worker_id_belongs_to_first_cluster_until_that_worker_is_gone() -> None:
     here = Clusters()
     recorder, other = await record_discovery(here.discovery), await record_discovery(here.discovery)
     here.east.put(card(1))
@@ -137,7 +137,7 @@ async def test_an_id_is_of_the_cluster_that_had_it_first_until_its_worker_is_gon
     assert len(here.refused) == 1
 
 
-async def test_one_that_was_passed_over_and_left_does_not_come_in_later() -> None:
+async def test_passed_over_worker_that_left_does_not_join_later() -> None:
     here = Clusters()
     recorder = await record_discovery(here.discovery)
     here.east.put(card(1))
@@ -149,7 +149,7 @@ async def test_one_that_was_passed_over_and_left_does_not_come_in_later() -> Non
     assert recorder.events[2:] == [placed_in(WEST, card(1, incarnation=4))]
 
 
-async def test_a_lost_store_is_reported_with_its_cluster_and_takes_nobody_away() -> None:
+async def test_lost_store_is_reported_with_its_cluster_and_removes_no_worker() -> None:
     here, said = Clusters(), list[tuple[bool, str]]()
     recorder = DiscoveryRecorder()
     await here.discovery.watch(recorder.add, recorder.gone, lambda *store: said.append(store))
@@ -186,7 +186,7 @@ class Away(MemoryDiscovery):
         return await super().watch(on_card, on_gone, on_store)
 
 
-async def test_a_cluster_that_does_not_answer_holds_up_no_start_and_comes_in_later(
+async def test_silent_cluster_does_not_delay_start_and_its_workers_join_later(
     set_constants: SetConstants,
 ) -> None:
     set_constants(clusters, OTHERS_WITHIN_S=0.01)
@@ -208,7 +208,7 @@ async def test_a_cluster_that_does_not_answer_holds_up_no_start_and_comes_in_lat
     await both.close()
 
 
-async def test_cards_are_published_in_the_own_cluster_and_withdrawn_there() -> None:
+async def test_cards_are_published_and_withdrawn_in_the_own_cluster() -> None:
     east, west = MemoryDiscovery(), MemoryDiscovery()
     both = ClustersDiscovery({EAST: east, WEST: west}, on_refused=lambda *_: None)
     await both.publish(card(1))

@@ -104,7 +104,7 @@ def strangers(folder: Folder) -> dict[str, Path]:
     return {path.name: path for path in folder.path.iterdir()}
 
 
-async def test_what_is_no_card_is_reported_once_and_let_alone(
+async def test_files_that_are_not_cards_are_reported_once_and_kept(
     folder: Folder, files: FileRecords[CardRecord], refused: list[tuple[str, str]]
 ) -> None:
     await files.put(record(1))
@@ -116,7 +116,7 @@ async def test_what_is_no_card_is_reported_once_and_let_alone(
     assert laid <= {path.name for path in folder.path.iterdir()}
 
 
-async def test_what_was_removed_and_is_laid_again_is_reported_again(
+async def test_bad_file_removed_and_created_again_is_reported_again(
     folder: Folder, files: FileRecords[CardRecord], refused: list[tuple[str, str]]
 ) -> None:
     for n_reported in (1, 2):
@@ -127,7 +127,7 @@ async def test_what_was_removed_and_is_laid_again_is_reported_again(
         assert len(refused) == n_reported
 
 
-async def test_a_file_of_another_user_is_no_card(
+async def test_card_file_of_another_user_is_refused(
     folder: Folder,
     files: FileRecords[CardRecord],
     refused: list[tuple[str, str]],
@@ -152,7 +152,7 @@ async def test_no_more_files_than_the_limit_are_looked_at(
     await few.close()
 
 
-async def test_a_worker_more_than_are_followed_is_reported_and_comes_when_there_is_room(
+async def test_worker_over_the_limit_is_reported_and_joins_when_there_is_room(
     store: FileStore, set_constants: SetConstants
 ) -> None:
     set_constants(leased_watch, WORKERS_MAX=1)
@@ -168,7 +168,7 @@ async def test_a_worker_more_than_are_followed_is_reported_and_comes_when_there_
     assert store.refusals == [(str(store.directory / "space" / "worker-2.json"), "more than 1 workers")]
 
 
-async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: FileStore) -> None:
+async def test_worker_overwrites_a_file_of_its_name_that_is_not_a_card(store: FileStore) -> None:
     (store.directory / "space").mkdir(parents=True, mode=0o700)
     (store.directory / "space" / "worker-1.json").write_text("{")
     recorder = await record_discovery(store.end())
@@ -177,7 +177,7 @@ async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: F
     assert [what for what, _ in store.refusals] == [str(store.directory / "space" / "worker-1.json")]
 
 
-async def test_two_watches_of_a_process_tell_once(store: FileStore) -> None:
+async def test_two_watches_of_a_process_report_a_bad_file_once(store: FileStore) -> None:
     end = store.end()
     ears = [await record_discovery(end), await record_discovery(end)]
     (store.directory / "space" / "notes.txt").write_text("hello")
@@ -192,7 +192,7 @@ async def test_two_watches_of_a_process_tell_once(store: FileStore) -> None:
 # What it removes
 
 
-async def test_the_files_of_those_who_do_not_renew_go_in_the_end(
+async def test_files_of_workers_that_do_not_renew_are_removed(
     folder: Folder, files: FileRecords[CardRecord]
 ) -> None:
     for worker_id in (1, 2, 3):
@@ -224,7 +224,7 @@ def raises(code: int) -> Callable[..., None]:
     return fail
 
 
-async def test_a_folder_whose_files_cannot_be_looked_at_is_a_lost_store(
+async def test_folder_with_inaccessible_files_is_a_lost_store(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.end().publish(card())
@@ -238,7 +238,7 @@ async def test_a_folder_whose_files_cannot_be_looked_at_is_a_lost_store(
 # Who keeps the place
 
 
-async def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
+async def test_each_renewal_has_a_new_stamp_when_the_wall_clock_goes_back(
     files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = await files.put_over(record(1), None)
@@ -251,7 +251,7 @@ async def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
     assert len(stamps) == 10
 
 
-async def test_of_two_that_started_at_once_exactly_one_keeps_the_file(store: FileStore) -> None:
+async def test_exactly_one_of_two_simultaneous_starts_keeps_the_file(store: FileStore) -> None:
     lost: list[Epoch] = []
     starts = [Epoch(9), Epoch(2)]
     ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
@@ -264,7 +264,7 @@ async def test_of_two_that_started_at_once_exactly_one_keeps_the_file(store: Fil
     assert recorder.events == [card(1, winner)]
 
 
-async def test_a_worker_that_lost_its_place_says_so_once(store: FileStore) -> None:
+async def test_replaced_worker_reports_the_replacement_once(store: FileStore) -> None:
     old = store.end()
     await old.publish(card())
     await store.end().publish(card(1, 2))
@@ -275,7 +275,7 @@ async def test_a_worker_that_lost_its_place_says_so_once(store: FileStore) -> No
     assert recorder.events == [card(1, 2)]
 
 
-async def test_a_card_whose_file_somebody_removed_is_written_again(store: FileStore) -> None:
+async def test_removed_card_file_is_written_again(store: FileStore) -> None:
     await store.end().publish(card())
     recorder = await record_discovery(store.end())
     file = store.directory / "space" / "worker-1.json"
@@ -284,7 +284,7 @@ async def test_a_card_whose_file_somebody_removed_is_written_again(store: FileSt
     assert recorder.events == [card()]
 
 
-async def test_an_update_that_cannot_be_written_is_written_later(store: FileStore) -> None:
+async def test_card_update_that_cannot_be_written_is_written_later(store: FileStore) -> None:
     end = store.end()
     await end.publish(card())
     recorder = await record_discovery(store.end())
@@ -296,7 +296,7 @@ async def test_an_update_that_cannot_be_written_is_written_later(store: FileStor
     await recorder.until_heard(card(), False, True, card(draining=True))
 
 
-async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_written_later(
+async def test_full_disk_is_reported_with_the_file_and_the_update_written_later(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end, fdopen = store.end(), os.fdopen
@@ -320,7 +320,7 @@ async def test_a_full_disk_is_reported_with_the_file_and_what_was_meant_is_writt
     await recorder.until_heard(card(), card(draining=True))
 
 
-async def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
+async def test_changed_card_that_cannot_be_written_still_renews_its_lease(
     folder: Folder, files: FileRecords[CardRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk takes no new file, and a worker that is alive does not lapse for that."""
@@ -339,7 +339,7 @@ async def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
     assert [each.value for each in await files.list_all()] == [record(1, draining=True)]
 
 
-async def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_cannot_be_renewed(
+async def test_write_error_of_a_card_is_raised_when_renewal_fails_too(
     folder: Folder, files: FileRecords[CardRecord], make_fail: MakeFail
 ) -> None:
     version = await files.put_over(record(1), None)
@@ -349,7 +349,7 @@ async def test_a_card_that_cannot_be_written_is_reported_also_where_its_lease_ca
         await files.put_over(record(1, draining=True), version)
 
 
-async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:
+async def test_withdrawal_that_cannot_be_written_lets_the_lease_expire(store: FileStore) -> None:
     end = store.end()
     await end.publish(card())
     recorder = await record_discovery(store.end())
@@ -361,7 +361,7 @@ async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: 
     await recorder.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
 
 
-async def test_what_a_sink_raises_ends_no_watch(store: FileStore) -> None:
+async def test_exception_in_a_sink_does_not_end_the_watch(store: FileStore) -> None:
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
 

@@ -19,7 +19,7 @@ async def store(tmp_path: Path) -> AsyncIterator[FileStore]:
         yield made
 
 
-async def test_everything_is_for_this_user_alone(store: FileStore) -> None:
+async def test_directory_and_files_are_accessible_to_their_owner_only(store: FileStore) -> None:
     await store.end().publish(card())
     modes = {
         path.name: stat.S_IMODE(path.stat().st_mode)
@@ -29,7 +29,7 @@ async def test_everything_is_for_this_user_alone(store: FileStore) -> None:
 
 
 @pytest.mark.parametrize("which", [".", "space"])
-async def test_a_directory_where_everybody_may_write_is_refused(store: FileStore, which: str) -> None:
+async def test_world_writable_directory_is_refused(store: FileStore, which: str) -> None:
     (store.directory / "space").mkdir(parents=True)
     (store.directory / MARKER).touch()
     (store.directory / which).chmod(0o777)
@@ -47,7 +47,7 @@ async def test_a_directory_of_another_user_is_refused(
         await record_discovery(store.end())
 
 
-async def test_a_directory_that_others_may_write_later_is_a_lost_store(store: FileStore) -> None:
+async def test_directory_made_world_writable_later_is_a_lost_store(store: FileStore) -> None:
     await store.end().publish(card())
     recorder = await record_discovery(store.end())
     store.directory.chmod(0o777)
@@ -56,7 +56,7 @@ async def test_a_directory_that_others_may_write_later_is_a_lost_store(store: Fi
     await recorder.until_heard(card(), False, True)
 
 
-async def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_settings(store: FileStore) -> None:
+async def test_directory_that_cannot_be_created_is_a_config_error(store: FileStore) -> None:
     store.directory.write_text("a file")
     for act in (store.end().publish(card()), record_discovery(store.end())):
         with pytest.raises(ConfigError, match="cards"):
@@ -64,7 +64,9 @@ async def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_settings(stor
 
 
 @pytest.mark.parametrize("name", ["passwd", "space/", "default/grub"])
-async def test_a_directory_of_something_else_is_refused_and_let_alone(store: FileStore, name: str) -> None:
+async def test_directory_with_other_content_is_refused_and_left_unchanged(
+    store: FileStore, name: str
+) -> None:
     there = store.directory / name
     there.parent.mkdir(parents=True, exist_ok=True)
     there.mkdir() if name.endswith("/") else there.write_text("not ours")
@@ -75,7 +77,7 @@ async def test_a_directory_of_something_else_is_refused_and_let_alone(store: Fil
     assert sorted(store.directory.rglob("*")) == before
 
 
-async def test_a_directory_that_is_empty_or_lost_its_marker_is_taken(store: FileStore) -> None:
+async def test_empty_directory_or_one_that_lost_its_marker_is_accepted(store: FileStore) -> None:
     store.directory.mkdir(mode=0o700)
     await store.end().publish(card())
     (store.directory / MARKER).unlink()
@@ -84,7 +86,7 @@ async def test_a_directory_that_is_empty_or_lost_its_marker_is_taken(store: File
     assert (store.directory / MARKER).exists()
 
 
-async def test_only_the_last_folder_of_the_path_is_made(tmp_path: Path) -> None:
+async def test_only_the_last_folder_of_the_path_is_created(tmp_path: Path) -> None:
     async with file_store(tmp_path / "mistyped") as store:
         for act in (store.end().publish(card()), record_discovery(store.end())):
             with pytest.raises(ConfigError, match=r"mistyped/cards: No such file or directory"):
@@ -93,7 +95,7 @@ async def test_only_the_last_folder_of_the_path_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("namespace", ["", "..", "a/b", "a.b", "a b", "x" * 65])
-def test_a_namespace_is_no_path(tmp_path: Path, namespace: str) -> None:
+def test_invalid_namespace_is_refused(tmp_path: Path, namespace: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         FileDiscovery(tmp_path, namespace=namespace, on_trouble=ignore_reports, on_refused=ignore_reports)
 

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_a_connection_outlives_the_time_between_two_renewals(
+async def test_connection_is_kept_alive_between_two_renewals(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept_s: list[float] = []
@@ -70,7 +70,7 @@ def found_as(name: str, *, fleet: str) -> StoredObject:
     return msgspec.json.decode(body, type=StoredObject)
 
 
-def test_a_record_is_the_same_after_it_was_an_object(folder: Path) -> None:
+def test_record_survives_encoding_as_an_object(folder: Path) -> None:
     body = encode_object(
         WORKERS,
         "a-1-5",
@@ -93,7 +93,7 @@ def test_a_record_is_the_same_after_it_was_an_object(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a-1-6", "a-5", "a-1-05", "a-1-", "b-1-5", "a-1-99999999999999999999"])
-def test_an_object_is_of_the_fleet_and_the_worker_that_its_name_says(folder: Path, name: str) -> None:
+def test_object_with_name_of_another_fleet_or_worker_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(ProtocolError):
         objects_of(folder, "a-1").opened(found_as(name, fleet="a-1"))
 
@@ -133,13 +133,13 @@ def test_arguments_out_of_range_are_refused(folder: Path, param: str, changes: d
     assert refused.value.param == param
 
 
-def test_a_pod_tells_where_the_api_server_is_and_as_whom_it_is_asked(folder: Path) -> None:
+def test_pod_account_has_api_server_url_and_namespace(folder: Path) -> None:
     found = account_of_pod(folder, host="10.0.0.1", port=443)
     assert found == Account("https://10.0.0.1:443", folder, "the namespace")
     assert account_of_pod(folder, host="fd00::1", port=6443).url == "https://[fd00::1]:6443"
 
 
-def test_what_is_no_pod_or_has_no_account_is_refused_with_the_fix(folder: Path) -> None:
+def test_missing_pod_environment_or_token_is_refused_with_the_fix(folder: Path) -> None:
     with pytest.raises(ConfigError, match="choose file or nats"):
         account_of_pod(folder, host=None, port=443)
     (folder / "token").unlink()
@@ -159,7 +159,7 @@ def test_a_token_that_was_refused_is_read_again(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "fix"), [(403, "bind a Role"), (404, "kubectl apply"), (500, "says 500 Why: how")]
 )
-def test_what_the_api_server_refuses_is_reported_with_the_fix(code: int, fix: str) -> None:
+def test_api_server_refusal_is_reported_with_the_fix(code: int, fix: str) -> None:
     assert fix in reason(RequestRefused("how", status=code, reason="Why"), WORKERS)
 
 
@@ -176,13 +176,13 @@ def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None
 @pytest.mark.parametrize(
     ("event_plane", "needs"), [("auto", True), ("nats", True), ("jetstream", True), ("zmq", False)]
 )
-def test_a_router_hears_events_over_nats_unless_reported_otherwise(event_plane: str, needs: bool) -> None:
+def test_kubernetes_discovery_needs_nats_unless_event_plane_is_zmq(event_plane: str, needs: bool) -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "kubernetes", "DYN_EVENT_PLANE": event_plane}
     settings = load_settings(flags={}, environ=environ).settings
     assert bool(nats_needs(settings)) is needs
 
 
-def test_the_api_server_is_spared_by_a_longer_lease() -> None:
+def test_default_card_lease_is_longer_with_kubernetes_discovery() -> None:
     for backend, lease_s in (("file", 10.0), ("nats", 10.0), ("kubernetes", 60.0)):
         found = load_settings(flags={}, environ={"DYN_DISCOVERY_BACKEND": backend})
         assert found.settings.planes.card_lease_s == lease_s

@@ -49,7 +49,7 @@ class WrittenMeanwhile(KubeClient):
         return b"{}"
 
 
-async def test_a_cordon_that_is_written_while_it_is_removed_stays_and_the_call_fails() -> None:
+async def test_removing_a_cordon_that_is_rewritten_meanwhile_fails_and_keeps_it() -> None:
     store = KubernetesCordons(
         Account("https://nowhere", Path(), "default"), namespace="space", on_refused=ignore_reports
     )

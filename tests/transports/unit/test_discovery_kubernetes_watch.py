@@ -147,7 +147,7 @@ async def scene(set_constants: SetConstants) -> AsyncIterator[Scene]:
     await made.end()
 
 
-async def test_a_watch_that_is_too_old_begins_again_and_nobody_is_lost_or_doubled(scene: Scene) -> None:
+async def test_expired_watch_lists_again_and_loses_or_repeats_no_worker(scene: Scene) -> None:
     scene.api.write(card(1))
     await scene.listen()
     scene.api.tell([scene.api.write(card(2))])
@@ -177,7 +177,7 @@ async def test_a_watch_that_ends_goes_on_from_the_last_version_that_it_heard(
     assert scene.recorder.events == [card(1)]
 
 
-async def test_watches_that_end_at_once_are_asked_for_ever_later(
+async def test_watches_that_end_at_once_are_retried_ever_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -200,7 +200,7 @@ async def test_watches_that_end_at_once_are_asked_for_ever_later(
     assert waits[-1] <= 0.15
 
 
-async def test_who_may_list_and_not_watch_is_reported_once_and_sees_nobody(scene: Scene) -> None:
+async def test_forbidden_watch_is_reported_once_and_no_worker_is_seen(scene: Scene) -> None:
     scene.api.write(card(1))
     scene.api.refuses_watches = FORBIDDEN
     await scene.listen()
@@ -210,7 +210,7 @@ async def test_who_may_list_and_not_watch_is_reported_once_and_sees_nobody(scene
     await scene.recorder.until_heard(False, True, card(1))
 
 
-async def test_before_a_lease_is_believed_to_have_run_out_the_api_server_is_asked(scene: Scene) -> None:
+async def test_api_server_is_asked_before_a_lease_expires(scene: Scene) -> None:
     scene.api.write(card(1), lease_s=0.3)
     scene.api.write(card(2), lease_s=0.3)
     await scene.listen()
@@ -222,7 +222,7 @@ async def test_before_a_lease_is_believed_to_have_run_out_the_api_server_is_aske
     assert scene.recorder.events == [card(1), card(2), (2, 9, Gone.EXPIRED)]
 
 
-async def test_a_silent_watch_is_doubted(scene: Scene) -> None:
+async def test_silent_watch_is_checked_by_a_new_list(scene: Scene) -> None:
     scene.api.write(card(1))
     await scene.listen(quiet_s=0.05)
     scene.api.write(card(2))
@@ -231,7 +231,7 @@ async def test_a_silent_watch_is_doubted(scene: Scene) -> None:
     await scene.recorder.until_heard(card(1), card(2), False)
 
 
-async def test_objects_that_nobody_renews_are_removed_as_they_were_seen(scene: Scene) -> None:
+async def test_unrenewed_objects_are_deleted_at_the_version_seen(scene: Scene) -> None:
     scene.api.write(card(1), lease_s=0.01)
     scene.api.write(card(2))
     scene.api.write(card(3), lease_s=0.01, withdrawn=True)

@@ -77,7 +77,7 @@ def sealed(store: NatsStore, key: str, worker: WorkerCard, *, number: int = 1, t
 # The server is away
 
 
-async def test_who_starts_while_nats_is_away_is_there_when_it_is_back(mortal: NatsStore) -> None:
+async def test_worker_started_while_nats_is_down_is_announced_afterwards(mortal: NatsStore) -> None:
     await mortal.lose()
     await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
     recorder = await record_discovery(mortal.end())
@@ -88,7 +88,7 @@ async def test_who_starts_while_nats_is_away_is_there_when_it_is_back(mortal: Na
     await recorder.until_heard(False, True, card())
 
 
-async def test_a_server_that_answers_no_more_freezes_the_fleet(mortal: NatsStore) -> None:
+async def test_unresponsive_server_is_a_lost_store_and_expires_no_worker(mortal: NatsStore) -> None:
     await mortal.end().publish(card())
     recorder = await record_discovery(mortal.end())
     mortal.server.pause()
@@ -99,7 +99,7 @@ async def test_a_server_that_answers_no_more_freezes_the_fleet(mortal: NatsStore
     assert recorder.losses == []
 
 
-async def test_a_server_that_restarts_at_once_takes_nobody_away(mortal: NatsStore) -> None:
+async def test_quick_server_restart_removes_no_worker(mortal: NatsStore) -> None:
     worker = mortal.end()
     await worker.publish(card())
     recorder = await record_discovery(mortal.end())
@@ -121,7 +121,7 @@ async def quiet_lease(recorder: DiscoveryRecorder, worker: NatsDiscovery) -> Non
     assert recorder.losses == []
 
 
-async def test_a_bucket_that_somebody_deleted_is_made_and_filled_again(store: NatsStore) -> None:
+async def test_deleted_bucket_is_created_and_filled_again(store: NatsStore) -> None:
     worker = store.end()
     for _ in range(50):
         await worker.publish(card())
@@ -130,7 +130,7 @@ async def test_a_bucket_that_somebody_deleted_is_made_and_filled_again(store: Na
     await quiet_lease(recorder, worker)
 
 
-async def test_a_bucket_that_somebody_emptied_is_filled_again(store: NatsStore) -> None:
+async def test_emptied_bucket_is_filled_again(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
     recorder = await record_discovery(store.end())
@@ -138,7 +138,7 @@ async def test_a_bucket_that_somebody_emptied_is_filled_again(store: NatsStore) 
     await quiet_lease(recorder, worker)
 
 
-async def test_a_deleted_key_takes_nobody_away_and_is_written_again(store: NatsStore) -> None:
+async def test_deleted_key_removes_no_worker_and_is_written_again(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
     recorder = await record_discovery(store.end())
@@ -147,7 +147,7 @@ async def test_a_deleted_key_takes_nobody_away_and_is_written_again(store: NatsS
     await quiet_lease(recorder, worker)
 
 
-async def test_a_bucket_that_repeats_nothing_is_none_of_ours(store: NatsStore) -> None:
+async def test_bucket_that_does_not_republish_is_a_lost_store(store: NatsStore) -> None:
     await store.client().jetstream().create_key_value(bucket=store.bucket)
     recorder = await record_discovery(store.end())
     assert recorder.events == [False]
@@ -155,7 +155,7 @@ async def test_a_bucket_that_repeats_nothing_is_none_of_ours(store: NatsStore) -
     await recorder.until_heard(False, True)
 
 
-async def test_what_is_no_card_is_reported_once_and_ignored(store: NatsStore) -> None:
+async def test_entries_that_are_not_cards_are_reported_once_and_ignored(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
     recorder = await record_discovery(store.end())
@@ -175,7 +175,7 @@ async def test_what_is_no_card_is_reported_once_and_ignored(store: NatsStore) ->
     assert store.troubles == []
 
 
-async def test_two_watches_of_a_process_tell_once(store: NatsStore) -> None:
+async def test_two_watches_of_a_process_report_a_bad_entry_once(store: NatsStore) -> None:
     end = store.end()
     ears = [await record_discovery(end), await record_discovery(end)]
     bucket = await store.client().jetstream().key_value(store.bucket)
@@ -188,7 +188,7 @@ async def test_two_watches_of_a_process_tell_once(store: NatsStore) -> None:
     assert [what.split()[1] for what, _ in store.refusals] == ["notes", "1", "1"]
 
 
-async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore) -> None:
+async def test_worker_overwrites_a_bad_entry_under_its_key(store: NatsStore) -> None:
     recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
     await bucket.put("1", b"{")
@@ -199,7 +199,7 @@ async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore
 # Strangers, who may write into the bucket and have no token
 
 
-async def test_a_stranger_adds_no_worker_and_takes_none_away(store: NatsStore) -> None:
+async def test_entries_without_the_token_add_and_remove_no_worker(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
     recorder = await record_discovery(store.end())
@@ -217,7 +217,7 @@ async def test_a_stranger_adds_no_worker_and_takes_none_away(store: NatsStore) -
     assert all("KVROUTER_PLANE_TOKEN" in why for _, why in store.refusals)
 
 
-async def test_a_card_that_is_written_again_is_no_renewal(store: NatsStore) -> None:
+async def test_replayed_cards_do_not_renew_a_lease(store: NatsStore) -> None:
     worker = store.end()
     await worker.publish(card())
     bucket = await store.client().jetstream().key_value(store.bucket)
@@ -247,7 +247,7 @@ async def deafen(watch: LeasedWatch[int]) -> None:
     await watch.feed._listening.unsubscribe()
 
 
-async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: NatsStore) -> None:
+async def test_watcher_that_hears_nothing_asks_before_a_worker_expires(store: NatsStore) -> None:
     lives, dies, watcher = store.end(), store.end(), store.end()
     await lives.publish(card(1))
     await dies.publish(card(2))
@@ -259,7 +259,7 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
     assert recorder.losses == [(2, 9, Gone.EXPIRED)]
 
 
-async def test_a_connection_that_was_lost_between_two_looks_is_read_again(store: NatsStore) -> None:
+async def test_bucket_is_read_again_after_an_unnoticed_reconnection(store: NatsStore) -> None:
     async with nats_connection(store.server) as client:
         watcher = NatsDiscovery(
             client,
@@ -278,7 +278,7 @@ async def test_a_connection_that_was_lost_between_two_looks_is_read_again(store:
         await watcher.close()
 
 
-async def test_a_dead_worker_is_no_news_to_who_comes_later(store: NatsStore) -> None:
+async def test_expired_worker_is_not_reported_to_a_later_watcher(store: NatsStore) -> None:
     dies = store.end()
     await dies.publish(card())
     recorder = await record_discovery(store.end())
@@ -302,7 +302,7 @@ async def test_many_workers_that_die_at_once_all_expire(store: NatsStore) -> Non
     assert set(recorder.losses) == {(number, 9, Gone.EXPIRED) for number in range(300)}
 
 
-async def test_of_many_that_start_at_once_exactly_one_keeps_the_key(store: NatsStore) -> None:
+async def test_exactly_one_of_many_simultaneous_starts_keeps_the_key(store: NatsStore) -> None:
     lost: list[Epoch] = []
     starts = [Epoch(number) for number in range(8)]
     ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
@@ -316,7 +316,7 @@ async def test_of_many_that_start_at_once_exactly_one_keeps_the_key(store: NatsS
     assert late.events == [held]
 
 
-async def test_withdrawing_while_nats_is_away_is_reported(mortal: NatsStore) -> None:
+async def test_withdrawal_while_nats_is_down_is_reported(mortal: NatsStore) -> None:
     worker = mortal.end()
     await worker.publish(card())
     recorder = await record_discovery(mortal.end())

@@ -17,7 +17,7 @@ def made(reported: list[str]) -> StoreRefusals:
     return StoreRefusals(lambda what, _: reported.append(what))
 
 
-def test_it_is_reported_once_until_it_holds_a_card(made: StoreRefusals, reported: list[str]) -> None:
+def test_bad_entry_is_reported_once_until_it_is_forgotten(made: StoreRefusals, reported: list[str]) -> None:
     for _ in range(2):
         made.report("a", "a", "why")
         made.report("a", "a", "why")
@@ -25,7 +25,7 @@ def test_it_is_reported_once_until_it_holds_a_card(made: StoreRefusals, reported
     assert reported == ["a", "a"]
 
 
-def test_a_watch_that_is_behind_tells_nothing_again(made: StoreRefusals, reported: list[str]) -> None:
+def test_watch_that_is_behind_does_not_repeat_a_report(made: StoreRefusals, reported: list[str]) -> None:
     made.report("a", "a", "why", version=2)
     made.forget("a", version=3)
     made.report("a", "a", "why", version=2)
@@ -36,7 +36,7 @@ def test_a_watch_that_is_behind_tells_nothing_again(made: StoreRefusals, reporte
     assert reported == ["a", "a"]
 
 
-def test_no_more_is_remembered_than_the_limit(
+def test_number_of_remembered_refusals_is_bounded(
     made: StoreRefusals, reported: list[str], set_constants: SetConstants
 ) -> None:
     set_constants(card_tracker, REFUSALS_MAX=2)

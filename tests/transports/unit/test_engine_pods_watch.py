@@ -100,7 +100,7 @@ async def scene(api: ScriptedApi, *, pods_max: int = 10) -> AsyncIterator[Scene]
     await watch.ended()
 
 
-async def test_pods_are_heard_of_as_they_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pods_are_followed_as_they_are_added_and_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListAndWatch, "lives_least_s", -1.0)
     async with scene(ScriptedApi("a", "b")) as made:
         assert made.there == {"a", "b"}
@@ -113,7 +113,7 @@ async def test_pods_are_heard_of_as_they_come_change_and_go(monkeypatch: pytest.
         assert made.api.began_at == ["100", "110"]
 
 
-async def test_who_left_while_nothing_was_heard_is_missed_in_the_next_list() -> None:
+async def test_pod_missing_from_the_next_list_is_reported_gone() -> None:
     async with scene(ScriptedApi("a", "b")) as made:
         made.api.pods = {"b": pod_json("b"), "c": pod_json("c")}
         made.api.ends(EXPIRED)
@@ -121,7 +121,7 @@ async def test_who_left_while_nothing_was_heard_is_missed_in_the_next_list() -> 
         assert (made.gone, made.stores) == (["a"], [])
 
 
-async def test_an_api_server_that_is_lost_takes_nobody_away_and_is_reported_once() -> None:
+async def test_lost_api_server_is_reported_once_and_removes_no_pod() -> None:
     async with scene(ScriptedApi("a")) as made:
         made.api.refuses = FORBIDDEN
         made.api.ends(EXPIRED)
@@ -133,7 +133,7 @@ async def test_an_api_server_that_is_lost_takes_nobody_away_and_is_reported_once
         await until(lambda: made.stores[1:] == [(True, "")])
 
 
-async def test_one_that_starts_without_an_api_server_waits_for_it() -> None:
+async def test_pod_watch_started_without_an_api_server_waits_for_it() -> None:
     api = ScriptedApi("a")
     api.refuses = ClusterLost("the API server did not answer in time")
     async with scene(api) as made:
@@ -142,7 +142,7 @@ async def test_one_that_starts_without_an_api_server_waits_for_it() -> None:
         await until(lambda: made.there == {"a"})
 
 
-async def test_while_a_pod_cannot_be_read_no_list_takes_anybody_away() -> None:
+async def test_list_with_an_unreadable_pod_removes_no_pod() -> None:
     async with scene(ScriptedApi("a")) as made:
         made.api.pods = {"x": {"metadata": {"name": 7}}}
         made.api.ends(EXPIRED)
@@ -165,7 +165,7 @@ async def test_pods_beyond_the_limit_are_reported_and_let_in_when_others_leave(
         await until(lambda: made.there == {"b", "c"})
 
 
-async def test_pods_that_have_ended_take_nobodys_place(set_constants: SetConstants) -> None:
+async def test_ended_pods_do_not_count_toward_the_limit(set_constants: SetConstants) -> None:
     set_constants(pods, TICK_S=0.01)
     api = ScriptedApi("a", "b", "c")
     api.pods["a"] = ended("a")
@@ -179,14 +179,14 @@ async def test_pods_that_have_ended_take_nobodys_place(set_constants: SetConstan
         assert made.gone == ["b"]
 
 
-async def test_a_silent_watch_is_doubted(set_constants: SetConstants) -> None:
+async def test_silent_watch_is_checked_by_a_new_list(set_constants: SetConstants) -> None:
     set_constants(pods, TICK_S=0.01, QUIET_S=0.02)
     async with scene(ScriptedApi("a")) as made:
         made.api.pods["b"] = pod_json("b")
         await until(lambda: made.there == {"a", "b"})
 
 
-def test_what_went_wrong_is_reported_with_its_fix() -> None:
+def test_api_server_error_is_reported_with_its_fix() -> None:
     assert "bind a Role with create on events" in pods_reason(FORBIDDEN, needs="create on events")
     assert "bind a Role" in pods_reason(FORBIDDEN)
     assert pods_reason(EXPIRED) == "the API server says 410 Expired: too old resource version"

@@ -12,7 +12,7 @@ def report(active_blocks: int, dp_rank: int = 0) -> LoadReport:
     return LoadReport(WorkerRank(WorkerId(1), DpRank(dp_rank)), active_blocks, 100)
 
 
-def test_the_first_goes_at_once_and_of_the_others_the_newest_of_each_rank() -> None:
+def test_first_load_is_sent_at_once_then_the_newest_of_each_rank() -> None:
     async def run() -> None:
         sent: list[tuple[float, LoadReport]] = []
         loop = asyncio.get_running_loop()

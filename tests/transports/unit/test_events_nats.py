@@ -55,7 +55,7 @@ async def two_ends(server: NatsServer) -> AsyncIterator[NatsTransport]:
         await router.close()
 
 
-async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_nats: NatsServer) -> None:
+async def test_events_published_while_nats_is_down_are_dropped_and_counted(own_nats: NatsServer) -> None:
     async with two_ends(own_nats) as transport:
         heard: list[KvBatch] = []
         transport.subscriber.subscribe(heard.append, lambda _report: None)
@@ -75,7 +75,7 @@ async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_
         assert await transport.subscriber.recover_range(RANK, EventId(3), EventId(3)) == batch(3)
 
 
-async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: NatsServer) -> None:
+async def test_outgoing_queue_is_bounded_while_the_server_does_not_read(own_nats: NatsServer) -> None:
     client = await connect(own_nats.url)
     dropped: list[str] = []
     publisher = NatsEventPublisher(
@@ -102,7 +102,7 @@ async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: N
         await client.close()
 
 
-async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsServer) -> None:
+async def test_index_is_correct_again_after_a_nats_outage(own_nats: NatsServer) -> None:
     """Stores and removals are lost with the connection; the next heartbeat reveals it."""
     async with two_ends(own_nats) as transport:
         index, slot = NativeBlockIndex(), Slot(0)
@@ -129,7 +129,7 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
         ingest.close()
 
 
-async def test_what_cannot_be_read_is_counted_and_let_go(shared_nats: NatsServer) -> None:
+async def test_undecodable_messages_are_counted_and_ignored(shared_nats: NatsServer) -> None:
     async with two_ends(shared_nats) as transport:
         heard: list[KvBatch] = []
         loads: list[LoadReport] = []
@@ -151,7 +151,7 @@ async def test_what_cannot_be_read_is_counted_and_let_go(shared_nats: NatsServer
         assert await transport.subscriber.recover_snapshot(RANK) is not None
 
 
-async def test_a_large_answer_goes_in_pieces_and_nobody_there_is_known_soon(shared_nats: NatsServer) -> None:
+async def test_large_snapshot_arrives_and_an_absent_worker_gives_none(shared_nats: NatsServer) -> None:
     class Large(Answers):
         def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
             names = pack_hashes(range(400_000))
@@ -169,7 +169,7 @@ async def test_a_large_answer_goes_in_pieces_and_nobody_there_is_known_soon(shar
         assert await transport.subscriber.recover_range(RANK, EventId(0), EventId(0)) is None
 
 
-async def test_an_event_that_the_server_does_not_take_is_counted(shared_nats: NatsServer) -> None:
+async def test_event_over_the_server_size_limit_is_dropped_and_counted(shared_nats: NatsServer) -> None:
     async with two_ends(shared_nats) as transport:
         heard: list[KvBatch] = []
         transport.subscriber.subscribe(heard.append, lambda _report: None)
@@ -184,7 +184,7 @@ async def test_an_event_that_the_server_does_not_take_is_counted(shared_nats: Na
 
 
 @pytest.mark.parametrize(("name", "token"), [("a.b", "a_b"), (">", "_"), ("*", "_"), ("a b\r\n", "a_b__")])
-def test_names_cannot_change_the_meaning_of_a_subject(name: str, token: str) -> None:
+def test_special_characters_in_names_are_replaced_in_subjects(name: str, token: str) -> None:
     assert events_subject(name, name, RANK) == f"kvrouter.{token}.{token}.events.4.0"
     assert recovery_subject(name, RANK.worker_id) == f"kvrouter.{token}.recovery.4"
 
@@ -201,7 +201,7 @@ async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> Non
         assert await here.subscriber.recover_snapshot(RANK) is None
 
 
-async def test_a_followed_worker_counts_on_the_subjects_of_its_own_component_alone(
+async def test_events_of_a_followed_worker_under_another_component_are_refused(
     shared_nats: NatsServer,
 ) -> None:
     async with two_ends(shared_nats) as transport:

@@ -98,13 +98,13 @@ def test_an_answer_of_any_size_arrives_whole(n_blocks: int) -> None:
         FirstPiece(1, 500, 0, b"x" * 100),
     ],
 )
-async def test_a_wrong_piece_is_a_mistake_of_the_peer(wrong: Answer) -> None:
+async def test_wrong_piece_is_a_protocol_error(wrong: Answer) -> None:
     wire = Wire(change=lambda answer: wrong if isinstance(answer, Piece) and answer.number == 1 else answer)
     with pytest.raises(ProtocolError, match="piece 1 of 100 bytes"):
         await recover_snapshot(wire.ask, RANK)
 
 
-async def test_pieces_that_do_not_make_the_whole_are_noticed() -> None:
+async def test_pieces_with_a_wrong_checksum_are_a_protocol_error() -> None:
     def turned(answer: Answer) -> Answer:
         return Piece(answer.number, answer.body[::-1]) if isinstance(answer, Piece) else answer
 
@@ -122,7 +122,7 @@ async def test_pieces_that_do_not_make_the_whole_are_noticed() -> None:
         FirstPiece(1, -5, 0, b"x"),
     ],
 )
-async def test_sizes_that_cannot_be_are_refused_before_anything_is_kept(first: FirstPiece) -> None:
+async def test_impossible_total_sizes_are_a_protocol_error(first: FirstPiece) -> None:
     with pytest.raises(ProtocolError) as caught:
         await recover_snapshot(Wire(change=lambda _: first).ask, RANK)
     assert caught.value.param == "total_bytes"
@@ -131,19 +131,19 @@ async def test_sizes_that_cannot_be_are_refused_before_anything_is_kept(first: F
 @pytest.mark.parametrize(
     "answer", [Piece(1, b""), TransferGone(), WholeAnswer(b"\x00 no snapshot"), WholeAnswer(b"")]
 )
-async def test_what_is_no_answer_is_a_mistake_of_the_peer(answer: Answer) -> None:
+async def test_invalid_answer_is_a_protocol_error(answer: Answer) -> None:
     with pytest.raises(ProtocolError):
         await recover_snapshot(Wire(change=lambda _: answer).ask, RANK)
 
 
-async def test_a_transfer_that_is_over_in_the_middle_is_none() -> None:
+async def test_transfer_that_ends_midway_returns_none() -> None:
     wire = Wire(
         change=lambda answer: TransferGone() if isinstance(answer, Piece) and answer.number == 3 else answer
     )
     assert await recover_snapshot(wire.ask, RANK) is None
 
 
-def test_an_answer_that_never_comes_is_none_in_time() -> None:
+def test_missing_answer_returns_none_after_the_timeout() -> None:
     async def never(_question: bytes) -> bytes | None:
         await asyncio.Event().wait()
         return None
@@ -155,7 +155,7 @@ def test_an_answer_that_never_comes_is_none_in_time() -> None:
     assert run_in_virtual_time(timed()) == pytest.approx(5.0)
 
 
-def test_a_large_answer_may_take_long_as_long_as_its_pieces_come() -> None:
+def test_timeout_of_a_large_answer_applies_to_each_piece() -> None:
     wire = Wire()
     n_pieces = 3
 
@@ -174,7 +174,7 @@ def test_a_large_answer_may_take_long_as_long_as_its_pieces_come() -> None:
     assert run_in_virtual_time(recover_snapshot(slow, RANK, timeout_s=5.0)) == wire.source.snapshot
 
 
-def test_a_worker_with_too_many_transfers_does_no_work_and_is_asked_again() -> None:
+def test_worker_with_too_many_transfers_is_busy_and_asked_again() -> None:
     wire = Wire()
     begun = [wire.begin() for _ in range(3)]
     assert [type(answer) for answer in begun] == [FirstPiece, FirstPiece, Busy]
@@ -194,7 +194,7 @@ def test_a_worker_with_too_many_transfers_does_no_work_and_is_asked_again() -> N
 
 
 @pytest.mark.parametrize("number", [-1, 0, 17, 10**12])
-def test_a_piece_that_is_not_there_ends_the_transfer(number: int) -> None:
+def test_asking_for_an_absent_piece_ends_the_transfer(number: int) -> None:
     wire = Wire()
     first = wire.begin()
     assert isinstance(first, FirstPiece)
@@ -213,12 +213,12 @@ def test_a_transfer_is_kept_while_its_pieces_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc0", b"\x81\xa4type\xa5other", b"x" * 50])
-def test_what_is_no_question_is_refused(frame: bytes) -> None:
+def test_invalid_question_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         Wire().desk.answer(frame, frame_max_bytes=FRAME_MAX_BYTES, now_s=0.0)
 
 
-async def test_a_snapshot_of_more_bytes_than_a_ranks_blocks_need_is_refused_by_its_first_piece() -> None:
+async def test_too_large_snapshot_is_refused_at_its_first_piece() -> None:
     first = FirstPiece(1, snapshot_max_bytes(2_000) + 1, 0, b"x" * 100)
     wire = Wire(change=lambda _: first)
     n_asked = 0
@@ -233,13 +233,13 @@ async def test_a_snapshot_of_more_bytes_than_a_ranks_blocks_need_is_refused_by_i
     assert n_asked == 1
 
 
-async def test_a_range_of_more_bytes_than_are_read_counts_as_gone() -> None:
+async def test_too_large_range_returns_none() -> None:
     first = FirstPiece(1, RANGE_MAX_BYTES + 1, 0, b"x" * 100)
     assert await recover_range(Wire(change=lambda _: first).ask, RANK, EventId(0), EventId(3)) is None
 
 
 @given(st.lists(st.integers(1, 3_000), max_size=60))
-def test_what_a_rank_may_hold_fits(blocks: list[int]) -> None:
+def test_snapshot_of_any_columns_fits_the_size_limit(blocks: list[int]) -> None:
     """However the index cuts its columns: events of few blocks are few."""
     names = [pack_hashes(range(n_blocks)) for n_blocks in blocks]
     snapshot = KvSnapshot(RANK, Epoch(2**63), EventId(2**62), tuple(Held(each, each) for each in names))

@@ -96,7 +96,7 @@ async def scene(shared_nats: NatsServer) -> AsyncIterator[Scene]:
 
 
 @pytest.mark.parametrize("token", ["guess", ""])
-async def test_a_stranger_adds_no_block_and_no_load(scene: Scene, token: str) -> None:
+async def test_events_and_loads_with_a_wrong_token_are_refused(scene: Scene, token: str) -> None:
     forger = NatsEventPublisher(
         scene.stranger.client, namespace=scene.stranger.namespace, component="backend", token=token
     )
@@ -109,7 +109,7 @@ async def test_a_stranger_adds_no_block_and_no_load(scene: Scene, token: str) ->
     await forger.close()
 
 
-async def test_what_a_worker_said_of_one_rank_is_not_said_of_another(scene: Scene) -> None:
+async def test_event_replayed_on_the_subject_of_another_rank_is_refused(scene: Scene) -> None:
     await scene.stranger.listen(f"kvrouter.{scene.stranger.namespace}.>")
     await scene.until_next(1)
     await until(lambda: bool(scene.stranger.of("events")))
@@ -121,7 +121,7 @@ async def test_what_a_worker_said_of_one_rank_is_not_said_of_another(scene: Scen
     assert scene.batches == [batch(1), batch(2)]
 
 
-async def test_a_load_that_was_overheard_is_none_when_it_is_said_again(scene: Scene) -> None:
+async def test_replayed_load_reports_are_ignored(scene: Scene) -> None:
     await scene.stranger.listen(f"kvrouter.{scene.stranger.namespace}.>")
     for active_blocks in (90, 10):
         scene.ends.publisher.publish_load(load(active_blocks))
@@ -135,7 +135,7 @@ async def test_a_load_that_was_overheard_is_none_when_it_is_said_again(scene: Sc
     assert scene.loads == [load(90), load(10), load(11)]
 
 
-async def test_a_worker_that_starts_again_is_heard(scene: Scene) -> None:
+async def test_load_report_of_a_restarted_worker_arrives(scene: Scene) -> None:
     scene.ends.publisher.publish_load(load(1))
     await until(lambda: load(1) in scene.loads)
     again = NatsTransport(scene.ends.worker, scene.ends.router, scene.ends.namespace)
@@ -144,7 +144,7 @@ async def test_a_worker_that_starts_again_is_heard(scene: Scene) -> None:
     await again.close()
 
 
-async def test_a_stranger_asks_in_vain(scene: Scene) -> None:
+async def test_recovery_question_with_a_wrong_token_is_not_answered(scene: Scene) -> None:
     answers = Answers()
     scene.ends.serve_recovery(RANK.worker_id, answers)
     assert await scene.ends.subscriber.recover_snapshot(RANK) is not None
@@ -162,7 +162,7 @@ async def test_a_stranger_asks_in_vain(scene: Scene) -> None:
     await asker.close()
 
 
-async def test_a_question_that_was_overheard_is_answered_once(scene: Scene) -> None:
+async def test_replayed_recovery_question_is_refused(scene: Scene) -> None:
     answers = Answers()
     scene.ends.serve_recovery(RANK.worker_id, answers)
     assert await scene.ends.subscriber.recover_snapshot(RANK) is not None
@@ -175,7 +175,7 @@ async def test_a_question_that_was_overheard_is_answered_once(scene: Scene) -> N
     assert answers.n_asked == 2
 
 
-async def test_a_stranger_answers_for_no_worker(scene: Scene) -> None:
+async def test_peer_with_a_wrong_token_cannot_answer_recovery(scene: Scene) -> None:
     unread: list[str] = []
     forger = NatsRecovery(
         scene.stranger.client, namespace=scene.stranger.namespace, token="guess", on_malformed=unread.append
@@ -194,7 +194,7 @@ async def test_a_stranger_answers_for_no_worker(scene: Scene) -> None:
     await forger.close()
 
 
-async def test_an_answer_to_another_question_is_none(scene: Scene) -> None:
+async def test_replayed_answer_to_an_earlier_question_is_refused(scene: Scene) -> None:
     """The stranger answers with what the worker itself said a while ago."""
     end = scene.ends.serve_recovery(RANK.worker_id, Answers())
     await scene.stranger.listen("_INBOX.>")

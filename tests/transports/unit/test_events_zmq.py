@@ -88,7 +88,7 @@ async def closing(*sides: Worker | Router) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     ("worker_token", "stranger_token"), [("right", "wrong"), ("right", None), (None, "right")]
 )
-async def test_who_has_another_token_hears_nothing_and_is_not_answered(
+async def test_router_with_another_token_hears_nothing_and_gets_no_answer(
     worker_token: str | None, stranger_token: str | None
 ) -> None:
     worker, stranger = Worker(token=worker_token), Router(token=stranger_token, answer_timeout_s=0.3)
@@ -105,7 +105,7 @@ async def test_who_has_another_token_hears_nothing_and_is_not_answered(
         assert worker.malformed == [], "refused before it was read"
 
 
-async def test_a_process_is_heard_only_for_the_workers_whose_cards_name_it() -> None:
+async def test_events_of_a_process_count_only_for_workers_whose_cards_name_it() -> None:
     """It may send what nobody asked it for: here by libzmq's own option, to whoever did not subscribe."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     liar = context.socket(zmq.PUB)
@@ -137,7 +137,7 @@ async def test_a_process_is_heard_only_for_the_workers_whose_cards_name_it() -> 
         context.term()
 
 
-async def test_what_cannot_be_read_is_counted_and_let_go() -> None:
+async def test_undecodable_messages_are_counted_and_ignored() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw = context.socket(zmq.PUB)
     raw.linger = 0
@@ -161,7 +161,7 @@ async def test_what_cannot_be_read_is_counted_and_let_go() -> None:
         context.term()
 
 
-async def test_a_question_that_cannot_be_read_harms_nobody_else() -> None:
+async def test_undecodable_question_does_not_affect_another_router() -> None:
     worker, router = Worker(), Router()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw = context.socket(zmq.DEALER)
@@ -182,7 +182,7 @@ async def test_a_question_that_cannot_be_read_harms_nobody_else() -> None:
         context.term()
 
 
-async def test_an_event_that_no_router_would_read_is_dropped_and_counted() -> None:
+async def test_too_large_event_is_dropped_and_counted() -> None:
     worker, router = Worker(), Router()
     async with closing(worker, router):
         router.plane.follow(card(4, worker.plane.source))
@@ -197,7 +197,7 @@ async def test_an_event_that_no_router_would_read_is_dropped_and_counted() -> No
         assert heard == [0, 2], "ids show what is missing"
 
 
-async def test_a_router_that_does_not_read_holds_nobody_up() -> None:
+async def test_router_that_does_not_read_does_not_delay_another() -> None:
     worker, router = Worker(), Router()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     idle = context.socket(zmq.SUB)
@@ -221,7 +221,7 @@ async def test_a_router_that_does_not_read_holds_nobody_up() -> None:
         context.term()
 
 
-async def test_a_worker_that_comes_back_on_its_port_is_heard_and_asked_again() -> None:
+async def test_worker_restarted_on_its_port_is_heard_and_answers_recovery() -> None:
     worker, router = Worker(token="t"), Router(token="t")
     ports = [int(at.rpartition(":")[2]) for at in (worker.plane.source.events, worker.plane.source.recovery)]
     async with closing(router):
@@ -234,7 +234,7 @@ async def test_a_worker_that_comes_back_on_its_port_is_heard_and_asked_again() -
             assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
 
 
-async def test_following_ends_for_one_worker_and_goes_on_for_another_of_the_same_process() -> None:
+async def test_unfollowing_one_worker_keeps_another_of_the_same_process() -> None:
     worker, router = Worker(), Router()
     async with closing(worker, router):
         end = router.plane.follow(card(4, worker.plane.source))
@@ -253,7 +253,7 @@ async def test_following_ends_for_one_worker_and_goes_on_for_another_of_the_same
                     break
 
 
-async def test_a_new_start_that_is_followed_before_the_old_one_ends_is_the_one_that_is_asked() -> None:
+async def test_recovery_asks_a_new_start_followed_before_the_old_one_ended() -> None:
     old, new, router = Worker(), Worker(), Router()
     async with closing(old, new, router):
         end_old = router.plane.follow(card(4, old.plane.source))
@@ -263,7 +263,7 @@ async def test_a_new_start_that_is_followed_before_the_old_one_ends_is_the_one_t
         assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
 
 
-async def test_loads_are_heard() -> None:
+async def test_load_report_arrives() -> None:
     worker, router = Worker(), Router()
     async with closing(worker, router):
         router.plane.follow(card(4, worker.plane.source))
@@ -272,7 +272,7 @@ async def test_loads_are_heard() -> None:
         await until(lambda: router.loads == [LoadReport(RANK, 3, 10)])
 
 
-async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:
+async def test_open_recovery_questions_return_none_at_close() -> None:
     router = Router()
     nowhere = EventSource(EventTransport.ZMQ, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1")
     router.plane.follow(card(4, nowhere))
@@ -293,7 +293,7 @@ async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:
         EventSource(EventTransport.ZMQ, events="tcp://127.0.0.1:1", recovery="no endpoint"),
     ],
 )
-async def test_a_card_that_does_not_say_where_is_refused(source: EventSource) -> None:
+async def test_card_with_an_incomplete_event_source_is_refused(source: EventSource) -> None:
     router = Router()
     async with closing(router):
         with pytest.raises(ConfigError) as caught:
@@ -301,7 +301,7 @@ async def test_a_card_that_does_not_say_where_is_refused(source: EventSource) ->
         assert caught.value.param == "event_source"
 
 
-async def test_places_that_cannot_be_listened_at_are_refused() -> None:
+async def test_taken_port_or_unadvertised_wildcard_host_is_refused() -> None:
     worker = Worker()
     async with closing(worker):
         taken = int(worker.plane.source.events.rpartition(":")[2])

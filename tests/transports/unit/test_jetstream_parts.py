@@ -23,7 +23,7 @@ def batch(first: int, n: int, *, epoch: int = 1) -> KvBatch:
     return KvBatch(RANK, Epoch(epoch), EventId(first), (Cleared(),) * n, float(first))
 
 
-def test_batches_that_follow_each_other_become_one() -> None:
+def test_consecutive_batches_are_merged() -> None:
     (whole,) = merged([batch(3, 2), batch(5, 0), batch(5, 1)], events_max=10)
     assert (whole.first_event_id, whole.next_event_id, whole.published_s) == (3, 6, 3.0)
 
@@ -38,7 +38,7 @@ def test_batches_that_follow_each_other_become_one() -> None:
     ],
     ids=["a gap", "a repetition", "another epoch", "too many events"],
 )
-def test_batches_that_do_not_follow_each_other_stay_apart(apart: list[KvBatch]) -> None:
+def test_nonconsecutive_or_too_large_batches_are_not_merged(apart: list[KvBatch]) -> None:
     assert list(merged(apart, events_max=10)) == apart
 
 
@@ -49,7 +49,7 @@ def test_merging_keeps_the_events_in_order() -> None:
     assert whole.events == tuple(events)
 
 
-def test_nothing_merges_to_nothing() -> None:
+def test_merging_no_batches_gives_none() -> None:
     assert list(merged([], events_max=3)) == []
 
 
@@ -58,18 +58,18 @@ def test_nothing_merges_to_nothing() -> None:
     ["$JS.ACK.stream.consumer.1.42.7.1700000000.3", "$JS.ACK.hub.hash.stream.consumer.1.42.7.1700000000.3.x"],
     ids=["as in old servers", "with a domain and an account"],
 )
-def test_a_delivery_says_where_it_stands(reply: str) -> None:
+def test_reply_subject_gives_sequence_number_and_pending_count(reply: str) -> None:
     place = _delivery_info(reply)
     assert place is not None
     assert (place.stream_sequence, place.number, place.pending) == (42, 7, 3)
 
 
 @pytest.mark.parametrize("reply", ["", "_INBOX.x", "$JS.ACK.stream.consumer.1.x.7.1700000000.3", "." * 30])
-def test_what_the_stream_did_not_send_has_no_place(reply: str) -> None:
+def test_foreign_reply_subject_gives_no_delivery_info(reply: str) -> None:
     assert _delivery_info(reply) is None
 
 
-def test_names_carry_namespace_and_component_and_nothing_that_nats_reads() -> None:
+def test_names_carry_namespace_and_component_without_nats_characters() -> None:
     names = ComponentNames("prod.eu", "back end*")
     assert names.stream == "kvrouter-prod_eu-back_end_-kv-events"
     assert names.bucket == "kvrouter-prod_eu-back_end_-index"
@@ -141,7 +141,9 @@ class Bench:
         return FakeDelivery.made[-1]
 
 
-async def test_a_replay_ends_with_the_last_message_that_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replay_ends_at_the_last_message_that_live_delivery_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench(monkeypatch)
     delivery = await bench.delivery()
     delivery.on_message("kv", b"5", 5, 1)
@@ -154,13 +156,13 @@ async def test_a_replay_ends_with_the_last_message_that_was_skipped(monkeypatch:
     assert bench.handed == [b"5", b"7", b"8"], "from then on live has them"
 
 
-async def test_a_replay_of_nothing_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replay_without_messages_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, pending=0)
     await asyncio.wait_for(bench.replay.over.wait(), 60)
     assert bench.ended == [bench.replay]
 
 
-async def test_a_replay_of_nothing_waits_for_what_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replay_without_messages_waits_for_a_skipped_message(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, pending=0)
     bench.replay.skipped(6)
     delivery = await bench.delivery()
@@ -170,7 +172,7 @@ async def test_a_replay_of_nothing_waits_for_what_was_skipped(monkeypatch: pytes
     assert bench.ended == [bench.replay]
 
 
-async def test_what_was_skipped_and_then_purged_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replay_does_not_wait_for_a_purged_message(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     delivery = await bench.delivery()
     bench.replay.skipped(6)
@@ -182,7 +184,7 @@ async def test_what_was_skipped_and_then_purged_is_not_waited_for(monkeypatch: p
     assert bench.ended == [bench.replay]
 
 
-async def test_a_replay_that_breaks_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broken_replay_resumes_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     delivery = await bench.delivery()
     delivery.on_message("kv", b"5", 5, 1)
@@ -202,7 +204,7 @@ async def test_a_cancelled_replay_hands_over_nothing(monkeypatch: pytest.MonkeyP
     assert (bench.handed, bench.ended) == ([], [])
 
 
-async def test_drops_are_reported_at_once_and_then_together() -> None:
+async def test_first_drop_is_reported_at_once_and_later_ones_together() -> None:
     reported: list[tuple[int, str]] = []
     drops = Drops(lambda n_batches, why: reported.append((n_batches, why)), every_s=0.01)
     drops.add(1, "full")

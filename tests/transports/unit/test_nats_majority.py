@@ -21,7 +21,7 @@ NEVER = PeerInfo(current=False, active=0)
         ClusterInfo(leader="a", replicas=[HEARD, HEARD, LONG_AGO, NEVER]),
     ],
 )
-def test_a_majority_is_there(cluster: ClusterInfo | None) -> None:
+def test_bucket_with_a_majority_passes_the_check(cluster: ClusterInfo | None) -> None:
     check_majority("bucket", cluster)
 
 
@@ -34,6 +34,6 @@ def test_a_majority_is_there(cluster: ClusterInfo | None) -> None:
         (ClusterInfo(leader="a", replicas=[HEARD, LONG_AGO, NEVER, NEVER]), "2 of 5 are there"),
     ],
 )
-def test_most_servers_are_away(cluster: ClusterInfo, why: str) -> None:
+def test_bucket_without_a_majority_is_a_connection_error(cluster: ClusterInfo, why: str) -> None:
     with pytest.raises(ConnectionError, match=f"keep bucket are away: .*{why}"):
         check_majority("bucket", cluster)

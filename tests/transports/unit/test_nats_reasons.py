@@ -29,5 +29,5 @@ from kvrouter.transports.nats_client import NO_ANSWER, NO_JETSTREAM, reason
         (ConnectionError(), "ConnectionError"),
     ],
 )
-def test_it_is_said_what_helps(error: Exception, words: str) -> None:
+def test_nats_error_gives_an_actionable_reason(error: Exception, words: str) -> None:
     assert reason(error) == words

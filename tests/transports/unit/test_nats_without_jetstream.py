@@ -22,7 +22,7 @@ def plain_nats() -> Iterator[NatsServer]:
         yield server
 
 
-async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:
+async def test_discovery_says_how_to_enable_jetstream(plain_nats: NatsServer) -> None:
     client = await nats.connect(plain_nats.url)
     troubles: list[tuple[str, str]] = []
     stores: list[tuple[bool, str]] = []
@@ -44,7 +44,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
     assert [why for _, why in troubles] == [f"not announced yet: {NO_JETSTREAM}"]
 
 
-async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:
+async def test_event_publisher_says_how_to_enable_jetstream(plain_nats: NatsServer) -> None:
     client = await nats.connect(plain_nats.url)
     notes = TransportReports()
     lane = JetStreamPublisher(client, namespace="space", component="backend", token="t0p", observer=notes)
@@ -57,6 +57,6 @@ async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None
     assert notes.disturbances[0] == f"backend: publishing: {NO_JETSTREAM}"
 
 
-def test_an_error_without_words_is_reported_by_its_name() -> None:
+def test_error_without_a_message_is_reported_by_its_class_name() -> None:
     assert reason(ConnectionError()) == "ConnectionError"
     assert reason(ValueError("too long")) == "too long"

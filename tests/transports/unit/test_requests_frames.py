@@ -30,9 +30,7 @@ from kvrouter.transports.requests.tcp.pipe import TcpAddress, read_address
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())
-def test_frames_come_out_as_they_went_in_however_the_bytes_are_cut(
-    bodies: list[bytes], data: st.DataObject
-) -> None:
+def test_frames_are_read_the_same_however_the_bytes_are_cut(bodies: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(frame(FrameKind.CHUNKS, body) for body in bodies)
     reader = FrameReader(TO_ROUTER)
     read = []
@@ -51,7 +49,7 @@ def test_an_oversized_frame_is_refused_by_its_header() -> None:
 
 
 @pytest.mark.parametrize("kind", [0, FrameKind.CHUNKS, 255])
-def test_a_frame_that_may_not_come_here_is_refused_by_its_header(kind: int) -> None:
+def test_frame_of_an_unexpected_kind_is_refused_by_its_header(kind: int) -> None:
     with pytest.raises(ProtocolError, match=f"kind {int(kind)} may not come") as refused:
         FrameReader(TO_WORKER).feed(HEADER.pack(0, kind))
     assert refused.value.param == "kind"
@@ -67,7 +65,7 @@ def test_a_frame_that_may_not_come_here_is_refused_by_its_header(kind: int) -> N
         error=st.none() | st.text(max_size=9),
     )
 )
-def test_a_chunk_arrives_as_it_was(chunk: EngineChunk) -> None:
+def test_chunk_survives_encoding_and_decoding(chunk: EngineChunk) -> None:
     item = (3, chunk.token_ids, None) if is_bare(chunk) else (3, (), msgspec.Raw(encode_checked_chunk(chunk)))
     ((stream_id, token_ids, whole),) = items_decoder.decode(encode_items([item]))
     assert stream_id == 3
@@ -75,12 +73,12 @@ def test_a_chunk_arrives_as_it_was(chunk: EngineChunk) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_that_is_none_is_refused(token: int) -> None:
+def test_token_out_of_range_is_refused(token: int) -> None:
     with pytest.raises(msgspec.ValidationError):
         items_decoder.decode(encode_items([(0, (token,), None)]))
 
 
-def test_a_chunk_that_is_too_large_to_travel_is_refused() -> None:
+def test_too_large_chunk_is_refused() -> None:
     huge = EngineChunk(kv_transfer_params={"x": b"0" * CHUNK_MAX_BYTES}, finish=FinishReason.STOP)
     with pytest.raises(ProtocolError, match="over"):
         encode_checked_chunk(huge)
@@ -91,16 +89,16 @@ def test_a_sign_of_life_may_come_with_the_welcome() -> None:
     assert [kind for kind, _ in FrameReader(GREETED).feed(both)] == [FrameKind.WELCOME, FrameKind.PONG]
 
 
-def test_an_error_is_never_too_long_to_be_read() -> None:
+def test_refusal_with_a_long_message_fits_its_frame() -> None:
     body = encode_refused(1, InvalidRequest("m" * 70_000, param="p" * 70_000))
     assert FrameReader(TO_ROUTER).feed(frame(FrameKind.REFUSED, body)) == [(FrameKind.REFUSED, body)]
 
 
-def test_a_goodbye_is_never_too_long_to_be_read() -> None:
+def test_goodbye_with_a_long_reason_fits_its_frame() -> None:
     assert len(FrameReader(TO_ROUTER).feed(goodbye("é" * 100_000))) == 1
 
 
-def test_openings_are_read_whole_or_refused_by_their_first_bytes() -> None:
+def test_greeting_and_hello_are_read_whole_or_refused_by_first_bytes() -> None:
     secret = Secret("t")
     said = greeting(b"n" * 16)
     assert [read_greeting(said[:n]) for n in range(len(said))] == [None] * len(said)
@@ -117,7 +115,7 @@ def test_openings_are_read_whole_or_refused_by_their_first_bytes() -> None:
         read_hello(b"kvrouter\x02\x01")
 
 
-def test_a_proof_holds_for_one_connection_one_worker_and_one_side() -> None:
+def test_proof_differs_by_token_connection_worker_and_side() -> None:
     said = (b"n" * 16, b"m" * 16, 1, 1)
     others = [(b"x" * 16, b"m" * 16, 1, 1), (b"n" * 16, b"x" * 16, 1, 1), (b"n" * 16, b"m" * 16, 2, 1)]
     proofs = {
@@ -145,7 +143,7 @@ def test_an_address_is_read_as_it_was_written(host: str, port: int, worker_id: i
     ["", "tcp://", "tcp://h:1", "tcp://h:1/2", "tcp://h:1/2/x", "tcp://h/2/3", "http://h:1/2/3",
      "tcp://h:99999/2/3", "tcp://h:1/-2/3", "tcp://h:1/2/99999999999999999999999", "tcp://[h:1/2/3"],
 )  # fmt: skip
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         read_address(address)
 

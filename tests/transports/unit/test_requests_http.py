@@ -110,7 +110,9 @@ def post(path: str, *, token: str = TOKEN, length: int | None = 10, leg_number: 
         (post("/v1/legs/1/1").replace("POST", "PUT"), 405),
     ],
 )
-async def test_what_is_refused_is_refused_before_its_body_is_read(request_head: str, status: int) -> None:
+async def test_invalid_request_head_is_refused_before_the_body_is_read(
+    request_head: str, status: int
+) -> None:
     async with both_ends() as ends:
         answer = await say(ends.port, request_head)
         assert answer.startswith(f"HTTP/1.1 {status} ".encode())
@@ -118,7 +120,7 @@ async def test_what_is_refused_is_refused_before_its_body_is_read(request_head: 
         assert ends.worker.requests == []
 
 
-async def test_a_body_that_is_no_request_and_a_line_that_is_no_http_harm_nobody() -> None:
+async def test_malformed_body_or_request_line_gets_400_and_others_are_served() -> None:
     async with both_ends() as ends:
         assert b" 400 " in await say(ends.port, post("/v1/legs/1/1", length=4) + "abcd")
         assert b" 400 " in await say(ends.port, "\x00\x01 garbage\n\n")
@@ -127,7 +129,7 @@ async def test_a_body_that_is_no_request_and_a_line_that_is_no_http_harm_nobody(
         assert (await read_all(stream))[0] == [4, 5]
 
 
-async def test_health_tells_of_a_worker_and_without_a_token_of_the_listener() -> None:
+async def test_health_needs_a_token_for_a_worker_but_not_for_the_listener() -> None:
     async with both_ends() as ends:
         close = "connection: close\n"
         assert b" 204 " in await say(ends.port, f"GET /health HTTP/1.1\nhost: x\n{close}\n")
@@ -137,7 +139,7 @@ async def test_health_tells_of_a_worker_and_without_a_token_of_the_listener() ->
         assert b" 404 " in await say(ends.port, f"GET /health/1/2 HTTP/1.1\nhost: x\n{known}\n")
 
 
-async def test_a_router_with_another_token_is_refused_and_one_without_any_where_none_is_set_is_not() -> None:
+async def test_wrong_token_is_refused_and_no_token_is_accepted_if_none_is_set() -> None:
     async with both_ends(router_token="guess") as ends:
         with pytest.raises(WorkerUnreachable, match="token"):
             await ends.transport.open(ends.address, leg())
@@ -145,7 +147,7 @@ async def test_a_router_with_another_token_is_refused_and_one_without_any_where_
         await ends.transport.open(ends.address, leg())
 
 
-async def test_a_port_that_another_incarnation_took_over_refuses() -> None:
+async def test_request_to_an_incarnation_not_served_here_is_refused() -> None:
     async with both_ends() as ends:
         with pytest.raises(WorkerUnreachable, match="nobody serves"):
             await ends.transport.open(ends.address.removesuffix("1") + "2", leg())
@@ -153,7 +155,7 @@ async def test_a_port_that_another_incarnation_took_over_refuses() -> None:
             ends.acceptor.serve(ends.address, ScriptedWorker())
 
 
-async def test_a_plane_that_was_closed_follows_nobody_and_leaves_nothing_running() -> None:
+async def test_closed_plane_follows_no_worker_and_leaves_no_tasks() -> None:
     async with both_ends() as ends:
         before = asyncio.all_tasks()
         stream = await ends.transport.open(ends.address, leg())
@@ -177,7 +179,7 @@ async def test_an_address_of_another_plane_is_unreachable(address: str) -> None:
             ends.transport.follow(address, lambda _: None)
 
 
-async def test_a_router_that_follows_with_another_token_or_certificate_says_so() -> None:
+async def test_following_with_a_wrong_token_or_certificate_is_reported() -> None:
     why: asyncio.Queue[str] = asyncio.Queue()
     async with both_ends(worker_token="other", on_refused=why.put_nowait) as ends, asyncio.timeout(IN_TIME_S):
         ends.transport.follow(ends.address, lambda _: None)
@@ -195,7 +197,7 @@ async def test_a_router_that_follows_with_another_token_or_certificate_says_so()
         assert "certificate" in (await why.get()).lower()
 
 
-async def test_a_request_above_the_limit_never_leaves(set_constants: SetConstants) -> None:
+async def test_request_over_the_size_limit_is_an_invalid_request(set_constants: SetConstants) -> None:
     set_constants(http_plane, REQUEST_MAX_BYTES=10)
     async with both_ends() as ends:
         with pytest.raises(InvalidRequest, match="above"):
@@ -210,7 +212,7 @@ async def test_a_prompt_of_a_million_tokens_arrives() -> None:
         assert ends.worker.requests == [long]
 
 
-async def test_a_connection_too_many_is_closed_and_a_silent_one_too() -> None:
+async def test_excess_connection_and_silent_connection_are_closed() -> None:
     async with both_ends(connections_max=1, dead_after_s=0.2) as ends:
         reader, writer = await asyncio.open_connection("127.0.0.1", ends.port)
         assert await say(ends.port, "") == b""
@@ -219,7 +221,7 @@ async def test_a_connection_too_many_is_closed_and_a_silent_one_too() -> None:
         writer.close()
 
 
-async def test_a_connection_that_has_not_shown_the_token_in_time_is_closed_and_a_younger_one_is_not() -> None:
+async def test_old_unauthenticated_connection_is_closed_and_a_younger_one_kept() -> None:
     async with both_ends() as ends:
         old = await asyncio.open_connection("127.0.0.1", ends.port)
         connections, clock = ends.acceptor._connections, ends.acceptor._clock
@@ -237,7 +239,7 @@ async def test_a_connection_that_has_not_shown_the_token_in_time_is_closed_and_a
             writer.close()
 
 
-async def test_legs_share_a_connection_one_after_the_other() -> None:
+async def test_consecutive_legs_share_a_connection() -> None:
     async with both_ends() as ends, TcpProxy("127.0.0.1", ends.port) as proxy:
         address = f"http://127.0.0.1:{proxy.port}/1/1"
         ends.transport.follow(address, lambda _is_alive: None)
@@ -298,9 +300,7 @@ def streaming(*bodies: bytes) -> bytes:
         ([ALIVE], "was not heard"),
     ],
 )
-async def test_a_worker_that_breaks_the_protocol_breaks_its_stream_only(
-    frames: list[bytes], why: str
-) -> None:
+async def test_worker_that_breaks_the_protocol_breaks_its_stream(frames: list[bytes], why: str) -> None:
     async with strange_worker(streaming(*frames)) as address:
         transport = HttpRequestTransport(
             token=TOKEN, limits=RouterLimits(dead_after_s=0.3, heartbeat_s=0.3 / 3)
@@ -321,7 +321,7 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_stream_only(
         b"no http at all\r\n\r\n",
     ],
 )
-async def test_an_answer_that_is_none_is_an_unreachable_worker(answer: bytes) -> None:
+async def test_invalid_http_answer_is_an_unreachable_worker(answer: bytes) -> None:
     async with strange_worker(answer) as address:
         transport = HttpRequestTransport(token=TOKEN)
         with pytest.raises(WorkerUnreachable):

@@ -72,7 +72,7 @@ async def put_tokens(stream: ScriptedStream, n_tokens: int) -> None:
     await stream.put(EngineChunk(finish=FinishReason.STOP))
 
 
-async def test_a_request_above_what_a_message_holds_comes_in_parts() -> None:
+async def test_request_over_the_message_limit_arrives_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
         async with lossy_nats(server) as harness:
             long = leg()
@@ -84,7 +84,7 @@ async def test_a_request_above_what_a_message_holds_comes_in_parts() -> None:
             await producer
 
 
-async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
+async def test_request_with_a_lost_part_fails_and_never_runs() -> None:
     with running_nats(max_payload_bytes=4096) as server:
         async with lossy_nats(server) as harness:
             n_parts = 0
@@ -103,7 +103,7 @@ async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
             await harness.transport.open(harness.address, long)
 
 
-async def test_a_chunk_above_what_a_message_holds_comes_in_parts() -> None:
+async def test_chunk_over_the_message_limit_arrives_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
         async with lossy_nats(server) as harness:
             stream = await harness.transport.open(harness.address, leg(which=Leg.PREFILL))
@@ -115,7 +115,7 @@ async def test_a_chunk_above_what_a_message_holds_comes_in_parts() -> None:
             assert await harness.place.wait_idle(IN_TIME_S)
 
 
-async def test_a_request_above_the_limit_never_leaves(
+async def test_request_over_the_size_limit_is_an_invalid_request(
     shared_nats: NatsServer, set_constants: SetConstants
 ) -> None:
     set_constants(session, REQUEST_MAX_BYTES=10)
@@ -142,7 +142,7 @@ async def test_a_lost_message_breaks_the_streams_of_its_session(
         assert (await read_all(other))[0] == [4]
 
 
-async def test_a_lost_last_message_is_noticed_though_nothing_follows(shared_nats: NatsServer) -> None:
+async def test_lost_last_message_breaks_the_stream(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, dead_after_s=3.0) as harness:
         stream = await harness.transport.open(harness.address, leg())
         harness.worker_client.loses = answers_with(FrameKind.CHUNKS)
@@ -151,7 +151,7 @@ async def test_a_lost_last_message_is_noticed_though_nothing_follows(shared_nats
             await read_all(stream)
 
 
-async def test_a_lost_credit_is_noticed(shared_nats: NatsServer) -> None:
+async def test_lost_credit_message_breaks_the_stream(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         harness.router_client.loses = says(FrameKind.CREDIT)
         stream = await harness.transport.open(harness.address, leg())
@@ -162,7 +162,7 @@ async def test_a_lost_credit_is_noticed(shared_nats: NatsServer) -> None:
         assert harness.router_client.n_lost
 
 
-async def test_a_lost_cancellation_is_noticed(shared_nats: NatsServer) -> None:
+async def test_lost_cancel_message_still_cancels_the_leg(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         harness.router_client.loses = says(FrameKind.CANCEL)
         stream = await harness.transport.open(harness.address, leg())
@@ -172,7 +172,7 @@ async def test_a_lost_cancellation_is_noticed(shared_nats: NatsServer) -> None:
         assert "lost on the way" in harness.worker.streams[0].reasons[0]
 
 
-async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
+async def test_lost_sign_of_life_does_not_break_the_stream(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, dead_after_s=3.0) as harness:
         stream = await harness.transport.open(harness.address, leg())
         harness.worker_client.loses = answers_with(FrameKind.PONG)
@@ -181,7 +181,7 @@ async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
         assert (await read_all(stream))[0] == [4]
 
 
-async def test_in_an_outage_no_sign_of_life_fills_the_client(shared_nats: NatsServer) -> None:
+async def test_no_signs_of_life_are_published_during_an_outage(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, dead_after_s=60.0) as harness:
         harness.transport.follow(harness.address, lambda _is_alive: None)
         await until(lambda: bool(harness.router_client.n_published))
@@ -193,7 +193,7 @@ async def test_in_an_outage_no_sign_of_life_fills_the_client(shared_nats: NatsSe
         harness.router_client.is_away = False
 
 
-async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: NatsServer) -> None:
+async def test_worker_of_another_protocol_version_is_unreachable(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         heard: list[str] = []
 
@@ -209,14 +209,14 @@ async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: Nat
         assert heard == []
 
 
-async def test_where_nobody_listens_is_known_at_once(shared_nats: NatsServer) -> None:
+async def test_absent_worker_is_unreachable_at_once(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(WorkerUnreachable, match="nobody serves"):
                 await harness.transport.open(harness.address.replace("/7/", "/8/"), leg())
 
 
-async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats: NatsServer) -> None:
+async def test_vanished_worker_breaks_streams_before_the_silence_timeout(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         stream = await harness.transport.open(harness.address, leg())
         harness.worker_client.loses = lambda _subject, _message: True
@@ -226,7 +226,7 @@ async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats
                 await read_all(stream)
 
 
-async def test_a_stranger_is_refused_before_it_is_parsed(shared_nats: NatsServer) -> None:
+async def test_request_with_a_wrong_token_is_refused(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, router_token="guess", open_timeout_s=0.5) as harness:
         with pytest.raises(WorkerUnreachable):
             await harness.transport.open(harness.address, leg())
@@ -236,7 +236,7 @@ async def test_a_stranger_is_refused_before_it_is_parsed(shared_nats: NatsServer
 
 
 @given(st.binary(max_size=200))
-def test_garbage_with_the_right_proof_is_a_protocol_error(garbage: bytes) -> None:
+def test_sealed_garbage_is_read_or_a_protocol_error(garbage: bytes) -> None:
     sealed = SEAL.seal("s", garbage)
     with suppress(ProtocolError):
         from_router(SEAL, "s", sealed)
@@ -244,7 +244,7 @@ def test_garbage_with_the_right_proof_is_a_protocol_error(garbage: bytes) -> Non
         from_worker(SEAL, "s", sealed)
 
 
-async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
+async def test_garbage_messages_do_not_affect_other_legs(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         client = await nats.connect(shared_nats.url)
         evil = msgspec.msgpack.encode(("a.b", 0, 0, False, b""))
@@ -266,7 +266,7 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
         assert harness.router_client.errors == []
 
 
-async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
+async def test_tokens_in_the_name_of_another_worker_are_ignored(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         stream = await harness.transport.open(harness.address, leg())
         tokens = frame(FrameKind.CHUNKS, encode_items([(0, (666,), None)]))
@@ -277,7 +277,7 @@ async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
         assert (await read_all(stream))[0] == [4]
 
 
-async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats: NatsServer) -> None:
+async def test_replayed_messages_are_refused(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         overheard: list[tuple[str, bytes]] = []
 
@@ -307,7 +307,7 @@ async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats
         await stranger.close()
 
 
-async def test_a_closed_connection_is_an_unreachable_worker(shared_nats: NatsServer) -> None:
+async def test_closed_nats_connection_makes_the_worker_unreachable(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         stream = await harness.transport.open(harness.address, leg())
         await harness.router_client.close()

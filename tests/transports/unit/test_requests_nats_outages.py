@@ -13,7 +13,7 @@ from tests.testing.scripted_worker import IN_TIME_S, leg, read_all
 from tests.testing.waits import until
 
 
-async def test_a_stream_outlives_an_outage_in_which_nothing_was_lost(own_nats: NatsServer) -> None:
+async def test_stream_survives_an_outage_that_loses_no_message(own_nats: NatsServer) -> None:
     async with lossy_nats(own_nats) as harness:
         reported: list[bool] = []
         harness.transport.follow(harness.address, reported.append)
@@ -30,7 +30,7 @@ async def test_a_stream_outlives_an_outage_in_which_nothing_was_lost(own_nats: N
         await harness.transport.open(harness.address, leg("after"))
 
 
-async def test_an_outage_that_lasts_breaks_streams_and_says_nothing_of_the_worker(
+async def test_long_outage_breaks_streams_and_reports_no_worker_death(
     own_nats: NatsServer,
 ) -> None:
     async with lossy_nats(own_nats, dead_after_s=0.5, open_timeout_s=0.5) as harness:
@@ -47,7 +47,7 @@ async def test_an_outage_that_lasts_breaks_streams_and_says_nothing_of_the_worke
         assert reported == []
 
 
-async def test_nothing_is_opened_while_nats_is_away(own_nats: NatsServer) -> None:
+async def test_opening_a_leg_fails_while_nats_is_down(own_nats: NatsServer) -> None:
     async with lossy_nats(own_nats, open_timeout_s=1000.0) as harness:
         harness.worker_client.loses = lambda _subject, _message: True
         waits = asyncio.create_task(harness.transport.open(harness.address, leg()))
@@ -65,7 +65,7 @@ async def test_nothing_is_opened_while_nats_is_away(own_nats: NatsServer) -> Non
         await until(lambda: harness.router_client.is_connected and harness.worker_client.is_connected)
 
 
-async def test_a_worker_that_is_followed_while_nats_is_away_is_heard_when_it_is_back(
+async def test_worker_followed_during_an_outage_is_reachable_afterwards(
     own_nats: NatsServer,
 ) -> None:
     async with lossy_nats(own_nats) as harness:
@@ -79,7 +79,9 @@ async def test_a_worker_that_is_followed_while_nats_is_away_is_heard_when_it_is_
 
 
 @pytest.mark.parametrize("dead_after_s", [PATIENCE_S, 0.5])
-async def test_who_is_back_before_the_worker_gives_it_time(own_nats: NatsServer, dead_after_s: float) -> None:
+async def test_absent_worker_is_reported_lost_only_some_time_after_an_outage(
+    own_nats: NatsServer, dead_after_s: float
+) -> None:
     async with lossy_nats(own_nats, dead_after_s=dead_after_s) as harness:
         reported: list[bool] = []
         harness.transport.follow(harness.address, reported.append)

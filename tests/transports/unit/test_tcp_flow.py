@@ -60,7 +60,7 @@ async def test_tokens_of_many_streams_leave_in_one_frame(served: Acceptor) -> No
     await peer.close()
 
 
-async def test_a_worker_sends_no_more_than_it_has_credit_for_and_goes_on_with_more(served: Acceptor) -> None:
+async def test_worker_sends_up_to_its_credit_and_goes_on_with_more(served: Acceptor) -> None:
     acceptor, worker, _ = served
     peer = await RawRouter.welcomed(acceptor.port)
     await opened(peer, leg(), credit_tokens=10)
@@ -142,9 +142,7 @@ def test_tokens_arrive_once_and_in_order_whatever_the_credit(
     asyncio.run(_tokens_arrive_once_and_in_order(sizes, credit_tokens, pauses))
 
 
-async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
-    served: Acceptor, set_constants: SetConstants
-) -> None:
+async def test_too_large_request_is_an_invalid_request(served: Acceptor, set_constants: SetConstants) -> None:
     set_constants(session, REQUEST_MAX_BYTES=100)
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
@@ -153,7 +151,7 @@ async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
     await setup.close()
 
 
-async def test_a_router_opens_no_more_streams_than_it_may(served: Acceptor) -> None:
+async def test_router_opens_no_more_streams_than_its_limit(served: Acceptor) -> None:
     setup = TcpRequestTransport(token=TOKEN, limits=RouterLimits(streams_max=2))
     first = await setup.open(served[2], leg("a"))
     await setup.open(served[2], leg("b"))
@@ -164,7 +162,7 @@ async def test_a_router_opens_no_more_streams_than_it_may(served: Acceptor) -> N
     await setup.close()
 
 
-async def test_requests_that_a_worker_does_not_read_do_not_pile_up() -> None:
+async def test_unread_requests_over_the_write_limit_are_refused_as_full() -> None:
     setup = TcpRequestTransport(
         token=TOKEN, limits=RouterLimits(write_max_bytes=3_000_000, open_timeout_s=20.0)
     )
@@ -208,7 +206,7 @@ async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
     await acceptor.close()
 
 
-async def test_a_chunk_that_cannot_travel_fails_its_own_leg(served: Acceptor) -> None:
+async def test_too_large_chunk_fails_only_its_own_leg(served: Acceptor) -> None:
     _, worker, address = served
     setup = TcpRequestTransport(token=TOKEN)
     odd, good = [await setup.open(address, leg(name)) for name in ("odd", "good")]
@@ -221,7 +219,7 @@ async def test_a_chunk_that_cannot_travel_fails_its_own_leg(served: Acceptor) ->
     await setup.close()
 
 
-async def test_a_mistake_of_an_engine_breaks_its_stream_and_is_shown(served: Acceptor) -> None:
+async def test_exception_in_an_engine_breaks_its_stream_and_is_reported(served: Acceptor) -> None:
     acceptor, _, _ = served
 
     class Mistaken(ScriptedStream):
@@ -263,7 +261,9 @@ async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Accepto
     await setup.close()
 
 
-async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor, set_constants: SetConstants) -> None:
+async def test_number_of_kept_ended_prefill_legs_is_bounded(
+    served: Acceptor, set_constants: SetConstants
+) -> None:
     set_constants(legs, PREFILLED_MAX=3)
     acceptor, worker, _ = served
     peer = await RawRouter.welcomed(acceptor.port)
@@ -293,7 +293,7 @@ class Unheard:
         self.cancelled.append(reason)
 
 
-async def test_a_reader_that_reads_now_and_then_is_not_too_slow() -> None:
+async def test_occasional_reads_reset_the_unread_time() -> None:
     stream = SessionStream(Unheard(), 0, credit_tokens=100, leaves_kv=False)
     stream.accept()
     for now_s in range(0, 50, 10):
@@ -305,7 +305,7 @@ async def test_a_reader_that_reads_now_and_then_is_not_too_slow() -> None:
     assert [stream.unread_for_s(1000 + beat) for beat in range(4)] == [0, 1, 2, 3]
 
 
-async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acceptor) -> None:
+async def test_exception_in_one_cancel_does_not_block_other_cancels(served: Acceptor) -> None:
     class Mistaken(ScriptedStream):
         def cancel(self, reason: str) -> None:
             raise ZeroDivisionError("in the engine's adapter")

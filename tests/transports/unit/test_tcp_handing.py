@@ -70,7 +70,7 @@ async def test_tokens_are_taken_before_the_push_returns(connection: Connection) 
     await task
 
 
-async def test_what_is_no_bare_token_waits_for_the_next_read(connection: Connection) -> None:
+async def test_chunk_with_more_than_tokens_waits_for_the_next_read(connection: Connection) -> None:
     stream, reader = new_stream(connection), Reader()
     task = await reader.begin(stream)
     stream.push_tokens((1,))
@@ -90,7 +90,7 @@ async def test_a_sink_that_has_enough_leaves_the_rest_to_the_next_read(connectio
     assert (await anext(stream)).token_ids == (2, 3)
 
 
-async def test_what_waits_already_is_not_handed_over(connection: Connection) -> None:
+async def test_tokens_waiting_before_a_handover_are_left_to_the_next_read(connection: Connection) -> None:
     stream, reader = new_stream(connection), Reader()
     stream.push_tokens((1,))
     await stream.hand_over(reader.take)
@@ -98,7 +98,7 @@ async def test_what_waits_already_is_not_handed_over(connection: Connection) -> 
     assert (await anext(stream)).token_ids == (1,)
 
 
-async def test_a_sink_that_fails_fails_its_own_reader_and_nobody_else(connection: Connection) -> None:
+async def test_exception_in_the_sink_is_raised_and_the_stream_goes_on(connection: Connection) -> None:
     stream = new_stream(connection)
 
     def take(_: Sequence[int]) -> bool:
@@ -113,7 +113,7 @@ async def test_a_sink_that_fails_fails_its_own_reader_and_nobody_else(connection
     assert (await anext(stream)).token_ids == (2,)
 
 
-async def test_a_lost_connection_ends_the_handing_over_and_the_next_read_tells_why(
+async def test_lost_connection_ends_the_handover_and_the_next_read_says_why(
     connection: Connection,
 ) -> None:
     stream, reader = new_stream(connection), Reader()
@@ -144,7 +144,7 @@ async def test_a_worker_that_sends_more_than_its_credit_is_refused(connection: C
 
 
 @given(sizes=st.lists(st.integers(1, 5), max_size=60), credit_tokens=st.integers(5, 40), stops=st.data())
-async def test_read_or_handed_over_every_token_comes_once_and_is_given_credit_for(
+async def test_tokens_read_or_handed_over_arrive_once_and_are_credited(
     sizes: list[int], credit_tokens: int, stops: st.DataObject
 ) -> None:
     connection, taken, sent = Connection(), list[int](), 0

@@ -54,7 +54,7 @@ async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAc
         await setup.close()
 
 
-async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpRequestAcceptor) -> None:
+async def test_workers_behind_one_listener_are_addressed_separately(acceptor: TcpRequestAcceptor) -> None:
     workers = [ScriptedWorker() for _ in range(3)]
     addresses = [acceptor.address_of(WorkerId(n), Epoch(1)) for n in range(3)]
     for address, worker in zip(addresses, workers, strict=True):
@@ -68,7 +68,7 @@ async def test_workers_behind_one_listener_are_reported_apart(acceptor: TcpReque
     await setup.close()
 
 
-async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests(
+async def test_new_incarnation_at_a_port_gets_no_requests_for_the_old_one(
     acceptor: TcpRequestAcceptor,
 ) -> None:
     old, new = [acceptor.address_of(WorkerId(1), Epoch(incarnation)) for incarnation in (1, 2)]
@@ -85,7 +85,7 @@ async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests
     await setup.close()
 
 
-async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: TcpRequestAcceptor) -> None:
+async def test_unused_connection_is_closed_and_opened_again_on_use(acceptor: TcpRequestAcceptor) -> None:
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
@@ -101,7 +101,7 @@ async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: 
         await setup.close()
 
 
-async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_one_at_once(
+async def test_worker_that_reconnects_at_once_is_not_reported_dead(
     acceptor: TcpRequestAcceptor, set_constants: SetConstants
 ) -> None:
     """Else a moment's trouble with the network makes a whole fleet ineligible."""
@@ -123,7 +123,7 @@ async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_o
         await setup.close()
 
 
-async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
+async def test_lost_worker_is_retried_less_and_less_often() -> None:
     async with RawWorkers() as workers:
         setup = TcpRequestTransport(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
         reported: list[bool] = []
@@ -152,7 +152,7 @@ class End:
         self.lost.set_result(None)
 
 
-async def test_an_address_that_nobody_uses_is_forgotten() -> None:
+async def test_unused_address_is_forgotten() -> None:
     unused = asyncio.Event()
     ends: list[End] = []
 
@@ -206,7 +206,7 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1/1/1"])
-async def test_where_nobody_can_ever_be_is_not_followed(address: str) -> None:
+async def test_invalid_address_is_unreachable_and_not_followed(address: str) -> None:
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
         await setup.open(address, leg())
@@ -215,7 +215,7 @@ async def test_where_nobody_can_ever_be_is_not_followed(address: str) -> None:
     await setup.close()
 
 
-async def test_where_nobody_is_is_unreachable_and_not_alive() -> None:
+async def test_address_without_a_worker_is_unreachable_and_not_alive() -> None:
     address = "tcp://127.0.0.1:1/1/1"
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
@@ -228,21 +228,21 @@ async def test_where_nobody_is_is_unreachable_and_not_alive() -> None:
     await setup.close()
 
 
-def test_an_address_that_nobody_can_connect_to_is_not_advertised() -> None:
+def test_wildcard_address_needs_an_advertised_host() -> None:
     with pytest.raises(ConfigError, match="advertise"):
         TcpRequestAcceptor("0.0.0.0", token=TOKEN)
     acceptor = TcpRequestAcceptor("0.0.0.0", 7001, token=TOKEN, advertise_host="node-7.example")
     assert acceptor.address_of(WorkerId(1), Epoch(2)) == "tcp://node-7.example:7001/1/2"
 
 
-async def test_a_port_that_somebody_has_is_a_mistake_in_the_settings(acceptor: TcpRequestAcceptor) -> None:
+async def test_taken_port_is_a_config_error(acceptor: TcpRequestAcceptor) -> None:
     other = TcpRequestAcceptor("127.0.0.1", acceptor.port, token=TOKEN)
     with pytest.raises(ConfigError, match="cannot listen on"):
         await other.start()
     await other.close()
 
 
-async def test_a_worker_that_waits_for_tls_is_reported_of() -> None:
+async def test_plaintext_router_reports_a_worker_that_expects_tls() -> None:
     why: asyncio.Queue[str] = asyncio.Queue()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)

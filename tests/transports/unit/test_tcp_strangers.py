@@ -81,7 +81,7 @@ async def test_a_wrong_token_is_refused_before_anything_is_parsed(behind: Behind
     assert len(behind.refusals) == 3
 
 
-async def test_what_was_overheard_opens_no_other_connection(behind: Behind) -> None:
+async def test_hello_made_for_another_connection_is_refused(behind: Behind) -> None:
     said = hello(Secret(TOKEN), new_nonce(), new_nonce(), 1, 1)
     peer = await RawRouter.connect(behind.acceptor.port)
     await peer.reader.readexactly(GREETING_BYTES)
@@ -91,7 +91,7 @@ async def test_what_was_overheard_opens_no_other_connection(behind: Behind) -> N
 
 
 @pytest.mark.parametrize(("worker_id", "incarnation"), [(1, 2), (2, 1)])
-async def test_a_port_that_another_worker_took_over_refuses(
+async def test_hello_to_a_worker_not_served_here_is_refused(
     behind: Behind, worker_id: int, incarnation: int
 ) -> None:
     peer = await RawRouter.connect(behind.acceptor.port)
@@ -100,7 +100,7 @@ async def test_a_port_that_another_worker_took_over_refuses(
     await peer.close()
 
 
-async def test_who_says_nothing_is_sent_away() -> None:
+async def test_connection_without_a_hello_is_closed_after_a_time() -> None:
     refusals: list[str] = []
     acceptor = TcpRequestAcceptor(
         "127.0.0.1", token=TOKEN, limits=WorkerLimits(hello_within_s=0.05), on_refused=refusals.append
@@ -114,7 +114,7 @@ async def test_who_says_nothing_is_sent_away() -> None:
     assert len(refusals) == 1
 
 
-async def test_of_too_many_that_say_nothing_the_oldest_goes_and_routers_are_let_in() -> None:
+async def test_oldest_silent_connections_are_dropped_and_routers_are_admitted() -> None:
     refusals: list[str] = []
     acceptor = TcpRequestAcceptor(
         "127.0.0.1",
@@ -138,7 +138,7 @@ async def test_of_too_many_that_say_nothing_the_oldest_goes_and_routers_are_let_
     await acceptor.close()
 
 
-async def test_one_connection_too_many_is_sent_away_and_those_that_are_there_go_on(behind: Behind) -> None:
+async def test_excess_connection_is_refused_and_open_ones_go_on(behind: Behind) -> None:
     peers = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(3)]
     extra = await RawRouter.connect(behind.acceptor.port)
     await extra.say_hello()
@@ -166,9 +166,7 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("name", sorted(BAD_FRAMES))
-async def test_a_malformed_frame_ends_its_connection_with_a_reason_and_frees_its_legs(
-    behind: Behind, name: str
-) -> None:
+async def test_malformed_frame_ends_its_connection_and_frees_its_legs(behind: Behind, name: str) -> None:
     good, bad = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
     for peer, request in ((good, "good"), (bad, "bad")):
         peer.send_frame(FrameKind.OPEN, encode_open(0, 9, leg(request)))
@@ -194,7 +192,7 @@ async def test_a_connection_that_ends_inside_a_frame_frees_its_legs(behind: Behi
     assert len(behind.worker.requests) == 1
 
 
-async def test_a_request_that_cannot_be_read_is_refused_and_its_neighbours_go_on(behind: Behind) -> None:
+async def test_undecodable_request_is_refused_and_the_connection_goes_on(behind: Behind) -> None:
     peer = await RawRouter.welcomed(behind.acceptor.port)
     peer.send_frame(FrameKind.OPEN, msgspec.msgpack.encode([0, 9, {"request_id": "x"}]))
     refused = msgspec.msgpack.decode(await peer.next(FrameKind.REFUSED))
@@ -214,7 +212,7 @@ async def test_more_streams_than_a_connection_may_have_are_refused_as_full(behin
     await setup.close()
 
 
-async def test_a_leg_that_came_over_another_connection_is_refused(behind: Behind) -> None:
+async def test_leg_already_open_on_another_connection_is_refused(behind: Behind) -> None:
     first, second = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
     first.send_frame(FrameKind.OPEN, encode_open(0, 9, leg()))
     await first.next(FrameKind.ACCEPTED)
@@ -230,7 +228,7 @@ async def test_a_leg_that_came_over_another_connection_is_refused(behind: Behind
 # What a router does with a worker's end that is none, or a bad one
 
 
-async def test_a_router_does_not_talk_to_a_worker_without_the_token() -> None:
+async def test_router_refuses_a_worker_without_the_token() -> None:
     refusals: list[str] = []
     setup = TcpRequestTransport(token=TOKEN, on_refused=refusals.append)
     async with RawWorkers() as workers:
@@ -247,7 +245,7 @@ async def test_a_router_does_not_talk_to_a_worker_without_the_token() -> None:
     ("first_bytes", "why"),
     [(b"SSH-2.0-OpenSSH\r\n", "does not speak"), (b"kvrouter\x07\x00", "version 7"), (b"", "in time")],
 )
-async def test_a_router_does_not_talk_to_what_is_no_worker(first_bytes: bytes, why: str) -> None:
+async def test_router_refuses_a_peer_that_is_not_a_worker(first_bytes: bytes, why: str) -> None:
     setup = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.1 if not first_bytes else 20.0)
     async with RawWorkers() as workers:
         opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
@@ -307,7 +305,7 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reaso
         await setup.close()
 
 
-async def test_answers_to_streams_that_nobody_has_are_left_alone() -> None:
+async def test_answers_to_unknown_streams_are_ignored() -> None:
     setup = TcpRequestTransport(token=TOKEN)
     async with RawWorkers() as workers:
         opening = asyncio.create_task(setup.open(workers.address_of(), leg()))

@@ -105,9 +105,7 @@ async def is_served(port: int, plane: str) -> bool:
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_peer_is_reported_that_no_descriptor_is_left_and_later_ones_are_served(
-    run: Run, plane: str
-) -> None:
+def test_peers_are_refused_while_no_descriptor_is_left_and_later_served(run: Run, plane: str) -> None:
     serving, answer = PLANES[plane]
 
     async def scenario() -> None:
@@ -124,7 +122,7 @@ def test_a_peer_is_reported_that_no_descriptor_is_left_and_later_ones_are_served
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_descriptors_from_a_number_on_are_not_for_connections(run: Run, plane: str) -> None:
+def test_connections_over_the_descriptor_number_limit_are_refused(run: Run, plane: str) -> None:
     serving, answer = PLANES[plane]
 
     async def scenario() -> None:
@@ -138,7 +136,7 @@ def test_descriptors_from_a_number_on_are_not_for_connections(run: Run, plane: s
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_accepting_rests_while_no_descriptor_can_be_had_at_all(
+def test_accepting_pauses_while_no_descriptor_is_available(
     run: Run, plane: str, watch_calls: WatchCalls
 ) -> None:
     serving, _ = PLANES[plane]
@@ -156,7 +154,7 @@ def test_accepting_rests_while_no_descriptor_can_be_had_at_all(
     run(scenario())
 
 
-def test_under_tls_such_a_peer_is_closed_without_an_answer(run: Run) -> None:
+def test_tls_peer_over_the_descriptor_limit_is_closed_without_an_answer(run: Run) -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
@@ -173,7 +171,7 @@ def test_under_tls_such_a_peer_is_closed_without_an_answer(run: Run) -> None:
     run(scenario())
 
 
-def test_an_open_handshake_does_not_hold_up_the_end(run: Run) -> None:
+def test_unfinished_tls_handshake_does_not_delay_close(run: Run) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("localhost").configure_cert(context)
 
@@ -190,7 +188,7 @@ def test_an_open_handshake_does_not_hold_up_the_end(run: Run) -> None:
     run(scenario())
 
 
-def test_a_connection_whose_handshake_had_not_begun_is_closed_at_the_end(run: Run) -> None:
+def test_connection_before_its_tls_handshake_is_closed_with_the_server(run: Run) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
     async def scenario() -> None:
@@ -208,7 +206,7 @@ def test_a_connection_whose_handshake_had_not_begun_is_closed_at_the_end(run: Ru
     run(scenario())
 
 
-def test_a_connection_that_a_mistake_of_ours_meets_is_closed_and_the_mistake_reported(run: Run) -> None:
+def test_exception_at_accept_closes_the_connection_and_is_reported(run: Run) -> None:
     def mistaken() -> asyncio.Protocol:
         raise ZeroDivisionError("a mistake")
 
@@ -238,7 +236,7 @@ def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
 
 
-async def test_an_address_that_this_host_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resolved_address_foreign_to_the_host_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     not_ours = ("192.0.2.1", 0)
     server = TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append)
     resolve_names(monkeypatch, not_ours, ("127.0.0.1", 0))
@@ -263,7 +261,7 @@ async def test_a_start_that_fails_at_one_address_listens_on_none(monkeypatch: py
         socket.create_connection(free)
 
 
-def test_a_probe_is_answered_when_no_descriptor_is_left(run: Run) -> None:
+def test_health_probe_gets_503_when_no_descriptor_is_left(run: Run) -> None:
     async def scenario() -> None:
         port = free_ports(1)
         planes = PlaneSettings(listen_host="127.0.0.1", health_port=port)
@@ -286,7 +284,7 @@ def test_a_workers_connections_fit_the_limit_of_open_files(
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
 
 
-async def test_a_connection_that_was_given_up_before_it_was_accepted_is_passed_over() -> None:
+async def test_connection_aborted_before_it_was_accepted_is_skipped() -> None:
     accepted, peer = socket.socketpair()
 
     class Scripted(socket.socket):
@@ -315,7 +313,7 @@ async def test_a_connection_that_was_given_up_before_it_was_accepted_is_passed_o
     peer.close()
 
 
-def test_a_connection_that_showed_the_token_and_has_no_place_is_still_closed_in_time() -> None:
+def test_authenticated_connection_over_the_limit_still_times_out() -> None:
     dropped: list[str] = []
     connections = Connections(
         dropped.append, limits=ListenerLimits(connections_max=1), on_dropped=dropped.append

@@ -38,11 +38,11 @@ READERS: list[Callable[[bytes], object]] = [
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("message", [NESTED, IN_A_FIELD])
-def test_endless_nesting_is_refused(read: Callable[[bytes], object], message: bytes) -> None:
+def test_deeply_nested_message_is_refused(read: Callable[[bytes], object], message: bytes) -> None:
     with pytest.raises((ProtocolError, ConnectionRefused)):
         read(message)
 
 
-def test_a_record_that_nests_without_end_is_refused() -> None:
+def test_deeply_nested_record_is_refused() -> None:
     with pytest.raises(ProtocolError):
         decode_record(b'{"x":' + b"[" * DEPTH)

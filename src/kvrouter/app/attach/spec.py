@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.app.tls import LOOPBACK
-from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.secret import secret_file, secret_variable
+from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.fleetfile.fleet_checks import url_path
@@ -67,8 +67,7 @@ def engine_card(
         version=installed_version(),
         runtime_config=replace(
             spec.runtime_config,
-            taints=spec.runtime_config.taints
-            | {adapter_taint(name) for name in attached.names.values() if name is not None},
+            taints=spec.runtime_config.taints | adapter_taints(attached.names.values()),
             total_kv_blocks=attached.total_kv_blocks,
             enable_local_indexer=spec.enable_local_indexer,
             bootstrap_host=None if attached.bootstrap is None else _reached_at(attached.bootstrap[0], here),

@@ -37,13 +37,13 @@ def cordon(
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    from kvrouter.cli.cordon.run import CORDONS, put_cordon, show_change, show_cordons  # noqa: PLC0415
+    from kvrouter.cli.cordon.run import put_cordon, show_change, show_cordons  # noqa: PLC0415
 
     client = router_at(router.url)
     if level is None:
         if options.reason or options.by or options.force:
             raise click.UsageError("--reason, --by and --force are about LEVEL NAME")
-        show_cordons(client.read(CORDONS), output)
+        show_cordons(client.cordons(), output)
         return
     if name is None:
         raise click.UsageError("give LEVEL and NAME: worker 7, node gpu-4, zone a")

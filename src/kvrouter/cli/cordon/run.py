@@ -23,8 +23,6 @@ EMPTY_READINGS = 2
 WORKERS_NAMED = 8
 """For how many workers ``drain`` shows the running requests; for the others it shows the sum."""
 
-CORDONS = "/v1/cordons"
-
 
 def wait_empty(
     client: RouterClient,
@@ -64,7 +62,7 @@ def wait_empty(
 
 def _running_at(client: RouterClient, cordoned: CordonChange) -> list[CordonedWorker] | None:
     """Return the workers of the cordon with running requests; None if the cordon is gone."""
-    listed = decode_answer(client.read(CORDONS), CordonList).cordons
+    listed = decode_answer(client.cordons(), CordonList).cordons
     for each in listed:
         if (each.level, each.name) == (cordoned.level, cordoned.name):
             return [worker for worker in each.workers if worker.running_requests]

@@ -130,16 +130,16 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
     """Return one reading of all that is asked. Raises KvrouterError where ``router`` does not answer."""
     before: Samples = {}
     if options.over_s is not None:
-        before = _samples(router.url, await _read(router, "/metrics"), COUNTERS)
+        before = _samples(router.url, await asyncio.to_thread(router.metrics), COUNTERS)
         await asyncio.sleep(options.over_s)
     asked_s = time.time()
-    fleet = _decoded(router.url, await _read(router, "/v1/fleet"), Fleet)
+    fleet = _decoded(router.url, await asyncio.to_thread(router.fleet), Fleet)
     answered_s = time.time()
     is_prompt = answered_s - asked_s <= CLOCK_ASKED_WITHIN_S
     router_ahead_s = None
     if fleet.time_s is not None and is_prompt:
         router_ahead_s = fleet.time_s - (asked_s + answered_s) / 2.0
-    page, models = await asyncio.gather(_read(router, "/metrics"), _read(router, "/v1/models"))
+    page, models = await asyncio.gather(asyncio.to_thread(router.metrics), asyncio.to_thread(router.models))
     reading = Reading(
         url=router.url,
         fleet=fleet,
@@ -165,10 +165,6 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
     return replace(reading, probes=await _probes(router, reading, at_once, timeout_s=options.timeout_s))
 
 
-async def _read(router: RouterClient, path: str) -> bytes:
-    return await asyncio.to_thread(router.read, path)
-
-
 def _samples(url: str, page: bytes, names: Sequence[str]) -> Samples:
     try:
         return read_metrics(page, names)
@@ -178,7 +174,7 @@ def _samples(url: str, page: bytes, names: Sequence[str]) -> Samples:
 
 async def _other(router: RouterClient) -> OtherRouter:
     try:
-        return OtherRouter(router.url, _decoded(router.url, await _read(router, "/v1/fleet"), Fleet))
+        return OtherRouter(router.url, _decoded(router.url, await asyncio.to_thread(router.fleet), Fleet))
     except KvrouterError as error:
         return OtherRouter(router.url, None, error.message)
 

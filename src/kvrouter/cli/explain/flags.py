@@ -1,18 +1,13 @@
 """``kvrouter explain``: its options, and how its answers are shown."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 
-from kvrouter.cli.ask import RouterOptions
+from kvrouter.cli.ask import RouterOptions, plain_console, router_at
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import TABLE, Output
 from kvrouter.settings.option import option
-
-if TYPE_CHECKING:
-    pass
-from kvrouter.cli.ask import plain_console, router_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

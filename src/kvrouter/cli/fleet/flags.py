@@ -106,7 +106,7 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
         from kvrouter.api.client import decode_answer  # noqa: PLC0415
         from kvrouter.api.fleet_schema import Fleet  # noqa: PLC0415
 
-        shown = running_shown(str(url), decode_answer(router_at(str(url)).read("/v1/fleet"), Fleet))
+        shown = running_shown(str(url), decode_answer(router_at(str(url)).fleet(), Fleet))
     output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))
 
 

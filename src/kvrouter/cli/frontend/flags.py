@@ -2,17 +2,13 @@
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 
 from kvrouter.cli.options import takes
+from kvrouter.cli.process_settings import FileOptions, router_settings
 from kvrouter.cli.setting_flags import SettingsCommand, setting_options
 from kvrouter.settings.option import option
-
-if TYPE_CHECKING:
-    pass
-from kvrouter.cli.process_settings import FileOptions, router_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

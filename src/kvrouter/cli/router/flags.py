@@ -2,19 +2,14 @@
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import click
 
 from kvrouter.cli.options import takes
+from kvrouter.cli.process_settings import MODEL_PATH_HELP, FileOptions, router_settings
 from kvrouter.cli.setting_flags import SettingsCommand, setting_options
 from kvrouter.settings.option import option
-
-if TYPE_CHECKING:
-    pass
-from typing import Literal
-
-from kvrouter.cli.process_settings import MODEL_PATH_HELP, FileOptions, router_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

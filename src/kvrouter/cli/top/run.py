@@ -44,9 +44,9 @@ class Answers(msgspec.Struct, frozen=True):
 def read_answers(client: RouterClient) -> Answers:
     """Ask a router for the shown values. Raises AskFailed."""
     return Answers(
-        msgspec.Raw(client.read("/v1/fleet")),
-        msgspec.Raw(client.read(f"/v1/decisions?limit={DECISIONS_SHOWN}")),
-        msgspec.Raw(client.read("/v1/flows")),
+        msgspec.Raw(client.fleet()),
+        msgspec.Raw(client.latest_decisions(DECISIONS_SHOWN)),
+        msgspec.Raw(client.flows()),
     )
 
 

@@ -12,6 +12,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, Taint, WorkerId
 from kvrouter.core.json import Unreadable, parsed_counted
 from kvrouter.core.requests import Sampling, TokenBuffer
+from kvrouter.core.taints import named_domain, required_taints
 from kvrouter.frontend.openai.body import (
     EXTRA_FIELDS,
     ChatBody,
@@ -28,8 +29,6 @@ from kvrouter.frontend.openai.body import (
     refuse_fields,
     shown,
 )
-from kvrouter.kernel.routing.masks import required_taints
-from kvrouter.kernel.topology.policy import named_domain
 from kvrouter.settings.problems import did_you_mean
 
 TAINTS_MAX = 32

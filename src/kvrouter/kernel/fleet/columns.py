@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Slot, Taint, WorkerRank
-from kvrouter.kernel.topology.policy import Required, TransferPolicy, named_domain
+from kvrouter.core.taints import named_domain
+from kvrouter.kernel.topology.policy import Required, TransferPolicy
 
 BoolColumn = npt.NDArray[np.bool_]
 FloatColumn = npt.NDArray[np.float64]

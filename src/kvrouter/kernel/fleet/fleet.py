@@ -15,7 +15,7 @@ from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard
 from kvrouter.kernel.fleet.circuit import BrokenPairs
 from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, BoolColumn, SlotColumn
 from kvrouter.kernel.fleet.slots import Slots
-from kvrouter.kernel.topology.policy import policy_of, topology_domains, validate_runtime_config
+from kvrouter.kernel.topology.policy import policy_of, validate_runtime_config
 
 MAX_SLOTS: Final = 65_536
 """The most worker ranks of one model's fleet."""
@@ -329,7 +329,7 @@ class Fleet:
         changed = []
         for member in self._members.values():
             was_cordoned = bool(member.cordons)
-            member.cordons = rules.on(member.card, topology_domains(member.card.runtime_config))
+            member.cordons = rules.on(member.card, member.card.runtime_config.domains)
             if bool(member.cordons) != was_cordoned:
                 changed.append(member.card)
                 for slot in member.slots.values():
@@ -396,7 +396,7 @@ class Fleet:
         same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
         is_elsewhere = _place_of(member.card) != _place_of(card)
         member.card = card
-        member.cordons = self._cordons.on(card, topology_domains(card.runtime_config))
+        member.cordons = self._cordons.on(card, card.runtime_config.domains)
         joined = []
         for rank in card.ranks():
             slot = member.slots.get(rank.dp_rank)
@@ -429,7 +429,7 @@ class Fleet:
         write(slot, "seats", config.max_num_seqs or np.inf)
         if not keep_total_blocks:  # a load report may have a better number
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
-        self.places.put(slot, topology_domains(config), config.taints)
+        self.places.put(slot, config.domains, config.taints)
         if card.role is Role.PREFILL:
             self.policies.put(slot, policy_of(config, None))
         else:

@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from kvrouter.core.constraints import Pin, RoutingConstraints
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import Reason
-from kvrouter.core.ids import Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.ids import Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
+from kvrouter.core.taints import required_taints
 from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, UNKNOWN_VALUE, BoolColumn, IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.interface import RouteRequest, View
@@ -37,13 +38,6 @@ def fitted(column: IntColumn, n_slots: int) -> IntColumn:
     if length < n_slots:
         raise ValueError(f"a column of {length} entries for a fleet of {n_slots} slots")
     return column[:n_slots]
-
-
-def required_taints(constraints: RoutingConstraints, *, prefill: bool) -> frozenset[Taint]:
-    """Return the taints that the worker of a leg must carry."""
-    if prefill or not constraints.required_decode_taints:
-        return constraints.required_taints
-    return constraints.required_taints | constraints.required_decode_taints
 
 
 class Mask(NamedTuple):

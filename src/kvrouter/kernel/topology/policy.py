@@ -1,4 +1,4 @@
-"""Transfer policies, taints, and the checks of a worker's topology."""
+"""Transfer policies, and the checks of a worker's topology."""
 
 from collections import Counter
 from enum import StrEnum
@@ -7,39 +7,8 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Taint
+from kvrouter.core.taints import TOPOLOGY, topology_taint
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-
-RESERVED_TAINT_PREFIX = "dynamo.topology/"
-"""The prefix of the taints that are derived from topology domains; other taints must not have it."""
-
-
-def topology_taint(domain: str, value: str) -> Taint:
-    """Return the taint of a worker whose ``domain`` has this ``value``; both are trimmed."""
-    return Taint(f"{RESERVED_TAINT_PREFIX}{domain.strip()}={value.strip()}")
-
-
-def named_domain(taint: Taint) -> tuple[str, str] | None:
-    """Return the (domain, value) that ``taint`` names; None when it is not a topology taint.
-
-    A domain contains no ``=`` (see :func:`validate_runtime_config`), so the first one ends it. A reserved
-    taint without ``=`` names an empty value, which no worker has.
-    """
-    if not taint.startswith(RESERVED_TAINT_PREFIX):
-        return None
-    domain, _, value = taint[len(RESERVED_TAINT_PREFIX) :].partition("=")
-    return domain.strip(), value.strip()
-
-
-def topology_domains(config: ModelRuntimeConfig) -> dict[str, str]:
-    """Return the worker's domains and values, trimmed; a domain without a name or a value is left out."""
-    trimmed = ((domain.strip(), value.strip()) for domain, value in config.topology_domains.items())
-    return {domain: value for domain, value in trimmed if domain and value}
-
-
-def worker_taints(config: ModelRuntimeConfig) -> frozenset[Taint]:
-    """Return every taint that the worker carries: its own, and one for each topology domain."""
-    places = (topology_taint(domain, value) for domain, value in topology_domains(config).items())
-    return config.taints | frozenset(places)
 
 
 class Required(msgspec.Struct, frozen=True, tag="required"):
@@ -168,7 +137,7 @@ def derive(
     policy = policy_of(config, router_default)
     if policy is None:
         return None
-    return TransferConstraint(policy, topology_domains(config).get(policy.domain))
+    return TransferConstraint(policy, config.domains.get(policy.domain))
 
 
 def validate_runtime_config(config: ModelRuntimeConfig) -> list[str]:
@@ -188,9 +157,9 @@ def validate_runtime_config(config: ModelRuntimeConfig) -> list[str]:
 
 def _check_taints(config: ModelRuntimeConfig) -> None:
     for taint in sorted(config.taints):
-        if taint.strip().startswith(RESERVED_TAINT_PREFIX):
+        if taint.strip().startswith(TOPOLOGY):
             raise ConfigError(
-                f"taints: {taint!r} begins with {RESERVED_TAINT_PREFIX!r}, which is topology_domains' own",
+                f"taints: {taint!r} begins with {TOPOLOGY!r}, which is topology_domains' own",
                 param="taints",
             )
 
@@ -249,7 +218,7 @@ def _warnings(config: ModelRuntimeConfig) -> list[str]:
         warnings.append("kv_transfer_preferred_weight is only read when the enforcement is 'preferred'")
     if enforcement is not None and not domain:
         warnings.append(f"kv_transfer_enforcement '{enforcement}' has no effect without kv_transfer_domain")
-    if domain and domain not in topology_domains(config):
+    if domain and domain not in config.domains:
         warnings.append(
             f"kv_transfer_domain '{domain}' has no value in topology_domains: "
             "its KV transfers cannot be kept inside that domain"

@@ -46,9 +46,9 @@ _DYNAMO_PROGRAM = re.compile(r"dynamo(-run|-[a-z]+-sidecar)?")
 _DYNAMO_IMAGE = re.compile(
     r"(.*/)?(ai-dynamo/.+|(vllm|sglang|trtllm|tensorrtllm)-runtime(-[a-z0-9-]+)?|dynamo-(frontend|planner|epp))"
 )
-_DYNAMO_ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "tensorrtllm": "trtllm"}
+DYNAMO_ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "tensorrtllm": "trtllm"}
 
-_HTTP_PROGRAMS: dict[str, str | None] = {
+HTTP_PROGRAMS: dict[str, str | None] = {
     "vllm": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
     "sglang": "sglang",
@@ -62,7 +62,7 @@ _HTTP_PROGRAMS: dict[str, str | None] = {
 }
 """Model servers by program or Python module, and the kind of worker that announces each."""
 
-_HTTP_IMAGES: tuple[tuple[re.Pattern[str], str | None], ...] = (
+HTTP_IMAGES: tuple[tuple[re.Pattern[str], str | None], ...] = (
     (re.compile(r"(.*/)?(vllm|vllm-(openai|cpu|tpu|rocm)[a-z0-9-]*|rocm/vllm-dev)"), "vllm"),
     (re.compile(r"(.*/)?(sglang|lmsysorg/sglang-[a-z0-9-]+)"), "sglang"),
     (re.compile(r"(.*/)?(tensorrt-llm/release|tensorrt-llm|tensorrtllm)"), "trtllm"),
@@ -71,7 +71,8 @@ _HTTP_IMAGES: tuple[tuple[re.Pattern[str], str | None], ...] = (
 )
 """Published images of model servers, without their tags."""
 
-_LABELS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+ENGINE_LABELS = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+"""The names in messages of the kinds in the tables above."""
 
 
 def program_of(container: Manifest) -> Program:
@@ -133,14 +134,14 @@ def _named(arguments: list[str]) -> Program | None:
 def _of_argument(program: str, after: str, *, is_module: bool, is_first: bool) -> Program | None:
     module = _DYNAMO_MODULE.fullmatch(program) if is_module else None
     if module is not None:
-        return Program(ProgramProtocol.DYNAMO, program, _DYNAMO_ENGINES.get(module[1]))
+        return Program(ProgramProtocol.DYNAMO, program, DYNAMO_ENGINES.get(module[1]))
     of_dynamo = _DYNAMO_PROGRAM.fullmatch(program)
     if of_dynamo is not None and (of_dynamo[1] or after in ("serve", "run", "start")):
         return Program(ProgramProtocol.DYNAMO, program)
-    if program not in _HTTP_PROGRAMS:
+    if program not in HTTP_PROGRAMS:
         return None
     runs = after in ("serve", "start") or "-" in program or "." in program or is_module or is_first
-    return Program(ProgramProtocol.HTTP, program, _HTTP_PROGRAMS[program]) if runs else None
+    return Program(ProgramProtocol.HTTP, program, HTTP_PROGRAMS[program]) if runs else None
 
 
 def _of_image(image: str, args: list[str]) -> Program:
@@ -148,8 +149,8 @@ def _of_image(image: str, args: list[str]) -> Program:
     name = _without_tag(image)
     of_dynamo = _DYNAMO_IMAGE.fullmatch(name)
     if of_dynamo is not None:
-        return Program(ProgramProtocol.DYNAMO, image, _DYNAMO_ENGINES.get(of_dynamo[3] or _engine_in(name)))
-    for pattern, engine in _HTTP_IMAGES:
+        return Program(ProgramProtocol.DYNAMO, image, DYNAMO_ENGINES.get(of_dynamo[3] or _engine_in(name)))
+    for pattern, engine in HTTP_IMAGES:
         if pattern.fullmatch(name) is not None:
             return Program(ProgramProtocol.HTTP, image, engine)
     if name.rpartition("/")[2].startswith("kvrouter"):
@@ -204,7 +205,7 @@ def _never(program: Program) -> str:
         what += ", which never registers"
     if program.engine is None:
         return f"{what}: use an engine that kvrouter has a worker for (kvrouter worker --help)"
-    server = "it" if program.protocol is ProgramProtocol.HTTP else f"{_LABELS[program.engine]}'s server"
+    server = "it" if program.protocol is ProgramProtocol.HTTP else f"{ENGINE_LABELS[program.engine]}'s server"
     args = f"[worker, {program.engine}, --url, URL]"
     return f"{what}: run {server} as a sidecar, main without an image: args {args}"
 

@@ -8,7 +8,7 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.kernel.topology.policy import policy_of, topology_domains, validate_runtime_config
+from kvrouter.kernel.topology.policy import policy_of, validate_runtime_config
 from kvrouter.kube.objects import (
     FLEET_LABEL,
     Key,
@@ -155,7 +155,7 @@ def _read(manifest: Manifest, now_s: float) -> _Entry | None:
         model=card.model,
         role=card.role,
         takes_requests=not (card.draining or card.engine_silent),
-        domains=topology_domains(card.runtime_config),
+        domains=card.runtime_config.domains,
         policy=policy,
         pod=_pod_of(manifest),
     )

@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints, adapter_taint
+from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.taints import adapter_taints, listed_taints
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, View
 from kvrouter.recording.schema import Constraints, LegRecord, Worker
 from kvrouter.sim.past.fleet_history import FleetHistory, FleetMove, Move, RecordedWorker
-from kvrouter.sim.past.recorded_fleet import Policy, own_taints, policy_of
+from kvrouter.sim.past.recorded_fleet import Policy, policy_of
 from kvrouter.sim.traces.recorded_trace import PastRequest
 
 
@@ -82,9 +83,6 @@ class PastFleet:
         """
         record, fleet = request.record, self.fleet
         asked = record.constraints or Constraints()
-        required = frozenset(map(Taint, asked.required_taints))
-        if record.adapter is not None:
-            required |= {adapter_taint(record.adapter)}
         context_tokens = record.input_tokens + record.max_tokens
         if context_tokens == fleet.context_length_tokens:  # what an answer without a limit of its own gets
             context_tokens = record.input_tokens + 1
@@ -100,7 +98,7 @@ class PastFleet:
             isl_tokens=record.input_tokens,
             total_blocks=-(-record.input_tokens // record.block_size),
             constraints=RoutingConstraints(
-                required_taints=required,
+                required_taints=adapter_taints([record.adapter]).union(map(Taint, asked.required_taints)),
                 preferred_taints={Taint(taint): weight for taint, weight in asked.preferred_taints.items()},
                 required_decode_taints=frozenset(map(Taint, asked.required_decode_taints)),
             ),
@@ -170,7 +168,7 @@ def _card(worker: Worker, worker_id: WorkerId, incarnation: Epoch, policy: Polic
         kv_transfer_domain=None if held is None else held.domain,
         kv_transfer_enforcement=None if held is None else Enforcement(held.enforcement),
         kv_transfer_preferred_weight=None if held is None else held.preferred_weight,
-        taints=frozenset(map(Taint, own_taints(worker))),
+        taints=frozenset(map(Taint, listed_taints(worker.taints))),
         total_kv_blocks=worker.kv_blocks,
         max_num_seqs=worker.max_num_seqs,
         max_num_batched_tokens=worker.max_num_batched_tokens,

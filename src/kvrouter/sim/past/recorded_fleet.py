@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.taints import listed_taints, own_taints
 from kvrouter.core.workers import Enforcement
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers
-from kvrouter.kernel.topology.policy import RESERVED_TAINT_PREFIX
 from kvrouter.recording.schema import Worker
 from kvrouter.settings.problems import Document, Path, dotted
 from kvrouter.sim.past.fleet_history import FleetHistory, RecordedWorker
@@ -81,11 +81,6 @@ def policy_of(worker: Worker) -> Policy | None:
     return Policy(worker.transfer_domain, enforcement, weight)
 
 
-def own_taints(worker: Worker) -> list[str]:
-    """Return the taints that are not those of its domains."""
-    return [taint for taint in worker.taints if not taint.startswith(RESERVED_TAINT_PREFIX)]
-
-
 def kind_of(worker: Worker) -> Hashable:
     """Return all fields of a worker that a group of a fleet file has."""
     return (place_of(worker), *hardware_of(worker))
@@ -96,7 +91,7 @@ def hardware_of(worker: Worker) -> tuple[Hashable, ...]:
     return (
         worker.role,
         worker.dp_size,
-        tuple(own_taints(worker)),
+        tuple(listed_taints(worker.taints)),
         worker.kv_blocks,
         worker.kv_bytes_per_token,
         worker.max_num_seqs,
@@ -128,8 +123,8 @@ def group_content(worker: Worker, name: str) -> dict[str, Any]:
         made["dp_size"] = worker.dp_size
     if worker.domains:
         made["domains"] = dict(worker.domains)
-    if own_taints(worker):
-        made["taints"] = own_taints(worker)
+    if taints := own_taints(worker.taints):
+        made["taints"] = taints
     if engine:
         made["engine"] = {"kind": "mock", **engine}
     return made

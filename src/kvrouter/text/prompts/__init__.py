@@ -18,9 +18,14 @@ def _as_text(fields: PromptFields, _: TemplateTraits) -> Prompt:
     return vllm.make_prompt(fields, TemplateTraits(names_developer=True))
 
 
-_BY_ENGINE: Mapping[str, MakePrompt] = {"vllm": vllm.make_prompt, "sglang": sglang.make_prompt}
+PROMPT_MAKERS: Mapping[str, MakePrompt] = {
+    "vllm": vllm.make_prompt,
+    "sglang": sglang.make_prompt,
+    "trtllm": _as_text,
+}
+"""The prompt function of every kind of engine in the registry."""
 
 
 def prompt_maker(engine_kind: str) -> MakePrompt:
-    """Return the prompt function of an engine kind, such as ``vllm``."""
-    return _BY_ENGINE.get(engine_kind, _as_text)
+    """Return the prompt function of an engine kind; a kind without one, as the mock's, has TensorRT-LLM's."""
+    return PROMPT_MAKERS.get(engine_kind, _as_text)

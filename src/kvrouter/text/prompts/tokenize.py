@@ -11,6 +11,9 @@ from kvrouter.text.prompts.fields import PLAIN_TEMPLATE, Pieces, PromptFields
 
 _TEXT_PARTS = frozenset(vllm.TEXT_OF_PART)
 
+CHAT_READERS = {"vllm": vllm.as_chat, "sglang": sglang.as_chat, "trtllm": vllm.as_chat}
+"""How each kind of engine in the registry reads a call as a chat; others, as the mock, have vLLM's way."""
+
 
 def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
     """Return the body for a call as a chat of this engine kind; None if ``/tokenize`` would not cover the
@@ -19,8 +22,8 @@ def tokenize_chat(fields: PromptFields, engine_kind: str) -> bytes | None:
     The engine applies the conversions of contents and roles that depend on the template.
     """
     pieces = Pieces()
-    is_vllm = engine_kind != "sglang"
-    as_chat = vllm.as_chat if is_vllm else sglang.as_chat
+    as_chat = CHAT_READERS.get(engine_kind, vllm.as_chat)
+    is_vllm = as_chat is vllm.as_chat
     try:
         chat = as_chat(fields, PLAIN_TEMPLATE, pieces)
     except InvalidRequest:
