@@ -38,12 +38,12 @@ def cell(*of: Figures, blocks: int = BLOCKS[0], slow: bool = False, load: float 
     return Cell(Job(0, load, blocks, slow, 3000, 2), of)
 
 
-def test_every_cell_has_a_name_of_its_own() -> None:
+def test_every_cell_has_a_distinct_key() -> None:
     keys = {job.key for job in jobs(3000, 10, range(4), LOADS)}
     assert len(keys) == 4 * len(LOADS) * (len(BLOCKS) + 1)
 
 
-def test_a_cell_has_ours_untuned_and_the_best_rule_with_its_best_point_for_each_seed() -> None:
+def test_a_cell_has_our_policies_and_the_best_rule_for_each_seed() -> None:
     found = measured(Job(0, 1.0, BLOCKS[0], True, 60, 4))
     policies = [each.policy for each in found.figures]
     assert policies[:3] == [TIME, BLOCKS_RULE, KNOWING]
@@ -51,7 +51,7 @@ def test_a_cell_has_ours_untuned_and_the_best_rule_with_its_best_point_for_each_
     assert all(len(set(each.ttft_ms)) == 4 for each in found.figures)
 
 
-def test_other_settings_are_tried_where_a_bar_does_not_hold() -> None:
+def test_other_settings_are_replayed_for_a_missed_bar() -> None:
     found = frontier(Job(0, 1.0, BLOCKS[0], False, 60, 10))
     assert [each.policy for each in found.figures] == list(FRONTIER)
     assert all(len(each.ttft_ms) == FEW_SEEDS for each in found.figures)
@@ -67,7 +67,7 @@ def test_other_settings_are_tried_where_a_bar_does_not_hold() -> None:
         (figures(TIME, 70.0, failed=2), ("2 failed",)),
     ],
 )
-def test_a_bar_that_does_not_hold_is_named(ours: Figures, missed: tuple[str, ...]) -> None:
+def test_a_missed_bar_is_named(ours: Figures, missed: tuple[str, ...]) -> None:
     row = row_of(
         cell(ours, figures(BLOCKS_RULE, 100.0, 120.0, 9.0), figures("a", 75.0), figures("b", 60.0, failed=1))
     )
@@ -77,7 +77,7 @@ def test_a_bar_that_does_not_hold_is_named(ours: Figures, missed: tuple[str, ...
         assert text.startswith(name)
 
 
-def test_short_memory_and_slow_workers_have_bars_of_their_own() -> None:
+def test_small_caches_and_slow_workers_have_their_own_bars() -> None:
     blocks, rule = figures(BLOCKS_RULE, 50.0, 50.0), figures("a", 100.0)
     assert row_of(cell(figures(TIME, 101.0, 101.0), blocks, rule, blocks=512)).missed == ()
     assert len(row_of(cell(figures(TIME, 103.0, 103.0), blocks, rule, blocks=512)).missed) == 2
@@ -91,7 +91,7 @@ def study_of(*cells: Cell) -> Study:
     return Study("short", "now", Commit("0123456789ab", False), machine, 3000, 2, cells)
 
 
-def test_time_is_the_default_where_it_is_sooner_on_every_trace_and_nothing_more_fails() -> None:
+def test_time_is_the_default_if_faster_on_every_trace_without_failures() -> None:
     def on(case: int, ratio: float, failed: int = 0) -> Cell:
         ours, blocks = figures(TIME, 100.0 * ratio, failed=failed), figures(BLOCKS_RULE, 100.0)
         return Cell(Job(case, 3.0, BLOCKS[0], False, 3000, 2), (ours, blocks, figures("a", 90.0)))
@@ -101,12 +101,12 @@ def test_time_is_the_default_where_it_is_sooner_on_every_trace_and_nothing_more_
     assert default_of(study_of(on(0, 0.5), on(1, 0.5, failed=1))) == "blocks"
 
 
-def test_what_is_on_by_default_is_what_the_measured_table_says() -> None:
+def test_the_default_router_cost_matches_the_measured_study() -> None:
     study = msgspec.json.decode((RESULTS / "results" / "short.json").read_bytes(), type=Study)
     assert KvRouterConfig().cost is default_of(study)
 
 
-def test_the_page_names_what_does_not_hold() -> None:
+def test_the_page_names_missed_bars() -> None:
     of = (figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures("a", 80.0))
     slow = (figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures(KNOWING, 89.0), figures("a", 80.0))
     machine = Machine(cpu="a CPU", cores=2, system="Linux", python="3")
@@ -120,7 +120,7 @@ def test_the_page_names_what_does_not_hold() -> None:
     assert "| conversation | 3 | 90 | 100 | 89 | 100 | 100 | a | 80 | 1.011 |" in text
 
 
-def test_the_page_shows_what_other_settings_do_where_a_bar_does_not_hold() -> None:
+def test_the_page_shows_other_settings_for_missed_bars() -> None:
     few, one, two = (f"{OURS}:router_decode_weight={weight}" for weight in (1, 2, 3))
     missed = cell(figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures("a", 80.0), load=1.0)
     nowhere = msgspec.structs.replace(missed, job=msgspec.structs.replace(missed.job, load=5.0))
@@ -138,6 +138,6 @@ def test_the_page_shows_what_other_settings_do_where_a_bar_does_not_hold() -> No
     assert "## Other settings there" not in markdown(study_of(missed))
 
 
-def test_the_page_in_the_repository_is_made_of_its_data() -> None:
+def test_the_page_in_the_repository_matches_its_data() -> None:
     study = msgspec.json.decode((RESULTS / "results" / "short.json").read_bytes(), type=Study)
     assert markdown(study) == (RESULTS / "README.md").read_text("utf-8")

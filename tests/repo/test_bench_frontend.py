@@ -47,7 +47,7 @@ def test_prompts_depend_on_the_seed_alone() -> None:
     assert len(prompt_of(1, 50).split()) == 50
 
 
-async def test_the_backend_streams_an_event_a_token(backend_port: int) -> None:
+async def test_the_backend_streams_side_by_side_answers(backend_port: int) -> None:
     cost = await stream_side_by_side(
         backend_port, streams=3, tokens=60, tick_s=TICK_S, seed=0, cpu_us=clock_us
     )
@@ -56,12 +56,12 @@ async def test_the_backend_streams_an_event_a_token(backend_port: int) -> None:
     assert cost.tokens_per_event >= 1
 
 
-async def test_the_backend_answers_in_turn(backend_port: int) -> None:
+async def test_the_backend_answers_sequential_requests(backend_port: int) -> None:
     await ask_in_turn(backend_port, requests=3, prompt_words=10, seed=0)
     assert len(await first_tokens_us(backend_port, requests=3, prompt_words=10, seed=0)) == 3
 
 
-async def test_our_frontend_serves_workers_of_other_processes_and_its_cpu_is_seen(frontend: Server) -> None:
+async def test_the_frontend_serves_other_processes_and_its_cpu_is_measured(frontend: Server) -> None:
     await wait_ready(frontend.port)
     clock = frontend.busy_clock()
     cost = await stream_side_by_side(
@@ -80,12 +80,12 @@ async def test_an_upstream_of_its_own_process_answers() -> None:
         await ask_in_turn(port, requests=1, prompt_words=10, seed=0)
 
 
-def test_a_module_that_does_not_start_says_so() -> None:
+def test_a_module_that_does_not_start_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="before it served"), module("benchmarks.frontend.client"):
         pass
 
 
-def test_a_gateway_that_does_not_start_says_so() -> None:
+def test_a_gateway_that_does_not_start_raises_an_error() -> None:
     with (
         pytest.raises(RuntimeError, match="ended with 3"),
         gateway("broken", [sys.executable, "-c", "raise SystemExit(3)"], free_port()),

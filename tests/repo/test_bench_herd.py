@@ -24,7 +24,7 @@ def run(n_routers: int, *, syncs: bool) -> Outcome:
         loop.close()
 
 
-def test_the_clock_jumps_and_keeps_the_order_of_timers() -> None:
+def test_the_jumping_clock_keeps_the_order_of_timers() -> None:
     loop = JumpingLoop()
     rang: list[tuple[str, float]] = []
 
@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
     assert run(3, syncs=True) == run(3, syncs=True)
 
 
-def test_the_load_is_set_with_that_of_one_router() -> None:
+def test_several_routers_load_ratio_is_compared_with_one_routers() -> None:
     one, several = run(1, syncs=False), run(3, syncs=True)
     assert min(one.busiest_over_mean + several.busiest_over_mean) >= 1.0
     ratio, latency = lines_of(LOADS[0], "3 routers, with sync", [several], [one])

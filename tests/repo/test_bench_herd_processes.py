@@ -51,7 +51,7 @@ class Server:
         await writer.wait_closed()
 
 
-def test_prompts_have_their_length_and_are_seen_once() -> None:
+def test_prompts_have_the_asked_length_and_differ_by_seed() -> None:
     arrivals = LOAD.arrivals(1)[:50]
     first, again, other = (
         [json.loads(request.partition(b"\r\n\r\n")[2]) for request in requests_of(arrivals, seed=seed)]
@@ -64,7 +64,7 @@ def test_prompts_have_their_length_and_are_seen_once() -> None:
     ]
 
 
-async def test_the_lot_picks_the_port_and_what_came_while_it_was_warming_up_is_not_noted() -> None:
+async def test_the_lot_picks_the_port_and_warm_up_requests_are_not_recorded() -> None:
     arrivals = [Arrival(0.001 * at, isl_tokens=3, osl_tokens=4 + at, lot=at) for at in range(6)]
     async with Server(HEAD + WHOLE).serving() as even, Server(HEAD + WHOLE).serving() as odd:
         sent = await send(arrivals, requests_of(arrivals, seed=1), [even.port, odd.port], warm_s=0.002)
@@ -82,7 +82,7 @@ async def test_the_lot_picks_the_port_and_what_came_while_it_was_warming_up_is_n
         pytest.param(HEAD + WHOLE.replace(b'"length"', b'"error"'), id="ended by something else"),
     ],
 )
-async def test_an_answer_that_is_not_whole_ends_the_bench(answer: bytes) -> None:
+async def test_an_incomplete_answer_ends_the_bench(answer: bytes) -> None:
     arrivals = [Arrival(0.0, isl_tokens=3, osl_tokens=4, lot=0)]
     async with Server(answer).serving() as server:
         with pytest.raises(ExceptionGroup) as failed:
@@ -90,7 +90,7 @@ async def test_an_answer_that_is_not_whole_ends_the_bench(answer: bytes) -> None
     assert failed.group_contains(AnswerFailed)
 
 
-def test_load_is_what_a_worker_last_reported_of_itself() -> None:
+def test_load_is_each_workers_last_report() -> None:
     loads = Loads()
     for worker, active_blocks, prefill_tokens in ((1, 9, 9), (2, 10, 0), (1, 4, 2 * BLOCK_SIZE)):
         rank = WorkerRank(WorkerId(worker), DpRank(0))
@@ -99,7 +99,7 @@ def test_load_is_what_a_worker_last_reported_of_itself() -> None:
     assert busiest_over_mean(loads.blocks()) == N_WORKERS * 10.0 / 16.0
 
 
-def test_the_fleet_is_one_that_workers_take(tmp_path: Path) -> None:
+def test_the_fleet_file_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET)
     fleet = load_fleet(read_document(file)).fleet
@@ -107,7 +107,7 @@ def test_the_fleet_is_one_that_workers_take(tmp_path: Path) -> None:
     assert fleet.models[0].block_size == BLOCK_SIZE
 
 
-def test_every_number_of_routers_is_set_with_one() -> None:
+def test_every_number_of_routers_is_compared_with_one() -> None:
     shown = {
         variant: [Shown(Outcome([1.0 + variant.n_frontends], [5.0]), [0.1], 0.5, 0.2)] for variant in VARIANTS
     }

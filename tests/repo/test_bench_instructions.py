@@ -51,7 +51,7 @@ def measured(**grown: float) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("what", sorted(SAME_EVERYWHERE | BY_PYTHON | BY_BUILD))
-def test_a_figure_that_grew_by_six_percent_stops_the_gate_and_by_four_it_does_not(what: str) -> None:
+def test_growth_of_six_percent_fails_the_gate_and_of_four_passes(what: str) -> None:
     assert compare(ROW, measured(**{what: 1.04}), python="3.11", build=BUILD).is_good
     compared = compare(ROW, measured(**{what: 1.06}), python="3.11", build=BUILD)
     assert not compared.is_good
@@ -61,18 +61,18 @@ def test_a_figure_that_grew_by_six_percent_stops_the_gate_and_by_four_it_does_no
     assert "+6.0%" in line
 
 
-def test_a_figure_that_fell_is_good() -> None:
+def test_a_lower_figure_passes_the_gate() -> None:
     fallen = measured(instructions=0.5, turns=0.5, python_calls=0.1)
     assert compare(ROW, fallen, python="3.11", build=BUILD).is_good
 
 
-def test_the_growth_of_small_steps_is_judged_by_the_row_and_not_by_the_step_before() -> None:
+def test_growth_in_small_steps_is_judged_against_the_last_row() -> None:
     steps = [1.03, 1.03**2]
     good = [compare(ROW, measured(instructions=step), python="3.11", build=BUILD).is_good for step in steps]
     assert good == [True, False]
 
 
-def test_a_new_row_with_a_reason_makes_the_growth_good(tmp_path: Path) -> None:
+def test_a_new_row_with_a_reason_accepts_the_growth(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     grown = measured(instructions=1.06)
     append_row(path, ROW)
@@ -81,7 +81,7 @@ def test_a_new_row_with_a_reason_makes_the_growth_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "  \n"])
-def test_a_row_without_a_reason_stops_the_gate(reason: str) -> None:
+def test_a_row_without_a_reason_fails_the_gate(reason: str) -> None:
     row = msgspec.structs.replace(ROW, reason=reason)
     compared = compare(row, measured(), python="3.11", build=BUILD)
     assert not compared.is_good
@@ -130,25 +130,25 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE.values(), ids=list(ELSEWHERE))
-def test_elsewhere_only_what_can_be_compared_is_and_the_rest_is_said(elsewhere: Elsewhere) -> None:
+def test_another_python_or_build_compares_only_portable_figures(elsewhere: Elsewhere) -> None:
     for what in sorted(SAME_EVERYWHERE | BY_PYTHON | BY_BUILD):
         compared = compare(ROW, measured(**{what: 1.06}), python=elsewhere.python, build=elsewhere.build)
         assert compared.is_good == (what not in elsewhere.compared), what
         assert any("NOT COMPARED" in line and elsewhere.said in line for line in compared.lines)
 
 
-def test_an_operation_that_is_no_longer_measured_or_not_yet_in_the_row_stops_the_gate() -> None:
+def test_a_missing_or_new_operation_fails_the_gate() -> None:
     assert not compare(ROW, {}, python="3.11", build=BUILD).is_good
     assert not compare(ROW, {**measured(), "another": {"turns": 1.0}}, python="3.11", build=BUILD).is_good
 
 
-def test_a_figure_of_nothing_that_becomes_something_stops_the_gate() -> None:
+def test_a_figure_growing_from_zero_fails_the_gate() -> None:
     row = msgspec.structs.replace(ROW, figures={"decision": {"syscalls": 0.0}})
     assert not compare(row, {"decision": {"syscalls": 1.0}}, python="3.11", build=BUILD).is_good
     assert compare(row, {"decision": {"syscalls": 0.02}}, python="3.11", build=BUILD).is_good
 
 
-def test_the_data_has_a_reason_in_each_row_and_every_operation_in_the_last() -> None:
+def test_every_row_has_a_reason_and_the_last_every_operation() -> None:
     rows = read_rows(FILE)
     assert all(row.reason.strip() for row in rows)
     operations = {
@@ -162,7 +162,7 @@ def test_the_data_has_a_reason_in_each_row_and_every_operation_in_the_last() -> 
     )
 
 
-def test_calls_between_marks_are_those_of_python_functions_of_all_threads() -> None:
+def test_marks_count_python_calls_of_all_threads() -> None:
     program = """
 import json, threading
 from benchmarks.instructions.marks import Marks
@@ -193,7 +193,7 @@ print(json.dumps(counts))
     assert in_a_thread > empty
 
 
-def test_a_dump_of_callgrind_has_its_instructions_and_the_calls_of_allocators(tmp_path: Path) -> None:
+def test_a_callgrind_dump_gives_instructions_and_allocations(tmp_path: Path) -> None:
     dump = tmp_path / "callgrind.1"
     dump.write_text(
         "events: Ir\n"
@@ -207,7 +207,7 @@ def test_a_dump_of_callgrind_has_its_instructions_and_the_calls_of_allocators(tm
     assert read_dump(dump) == {"instructions": 1234, "allocations": 9}
 
 
-def test_of_what_is_counted_twice_the_lesser_of_each_figure_counts() -> None:
+def test_the_least_of_two_counts_is_taken_for_each_figure() -> None:
     first = {REQUEST: {"syscalls": Figure(39.0, 0.0), "turns": Figure(6.0, 0.0)}}
     again = {REQUEST: {"syscalls": Figure(36.5, 0.1), "turns": Figure(6.2, 0.0)}}
     assert least(first, again) == {REQUEST: {"syscalls": Figure(36.5, 0.1), "turns": Figure(6.0, 0.0)}}

@@ -9,7 +9,7 @@ from benchmarks.frontend.client import ask_side_by_side, wait_ready
 from tests.testing.constants import SetConstants
 
 
-async def test_a_frontend_follows_all_workers_of_a_process_and_its_memory_is_seen() -> None:
+async def test_a_frontend_follows_a_processs_workers_and_is_measured() -> None:
     with ExitStack() as stack:
         server = limits.start_frontend(stack, n_workers=3, dp_size=2, processes=1)
         limits.wait_joined(server, 3)
@@ -20,7 +20,7 @@ async def test_a_frontend_follows_all_workers_of_a_process_and_its_memory_is_see
         assert rate > 0
 
 
-def test_workers_that_do_not_come_are_no_figure(set_constants: SetConstants) -> None:
+def test_workers_that_never_join_raise_a_timeout(set_constants: SetConstants) -> None:
     set_constants(limits, JOINED_WITHIN_S=0.1)
     with ExitStack() as stack:
         server = limits.start_frontend(stack, n_workers=0, dp_size=1, processes=0)
@@ -28,6 +28,6 @@ def test_workers_that_do_not_come_are_no_figure(set_constants: SetConstants) -> 
             limits.wait_joined(server, 2)
 
 
-def test_a_figure_says_its_unit() -> None:
+def test_a_figure_has_its_unit() -> None:
     (line,) = limits.lines_of("row", {"memory|MiB": [1.0, 3.0, 2.0]})
     assert (line.variant, line.unit, line.ours.p50) == ("memory", "MiB", 2.0)

@@ -22,29 +22,29 @@ def replays() -> list[Report]:
     return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
 
 
-def test_the_page_of_benchmarks_has_the_table_of_its_runs() -> None:
+def test_the_benchmarks_page_has_the_table_of_its_runs() -> None:
     runs = [read_result(RESULTS / f"peers-{COMMIT}{run}.json") for run in RUNS]
     assert markdown_of_runs(runs) in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
-def test_the_page_of_benchmarks_has_the_table_of_its_replays() -> None:
+def test_the_benchmarks_page_has_the_table_of_its_replays() -> None:
     assert replays_of_runs(replays()) in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
-def test_runs_of_other_rows_are_no_spread() -> None:
+def test_runs_of_different_rows_are_not_combined() -> None:
     first, second, _ = replays()
     with pytest.raises(ValueError, match="the same rows"):
         replays_of_runs([first, msgspec.structs.replace(second, rows=299)])
 
 
-def test_the_page_of_the_link_that_falls_is_that_of_its_requests() -> None:
+def test_the_falling_link_page_matches_its_recorded_requests() -> None:
     folder = ROOT / "benchmarks" / "choice"
     study = msgspec.json.decode((folder / "results" / "live.json").read_bytes(), type=LiveStudy)
     assert tuple(live_page.summary(run, study.phase_s) for run in study.runs) == study.summaries
     assert live_page.markdown(study) == (folder / "live.md").read_text()
 
 
-def test_traffic_has_left_a_link_for_good_once_it_does_not_come_back() -> None:
+def test_a_link_is_left_for_good_only_after_its_last_traffic() -> None:
     """Every other transfer goes over the link, but for 6 to 9 s and from 14 s on after it fell at 30."""
 
     def over_the_link(at_s: float) -> bool:

@@ -78,7 +78,7 @@ def links(ours: PairFigures, *, learned: float = 90.0, fleet: str = "tiers") -> 
     return cell("links", *joint, *time, figures(BLOCKS_RULE, 900.0), *rules, fleet=fleet)
 
 
-def test_every_study_has_a_name_of_its_own() -> None:
+def test_every_study_has_a_distinct_key() -> None:
     assert len({job.key for job in jobs(3000, 10, range(4))}) == 4 * 5
 
 
@@ -97,14 +97,14 @@ def test_each_study_replays_what_it_compares(study: str) -> None:
         assert best_rule(cells[1]).policy.partition(":")[0] in RULES
 
 
-def test_links_that_differ_have_bars_against_the_best_rule_and_for_what_is_learned() -> None:
+def test_differing_links_have_bars_for_the_best_rule_and_learning() -> None:
     assert missed_of(links(figures(JOINT, 82.0, 80.0))) == []
     slower = missed_of(links(figures(JOINT, 83.0, 81.0), learned=91.0))
     assert [text.partition(" ")[0] for text in slower] == ["mean", "p99", "learned"]
     assert gained(links(figures(JOINT, 82.0), learned=91.0)) == pytest.approx(0.945)
 
 
-def test_links_that_are_alike_have_an_upper_bound_of_what_is_lost() -> None:
+def test_equal_links_have_an_upper_bound_of_the_loss() -> None:
     alike = links(figures(JOINT, 101.0, 103.0), fleet="alike")
     assert missed_of(alike) == []
     worse = links(figures(JOINT, 102.0, 104.0, 8.2, 0.98), fleet="alike")
@@ -117,7 +117,7 @@ def test_links_that_are_alike_have_an_upper_bound_of_what_is_lost() -> None:
     assert upper_bound((1.0, 1.1), (1.0, 1.0)) == pytest.approx(0.05 + 1.96 * 0.05)
 
 
-def test_a_fall_a_price_and_local_prefill_have_bars_of_their_own() -> None:
+def test_falls_prices_and_local_prefill_have_their_own_bars() -> None:
     def fall(seen: float) -> PairCell:
         of = [
             figures(policy, ttft, links=known)
@@ -137,7 +137,7 @@ def test_a_fall_a_price_and_local_prefill_have_bars_of_their_own() -> None:
     assert len(missed_of(cell("local prefill", figures(JOINT, 1.0, good=0.94), *others, case=1))) == 1
 
 
-def test_the_page_says_which_setting_is_for_which_fleet_and_what_does_not_hold() -> None:
+def test_the_page_has_the_setting_per_fleet_and_missed_bars() -> None:
     machine = Machine(cpu="a CPU", cores=2, system="Linux", python="3")
     cells = (links(figures(JOINT, 50.0, 81.0)), links(figures(JOINT, 60.0), fleet="alike"))
     text = markdown(PairStudy("short", "now", Commit("0123456789ab", False), machine, 3000, 2, cells))
@@ -147,6 +147,6 @@ def test_the_page_says_which_setting_is_for_which_fleet_and_what_does_not_hold()
     assert "p99 TTFT 0.810 of a's, wanted 0.8" in text
 
 
-def test_the_page_in_the_repository_is_made_of_its_data() -> None:
+def test_the_page_in_the_repository_matches_its_data() -> None:
     study = msgspec.json.decode((RESULTS / "results" / "pairs-short.json").read_bytes(), type=PairStudy)
     assert markdown(study) == (RESULTS / "pairs.md").read_text("utf-8")

@@ -64,7 +64,7 @@ def study(*cells: Cell) -> Study:
     return Study("short", "now", COMMIT, machine, 3_000, 5, tuple(zones), cells)
 
 
-def test_the_short_form_has_every_policy_in_every_case_at_three_loads_and_three_ratios() -> None:
+def test_the_short_form_has_every_policy_case_load_and_ratio() -> None:
     form = FORMS["short"]
     assert (form.rows, form.seeds, tuple(form.ratios)) == (3_000, 5, (1.0, 4.0, 20.0))
     todo = jobs(form.rows, form.seeds, form.ratios, form.cases, form.n_loads)
@@ -76,7 +76,7 @@ def test_the_short_form_has_every_policy_in_every_case_at_three_loads_and_three_
     }
 
 
-def test_ours_and_a_peers_rule_have_the_same_budget() -> None:
+def test_our_policy_and_peer_rules_have_the_same_tuning_budget() -> None:
     assert len(set(OURS_GRID)) == len(OURS_GRID) <= GRID_MAX
     assert {entrant.enforcement for entrant in OURS_GRID} == {None, "preferred", "required"}
     for job in jobs(24, 2, (1.0, 20.0), [0], 1):
@@ -89,7 +89,7 @@ def test_ours_and_a_peers_rule_have_the_same_budget() -> None:
                 assert found.policy == best.policy
 
 
-def test_what_keeps_to_its_zone_is_the_same_at_every_ratio_and_nothing_else_is() -> None:
+def test_only_zone_bound_figures_are_equal_at_every_ratio() -> None:
     job = Job(AGENTS, 10.0, "kvrouter", (1.0, 20.0), 40, 2)
     found = Contest(job).cells()
     assert [(each.ratio, rule(each.policy)) for each in found] == [
@@ -107,7 +107,7 @@ def test_what_keeps_to_its_zone_is_the_same_at_every_ratio_and_nothing_else_is()
     assert Contest(msgspec.structs.replace(job, ratios=(20.0,))).cells() == found[4:]
 
 
-def test_figures_are_of_the_second_half() -> None:
+def test_figures_cover_only_the_second_half_of_the_rows() -> None:
     job = Job(0, 3.0, "round-robin", (1.0,), 24, 1)
     (found,) = Contest(job).cells()
     rows = Rows(CASES[0], 3.0, 24)
@@ -121,7 +121,7 @@ def test_figures_are_of_the_second_half() -> None:
     assert found.good_per_s[0] == pytest.approx(good / (result.ended_s - begins_s))
 
 
-def test_a_closed_case_is_as_many_times_as_fast_in_all_but_its_answers() -> None:
+def test_a_closed_case_is_sped_up_in_all_but_its_answers() -> None:
     case = CASES[AGENTS]
     once, thrice = Rows(case, 1.0, 40), Rows(case, 3.0, 40)
     assert once.is_closed
@@ -143,7 +143,7 @@ def test_a_closed_case_is_as_many_times_as_fast_in_all_but_its_answers() -> None
         assert arrived[row.number] == pytest.approx(ended[wait.number] + wait.think_s)
 
 
-def test_seeds_from_which_nothing_is_drawn_are_replayed_twice() -> None:
+def test_seeds_without_effect_are_replayed_only_twice() -> None:
     rows = Rows(CASES[0], 3.0, 4)
     file = load_fleet(fleet("ab", 1.0, policy=None)).fleet
     one = summarize(replayed(file, rows.rows, rows, 0), Objective())
@@ -160,7 +160,7 @@ def test_seeds_from_which_nothing_is_drawn_are_replayed_twice() -> None:
     assert over_seeds(lambda _seed: one, 1) == [one]
 
 
-def test_a_replay_that_was_stopped_is_never_taken_for_a_whole_one() -> None:
+def test_a_stopped_replay_is_not_taken_as_complete() -> None:
     rows = Rows(CASES[0], 3.0, 4)
 
     def stopped() -> Iterator[TraceRequest]:
@@ -171,7 +171,7 @@ def test_a_replay_that_was_stopped_is_never_taken_for_a_whole_one() -> None:
         replayed(load_fleet(fleet("ab", 1.0, policy=None)).fleet, stopped(), rows, 0)
 
 
-def test_without_its_decoders_a_zone_fails_apart_and_not_together() -> None:
+def test_only_a_static_split_fails_requests_without_its_zones_decoders() -> None:
     whole, together, apart = (
         zone_cell(ZoneJob(2, setup, loses, 60, 1))
         for setup, loses in ((SPLIT, False), (ONE, True), (SPLIT, True))
@@ -181,7 +181,7 @@ def test_without_its_decoders_a_zone_fails_apart_and_not_together() -> None:
     assert apart.good_per_s[0] < together.good_per_s[0]
 
 
-def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_from_its_kept_results(tmp_path: Path) -> None:
     path = tmp_path / "short.kept"
     first, second = Done("one", 1.5, cells=(cell("lmetric", 2.0),)), Done("two", 0.5)
     KeptRun(path, HEAD).add(first)
@@ -204,7 +204,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         Head("short", 3_000, 5, Commit("ba9876543210", changed=False)),
     ],
 )
-def test_what_another_run_kept_is_not_mixed_in(tmp_path: Path, other: Head) -> None:
+def test_results_kept_by_another_run_are_ignored(tmp_path: Path, other: Head) -> None:
     path = tmp_path / "short.kept"
     KeptRun(path, other).add(Done("one", 1.0))
     assert KeptRun(path, HEAD).done == {}
@@ -212,7 +212,7 @@ def test_what_another_run_kept_is_not_mixed_in(tmp_path: Path, other: Head) -> N
     assert KeptRun(path, HEAD).done == {}
 
 
-def test_the_page_says_who_wins_and_by_how_much() -> None:
+def test_the_page_shows_the_winner_and_its_margin() -> None:
     page = markdown(
         study(
             cell("kvrouter", 400.0),
@@ -236,18 +236,18 @@ def test_the_page_says_who_wins_and_by_how_much() -> None:
     assert f"| 2 | {SPLIT} | there | 22 | 9 | 50.0 | 1.25 | 25.0 | 0 |" in page
 
 
-def test_a_page_on_which_ours_never_loses_says_so() -> None:
+def test_the_page_states_that_ours_loses_nowhere() -> None:
     page = markdown(study(cell("kvrouter, tuned: required", 1.0), cell("round-robin", 2.0)), [])
     assert "## Where ours loses\n\nNowhere.\n" in page
 
 
-def test_every_policy_has_its_figures_in_the_tables() -> None:
+def test_the_tables_have_the_figures_of_every_policy() -> None:
     text = tables(study(cell("lmetric", 100.0), cell("kvrouter, tuned: required", 120.0)))
     assert text.index("| lmetric | 100 |") < text.index("| kvrouter, tuned: required | 120 |")
     assert "## t, 2 times as fast, all links alike" in text
 
 
-def test_a_plot_shows_a_long_bar_as_one_that_goes_on_and_escapes_names() -> None:
+def test_a_plot_cuts_long_bars_and_escapes_names() -> None:
     svg = plot("Times", [Group("g", [Bar("a<b", 1.0, "1 ms"), Bar("long", 40.0, "40 ms", is_ours=True)])])
     assert "a&lt;b" in svg
     assert "a<b" not in svg
@@ -257,7 +257,9 @@ def test_a_plot_shows_a_long_bar_as_one_that_goes_on_and_escapes_names() -> None
     assert plot("Nothing", [Group("g", [Bar("a", 0.0, "0")])]).count("<polygon") == 0
 
 
-def test_what_is_written_names_only_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_studys_page_links_only_existing_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(FORMS, "check", FORMS["check"]._replace(rows=8))
     todo: list[Job | ZoneJob] = [
         *zone_jobs(8, 2)[:2],
@@ -281,14 +283,14 @@ def test_what_is_written_names_only_what_is_there(tmp_path: Path, monkeypatch: p
     assert read == done
 
 
-def test_a_case_reads_no_more_than_it_is_given() -> None:
+def test_a_case_reads_only_the_asked_number_of_rows() -> None:
     case = Case("few", CASES[0].path, (1.0,))
     assert [row.number for row in Rows(case, 1.0, 5).rows] == [0, 1, 2, 3, 4]
     assert Rows(case, 1.0, 5).half == 2
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_a_seed_says_how_late_each_request_is(case: int) -> None:
+def test_a_seed_determines_the_delay_of_each_request(case: int) -> None:
     rows = Rows(CASES[case], 1.0, 40)
     late = [row for seed in (0, 1) for row in rows.delayed(seed)]
     assert rows.delayed(1) == late[40:]

@@ -37,7 +37,7 @@ def test_tokens_depend_on_the_seed_alone() -> None:
     assert max(random_tokens(3, 10_000)) < 131_072
 
 
-def test_prompts_share_their_first_half_and_nothing_else() -> None:
+def test_prompts_of_one_prefix_share_only_their_first_half() -> None:
     load = DecisionLoad(n_workers=2)
     first, again, other = load.prompt(0), load.prompt(load.n_prefixes), load.prompt(1)
     assert len(first) == load.isl_tokens
@@ -46,21 +46,21 @@ def test_prompts_share_their_first_half_and_nothing_else() -> None:
     assert first[:4096] != other[:4096]
 
 
-def test_fleet_caches_hold_about_what_they_say() -> None:
+def test_fleet_caches_hold_about_the_stated_blocks() -> None:
     caches = FleetCaches(n_blocks=20_000, n_shared=4)
     held = sum(each.n_blocks for each in caches.held())
     assert 20_000 - 128 < held <= 20_000
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_held_runs_have_names_of_their_own(shared: bool) -> None:
+def test_held_runs_have_distinct_hashes(shared: bool) -> None:
     runs = list(held_runs(n_workers=4, n_blocks=2048, shared=shared))
     assert sum(run.n_blocks for run in runs) == 2048
     assert len({run.engine_hashes for run in runs}) == len(runs)
     assert len({run.block_hashes for run in runs}) == (len(runs) // 4 if shared else len(runs))
 
 
-def test_quantiles_are_samples() -> None:
+def test_quantiles_are_taken_from_the_samples() -> None:
     samples = [float(value) for value in range(1, 101)]
     random.Random(0).shuffle(samples)
     assert quantile(samples, 0.5) == 50.0
@@ -70,7 +70,7 @@ def test_quantiles_are_samples() -> None:
         quantile([], 0.5)
 
 
-async def test_a_timing_loop_takes_a_sample_a_call() -> None:
+async def test_a_timing_loop_takes_one_sample_per_call() -> None:
     called: list[int] = []
 
     async def await_it(number: int) -> None:
@@ -92,7 +92,7 @@ def test_a_side_measures_in_its_own_process() -> None:
         assert len(side.round("prompt, list", 2)) == 2
 
 
-def test_rows_are_measured_alone_and_with() -> None:
+def test_rows_are_measured_alone_and_with_a_peer() -> None:
     (alone,) = measure_alone(HASH, OURS)
     assert (alone.ours.samples, alone.theirs, len(alone.ours.round_p50s)) == (6, None, 2)
     (companion,) = measure_with(HASH, OURS, SideCommand("twin", OURS.python, OURS.module))
@@ -101,7 +101,7 @@ def test_rows_are_measured_alone_and_with() -> None:
     assert companion.ratio == companion.ours.p50 / companion.theirs.p50
 
 
-def test_sides_that_disagree_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_with_different_facts_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Side):
         def prepare(self, bench: str, params: dict[str, int]) -> dict[str, object]:
             facts = super().prepare(bench, params)
@@ -112,7 +112,7 @@ def test_sides_that_disagree_are_not_compared(monkeypatch: pytest.MonkeyPatch) -
         measure_with(HASH, OURS, SideCommand("other", OURS.python, OURS.module))
 
 
-def test_a_result_is_written_and_read(tmp_path: Path) -> None:
+def test_a_result_is_written_and_read_back(tmp_path: Path) -> None:
     line = Line("row", "variant", "µs", measured([[1.0, 3.0], [2.0]]), "peer", measured([[4.0]]), 0.5, 0.6)
     result = new_result("peers", versions={"b": "2", "a": "1"}, lines=[line], load_average=(0.1, 0.2, 0.3))
     path = write_result(result, tmp_path)
@@ -138,7 +138,7 @@ def test_rows_are_chosen_by_their_names() -> None:
         choose("nothing like it")
 
 
-def test_every_row_names_a_bench_of_ours() -> None:
+def test_every_row_names_an_existing_bench() -> None:
     assert {row.bench for row in ROWS} == set(BENCHES)
 
 
@@ -150,7 +150,9 @@ def test_every_row_names_a_bench_of_ours() -> None:
         ("memory", {"n_workers": 2, "n_blocks": 2560, "shared": 1}, ["held", "dropped"]),
     ],
 )
-async def test_our_benches_measure(bench: str, params: dict[str, int], variants: list[str]) -> None:
+async def test_every_bench_measures_its_variants(
+    bench: str, params: dict[str, int], variants: list[str]
+) -> None:
     side = BENCHES[bench](params)
     await side.prepare()
     for variant in variants:
@@ -160,7 +162,7 @@ async def test_our_benches_measure(bench: str, params: dict[str, int], variants:
     await side.close()
 
 
-async def test_overlap_is_measured_on_what_is_held() -> None:
+async def test_the_overlap_bench_finds_the_held_blocks() -> None:
     side = BENCHES["overlap"]({"n_blocks": 10_000, "n_shared": 4})
     found = (await side.prepare())["found"]
     one = 4 + 7 * 7919 % FleetCaches(n_blocks=10_000, n_shared=4).n_private
@@ -171,7 +173,7 @@ async def test_overlap_is_measured_on_what_is_held() -> None:
     }
 
 
-async def test_the_decision_is_measured_on_what_is_held_and_booked() -> None:
+async def test_the_decision_bench_has_the_held_blocks_and_bookings() -> None:
     load = DecisionLoad(n_workers=4)
     side = BENCHES["decision"]({"n_workers": 4})
     facts = await side.prepare()
@@ -186,7 +188,7 @@ async def test_the_decision_is_measured_on_what_is_held_and_booked() -> None:
     await side.close()
 
 
-def test_a_result_is_a_markdown_table() -> None:
+def test_a_result_is_rendered_as_a_markdown_table() -> None:
     alone = Line("row", "alone", "µs", measured([[1.0]]))
     companion = Line("row", "with", "µs", measured([[1.0, 3.0]]), "peer", measured([[4.0]]), 0.25, 0.6)
     result = new_result("peers", versions={"a": "1"}, lines=[alone, companion], load_average=(0.1, 0.2, 0.3))
@@ -196,7 +198,7 @@ def test_a_result_is_a_markdown_table() -> None:
     assert result.commit.id in text
 
 
-def test_several_runs_are_their_median_and_their_spread() -> None:
+def test_several_runs_are_rendered_as_median_and_spread() -> None:
     runs = [
         new_result("peers", versions={}, lines=[_with(ours, ratio)], load_average=(0.1, 0.2, 0.3))
         for ours, ratio in ((1.0, 0.25), (9.0, 0.3), (2.0, 0.5))

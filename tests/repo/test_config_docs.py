@@ -46,7 +46,7 @@ def test_a_stale_or_missing_page_fails_the_check_and_is_written(
     assert main(["--chekc"], docs) == 2
 
 
-def test_a_page_that_the_index_does_not_have_once_fails_the_check(
+def test_a_page_not_in_the_index_exactly_once_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     docs = project(tmp_path)
@@ -77,7 +77,7 @@ links[0](not_a_link.md)
 """
 
 
-def test_dead_links_fail_the_check_each_with_its_line(
+def test_dead_links_fail_the_check_with_their_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     docs = project(tmp_path)
@@ -112,9 +112,7 @@ def test_every_setting_metric_and_event_is_on_its_page() -> None:
         assert f"`{event.value}`" in metrics
 
 
-def test_the_table_that_flags_are_made_from_is_the_settings_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_flags_table_matches_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert written_settings() == SETTINGS
     assert write_flags.main(["--check"]) == 0
     table = tmp_path / "settings.json"

@@ -28,7 +28,7 @@ $ not a command
 """
 
 
-def test_commands_are_read_with_their_lines_documents_and_what_is_shown(tmp_path: Path) -> None:
+def test_commands_are_read_with_here_documents_and_shown_output(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(PAGE)
     found = [(step.section, step.command, step.shown, step.is_python) for step in steps_of(path)]
@@ -51,7 +51,7 @@ def test_commands_are_read_with_their_lines_documents_and_what_is_shown(tmp_path
         ("…", ""),
     ],
 )
-def test_what_differs_each_time_may_differ(shown: str, written: str) -> None:
+def test_varying_times_ids_and_counts_match(shown: str, written: str) -> None:
     assert absent([shown], f"before\n{written}\nafter") == []
 
 
@@ -66,5 +66,5 @@ def test_what_differs_each_time_may_differ(shown: str, written: str) -> None:
         ("DomainWithoutDecode …", "DomainsBalanced and more"),
     ],
 )
-def test_what_says_something_else_is_absent(shown: str, written: str) -> None:
+def test_differing_output_is_reported_as_absent(shown: str, written: str) -> None:
     assert absent([shown], written) == [shown]

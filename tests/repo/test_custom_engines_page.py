@@ -13,20 +13,20 @@ PAGE = (ROOT / "docs" / "custom-engines.md").read_text("utf-8")
 HEADER = (ROOT / "native" / "c" / "include" / "kvrouter.h").read_text("utf-8")
 
 
-def test_every_call_and_code_that_the_page_names_is_in_the_header() -> None:
+def test_calls_and_codes_named_on_the_page_are_in_the_header() -> None:
     named = set(re.findall(r"\b(?:kvr_\w+|KVR_[A-Z_]+)\b", PAGE)) - {"KVR_TOKEN"}
     assert named
     assert {name for name in named if not re.search(rf"\b{name}\b", HEADER)} == set()
 
 
-def test_the_header_has_as_many_calls_and_structs_as_the_page_counts() -> None:
+def test_the_page_counts_the_headers_calls_and_structs() -> None:
     calls = re.findall(r"^[\w *]+?\b(kvr_\w+)\(", HEADER, re.MULTILINE)
     structs = re.findall(r"^typedef struct \w+ \{", HEADER, re.MULTILINE)
     assert (len(set(calls)), len(structs)) == (10, 3)
     assert "ten calls and three structs" in PAGE
 
 
-def test_the_librarys_limits_are_the_pages() -> None:
+def test_the_page_has_the_c_librarys_limits() -> None:
     source = ROOT / "native" / "c" / "src"
     said = (
         ("frames", "FRAME_BLOCKS_MAX: usize = 4096;", "4096 blocks; longer stores are split"),
@@ -45,7 +45,7 @@ def test_the_librarys_limits_are_the_pages() -> None:
         assert words in PAGE
 
 
-def test_the_python_calls_that_the_page_names_are_there() -> None:
+def test_python_calls_named_on_the_page_exist() -> None:
     for name in ("publish_stored", "publish_removed", "publish_cleared", "publish_load", "heartbeat"):
         assert f"`{name}`" in PAGE
         assert callable(getattr(KvPublisher, name))
@@ -55,14 +55,14 @@ def test_the_python_calls_that_the_page_names_are_there() -> None:
     assert "mm_hashes" in signature(KvPublisher.publish_stored).parameters
 
 
-def test_no_page_and_no_header_promises_that_other_tiers_weigh() -> None:
+def test_the_page_and_header_promise_no_weight_for_other_tiers() -> None:
     """Only overlap on the GPU is asked of the index: no setting changes what other media are worth."""
     assert not [spec.name for spec in SETTINGS if re.search(r"medium|tier|host_cache|disk|cpu", spec.name)]
     assert "no setting makes them worth anything to a decision" in PAGE
     assert "configured otherwise" not in HEADER
 
 
-def test_the_doors_limits_are_the_pages() -> None:
+def test_the_page_has_the_engine_doors_limits() -> None:
     assert f"cleared after {engine_door.SILENCE_S:g} s of silence" in PAGE
     assert f"shows no token within {engine_door.GREETING_S:g} s" in PAGE
     assert f"| connections | {engine_door.CONNECTIONS_MAX} at one door; the next one is refused |" in PAGE

@@ -48,7 +48,7 @@ def test_every_example_is_linked_and_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in SHOWN}))
-def test_every_link_within_the_page_leads_to_a_heading(page: str) -> None:
+def test_every_link_within_a_page_leads_to_a_heading(page: str) -> None:
     text = page_of(page)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

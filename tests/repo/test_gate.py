@@ -25,7 +25,7 @@ def makefile(folder: Path, **targets: str) -> Path:
     return folder
 
 
-def test_each_part_is_a_target_that_people_call() -> None:
+def test_each_gate_part_is_a_documented_make_target() -> None:
     parts = [target for lanes in STAGES for lane in lanes for target in lane]
     assert [part for part in parts if not re.search(rf"^{part}: .*## ", MAKEFILE, re.M)] == []
     assert {
@@ -43,7 +43,7 @@ def test_each_part_is_a_target_that_people_call() -> None:
     assert "-m scripts.gate" in (ROOT / ".ci/run").read_text()
 
 
-def test_lanes_run_side_by_side_and_what_they_took_is_known(tmp_path: Path) -> None:
+def test_lanes_run_side_by_side_and_their_times_are_measured(tmp_path: Path) -> None:
     """Each lane waits for a file that the other makes."""
     waits = "touch {0}; for i in $$(seq 400); do test -e {1} && exit 0; sleep 0.05; done; exit 1"
     root = makefile(tmp_path, left=waits.format("a", "b"), right=waits.format("b", "a"))
@@ -52,7 +52,7 @@ def test_lanes_run_side_by_side_and_what_they_took_is_known(tmp_path: Path) -> N
     assert all(part.wall_s >= 0.0 and part.cpu_s >= 0.0 for part in parts)
 
 
-def test_a_part_that_fails_ends_its_lane_and_what_would_follow(tmp_path: Path) -> None:
+def test_a_failing_part_ends_its_lane_and_later_stages(tmp_path: Path) -> None:
     root = makefile(tmp_path, good="touch good", bad="exit 3", next="touch next", last="touch last")
     stages: list[list[tuple[str, ...]]] = [[("bad", "next"), ("good",)], [("last",)]]
     parts = run_stages(stages, root=root, times=root / "times")
@@ -69,7 +69,7 @@ def test_a_part_that_fails_ends_its_lane_and_what_would_follow(tmp_path: Path) -
     assert "    2.0     0.5  t" in text
 
 
-def test_times_of_tests_tell_who_waits(tmp_path: Path) -> None:
+def test_test_times_separate_work_from_waiting(tmp_path: Path) -> None:
     """One test works, in a child too, and one waits."""
     (tmp_path / "test_two.py").write_text(
         "import subprocess, sys, time\n"
@@ -103,27 +103,27 @@ def test_the_tests_nearest_to_a_change_come_first() -> None:
     assert "tests/router/unit/test_learned_file.py" not in nearest[:20]
 
 
-def test_native_code_and_files_that_tests_read_have_nearest_tests_too() -> None:
+def test_native_code_and_data_files_have_nearest_tests() -> None:
     native = fast_tests.nearest_tests(["native/core/src/json.rs"])
     assert "tests/core/laws/test_msgpack_bounds_law.py" in native
     assert "tests/repo/test_gate.py" in fast_tests.nearest_tests([".ci/run"])
 
 
-def test_no_more_is_chosen_than_fits_into_the_time() -> None:
+def test_tests_are_chosen_only_within_the_time_budget() -> None:
     took_s = {"a": 60.0, "b": 60.0, "c": 30.0}
     assert fast_tests.choose(["a", "b", "c"], took_s) == (["a", "c"], 1)
     assert fast_tests.choose([], took_s) == ([], 0)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
-def test_the_text_of_each_mutation_is_there_once(mutation: Mutation) -> None:
+def test_the_text_of_each_mutation_occurs_in_its_source(mutation: Mutation) -> None:
     source = (ROOT / mutation.path).read_text()
     assert mutated(source, mutation) != source
     assert all((ROOT / test).is_file() for test in mutation.tests)
     assert mutation.tests or mutation.is_native
 
 
-def test_a_mutation_whose_text_has_gone_is_refused_by_name() -> None:
+def test_a_mutation_whose_text_is_missing_is_refused_by_name() -> None:
     with pytest.raises(NotFair, match=f"{MUTATIONS[0].name}: .* 0 times"):
         mutated("", MUTATIONS[0])
 

@@ -7,7 +7,7 @@ import pytest
 from scripts.generated_files import write_or_check
 
 
-def test_what_is_stale_or_missing_fails_the_check_and_is_written(
+def test_stale_or_missing_files_fail_the_check_and_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stale, missing = tmp_path / "kvrouter.yaml", tmp_path / "dashboards" / "made.json"

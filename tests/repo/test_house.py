@@ -21,7 +21,7 @@ def sources() -> dict[str, str]:
     return {str(path.relative_to(HOME)): path.read_text("utf-8") for path in HOME.rglob("*.py")}
 
 
-def test_only_the_native_doors_import_the_native_core() -> None:
+def test_only_listed_modules_import_the_native_core() -> None:
     doors = {name for name, text in sources().items() if IMPORTS_NATIVE.search(text)}
     assert doors == {
         "core/hashing.py",
@@ -36,7 +36,7 @@ def test_only_the_native_doors_import_the_native_core() -> None:
     }
 
 
-def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -> None:
+def test_only_the_registry_imports_the_package_of_an_engine_kind() -> None:
     """Only the registry imports the package of a kind. The mock is no server that is attached."""
     kinds = {name.split("/")[1] for name in sources() if re.fullmatch(r"engines/\w+/attach\.py", name)}
     assert {package.rpartition(".")[2] for package in ENGINES.values()} == kinds
@@ -50,7 +50,7 @@ def test_a_kind_of_engine_is_named_by_its_own_package_and_the_registry_alone() -
     assert namers == set()
 
 
-def test_each_kind_of_engine_has_its_line_in_every_table_by_kind() -> None:
+def test_each_engine_kind_has_a_row_in_every_table_by_kind() -> None:
     """A kind without a line gets another kind's prompts, or the operator does not recognise its server."""
     tables: dict[str, set[str]] = {
         "PROMPT_MAKERS of text/prompts/__init__.py": set(PROMPT_MAKERS),
@@ -63,12 +63,12 @@ def test_each_kind_of_engine_has_its_line_in_every_table_by_kind() -> None:
     assert known <= set(ENGINES)
 
 
-def test_no_module_is_a_grab_bag() -> None:
+def test_no_module_has_a_grab_bag_name() -> None:
     grab_bags = {"utils", "common", "helpers", "base", "manager"}
     assert [name for name in sources() if grab_bags & set(Path(name).with_suffix("").parts)] == []
 
 
-def test_contributing_names_files_that_are_there() -> None:
+def test_files_named_in_contributing_exist() -> None:
     contributing = (HOME.parents[1] / "CONTRIBUTING.md").read_text("utf-8")
     in_packages = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", contributing))
     assert {name for name in in_packages if not name.startswith("tests/")} - set(sources()) == set()
@@ -76,7 +76,7 @@ def test_contributing_names_files_that_are_there() -> None:
     assert {name for name in in_tests if not [*HOME.parents[1].glob(f"{name}*")]} == set()
 
 
-def test_architecture_names_modules_that_are_there() -> None:
+def test_modules_named_in_architecture_exist() -> None:
     page = (HOME.parents[1] / "docs" / "architecture.md").read_text("utf-8")
     paths = {HOME / name.replace(".", "/") for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", page)}
     named = {path for path in paths if (HOME / path.relative_to(HOME).parts[0]).is_dir()}
@@ -84,7 +84,7 @@ def test_architecture_names_modules_that_are_there() -> None:
     assert {path for path in named if not (path.is_dir() or path.with_suffix(".py").is_file())} == set()
 
 
-def test_readme_and_architecture_show_the_layers_of_packages_in_one_picture() -> None:
+def test_readme_and_architecture_show_the_same_package_layers() -> None:
     root = HOME.parents[1]
     texts = [(root / name).read_text("utf-8") for name in ("README.md", "docs/architecture.md")]
     first, second = (re.findall(r"```text\n( cli .*?)```", text, re.S) for text in texts)
@@ -96,7 +96,7 @@ def test_readme_and_architecture_show_the_layers_of_packages_in_one_picture() ->
     assert shown == [set(re.findall(r"\w+", layer)) for layer in layers]
 
 
-def test_imports_for_types_alone_hide_no_cycle() -> None:
+def test_type_only_imports_hide_no_cycle() -> None:
     """Where a module imports for its types alone, what it imports does not import it, by any way."""
     modules = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources()
@@ -132,7 +132,7 @@ def test_imports_for_types_alone_hide_no_cycle() -> None:
         assert module not in reached, f"{module} imports {found} for its types, which imports it"
 
 
-def test_bytes_from_outside_are_decoded_in_one_place() -> None:
+def test_only_core_json_calls_the_decoders() -> None:
     """core/json.py counts what long texts would become, and catches whatever a decoder may raise."""
     caught = {"MsgspecError", "DecodeError", "ValidationError"}
     found: set[str] = set()

@@ -32,7 +32,7 @@ WITHOUT_SCHEMA = {"Issuer", "Certificate", "ServiceMonitor", "PodMonitor", "Prom
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_manifest_is_one_of_kubernetes_own_schemas_of_old_and_new_clusters(name: str) -> None:
+def test_manifests_fit_the_schemas_of_old_and_new_kubernetes(name: str) -> None:
     for manifest in shape(name):
         for version in (OLDEST, "1.37"):
             try:
@@ -42,7 +42,7 @@ def test_every_manifest_is_one_of_kubernetes_own_schemas_of_old_and_new_clusters
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_helm_finds_nothing_to_fix(name: str) -> None:
+def test_helm_lint_finds_nothing_to_fix(name: str) -> None:
     report = lint(CHART, SHAPES[name], strict=True)
     icon = "icon is recommended"
     assert [reported for reported in report["messages"] if icon not in reported["error"]] == []
@@ -50,7 +50,7 @@ def test_helm_finds_nothing_to_fix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_no_two_manifests_are_of_one_object_and_selectors_find_their_pods_alone(name: str) -> None:
+def test_manifests_are_distinct_and_selectors_match_one_pod_template(name: str) -> None:
     manifests = shape(name)
     places = [
         (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in manifests
@@ -70,7 +70,7 @@ def test_no_two_manifests_are_of_one_object_and_selectors_find_their_pods_alone(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_pods_keep_to_kubernetes_restricted_standard_and_write_to_volumes_alone(name: str) -> None:
+def test_pods_meet_the_restricted_standard_with_read_only_roots(name: str) -> None:
     for spec in pods_of(shape(name)):
         assert (spec["securityContext"]["runAsNonRoot"], spec["securityContext"]["runAsUser"]) == (
             True,
@@ -87,7 +87,7 @@ def test_pods_keep_to_kubernetes_restricted_standard_and_write_to_volumes_alone(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_flag_is_one_of_the_command(name: str) -> None:
+def test_every_rendered_flag_exists_on_its_command(name: str) -> None:
     known = {flag for parameter in operator_run.params for flag in parameter.opts}
     assert set(arguments(shape(name))) <= known
     known = {flag for parameter in operator_clean_up.params for flag in parameter.opts}
@@ -97,7 +97,7 @@ def test_every_flag_is_one_of_the_command(name: str) -> None:
         assert {argument.split("=")[0] for argument in container["args"]} <= known
 
 
-def test_by_default_there_is_all_that_a_cluster_needs_and_no_more() -> None:
+def test_the_default_chart_renders_exactly_the_expected_objects() -> None:
     there = sorted(
         f"{each['kind']} {each['metadata']['name']}" for each in shape("default") if not is_hook(each)
     )
@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("values", "reported"), REFUSED)
-def test_a_value_that_cannot_be_is_refused_by_its_name(values: dict[str, object], reported: str) -> None:
+def test_an_invalid_value_is_refused_by_its_name(values: dict[str, object], reported: str) -> None:
     with pytest.raises(HelmValuesError) as refused:
         rendered(values)
     assert reported in str(refused.value)
@@ -167,7 +167,7 @@ def test_a_service_monitor_without_its_service_is_refused() -> None:
     assert of_kind(rendered({"metrics": {"service": False}}), "Service") != []
 
 
-def test_the_schema_knows_every_value_and_no_other() -> None:
+def test_the_values_schema_has_exactly_the_charts_values() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
 
@@ -182,7 +182,7 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
     compared(schema, values, "values")
 
 
-def test_chart_and_definitions_are_of_this_version_and_helm_writes_none_of_them() -> None:
+def test_chart_has_the_project_version_and_no_definitions_of_its_own() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = (CHART.parents[2] / "pyproject.toml").read_text()
     assert f'version = "{chart["appVersion"]}"' in project
@@ -197,7 +197,7 @@ def test_chart_and_definitions_are_of_this_version_and_helm_writes_none_of_them(
     assert not (CHART / "crds").exists()  # Helm 4 takes over those that another chart wrote
 
 
-def test_at_its_end_it_says_what_comes_next_and_what_is_off() -> None:
+def test_the_notes_name_the_next_steps_and_disabled_parts() -> None:
     reported = notes()
     assert "kubectl rollout status deployment/kvrouter-operator --namespace kvrouter-system" in reported
     assert "looks after all namespaces" in reported
@@ -206,7 +206,7 @@ def test_at_its_end_it_says_what_comes_next_and_what_is_off() -> None:
     assert "NATS for fleets" in notes({"nats": {"enabled": True}})
 
 
-def test_the_paths_that_the_notes_name_are_there() -> None:
+def test_paths_named_in_the_notes_exist() -> None:
     root = Path(__file__).parents[2]
     for word in (word.strip("(),.") for word in notes().split()):
         if word.startswith(("deploy/", "examples/")):

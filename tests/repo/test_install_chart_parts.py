@@ -12,7 +12,7 @@ from kvrouter.operator.reconcile.bindings import KINDS
 from tests.testing.helm_chart import arguments, is_hook, of_kind, one, pods_of, rendered, shape
 
 
-def test_with_every_switch_off_there_is_the_operator_alone() -> None:
+def test_with_every_switch_off_only_the_operator_and_lease_remain() -> None:
     kinds = [each["kind"] for each in shape("every switch off")]
     assert sorted(kinds) == ["Deployment", "Lease"]
     spec = one(shape("every switch off"), "Deployment")["spec"]["template"]["spec"]
@@ -22,7 +22,7 @@ def test_with_every_switch_off_there_is_the_operator_alone() -> None:
     )
 
 
-def test_confined_to_a_namespace_it_may_do_nothing_in_others() -> None:
+def test_a_confined_operator_has_rights_in_one_namespace_only() -> None:
     manifests = shape("one namespace")
     assert arguments(manifests)["--namespace"] == "fleets"
     roles = {each["metadata"]["name"]: each for each in of_kind(manifests, "Role") if not is_hook(each)}
@@ -36,7 +36,7 @@ def test_confined_to_a_namespace_it_may_do_nothing_in_others() -> None:
     assert webhook["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "fleets"}}
 
 
-def test_secrets_and_leases_are_asked_for_by_name_and_stand_there_before() -> None:
+def test_secret_and_lease_rights_are_by_name_and_both_are_rendered() -> None:
     manifests = shape("default")
     role = one(manifests, "Role", "kvrouter-operator")
     assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in role["rules"]] == [
@@ -50,7 +50,7 @@ def test_secrets_and_leases_are_asked_for_by_name_and_stand_there_before() -> No
     assert "data" not in secret  # so that an upgrade takes nothing from what the operator wrote
 
 
-def test_the_doors_are_found_by_the_names_that_the_operator_is_reported() -> None:
+def test_webhooks_and_services_have_the_names_given_to_the_operator() -> None:
     manifests = rendered({"admission": {"bindingWebhook": True}}, name="blue", namespace="serving")
     reported = arguments(manifests)
     assert reported["--webhook"] == one(manifests, "ValidatingWebhookConfiguration")["metadata"]["name"]
@@ -71,7 +71,7 @@ def test_the_doors_are_found_by_the_names_that_the_operator_is_reported() -> Non
         assert (port["port"], port["targetPort"]) == (service["port"], "admission")
 
 
-def test_what_concerns_pods_never_holds_one_up() -> None:
+def test_the_binding_webhook_never_blocks_pods() -> None:
     (validating,) = one(shape("default"), "ValidatingWebhookConfiguration")["webhooks"]
     assert (validating["failurePolicy"], validating["timeoutSeconds"]) == ("Fail", 10)
     assert [rule["resources"] for rule in validating["rules"]] == [["dynamographdeployments"]]
@@ -83,7 +83,7 @@ def test_what_concerns_pods_never_holds_one_up() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ValidatingWebhookConfiguration", "MutatingWebhookConfiguration"])
-def test_each_way_to_a_certificate_is_whole(kind: str) -> None:
+def test_each_way_to_a_certificate_is_rendered_completely(kind: str) -> None:
     inject = "cert-manager.io/inject-ca-from"
     own, managed, given = (
         one(shape(name), kind) for name in ("default", "cert-manager", "a certificate that is there")
@@ -107,7 +107,7 @@ def test_each_way_to_a_certificate_is_whole(kind: str) -> None:
     assert one(shape("cert-manager signs for itself"), "Certificate")["spec"]["issuerRef"]["name"] == issuer
 
 
-def test_operators_are_apart_if_they_can_be() -> None:
+def test_operator_pods_prefer_different_zones_and_nodes() -> None:
     template = one(shape("default"), "Deployment")["spec"]["template"]
     constraints = template["spec"]["topologySpreadConstraints"]
     keys = {each["topologyKey"]: each["whenUnsatisfiable"] for each in constraints}
@@ -116,7 +116,7 @@ def test_operators_are_apart_if_they_can_be() -> None:
         assert each["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
-def test_nats_is_where_fleets_are_reported_that_it_is() -> None:
+def test_nats_is_at_the_address_given_to_the_operator() -> None:
     own = shape("nats of its own")
     assert arguments(own)["--nats-server"] == "nats://kvrouter-nats.kvrouter-system.svc:4222"
     stateful = one(own, "StatefulSet", "kvrouter-nats")
@@ -133,7 +133,7 @@ def test_nats_is_where_fleets_are_reported_that_it_is() -> None:
     assert not of_kind(elsewhere, "StatefulSet")
 
 
-def test_pods_are_placed_and_pulled_as_the_values_say() -> None:
+def test_pods_are_placed_and_pulled_as_the_values_set() -> None:
     manifests = shape("everything of pods")
     image = f"corp:5000/kvrouter@sha256:{'a' * 64}"
     for spec in pods_of(manifests):
@@ -157,7 +157,7 @@ def test_pods_are_placed_and_pulled_as_the_values_say() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
 
 
-def test_the_operator_may_do_what_it_does_and_the_job_at_the_end_what_is_left() -> None:
+def test_operator_and_clean_up_job_have_the_rights_they_need() -> None:
     manifests = shape("default")
 
     def may(role: str, verbs: set[str], kind: ResourceKind) -> bool:
@@ -176,7 +176,7 @@ def test_the_operator_may_do_what_it_does_and_the_job_at_the_end_what_is_left() 
         assert may("kvrouter-operator-deployments", {"get", "watch", *written}, kind), kind.plural
 
 
-def test_whoever_may_view_or_edit_a_namespace_may_do_so_with_deployments() -> None:
+def test_deployment_roles_aggregate_to_view_edit_and_admin() -> None:
     roles = {each["metadata"]["name"]: each for each in of_kind(shape("default"), "ClusterRole")}
 
     def reach(name: str) -> tuple[set[str], set[str]]:
@@ -191,7 +191,7 @@ def test_whoever_may_view_or_edit_a_namespace_may_do_so_with_deployments() -> No
     )
 
 
-def test_a_nats_server_takes_the_configuration(tmp_path: Path) -> None:
+def test_a_nats_server_accepts_the_rendered_configuration(tmp_path: Path) -> None:
     text = one(shape("nats of its own"), "ConfigMap")["data"]["nats.conf"]
     store = tmp_path / "store"
     (tmp_path / "nats.conf").write_text(text.replace("store_dir: /data", f"store_dir: {store}"))

@@ -61,7 +61,7 @@ def validator() -> Draft202012Validator:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_schema_of_compose_has_nothing_against_it(file: str) -> None:
+def test_compose_examples_fit_the_compose_schema(file: str) -> None:
     document = compose_file(file)
     assert [error.message for error in validator().iter_errors(document)] == []
     next(iter(document["services"].values()))["restrat"] = "always"
@@ -69,7 +69,7 @@ def test_the_schema_of_compose_has_nothing_against_it(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_secrets_are_what_a_user_must_give_and_nothing_else(file: str) -> None:
+def test_compose_files_require_each_secret_from_the_user(file: str) -> None:
     for missing in SECRETS:
         with pytest.raises(KeyError, match=missing):
             compose_services(file, {name: value for name, value in SECRET.items() if name != missing})
@@ -78,7 +78,7 @@ def test_secrets_are_what_a_user_must_give_and_nothing_else(file: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), CASES)
-def test_a_command_is_taken_by_the_command_line(file: str, name: str) -> None:
+def test_compose_commands_are_accepted_by_the_command_line(file: str, name: str) -> None:
     service = own(file)[name]
     started = start(service)
     assert seconds(service["stop_grace_period"]) > started.drain_limit_s
@@ -97,7 +97,7 @@ def test_a_command_is_taken_by_the_command_line(file: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), CASES)
-def test_a_process_may_do_nothing_but_its_work(file: str, name: str) -> None:
+def test_compose_services_are_hardened_and_use_the_projects_image(file: str, name: str) -> None:
     service = own(file)[name]
     assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -108,7 +108,7 @@ def test_a_process_may_do_nothing_but_its_work(file: str, name: str) -> None:
     assert (built / service["build"]["dockerfile"]).resolve() == ROOT / "Containerfile"
 
 
-def test_a_wrong_flag_is_refused() -> None:
+def test_a_wrong_flag_or_variable_is_refused() -> None:
     service = own("compose.yaml")["prefill-a"]
     with pytest.raises(ValueError, match="--zone"):
         start({**service, "command": [*service["command"], "--zone", "a"]})
@@ -117,7 +117,7 @@ def test_a_wrong_flag_is_refused() -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_images_of_others_have_an_exact_version(file: str) -> None:
+def test_third_party_images_have_an_exact_version(file: str) -> None:
     for name, service in compose_services(file, SECRET).items():
         if name not in own(file):
             assert EXACT.fullmatch(service["image"]), name
@@ -135,7 +135,7 @@ def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text("utf-8"))
 
 
-def test_prometheus_and_grafana_find_what_they_read() -> None:
+def test_prometheus_and_grafana_mount_the_files_they_read() -> None:
     services = compose_services("compose.yaml", SECRET)
     seen = {target: path for name in ("prometheus", "grafana") for path, target in mounts(services[name])}
     assert all(path.exists() for path in seen.values())
@@ -154,13 +154,13 @@ def test_prometheus_and_grafana_find_what_they_read() -> None:
     assert {services[name]["profiles"][0] for name in ("prometheus", "grafana")} == {"monitoring"}
 
 
-def test_each_zone_can_prefill_and_decode() -> None:
+def test_each_zone_has_a_prefill_and_a_decode_worker() -> None:
     commands = [" ".join(service["command"]) for service in workers("compose.yaml").values()]
     has = {tuple(re.findall(r"--role (\w+) --domain zone=(\w+)", each)[0]) for each in commands}
     assert has == {(role, zone) for role in ("prefill", "decode") for zone in ("a", "b")}
 
 
-def test_each_vllm_has_a_worker_and_says_what_that_asks() -> None:
+def test_each_vllm_engine_has_a_worker_and_the_needed_flags() -> None:
     services = compose_services("vllm.yaml", SECRET)
     engines = {name for name, service in services.items() if service["image"].startswith("docker.io/vllm/")}
     urls = {

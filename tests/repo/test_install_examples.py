@@ -60,28 +60,28 @@ def planned(file: str) -> list[Plan]:
     return found
 
 
-def test_every_example_is_one_of_these() -> None:
+def test_the_example_list_is_complete() -> None:
     assert set(FILES) == set(ENFORCED)
     reported = (FOLDER / "README.md").read_text()
     assert all(f"({file})" in reported or file.startswith("migration/") for file in FILES)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_it_is_admitted_without_a_warning(file: str) -> None:
+def test_examples_are_admitted_without_a_warning(file: str) -> None:
     for document in of_kind(documents(file), KIND):
         verdict = validate(document, None, facts_of(file), DEFAULTS)
         assert (verdict.problems, verdict.warnings) == ((), ())
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_it_is_planned_as_it_says_without_a_warning(file: str) -> None:
+def test_examples_are_planned_with_their_policy_and_no_warning(file: str) -> None:
     plans = planned(file)
     assert [(each.problems, each.warnings) for each in plans] == [((), ())] * len(plans)
     assert [each.policy and each.policy.enforcement.value for each in plans] == ENFORCED[file]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_planned_is_of_kubernetes_own_schemas(file: str) -> None:
+def test_planned_manifests_fit_the_kubernetes_schemas(file: str) -> None:
     manifests = [dict(manifest) for each in planned(file) for manifest in each.manifests]
     assert {"Deployment", "Service"} <= {str(manifest["kind"]) for manifest in manifests}
     for manifest in manifests:
@@ -89,7 +89,7 @@ def test_what_is_planned_is_of_kubernetes_own_schemas(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_pods_that_are_spread_are_found_by_the_labels_that_the_operator_gives_them(file: str) -> None:
+def test_topology_spread_selectors_match_their_pods_labels(file: str) -> None:
     for manifest in of_kind(
         [dict(each) for whole in planned(file) for each in whole.manifests], "Deployment"
     ):
@@ -98,7 +98,7 @@ def test_pods_that_are_spread_are_found_by_the_labels_that_the_operator_gives_th
             assert spread["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
 
 
-def test_migration_changes_where_pods_may_be_and_not_how_many() -> None:
+def test_the_migration_example_keeps_the_number_of_pods() -> None:
     def replicas(file: str, kind: str) -> int:
         return sum(
             component["replicas"]
@@ -111,7 +111,7 @@ def test_migration_changes_where_pods_may_be_and_not_how_many() -> None:
         assert replicas("migration/before.yaml", kind) == replicas("migration/after.yaml", kind)
 
 
-def test_what_is_planned_of_the_examples_stays() -> None:
+def test_plans_of_the_examples_match_the_golden_file() -> None:
     """KVROUTER_WRITE_GOLDEN=1 writes the file again, when a plan is meant to change: its rows name which."""
     rows = [
         f"{file} {manifest['kind']} {key_of(manifest)} {_digest(manifest)}"

@@ -35,7 +35,7 @@ def of(stage: str, word: str) -> list[str]:
     return [rest for each, rest in stages()[stage] if each == word]
 
 
-def test_the_last_stage_holds_python_and_the_environment_alone() -> None:
+def test_the_last_image_stage_has_only_python_and_the_environment() -> None:
     assert list(stages()) == ["before", "tools", "wheel", "environment", ""]
     assert [of(stage, "FROM")[0].split()[0] for stage in ("tools", "environment", "")] == [
         "${PYTHON_IMAGE}",
@@ -49,7 +49,7 @@ def test_the_last_stage_holds_python_and_the_environment_alone() -> None:
     ]
 
 
-def test_it_runs_kvrouter_without_a_shell_as_the_user_of_every_manifest() -> None:
+def test_the_image_runs_kvrouter_as_the_manifests_user() -> None:
     assert json.loads(of("", "ENTRYPOINT")[0]) == ["kvrouter"]
     assert "PATH=/opt/kvrouter/bin:$PATH" in of("", "ENV")[0]
     (user,) = of("", "USER")
@@ -60,7 +60,7 @@ def test_it_runs_kvrouter_without_a_shell_as_the_user_of_every_manifest() -> Non
     assert {f"{uid}:{gid}" for uid, gid in users} == {user}
 
 
-def test_whatever_is_copied_is_there_and_let_through() -> None:
+def test_copied_paths_exist_and_pass_dockerignore() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     let_through = {line.removeprefix("!") for line in lines if line.startswith("!")}
@@ -76,7 +76,7 @@ def test_whatever_is_copied_is_there_and_let_through() -> None:
     assert {"native/target", "**/*.so", "**/__pycache__"} <= set(lines)
 
 
-def test_nothing_that_the_wheel_is_built_from_is_missing() -> None:
+def test_the_wheel_stage_copies_all_build_inputs() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     for key in ("readme", "manifest-path", "python-source"):
         (path,) = re.findall(rf'^{key} = "([^"]+)"', project, re.MULTILINE)
@@ -98,7 +98,7 @@ def installs() -> list[str]:
     return [match[1] for part in found if (match := re.search(r"\binstall (.*)", part))]
 
 
-def test_every_package_comes_from_a_lock_and_the_wheel_brings_none() -> None:
+def test_packages_come_only_from_the_locks() -> None:
     locked = [rest for rest in installs() if "--requirement" in rest]
     assert {re.findall(r"--requirement (\S+)", rest)[0] for rest in locked} == {
         "/locks/build.txt",
@@ -120,9 +120,7 @@ def test_every_package_comes_from_a_lock_and_the_wheel_brings_none() -> None:
         ("RUST_IMAGE", "native/Cargo.toml", r'rust-version = "([\d.]+)"'),
     ],
 )
-def test_its_base_images_are_exact_and_no_older_than_what_the_project_needs(
-    argument: str, file: str, pattern: str
-) -> None:
+def test_base_images_are_exact_and_new_enough(argument: str, file: str, pattern: str) -> None:
     image = dict(rest.split("=") for rest in of("before", "ARG"))[argument]
     match = re.fullmatch(
         r"docker\.io/library/\w+:(\d+\.\d+\.\d+)-slim-bookworm(@sha256:[0-9a-f]{64})?", image
@@ -135,7 +133,7 @@ def test_its_base_images_are_exact_and_no_older_than_what_the_project_needs(
         assert match[1].startswith(f"{PYTHON}.")
 
 
-def test_manifests_and_page_name_the_same_image() -> None:
+def test_the_chart_and_containerfile_name_the_same_image() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     repository = values["image"]["repository"]
     source = re.findall(r'image\.source="https://github\.com/([^"]+)"', of("", "LABEL")[0])

@@ -33,7 +33,7 @@ def operator_of(manifests: list[Manifest]) -> dict[str, Any]:
     return container
 
 
-def test_what_is_made_from_the_chart_is_fresh() -> None:
+def test_files_generated_from_the_chart_are_fresh() -> None:
     assert main(["--check"]) == 0
     assert {path.parent.name for path in KUSTOMIZE.glob("*/kustomization.yaml")} == set(VARIANTS)
 
@@ -46,7 +46,7 @@ def test_a_value_without_a_comment_is_named(set_constants: SetConstants, tmp_pat
 
 
 @pytest.mark.parametrize("folder", sorted(set(VARIANTS) - set(ALONE)))
-def test_each_folder_is_whole(folder: str) -> None:
+def test_each_kustomize_folder_builds_only_the_expected_objects(folder: str) -> None:
     manifests = built(KUSTOMIZE / folder)
     assert not of_kind(manifests, "CustomResourceDefinition")  # else `kubectl delete -k` deletes fleets
     assert of_kind(manifests, "Namespace", "kvrouter-system")
@@ -63,7 +63,7 @@ def test_the_webhook_on_bindings_can_be_added() -> None:
     assert webhook["metadata"]["name"] == "kvrouter-operator-binding"
 
 
-def test_another_image_is_named_once_and_reaches_the_operator_and_its_fleets(tmp_path: Path) -> None:
+def test_an_image_override_reaches_the_operator_and_its_fleets(tmp_path: Path) -> None:
     for path in KUSTOMIZE.parent.glob("**/*.y*ml"):
         place = tmp_path / path.relative_to(KUSTOMIZE.parent)
         place.parent.mkdir(parents=True, exist_ok=True)

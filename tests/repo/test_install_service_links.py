@@ -19,13 +19,13 @@ FILES = sorted(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_pods_of_the_chart_are_reported_of_none(name: str) -> None:
+def test_pods_of_the_chart_disable_service_links(name: str) -> None:
     pods = pods_of(shape(name))
     assert pods
     assert [pod for pod in pods if pod.get("enableServiceLinks") is not False] == []
 
 
-def test_pods_of_other_manifests_are_reported_of_none() -> None:
+def test_pods_of_other_manifests_disable_service_links() -> None:
     pods = {file: pods_of([each for each in _documents(file) if "kind" in each]) for file in FILES}
     assert sum(len(found) for found in pods.values()) == 8
     for file, found in pods.items():

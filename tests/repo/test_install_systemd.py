@@ -78,7 +78,7 @@ def start(unit: str) -> ParsedCommand:
     return parse_command(filled, environ)
 
 
-def test_every_example_is_one_of_these() -> None:
+def test_the_example_list_is_complete() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {
         *UNITS,
         *(file for files in UNITS.values() for file in files),
@@ -86,7 +86,7 @@ def test_every_example_is_one_of_these() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_its_command_is_taken_and_may_end_in_its_own_time(unit: str) -> None:
+def test_unit_commands_are_accepted_and_may_drain_before_the_stop_limit(unit: str) -> None:
     started = start(unit)
     service = service_of(unit)
     assert float(service["TimeoutStopSec"]) > started.drain_limit_s
@@ -99,20 +99,20 @@ def test_its_command_is_taken_and_may_end_in_its_own_time(unit: str) -> None:
     )
 
 
-def test_a_worker_whose_place_was_taken_is_not_started_again() -> None:
+def test_units_are_not_restarted_after_their_final_exit_codes() -> None:
     assert service_of("kvrouter-worker@.service")["RestartPreventExitStatus"].split() == ["2", "3"]
     assert service_of("kvrouter-frontend.service")["RestartPreventExitStatus"].split() == ["2"]
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_its_files_are_those_of_the_examples(unit: str) -> None:
+def test_units_read_the_example_environment_files(unit: str) -> None:
     named = service_of(unit)["EnvironmentFile"].split()
     fleet, own = UNITS[unit]
     assert named == [f"/etc/kvrouter/{file}" for file in (fleet, "secrets.env", own)]
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_it_may_write_its_own_folder_alone(unit: str) -> None:
+def test_units_are_hardened_and_use_their_own_state_folder(unit: str) -> None:
     service = service_of(unit)
     assert {name: service.get(name) for name in HARDENED} == HARDENED
     folder = f"/var/lib/{service['StateDirectory']}"
@@ -130,7 +130,7 @@ def test_a_unit_has_the_three_sections(unit: str) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("unit", UNITS)
-def test_systemd_accepts_the_unit(unit: str, tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
     """The program that the unit starts is not installed here: another one stands in for it."""
     assert verified(tmp_path / unit.replace("@", f"@{INSTANCE}"), text_of(unit)) == ""
     assert "UMsk" in verified(tmp_path / "wrong.service", text_of(unit).replace("UMask=", "UMsk="))
@@ -143,7 +143,7 @@ def verified(path: Path, text: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
 
-def test_no_example_has_a_secret_and_one_says_how_to_make_them() -> None:
+def test_examples_hold_no_secret_and_explain_how_to_make_them() -> None:
     files = {file for files in UNITS.values() for file in files}
     for file in files:
         assert not re.search(r"^\w+_(TOKEN|KEY)=", (FOLDER / file).read_text("utf-8"), re.M)

@@ -29,7 +29,7 @@ def script() -> str:
     return text
 
 
-def test_a_health_check_reads_what_a_status_has() -> None:
+def test_the_argo_cd_health_check_reads_existing_status_fields() -> None:
     fields = set(re.findall(r"obj\.status\.([A-Za-z]+)\b", script()))
     assert fields
     assert fields - names_in(DeploymentStatus) == set()
@@ -42,13 +42,13 @@ def test_a_health_check_reads_what_a_status_has() -> None:
     assert healths == {"Healthy", "Progressing", "Degraded"}
 
 
-def test_a_health_check_of_argo_cd_is_lua_of_its_form() -> None:
+def test_the_argo_cd_health_check_has_balanced_lua_blocks() -> None:
     opened = re.findall(r"\b(?:then|do)\b", script())
     assert len(opened) == len(re.findall(r"\bend\b", script()))
     assert script().rstrip().endswith("return hs")
 
 
-def test_preflight_is_shown_with_every_definition_after_what_it_needs() -> None:
+def test_preflight_is_shown_after_its_install_with_every_definition() -> None:
     steps = steps_of(DOCS / "kubernetes-install.md")
     at = next(index for index, step in enumerate(steps) if "operator preflight" in step.command)
     assert steps[at - 1].command == "pip install 'kvrouter[kubernetes]'"

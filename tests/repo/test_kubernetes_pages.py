@@ -84,11 +84,11 @@ def test_the_operators_reasons_are_found() -> None:
     assert {"AllPodsReady", "DomainWithoutDecode", "LabelsNotCopied", "NameTaken", "Applied"} <= reasons()
 
 
-def test_every_reason_is_on_the_page_on_troubleshooting() -> None:
+def test_every_operator_reason_is_on_the_troubleshooting_page() -> None:
     assert reasons() - named(TROUBLESHOOTING) == set()
 
 
-def test_every_reason_for_refusing_a_worker_has_a_row_with_its_fix() -> None:
+def test_every_worker_refusal_reason_has_a_row_with_its_fix() -> None:
     assert "](http-api.md#errors)" in TROUBLESHOOTING
     table = (DOCS / "http-api.md").read_text("utf-8").partition("\n| in `refusals` | means | fix |\n")[2]
     rows = [row.split(" | ")[0] for row in table.partition("\n\n")[0].splitlines()]
@@ -96,13 +96,13 @@ def test_every_reason_for_refusing_a_worker_has_a_row_with_its_fix() -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES.values(), ids=GUIDES)
-def test_no_reason_is_named_that_is_none(page: str) -> None:
+def test_every_reason_named_on_a_page_exists(page: str) -> None:
     words = {word for word in named(page) if re.fullmatch(r"(?:[A-Z][a-z]+){2,}", word)}
     assert words - reasons() - MADE_HERE - OF_KUBERNETES == set()
 
 
 @pytest.mark.parametrize("page", GUIDES.values(), ids=GUIDES)
-def test_every_log_event_code_and_field_that_is_named_exists(page: str) -> None:
+def test_every_named_log_event_code_and_field_exists(page: str) -> None:
     words = {word for word in named(page) if re.fullmatch(r"[a-z]+(?:_[a-z]+)+", word)}
     metrics = {word for word in words if word.startswith("kvrouter_")}
     known = {event.value for event in Event} | {reason.value for reason in Reason} | codes() | IN_ANSWERS
@@ -110,21 +110,21 @@ def test_every_log_event_code_and_field_that_is_named_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_metric_that_is_named_exists(page: str) -> None:
+def test_every_named_metric_exists(page: str) -> None:
     table = set(re.findall(r"`(kvrouter_[a-z_]+)`", (DOCS / "metrics.md").read_text("utf-8")))
     found = set(re.findall(r"`(kvrouter_[a-z_]+[a-z])(?=[{`])", PAGES[page]))
     assert found - table == set()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_value_of_the_chart_that_is_named_exists(page: str) -> None:
+def test_every_named_chart_value_exists(page: str) -> None:
     values = yaml.safe_load((ROOT / "deploy" / "helm" / "kvrouter" / "values.yaml").read_text("utf-8"))
     found = {match[1] for text in CODE.findall(PAGES[page]) if (match := VALUE.match(text))}
     assert {path for path in found if not _has(values, path.split("."))} == set()
 
 
 @pytest.mark.parametrize("page", [*PAGES, "../README.md", "architecture.md"])
-def test_every_link_leads_somewhere(page: str) -> None:
+def test_every_link_has_an_existing_target(page: str) -> None:
     text = (DOCS / page).read_text("utf-8")
     broken = []
     for path, anchor in LINK.findall(text):
@@ -147,7 +147,7 @@ def _has(values: object, path: list[str]) -> bool:
     return isinstance(values, Mapping) and path[0] in values and _has(values[path[0]], path[1:])
 
 
-def test_no_page_takes_over_definitions_of_others() -> None:
+def test_no_page_uses_force_conflicts() -> None:
     """The API server refuses that by itself, and only preflight, which looked, may say how to go on."""
     files = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*")]
     assert [str(path) for path in files if path.is_file() and "--force-conflicts" in path.read_text()] == []

@@ -48,14 +48,14 @@ def other_rank(seen: SeenDecision) -> WorkerRank:
     )
 
 
-def test_a_side_agrees_with_itself(side: tuple[Observed, Placer]) -> None:
+def test_a_side_compared_with_itself_agrees(side: tuple[Observed, Placer]) -> None:
     observed, placer = side
     choices = compare_choices(observed, observed, placer)
     assert choices == Choices(len(ROWS), len(ROWS), len(ROWS), (), ())
     assert all(each.live_ms == each.replay_ms > 0.0 for each in compare_latencies(observed, observed))
 
 
-def test_another_choice_from_the_same_view_is_named_twice(side: tuple[Observed, Placer]) -> None:
+def test_another_choice_from_an_equal_view_is_reported(side: tuple[Observed, Placer]) -> None:
     observed, placer = side
     seen = observed.decisions[4]
     wrong = replace(seen, choice=seen.choice._replace(decode=other_rank(seen)))
@@ -68,7 +68,7 @@ def test_another_choice_from_the_same_view_is_named_twice(side: tuple[Observed, 
 @pytest.mark.parametrize(
     "name", ["overlap_blocks", "prefill_tokens", "active_blocks", "not_active", "is_open"]
 )
-def test_a_view_that_differs_in_one_reading_is_another(side: tuple[Observed, Placer], name: str) -> None:
+def test_views_differing_in_one_reading_are_not_equal(side: tuple[Observed, Placer], name: str) -> None:
     observed, placer = side
     seen = observed.decisions[4]
     rank = rank_name(seen.choice.decode)
@@ -78,7 +78,7 @@ def test_a_view_that_differs_in_one_reading_is_another(side: tuple[Observed, Pla
     assert not have_equal_views(seen, other, placer.settings)
 
 
-def test_what_another_router_picks_depends_on_the_view_that_it_is_given() -> None:
+def test_deciding_again_depends_on_the_given_view() -> None:
     observed = observe_replay(ROWS, FLEETS["aggregated"], speedup=1.0)
     placer = simulation_of(ROWS, FLEETS["aggregated"], speedup=1.0).fleet.placer
     seen = observed.decisions[0]
@@ -92,7 +92,7 @@ def test_what_another_router_picks_depends_on_the_view_that_it_is_given() -> Non
     ("mode", "is_equal"),
     [(RouterMode.KV, True), (RouterMode.ROUND_ROBIN, False), (RouterMode.RANDOM, False)],
 )
-def test_what_was_drawn_counts_where_it_is_read(mode: RouterMode, is_equal: bool) -> None:
+def test_draws_count_in_views_only_for_modes_that_read_them(mode: RouterMode, is_equal: bool) -> None:
     file = fleet().model_copy(update={"router": KvRouterConfig(router_mode=mode)})
     seen = observe_replay(ROWS, file, speedup=1.0).decisions[0]
     settings = simulation_of(ROWS, file, speedup=1.0).fleet.placer.settings
@@ -100,7 +100,7 @@ def test_what_was_drawn_counts_where_it_is_read(mode: RouterMode, is_equal: bool
     assert have_equal_views(seen, other, settings) is is_equal
 
 
-def test_what_a_replay_cannot_be_asked_is_refused(side: tuple[Observed, Placer]) -> None:
+def test_views_and_settings_a_replay_cannot_repeat_are_refused(side: tuple[Observed, Placer]) -> None:
     observed, placer = side
     seen = observed.decisions[0]
     (name, reading), *rest = seen.readings.items()
@@ -115,7 +115,7 @@ def test_what_a_replay_cannot_be_asked_is_refused(side: tuple[Observed, Placer])
         observe_replay(ROWS, busy, speedup=1.0)
 
 
-def test_stamps_say_what_outcomes_say() -> None:
+def test_stamps_equal_the_replays_outcomes() -> None:
     for file in FLEETS.values():
         outcomes = {f"r{each.number}": each for each in by_number(replayed(ROWS, file))}
         stamped = figures(observe_replay(ROWS, file, speedup=1.0))
@@ -135,7 +135,7 @@ PIECES = st.lists(st.integers(0, 3), min_size=1, max_size=4)
     PIECES, PIECES, st.integers(0, 31), st.integers(0, 31),
     st.sampled_from([(32, 16), (32, 32), (16, 32)]),
 )  # fmt: skip
-def test_prompts_are_alike_in_the_blocks_in_which_a_replays_are(
+def test_prompts_share_the_blocks_that_a_replays_rows_share(
     one: list[int], other: list[int], short: int, shorter: int, sizes: tuple[int, int]
 ) -> None:
     piece_tokens, block_size = sizes
@@ -170,7 +170,7 @@ def test_prompts_are_alike_in_the_blocks_in_which_a_replays_are(
     assert shared([*cut[0]], [*cut[1]]) == shared([*named[0]], [*named[1]])
 
 
-def test_a_tail_without_a_name_is_the_rows_own() -> None:
+def test_an_unnamed_tail_is_unique_to_its_row() -> None:
     ones = [prompt_tokens(row(number, 0.0, [5], input_tokens=80)) for number in range(2)]
     assert ones[0][:64] == ones[1][:64]
     assert ones[0][64:] != ones[1][64:]
@@ -181,7 +181,7 @@ TRACE = Path(__file__).parents[2] / "data" / "mooncake-conversation-sample.jsonl
 FLEET = Path(__file__).parents[2] / "benchmarks" / "live" / "fleet.yaml"
 
 
-def test_a_slice_is_prepared_and_its_lines_are_medians(tmp_path: Path) -> None:
+def test_a_slice_is_prepared_and_summarized_by_medians(tmp_path: Path) -> None:
     (of,) = parse_slices(click.Context(click.Command("")), click.Argument(["of"]), [f"m={TRACE},5,10"])
     prepared = Prepared(of, FLEET)
     assert len(prepared.rows) == len(prepared.requests) == 5
@@ -207,7 +207,7 @@ def test_a_slice_is_prepared_and_its_lines_are_medians(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.floats(0.0, 100.0), max_size=20), st.floats(0.0, 10.0))
-def test_rows_are_so_far_apart_and_no_further_than_they_must(times: list[float], least_s: float) -> None:
+def test_rows_are_moved_apart_only_to_the_least_distance(times: list[float], least_s: float) -> None:
     rows = [row(at, at_s, [at]) for at, at_s in enumerate(sorted(times))]
     moved = [*apart(rows, least_s)]
     assert [(each.number, each.pieces) for each in moved] == [(each.number, each.pieces) for each in rows]
@@ -219,6 +219,6 @@ def test_rows_are_so_far_apart_and_no_further_than_they_must(times: list[float],
 @pytest.mark.parametrize(
     "text", ["m", "=x", "m=", "m=x,a", "m=x,1,b", "m=x,1,2,3", "m=x,0", "m=x,1,0", "m=x,1,inf", "m=x,1,nan"]
 )
-def test_a_slice_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_slice_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         parse_slices(click.Context(click.Command("")), click.Argument(["of"]), [text])

@@ -74,7 +74,7 @@ def test_a_dependency_is_locked_in_its_range(requirement: Requirement) -> None:
     assert requirement.specifier.contains(constraints()[canonicalize_name(requirement.name)])
 
 
-def test_the_image_has_what_is_declared_and_what_that_needs_and_nothing_else() -> None:
+def test_the_image_lock_has_exactly_the_declared_dependency_closure() -> None:
     found = lock("image.txt")
     asked = {
         canonicalize_name(each.name)
@@ -89,11 +89,11 @@ def test_the_image_has_what_is_declared_and_what_that_needs_and_nothing_else() -
     assert set(found) == needed
 
 
-def test_the_image_has_the_versions_that_the_tests_run_with() -> None:
+def test_the_image_lock_has_the_tested_versions() -> None:
     assert {name: entry.version for name, entry in lock("image.txt").items()}.items() <= constraints().items()
 
 
-def test_what_builds_the_image_is_what_the_project_asks_for() -> None:
+def test_the_build_lock_has_the_projects_build_requirements() -> None:
     lines = (HOME / "locks" / "build.in").read_text("utf-8").splitlines()
     asked = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
     assert [str(each) for each in asked if each.name == "maturin"] == [
@@ -105,7 +105,7 @@ def test_what_builds_the_image_is_what_the_project_asks_for() -> None:
     assert found["maturin"].version == constraints()["maturin"]
 
 
-def test_one_nats_server_is_tested_given_to_users_and_deployed() -> None:
+def test_the_same_nats_server_version_is_pinned_everywhere() -> None:
     """pyproject.toml names it; its lock, the chart and the compose file have the same."""
     optional = project()["project"]["optional-dependencies"]
     (pinned,) = (Requirement(each) for each in optional["nats-server"])

@@ -56,11 +56,11 @@ def mistakes(expr: str, known: Mapping[str, MetricSpec]) -> Iterator[str]:
         yield from (label for label in map(str.strip, grouped.split(",")) if label and label not in carried)
 
 
-def test_the_files_are_fresh() -> None:
+def test_generated_monitoring_files_are_fresh() -> None:
     assert main(["--check"]) == 0
 
 
-def test_a_metric_or_label_that_is_not_there_is_found() -> None:
+def test_unknown_metrics_and_labels_are_found() -> None:
     known = specs()
     wrong = 'sum by (mode) (rate(kvrouter_requests_total{model="x",stat="5"}[5m])) > kvrouter_request_total'
     assert [*mistakes(wrong, known)] == ["kvrouter_requests_total{stat}", "kvrouter_request_total", "mode"]
@@ -68,7 +68,7 @@ def test_a_metric_or_label_that_is_not_there_is_found() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_an_alert_asks_for_metrics_and_labels_that_are_there(alert: Alert) -> None:
+def test_alerts_use_existing_metrics_and_labels(alert: Alert) -> None:
     assert [*mistakes(alert.expr, specs())] == []
     grouped = {label.strip() for labels in GROUPED.findall(alert.expr) for label in labels.split(",")}
     for text in (alert.summary, alert.description):
@@ -79,7 +79,7 @@ def test_an_alert_asks_for_metrics_and_labels_that_are_there(alert: Alert) -> No
 @pytest.mark.parametrize(
     ("dashboard", "panel"), PANELS, ids=[f"{dashboard.uid}: {panel.title}" for dashboard, panel in PANELS]
 )
-def test_a_panel_asks_for_metrics_and_labels_that_are_there(dashboard: Dashboard, panel: Panel) -> None:
+def test_panels_use_existing_metrics_and_labels(dashboard: Dashboard, panel: Panel) -> None:
     assert panel.description.endswith(".")
     for query in panel.queries:
         expr = query_of(query.expr, dashboard)
@@ -90,7 +90,7 @@ def test_a_panel_asks_for_metrics_and_labels_that_are_there(dashboard: Dashboard
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-def test_panels_have_places_of_their_own_and_variables_that_are_there(dashboard: Dashboard) -> None:
+def test_panels_do_not_overlap_and_use_existing_variables(dashboard: Dashboard) -> None:
     found = dashboard_json(dashboard)
     cells = [
         (x, y)
@@ -108,7 +108,7 @@ def test_panels_have_places_of_their_own_and_variables_that_are_there(dashboard:
         assert label in {*specs()[metric].labels, *OF_TARGETS}
 
 
-def test_each_alert_has_a_section_and_each_section_an_alert() -> None:
+def test_alerts_and_runbook_sections_match() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
     assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [alert.name for alert in ALERTS]
     for alert in ALERTS:
@@ -119,7 +119,7 @@ def test_each_alert_has_a_section_and_each_section_an_alert() -> None:
         assert runbook_url(alert).endswith(f"/docs/monitoring.md#{alert.name.lower()}")
 
 
-def test_a_runbook_names_metrics_and_log_events_that_are_there() -> None:
+def test_metrics_and_log_events_named_in_runbooks_exist() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
     mentions = re.findall(r"log events? ([^;.]+)", page)
     events = {name for mention in mentions for name in re.findall(r"`(\w+)`", mention)}
@@ -132,7 +132,7 @@ def test_a_runbook_names_metrics_and_log_events_that_are_there() -> None:
 ON = {"frontendMonitor": True, "engineMonitor": True, "alerts": True, "dashboards": True}
 
 
-def test_the_chart_renders_the_same_alerts_and_dashboards_where_they_are_wanted() -> None:
+def test_the_chart_renders_alerts_and_dashboards_only_if_enabled() -> None:
     kinds = ("PrometheusRule", "PodMonitor", "ConfigMap", "ServiceMonitor")
     assert not [each for kind in kinds for each in of_kind(rendered(), kind)]
     manifests = rendered({"metrics": {**ON, "serviceMonitor": {"labels": {"release": "prometheus"}}}})
@@ -149,7 +149,7 @@ def test_the_chart_renders_the_same_alerts_and_dashboards_where_they_are_wanted(
         assert each["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_monitors_find_what_the_operator_plans() -> None:
+def test_monitors_select_the_objects_that_the_operator_plans() -> None:
     planned = plan(deployment(types=("frontend", "prefill", "decode")), FACTS, DEFAULTS).manifests
     manifests = cast("list[Manifest]", [*planned])
     monitored = rendered({"metrics": ON})

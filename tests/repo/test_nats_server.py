@@ -21,7 +21,7 @@ async def test_a_stream_outlives_a_kill_and_a_restart(own_nats: NatsServer) -> N
     await client.close()
 
 
-async def test_a_token_is_asked_for() -> None:
+async def test_a_server_with_a_token_refuses_clients_without_it() -> None:
     with running_nats(token="t0p") as server:
         client = await nats.connect(server.url)
         await client.close()

@@ -30,9 +30,9 @@ def test_the_project_allows_no_other_version(candidate: str, is_allowed: bool) -
 
 
 @pytest.mark.parametrize("name", sorted(OVERRIDDEN))
-def test_the_client_has_the_methods_that_are_overridden(name: str) -> None:
+def test_the_client_has_the_overridden_methods(name: str) -> None:
     assert callable(getattr(Client, name, None))
 
 
-def test_a_new_client_has_the_attributes_that_are_read() -> None:
+def test_a_new_client_has_the_private_attributes_that_are_read() -> None:
     assert set(vars(Client())) >= READ

@@ -19,19 +19,19 @@ BLOCKS = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", 
 SHOWN = [block for block in BLOCKS if block["kind"] == KIND]
 
 
-def test_what_is_shown_is_admitted() -> None:
+def test_shown_deployments_are_admitted() -> None:
     assert [validated(document, None, GROVE) for document in SHOWN] == [Verdict()] * 5
     assert validated(SHOWN[2], None, NO_GROVE) == Verdict()
 
 
-def test_what_is_called_the_same_policy_is_the_same() -> None:
+def test_the_two_shown_spellings_read_as_the_same_policy() -> None:
     first, second = (read_deployment(document).deployment for document in SHOWN[:2])
     assert first is not None
     assert second is not None
     assert read_policy(first.spec).policy == read_policy(second.spec).policy is not None
 
 
-def test_the_topology_that_is_shown_is_read_whole() -> None:
+def test_the_shown_topology_is_read_completely() -> None:
     (shown,) = (read_topology(block) for block in BLOCKS if block["kind"] != KIND)
     assert shown is not None
     assert shown.domains == ("zone", "rack")
@@ -40,16 +40,16 @@ def test_the_topology_that_is_shown_is_read_whole() -> None:
     assert shown.oddities == ()
 
 
-def test_every_column_is_reported() -> None:
+def test_the_page_names_every_column() -> None:
     untold = [column["name"] for column in COLUMNS if f"`{str(column['name']).upper()}`" not in PAGE]
     assert untold == []
 
 
-def test_the_longest_level_is_reported() -> None:
+def test_the_page_states_the_longest_level() -> None:
     assert f"at most {LEVEL_CHARS_MAX} characters" in " ".join(PAGE.split())
 
 
-def test_every_row_of_the_table_of_mistakes_is_played_to_an_api_server() -> None:
+def test_every_mistake_in_the_pages_table_has_an_admission_test() -> None:
     section = PAGE.partition("## What is refused, and how to fix it\n")[2].partition("\n## ")[0]
     shown = {
         row for row in re.findall(r"^\| (?!mistake|---)(.+?) \|", section, re.M) if not row.startswith("**")

@@ -78,7 +78,7 @@ async def good(_body: Body, writer: asyncio.StreamWriter) -> None:
     await writer.drain()
 
 
-async def test_an_answer_carries_what_the_server_said() -> None:
+async def test_an_answer_has_the_servers_counts_and_workers() -> None:
     seen: list[Body] = []
 
     async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -99,7 +99,7 @@ async def test_an_answer_carries_what_the_server_said() -> None:
     assert body["stream_options"] == {"include_usage": True}
 
 
-async def test_the_first_token_is_the_first_text_not_the_role() -> None:
+async def test_ttft_is_measured_at_the_first_text_not_the_role() -> None:
     role_read = asyncio.Event()
     times: list[float] = []
 
@@ -118,7 +118,7 @@ async def test_the_first_token_is_the_first_text_not_the_role() -> None:
     assert answer.ttft_s >= times[0]
 
 
-async def test_a_turn_waits_for_the_answer_before_it_and_others_do_not() -> None:
+async def test_a_turn_waits_for_its_conversations_previous_answer() -> None:
     events: list[str] = []
     other_came = asyncio.Event()
 
@@ -156,7 +156,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return clock
 
 
-async def test_waiting_for_the_answer_before_is_not_the_clients_delay(clock: HandClock) -> None:
+async def test_waiting_for_the_previous_answer_is_not_client_lateness(clock: HandClock) -> None:
     async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
         clock.now_s += 60.0
         await good(body, writer)
@@ -165,7 +165,7 @@ async def test_waiting_for_the_answer_before_is_not_the_clients_delay(clock: Han
     assert (first.ttft_s, first.late_s, second.late_s) == (60.0, 0.0, 0.0)
 
 
-async def test_requests_are_sent_when_they_are_due_divided_by_the_speedup(
+async def test_requests_are_sent_at_their_due_time_over_the_speedup(
     clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests_s: list[float] = []
@@ -181,7 +181,7 @@ async def test_requests_are_sent_when_they_are_due_divided_by_the_speedup(
     assert [answer.late_s for answer in answers] == [0.0, 0.0, 0.0]
 
 
-async def test_a_refusal_is_an_error_and_the_conversation_goes_on() -> None:
+async def test_a_refusal_is_an_error_and_the_conversation_continues() -> None:
     refused = False
 
     async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
@@ -254,7 +254,7 @@ async def test_headers_that_do_not_name_the_workers_are_an_error() -> None:
     assert answer.error == "the headers do not name the workers"
 
 
-async def test_every_answer_is_reported_as_it_comes() -> None:
+async def test_every_answer_is_reported_to_the_callback() -> None:
     reported: list[Answer] = []
     async with server(good) as base_url:
         target = Target(base_url=base_url, model="mock", speedup=1.0)

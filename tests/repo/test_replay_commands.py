@@ -42,25 +42,25 @@ def clone(folder: Path) -> Path:
     return folder
 
 
-def test_a_clones_commands_on_the_page_of_replay_run_one_after_another(tmp_path: Path) -> None:
+def test_the_replay_pages_clone_commands_run_in_sequence(tmp_path: Path) -> None:
     in_clone, _ = FENCE.findall((ROOT / "docs/replay.md").read_text())
     assert run(in_clone, clone(tmp_path)).count("Mooncake, dispatched by time stamp") == 3
     assert (tmp_path / "out.json").is_file()
 
 
-def test_the_commands_for_anywhere_else_need_no_other_file(tmp_path: Path) -> None:
+def test_the_replay_pages_other_commands_need_no_other_file(tmp_path: Path) -> None:
     _, anywhere = FENCE.findall((ROOT / "docs/replay.md").read_text())
     assert run(anywhere, tmp_path).count("generated, dispatched by time stamp") == 2
     assert (tmp_path / "out.html").is_file()
 
 
-def test_the_command_on_the_page_of_worth_gives_an_advice(tmp_path: Path) -> None:
+def test_the_worth_pages_command_gives_advice(tmp_path: Path) -> None:
     (command,) = FENCE.findall((ROOT / "docs/worth.md").read_text())
     assert "Switch to anywhere, kv by joint" in run(command, clone(tmp_path))
 
 
 @pytest.mark.parametrize("page", ["README.md", "data/README.md"])
-def test_the_commands_within_a_text_find_their_files(page: str) -> None:
+def test_commands_within_page_text_name_existing_files(page: str) -> None:
     commands = INLINE.findall((ROOT / page).read_text())
     assert commands
     for command in commands:

@@ -56,7 +56,7 @@ def fleet_process(folder: Path, stop: str, *, stop_limit_s: float = 10.0) -> Fle
     )
 
 
-def test_a_fleet_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
+def test_a_fleet_is_ready_in_its_context_and_stopped_after(tmp_path: Path) -> None:
     with fleet_process(tmp_path, "sys.exit(0)") as fleet:
         assert fetch(f"{fleet.base_url}/metrics") == b"/metrics"
     with pytest.raises(OSError, match="refused"):
@@ -81,7 +81,7 @@ def test_a_fleet_that_does_not_stop_is_killed_and_reported(tmp_path: Path) -> No
         fetch(f"{fleet.base_url}/ready")
 
 
-def test_a_fleet_that_dies_inside_is_reported_instead_of_what_came_of_it(tmp_path: Path) -> None:
+def test_a_fleet_dying_in_its_context_is_reported_as_fleet_failed(tmp_path: Path) -> None:
     with (
         pytest.raises(FleetFailed, match="exited with status 9"),
         fleet_process(tmp_path, "sys.exit(0)") as fleet,
@@ -89,7 +89,7 @@ def test_a_fleet_that_dies_inside_is_reported_instead_of_what_came_of_it(tmp_pat
         fetch(f"{fleet.base_url}/die")
 
 
-def test_an_error_inside_is_not_hidden_by_the_fleets_end(tmp_path: Path) -> None:
+def test_an_error_in_the_context_is_not_hidden_by_a_failed_fleet(tmp_path: Path) -> None:
     with pytest.raises(KeyError), fleet_process(tmp_path, "sys.exit(3)"):
         raise KeyError
 
@@ -105,7 +105,7 @@ def test_a_fleet_that_does_not_start_is_reported_with_its_log(tmp_path: Path) ->
         pass
 
 
-def test_a_fleet_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
+def test_a_fleet_that_is_never_ready_fails_after_the_limit(tmp_path: Path) -> None:
     process = FleetProcess(
         [sys.executable, "-c", "import signal; signal.pause()"],
         base_url=f"http://127.0.0.1:{free_port()}",
@@ -116,7 +116,7 @@ def test_a_fleet_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
         pass
 
 
-def test_the_command_is_what_a_user_types() -> None:
+def test_the_fleet_command_is_kvrouter_up_with_its_options() -> None:
     command = up_command(Path("fleet.yaml"), router_mode=RouterMode.ROUND_ROBIN, port=8123)
     assert command[1:] == [
         *("-m", "kvrouter.cli", "up", "--fleet", "fleet.yaml"),
@@ -129,7 +129,7 @@ def fleet() -> FleetFile:
     return load_fleet(read_document(FLEET)).fleet
 
 
-def test_the_fleet_has_four_workers_of_each_role_in_two_zones_and_requires_the_zone(fleet: FleetFile) -> None:
+def test_the_fleet_has_two_workers_per_role_and_zone_and_requires_zone(fleet: FleetFile) -> None:
     workers = Counter[tuple[Role, str]]()
     for group in fleet.workers:
         workers[group.role, group.domains["zone"]] += group.n_workers
@@ -138,7 +138,7 @@ def test_the_fleet_has_four_workers_of_each_role_in_two_zones_and_requires_the_z
     assert (policy.domain, policy.enforcement) == ("zone", Enforcement.REQUIRED)
 
 
-def test_a_scaled_prompt_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile) -> None:
+def test_scaled_engines_time_prompts_like_the_traces_tokens(fleet: FleetFile) -> None:
     scale = TRACE_BLOCK_TOKENS // BLOCK_WORDS
     usual = MockEngineSpec()
     for engine in map(mock_engine, fleet.workers):
@@ -152,7 +152,7 @@ def test_a_scaled_prompt_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFil
             assert getattr(engine.timing, name) == getattr(usual.timing, name)
 
 
-def test_every_row_fits_into_a_worker_and_the_sample_into_no_role(fleet: FleetFile) -> None:
+def test_every_row_fits_one_worker_and_the_sample_exceeds_a_role(fleet: FleetFile) -> None:
     rows = read_sample(SAMPLE)
     model = fleet.models[0]
     blocks = mock_engine(fleet.workers[0]).total_kv_blocks
@@ -163,7 +163,7 @@ def test_every_row_fits_into_a_worker_and_the_sample_into_no_role(fleet: FleetFi
     assert different_tokens / model.mock_block_size > 4 * blocks
 
 
-def test_a_fleet_file_comes_back_as_it_was_written(fleet: FleetFile, tmp_path: Path) -> None:
+def test_a_fleet_file_is_read_back_as_written(fleet: FleetFile, tmp_path: Path) -> None:
     faster = fleet.model_copy(update={"speedup": 7.5})
     write_fleet_file(faster, tmp_path / "fleet.yaml")
     assert load_fleet(read_document(tmp_path / "fleet.yaml")).fleet == faster
@@ -179,7 +179,7 @@ def parse(text: str) -> tuple[RouterMode, ...]:
     return parse_modes(click.Context(command), click.Option(["--modes"]), text)
 
 
-def test_modes_are_a_list_and_unknown_ones_are_named() -> None:
+def test_modes_are_parsed_as_a_list_and_unknown_ones_named() -> None:
     assert parse("random, kv,kv") == (RouterMode.RANDOM, RouterMode.KV)
     assert parse(MODES) == tuple(RouterMode)
     with pytest.raises(click.BadParameter, match="'fastest'"):

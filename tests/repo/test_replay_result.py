@@ -32,9 +32,7 @@ def test_no_values_have_no_percentile() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=False), min_size=1), st.floats(0.01, 1))
-def test_a_percentile_is_the_smallest_value_that_the_share_does_not_exceed(
-    values: list[float], share: float
-) -> None:
+def test_a_percentile_is_the_smallest_value_covering_its_share(values: list[float], share: float) -> None:
     found = percentile(values, share)
     assert found in values
     assert sum(value <= found for value in values) >= share * len(values) * (1 - 1e-12)
@@ -108,7 +106,7 @@ def test_a_mode_is_summed_up_over_its_answered_requests() -> None:
     assert summed.decode_share == {"9": 1.0}
 
 
-def test_all_is_well_when_kv_wins_inside_its_zones() -> None:
+def test_kv_winning_within_its_zones_has_no_problems() -> None:
     assert problems(report(KV, ROUND_ROBIN)) == []
 
 
@@ -130,11 +128,11 @@ def test_all_is_well_when_kv_wins_inside_its_zones() -> None:
         (report(sum_up(RouterMode.KV, [answer(0)] * 4, observed({}))), "0 handoffs for 4"),
     ],
 )
-def test_what_is_wrong_is_reported_with_its_numbers(bad: Report, reported: str) -> None:
+def test_each_problem_is_reported_with_its_numbers(bad: Report, reported: str) -> None:
     assert any(reported in problem for problem in problems(bad))
 
 
-def test_a_client_that_cannot_keep_up_is_remarked_but_no_failure() -> None:
+def test_a_late_client_is_a_remark_and_no_problem() -> None:
     late = report(msgspec.structs.replace(KV, late=msgspec.structs.replace(KV.late, p99_ms=80.0)))
     assert remarks(report(KV)) == []
     (remark,) = remarks(late)
@@ -142,7 +140,7 @@ def test_a_client_that_cannot_keep_up_is_remarked_but_no_failure() -> None:
     assert problems(late) == []
 
 
-def test_crossing_is_counted_by_the_answers_workers_too() -> None:
+def test_domain_crossings_are_counted_from_the_answers_workers() -> None:
     away = FleetWorker(worker_id=9, role=Role.DECODE, domains={"zone": "b"})
     answers = [answer(0), answer(1)]
     assert crossings(answers, WORKERS, "zone") == 0
@@ -153,16 +151,16 @@ def test_crossing_is_counted_by_the_answers_workers_too() -> None:
     assert any("0 transfers by the metrics and 4 by the headers" in each for each in problems(report(moved)))
 
 
-def test_the_workers_are_read_from_the_fleet() -> None:
+def test_workers_are_read_from_the_fleet_page() -> None:
     body = b"""{"workers": [{"worker_id": 4, "role": "decode", "domains": {"zone": "b"}, "load": 1}]}"""
     assert fleet_workers(body) == (FleetWorker(worker_id=4, role=Role.DECODE, domains={"zone": "b"}),)
 
 
-def test_crossing_is_allowed_where_no_domain_is_required() -> None:
+def test_crossing_is_no_problem_if_no_domain_is_required() -> None:
     assert problems(report(result(RouterMode.KV, cross=2), required=False)) == []
 
 
-def test_the_table_shows_the_fleets_time_and_the_measured_time() -> None:
+def test_the_table_shows_fleet_time_and_measured_time() -> None:
     shown = {name: cells for name, *cells in lines(report(KV, ROUND_ROBIN))}
     assert shown[""] == ["kv", "round-robin"]
     assert shown["TTFT p50 / p99, measured ms"] == ["200 / 400", "400 / 800"]
@@ -182,14 +180,14 @@ def test_markdown_is_a_table_with_its_caption() -> None:
     assert "abc123" in rest[-1]
 
 
-def test_without_a_terminal_the_table_is_plain_text() -> None:
+def test_the_table_is_plain_text_without_a_terminal() -> None:
     out = io.StringIO()
     Console(file=out, width=120).print(rich_table(report(KV, ROUND_ROBIN)))
     assert "\x1b" not in out.getvalue()
     assert "2000 / 4000" in out.getvalue()
 
 
-def test_the_figures_come_back_from_their_file() -> None:
+def test_a_report_decodes_as_encoded() -> None:
     written = report(KV, ROUND_ROBIN)
     assert msgspec.json.decode(msgspec.json.encode(written), type=Report) == written
 

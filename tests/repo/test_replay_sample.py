@@ -98,7 +98,7 @@ def test_the_replay_prints_a_table_and_writes_its_figures(
     assert 0.2 < report.modes[0].cached_share <= 0.25 < report.ceiling < 1
 
 
-def test_a_transfer_that_left_its_zone_ends_the_replay_with_1(
+def test_a_transfer_across_zones_ends_the_replay_with_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     result = run(monkeypatch, tmp_path / "figures.json", "--modes", "kv", crossed=2)
@@ -107,7 +107,7 @@ def test_a_transfer_that_left_its_zone_ends_the_replay_with_1(
     assert (tmp_path / "figures.json").exists()
 
 
-def test_a_fleet_file_that_cannot_be_read_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_an_invalid_fleet_file_is_reported_without_a_traceback(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text("version: 2\n")
     result = CliRunner().invoke(replay_sample.main, ["--fleet", str(fleet), "--json", str(tmp_path / "x")])

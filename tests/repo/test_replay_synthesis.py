@@ -54,11 +54,11 @@ def test_the_words_of_a_block_never_change() -> None:
 @pytest.mark.parametrize(
     ("trace_tokens", "expected"), [(1, 1), (15, 1), (16, 1), (32, 2), (511, 31), (512, 32), (1024, 64)]
 )
-def test_lengths_scale_and_never_vanish(trace_tokens: int, expected: int) -> None:
+def test_lengths_are_scaled_and_never_zero(trace_tokens: int, expected: int) -> None:
     assert scaled_tokens(trace_tokens) == expected
 
 
-def test_a_partial_block_gives_a_part_of_its_words() -> None:
+def test_a_partial_block_gives_the_first_of_its_words() -> None:
     words = prompt_word_numbers(row([0, 5], tail_tokens=80), VOCABULARY)
     assert words == [
         *block_word_numbers(BlockId(0), VOCABULARY),
@@ -66,7 +66,7 @@ def test_a_partial_block_gives_a_part_of_its_words() -> None:
     ]
 
 
-def test_a_prompt_is_one_token_a_word_for_the_mock_model() -> None:
+def test_a_prompt_has_one_token_per_word_for_the_mock_model() -> None:
     from kvrouter.text.source import MOCK_FOLDER
     from kvrouter.text.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ def test_an_infinite_cache_counts_leading_full_blocks() -> None:
     assert cache.blocks == 3 + 2 + 2
 
 
-def test_a_block_counts_only_under_all_blocks_before_it() -> None:
+def test_a_block_is_cached_only_after_its_preceding_blocks() -> None:
     cache = InfiniteCache(block_size=1)
     cache.store("xy")
     cache.store("z")
@@ -96,7 +96,7 @@ def test_a_block_counts_only_under_all_blocks_before_it() -> None:
     assert cache.store("xy") == 2
 
 
-def test_the_ceiling_of_a_trace_counts_tokens_not_rows() -> None:
+def test_a_traces_ceiling_is_its_share_of_cached_tokens() -> None:
     rows = [row([0, 1, 2], tail_tokens=100), row([0, 1, 3, 4])]
     assert trace_ceiling(rows) == 2 * 512 / (2 * 512 + 100 + 4 * 512)
 
@@ -124,7 +124,7 @@ def sample_row(conversation: int, turn: int) -> SampleRow:
     return SampleRow(0, 1, 1, (BlockId(0),), conversation=conversation, turn=turn)
 
 
-def test_fewer_rows_are_whole_conversations() -> None:
+def test_the_first_rows_are_whole_conversations() -> None:
     rows = [sample_row(0, 0), sample_row(1, 0), sample_row(0, 1), sample_row(2, 0), sample_row(1, 1)]
     assert first_rows(rows, 5) == rows
     assert first_rows(rows, 4) == [rows[0], rows[1], rows[2], rows[4]]

@@ -24,7 +24,7 @@ def row(
     return TraceRow(timestamp_ms, input_tokens, output_tokens, tuple(map(BlockId, block_ids)))
 
 
-def test_a_later_row_goes_on_from_the_full_blocks_of_an_earlier_one() -> None:
+def test_rows_continuing_an_earlier_rows_full_blocks_are_linked() -> None:
     rows = [
         row(1100, [0, 1, 2]),
         row(1100, [0, 7, 8]),
@@ -34,26 +34,26 @@ def test_a_later_row_goes_on_from_the_full_blocks_of_an_earlier_one() -> None:
     assert find_conversations(rows) == [(0, 2, 3), (1,)]
 
 
-def test_the_block_that_all_rows_share_makes_no_conversation() -> None:
+def test_a_block_shared_by_all_rows_links_no_rows() -> None:
     assert find_conversations([row(600, [0, 1]), row(1200, [0, 2, 3])]) == [(0,), (1,)]
 
 
-def test_a_partial_last_block_is_not_part_of_the_link() -> None:
+def test_a_partial_last_block_does_not_prevent_a_link() -> None:
     rows = [row(1030, [0, 1, 2]), row(1600, [0, 1, 9, 10])]
     assert find_conversations(rows) == [(0, 1)]
 
 
-def test_the_longest_prefix_decides() -> None:
+def test_rows_are_linked_by_their_longest_prefix() -> None:
     rows = [row(1024, [0, 1]), row(1536, [0, 1, 2]), row(2048, [0, 1, 2, 3])]
     assert find_conversations(rows) == [(0, 1, 2)]
 
 
-def test_what_forks_is_left_out_whole() -> None:
+def test_forking_conversations_are_left_out() -> None:
     rows = [row(1024, [0, 1]), row(1536, [0, 1, 2]), row(1536, [0, 1, 3]), row(1024, [0, 5])]
     assert find_conversations(rows) == [(3,)]
 
 
-def test_a_turn_shorter_than_what_was_said_before_is_no_dialogue() -> None:
+def test_a_turn_shorter_than_its_history_is_no_conversation() -> None:
     assert find_conversations([row(1024, [0, 1], output_tokens=600), row(1536, [0, 1, 2])]) == []
 
 
@@ -64,7 +64,7 @@ def conversation(first_block: int, turns: int) -> list[TraceRow]:
     ]
 
 
-def test_a_sample_is_whole_conversations_in_order_of_time_and_exactly_as_long_as_asked() -> None:
+def test_a_sample_is_whole_ordered_conversations_of_the_asked_length() -> None:
     rows = sorted(
         (each for number in range(12) for each in conversation(1000 * (number + 1), 3 + number % 4)),
         key=lambda each: each.timestamp_ms,
@@ -79,12 +79,12 @@ def test_a_sample_is_whole_conversations_in_order_of_time_and_exactly_as_long_as
     assert sample == select_sample(rows, rows_wanted=13, turns_min=4, turns_max=5)
 
 
-def test_too_few_conversations_are_an_error_that_says_how_many_rows_are_missing() -> None:
+def test_too_few_conversations_are_an_error_with_the_missing_rows() -> None:
     with pytest.raises(ValueError, match="6 are missing"):
         select_sample(conversation(1000, 4), rows_wanted=10)
 
 
-def test_a_sample_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_sample_is_read_back_as_written(tmp_path: Path) -> None:
     sample = select_sample(conversation(1000, 4), rows_wanted=4)
     write_sample(tmp_path / "sample.jsonl", sample)
     assert read_sample(tmp_path / "sample.jsonl") == sample
@@ -93,7 +93,7 @@ def test_a_sample_comes_back_from_its_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_line_that_is_no_row_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_trace_line_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text('{"timestamp": 1, "input_length": 2}\n')
     with pytest.raises(msgspec.ValidationError, match="output_length"):
         read_trace(tmp_path / "trace.jsonl")
@@ -104,7 +104,7 @@ def sample() -> list[SampleRow]:
     return read_sample(SAMPLE)
 
 
-def test_the_sample_is_whole_conversations(sample: list[SampleRow]) -> None:
+def test_the_repositorys_sample_is_whole_conversations(sample: list[SampleRow]) -> None:
     assert len(sample) == 300
     found = {tuple(turns) for turns in find_conversations(sample)}
     listed: dict[int, list[int]] = {}
@@ -115,7 +115,7 @@ def test_the_sample_is_whole_conversations(sample: list[SampleRow]) -> None:
     assert all(4 <= len(turns) <= 12 for turns in listed.values())
 
 
-def test_the_page_of_the_sample_has_its_figures(sample: list[SampleRow]) -> None:
+def test_the_samples_page_has_its_figures(sample: list[SampleRow]) -> None:
     page = (SAMPLE.parent / "README.md").read_text(encoding="utf-8")
     for name, value in figures(sample).items():
         assert f"| {name} | {value} |" in page

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_a_prompts_way_is_printed_from_https_first_byte_to_the_sent_leg() -> None:
+def test_the_request_path_is_printed_from_http_to_the_sent_leg() -> None:
     command = [sys.executable, "-m", "scripts.request_path"]
     *files, total = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert total.startswith(f"{len(files)} files")

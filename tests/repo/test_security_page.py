@@ -76,12 +76,12 @@ def limits() -> list[str]:
 
 
 @pytest.mark.parametrize("setting", limits())
-def test_every_limit_with_a_setting_is_on_the_page(setting: str) -> None:
+def test_every_limit_setting_is_on_the_security_page(setting: str) -> None:
     assert setting in {flag for row in ROWS for flag in row.flags}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.flags], ids=lambda row: row.what)
-def test_the_defaults_on_the_page_are_those_in_code(row: Row) -> None:
+def test_defaults_on_the_page_equal_those_in_code(row: Row) -> None:
     """In the order of the settings, where there is one word for each."""
     texts = [text_of(BY_FLAG[flag]) for flag in row.flags]
     parts = re.split(r", |; ", row.default)
@@ -94,5 +94,5 @@ def test_the_defaults_on_the_page_are_those_in_code(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_every_limit_says_what_it_is_and_what_happens_when_it_is_full(row: Row) -> None:
+def test_every_limit_on_the_page_has_its_meaning_and_effect(row: Row) -> None:
     assert all((row.what, row.default, row.when_full))

@@ -18,7 +18,7 @@ def request(tokens: int, answer: int = 1) -> dict[str, object]:
     return {"t": 0.0, "in": tokens, "out": answer}
 
 
-def test_a_session_with_one_request_that_is_too_long_is_left_out() -> None:
+def test_sessions_with_a_too_long_request_are_left_out() -> None:
     short = session("short", request(10), request(CONTEXT_TOKENS - 1))
     long = session("long", request(10), request(CONTEXT_TOKENS))
     inside = session("inside", request(10), {"t": 1.0, "requests": [request(1, CONTEXT_TOKENS)]})
@@ -36,7 +36,7 @@ def test_the_same_lines_give_the_same_file(tmp_path: Path) -> None:
     assert gzip.decompress(out.read_bytes()) == lines[0]
 
 
-def test_the_selection_is_what_its_page_says() -> None:
+def test_the_selection_matches_its_page() -> None:
     trace = open_trace(SELECTION)
     rows = list(trace)
     page = (SELECTION.parent / "README.md").read_text("utf-8")

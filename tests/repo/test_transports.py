@@ -15,7 +15,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
-async def test_a_connection_that_nobody_closes_is_reported_with_who_opened_it() -> None:
+async def test_an_unclosed_connection_is_reported_with_its_opener() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with track_transports() as transports:
@@ -30,7 +30,7 @@ async def test_a_connection_that_nobody_closes_is_reported_with_who_opened_it() 
     server.close()
 
 
-async def test_a_process_that_ends_is_waited_for() -> None:
+async def test_a_process_that_ends_by_itself_is_awaited() -> None:
     with track_transports() as transports:
         process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=asyncio.subprocess.PIPE)
         assert len(transports.left()) == 1

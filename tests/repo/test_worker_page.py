@@ -41,14 +41,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("place")
-def test_the_check_prints_what_the_page_shows() -> None:
+def test_topology_check_prints_the_pages_output() -> None:
     _, shown = block("console").split("$ kvrouter topology check\n")
     result = CliRunner().invoke(kvrouter, ["topology", "check"])
     assert (result.exit_code, result.output) == (0, shown)
 
 
 @pytest.mark.usefixtures("place")
-async def test_its_python_starts_a_worker_in_its_place() -> None:
+async def test_the_pages_python_starts_a_worker_in_its_place() -> None:
     harness = WorkerHarness()
     await harness.discovery.watch(harness.cards.put_nowait, lambda *_: harness.cards.put_nowait(None))
     names: dict[str, object] = {

@@ -62,7 +62,7 @@ def test_the_shortest_answers_of_older_routers_are_decoded(kind: type) -> None:
     assert isinstance(decode_answer(msgspec.json.encode(said), kind), kind)
 
 
-def test_a_role_and_a_policy_of_a_newer_router_are_shown() -> None:
+def test_unknown_roles_and_policies_of_newer_routers_are_shown() -> None:
     of_zone = {"domains": {"zone": "a"}, "kv_transfer": {"enforcement": "soft", "domain": "zone"}}
     workers = [{**LEAST[Fleet]["workers"][0], **of_zone, "role": role} for role in ("encode", "prefill")]
     workers[0] |= {"domains": {"zone": "b"}}

@@ -140,7 +140,7 @@ def test_a_payload_is_accepted_or_refused_by_field(seed: int) -> None:
 
 @settings(max_examples=100)
 @given(payload=st.binary(max_size=100))
-def test_noise_is_accepted_or_refused_by_field(payload: bytes) -> None:
+def test_random_bytes_are_accepted_or_refused_by_field(payload: bytes) -> None:
     for read in READERS:
         refused = _refusal(read, payload)
         assert refused is None or refused.param
@@ -155,7 +155,7 @@ def test_frames_are_accepted_or_refused_by_field(frames: list[bytes]) -> None:
 
 @settings(max_examples=100)
 @given(seed=SEEDS, can_replay=st.booleans())
-def test_a_follower_survives_every_message(seed: int, can_replay: bool) -> None:
+def test_event_stream_survives_every_message(seed: int, can_replay: bool) -> None:
     fuzz, chance = Fuzz(seed), random.Random(seed)
     follower = EngineEventStream(DECODERS["vllm"], EngineTraits(block_size=4), can_replay=can_replay)
     follower.start()

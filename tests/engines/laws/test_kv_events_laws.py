@@ -59,9 +59,7 @@ def engine_events(draw: st.DrawFn) -> EngineEvent:
 
 
 @given(events=st.lists(engine_events(), max_size=40), blocks_max=st.integers(1, 12))
-def test_the_ledger_holds_what_the_index_and_the_mirror_hold(
-    events: list[EngineEvent], blocks_max: int
-) -> None:
+def test_ledger_index_and_mirror_hold_the_same_blocks(events: list[EngineEvent], blocks_max: int) -> None:
     """So a parent a worker knows is known to every router, and none meets a store that it can't place."""
     ledger = RankBlocks(EngineTraits(block_size=BLOCK_SIZE, blocks_max=blocks_max))
     index, mirror = NaiveBlockIndex(), RankMirror()

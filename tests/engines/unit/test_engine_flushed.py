@@ -34,7 +34,7 @@ async def test_a_cache_is_emptied_once_the_last_request_has_ended() -> None:
         assert cached.raise_for_status().json()["meta_info"]["cached_tokens"] > 0
 
 
-async def test_a_server_that_cannot_empty_its_cache_is_reported() -> None:
+async def test_failed_cache_flush_raises_the_http_error() -> None:
     async with scripted_engine() as engine, httpx.AsyncClient(base_url=engine.url) as http:
         engine.answers.append(ScriptedAnswer(status=500))
         with pytest.raises(httpx.HTTPStatusError, match="500"):

@@ -111,7 +111,7 @@ async def test_unreadable_replay_is_reported_and_leaves_the_cache_partial() -> N
             assert any("cannot be read" in why for why in heard.said)
 
 
-async def test_without_replay_a_late_listener_is_partial_until_the_cache_is_cleared() -> None:
+async def test_late_listener_without_replay_is_partial_until_a_clear() -> None:
     async with publisher(replays=False) as engine:
         for name in (1, 2, 3):
             await engine.publish(batch(name))

@@ -206,7 +206,7 @@ async def test_stop_breaks_streams_and_a_new_start_is_empty() -> None:
 
 
 @pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
-async def test_a_decode_leg_outlives_its_prefill_engine_as_its_policy_says(
+async def test_decode_leg_fails_or_recomputes_after_prefill_engine_death(
     policy: KvLoadFailurePolicy,
 ) -> None:
     cluster = MockCluster(speedup=50.0)

@@ -106,7 +106,7 @@ async def test_event_after_the_last_one_that_is_not_usage_passes(late: dict[str,
     assert b"".join(chunk.raw for chunk in chunks) == own
 
 
-async def test_comments_behind_the_last_event_wait_up_to_a_limit() -> None:
+async def test_comments_after_the_last_event_are_held_up_to_a_limit() -> None:
     last, comments = event_of(LAST), b": keep-alive\n\n" * (BEHIND_MAX_BYTES // 14 + 1)
     answer = ScriptedAnswer((last + comments,), ends=AnswerEnd.HELD)
     async with asked(answer) as at:

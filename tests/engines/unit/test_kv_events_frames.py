@@ -52,7 +52,7 @@ def test_replay_is_requested_by_sequence_number() -> None:
         ((b"t" * 1025, SEQ, b"p"), "topic"),
     ],
 )
-def test_a_published_message_of_another_form_is_refused(frames: tuple[bytes, ...], field: str) -> None:
+def test_malformed_published_message_is_refused_by_field(frames: tuple[bytes, ...], field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         read_published(frames)
     assert caught.value.param == field
@@ -68,13 +68,13 @@ def test_a_published_message_of_another_form_is_refused(frames: tuple[bytes, ...
         ((b"", b"", REPLAY_END, b"more"), "payload"),
     ],
 )
-def test_a_replayed_message_of_another_form_is_refused(frames: tuple[bytes, ...], field: str) -> None:
+def test_malformed_replayed_message_is_refused_by_field(frames: tuple[bytes, ...], field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         read_replayed(frames)
     assert caught.value.param == field
 
 
-def test_a_payload_beyond_the_limit_is_refused_unread() -> None:
+def test_payload_over_the_limit_is_refused() -> None:
     with pytest.raises(ProtocolError) as caught:
         read_published((b"", SEQ, bytes((64 << 20) + 1)))
     assert caught.value.param == "payload"

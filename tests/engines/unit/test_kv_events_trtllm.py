@@ -46,7 +46,7 @@ def test_block_is_followed_from_store_through_host_moves_to_removal() -> None:
     assert first.block_hashes == Prompt(range(8), block_size=4).block_hashes
 
 
-def test_blocks_may_be_named_by_digests() -> None:
+def test_block_hashes_may_be_hex_digests() -> None:
     first, second = "ab" * 31 + "01", "ab" * 31 + "02"
     reported = _reported(
         _event(0, {"type": "created"}) | {"layer_group_id": None, "hash_algo": "v2_sha256"},

@@ -151,7 +151,7 @@ def test_running_sequences_are_limited_by_max_num_seqs() -> None:
     assert {key[0] for key, _ in mock.take_outputs().chunks} == {"a", "b"}
 
 
-def test_without_chunked_prefill_a_prompt_is_computed_whole_or_later() -> None:
+def test_prompt_is_computed_whole_or_later_without_chunked_prefill() -> None:
     mock = engine(config(chunked_prefill=False))
     mock.submit(0.0, request("a", range(20)))
     mock.submit(0.0, request("b", range(100, 120)))
@@ -208,7 +208,7 @@ def test_namespaces_share_no_blocks() -> None:
     assert cached_tokens_of(mock.take_outputs(), "y") == [0]
 
 
-def test_without_prefix_caching_nothing_is_stored() -> None:
+def test_nothing_is_stored_without_prefix_caching() -> None:
     mock = engine(config(prefix_caching=False))
     for name in "ab":
         mock.submit(0.0, request(name, range(12), max_tokens=9))
@@ -263,7 +263,7 @@ def test_sequence_without_room_lets_one_with_arrived_kv_go_on() -> None:
     assert mock.idle
 
 
-def test_eviction_is_reported() -> None:
+def test_evicted_blocks_are_reported_as_removed() -> None:
     mock = engine(config(total_kv_blocks=4))
     for n in range(2):
         mock.submit(float(n), request(f"r{n}", range(n * 100, n * 100 + 12)))

@@ -36,7 +36,7 @@ def test_request_that_needs_exactly_all_memory_is_served() -> None:
     assert len(tokens_of(mock.take_outputs(), "x")) == 7
 
 
-def test_a_prefill_leg_generates_one_token_and_room_decides_its_rank() -> None:
+def test_prefill_leg_needs_one_token_and_the_rank_of_its_room() -> None:
     mock = engine(config(role=Role.PREFILL, dp_size=2, dp_start=4, bootstrap_port=9))
 
     def leg(room: int, dp_rank: int, max_tokens: int = 1) -> EngineRequest:
@@ -65,7 +65,7 @@ def test_full_queue_refuses_a_request() -> None:
         mock.submit(0.0, request("one too many", range(4)))
 
 
-def test_the_same_leg_twice_is_refused() -> None:
+def test_repeated_leg_is_refused() -> None:
     mock = engine(config())
     mock.submit(0.0, request("x", range(4)))
     with pytest.raises(InvalidRequest):

@@ -179,7 +179,7 @@ def test_snapshot_lists_parents_before_children() -> None:
     assert sorted(stored) == [1, 2, 3, 4, 5, 6]
 
 
-def test_stale_entries_are_swept() -> None:
+def test_stale_eviction_entries_are_removed() -> None:
     kv = paged_kv(4)
     for _ in range(5_000):
         kv.release(compute(kv, 1, 2))

@@ -149,7 +149,7 @@ async def test_hello_without_a_handoff_is_refused_after_a_time() -> None:
         assert mock_summary(pair.prefill_cluster) == "1 connections refused: stranger"
 
 
-async def test_a_silent_decode_process_is_lost() -> None:
+async def test_silent_decode_process_ends_its_handoff() -> None:
     async with processes(prefill_settings=IMPATIENT, expiry_s=0.3) as pair:
         await pair.send(Leg.PREFILL, room=5)
         words = await answers(pair, hello(), joins(pair), encode_message(Want(100)))

@@ -57,18 +57,18 @@ def is_call_or_error(data: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes(data: bytes) -> None:
+def test_any_bytes_parse_to_a_call_or_an_error(data: bytes) -> None:
     is_call_or_error(data)
 
 
 @given(st.one_of(bodies, valid_bodies, values))
-def test_any_json(body: object) -> None:
+def test_any_json_parses_to_a_call_or_an_error(body: object) -> None:
     """``json`` writes NaN, infinities and lone surrogates, as careless clients do."""
     is_call_or_error(json.dumps(body).encode())
 
 
 @given(st.one_of(bodies, valid_bodies), st.data())
-def test_json_with_a_byte_changed(body: object, data: st.DataObject) -> None:
+def test_json_with_a_changed_byte_parses_to_a_call_or_an_error(body: object, data: st.DataObject) -> None:
     text = bytearray(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass"))
     at = data.draw(st.integers(0, len(text) - 1))
     text[at] = data.draw(st.integers(0, 255))

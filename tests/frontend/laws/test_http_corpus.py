@@ -55,12 +55,12 @@ def test_inputs_that_other_parsers_misread_have_the_expected_events(name: str, s
     assert outcome(data + NEXT, step) == EXPECTED[name]
 
 
-def test_every_file_has_its_expectation() -> None:
+def test_every_corpus_file_has_an_expectation() -> None:
     assert {path.stem for path in FOLDER.glob("*.http")} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_server_answers_and_closes_as_the_connection_says(loop: str) -> None:
+def test_the_server_gives_the_expected_statuses_for_corpus_inputs(loop: str) -> None:
     run: Run = runner(loop)
 
     async def answers(port: int, data: bytes) -> list[int]:

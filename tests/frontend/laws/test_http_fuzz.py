@@ -83,7 +83,7 @@ def feed(parts: list[bytes], *, answer_at_once: bool) -> list[Event]:
 
 @given(STREAMS, CUTS)
 @example(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 9, [1000])
-def test_only_events_in_their_grammar(data: bytes, cuts: list[int]) -> None:
+def test_any_bytes_give_events_in_a_valid_order(data: bytes, cuts: list[int]) -> None:
     events = feed(pieces(data, cuts), answer_at_once=False)
     for event, following in pairwise(events):
         assert not isinstance(event, BadRequest | ConnectionClosed), "the last event was not last"

@@ -64,7 +64,9 @@ def answers(stream: ScriptedStream) -> None:
 @given(CALLS)
 @example([(SALTLESS, {"cache_salt": "0"})])
 @settings(max_examples=25, deadline=None)
-def test_the_engine_judges_what_the_engine_reads(calls: list[tuple[str, dict[str, object]]]) -> None:
+def test_calls_with_any_engine_fields_are_sent_to_the_engine(
+    calls: list[tuple[str, dict[str, object]]],
+) -> None:
     asyncio.run(all_sent(calls))
 
 

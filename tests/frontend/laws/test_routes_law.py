@@ -31,7 +31,7 @@ async def nothing(_: PageRequest) -> Page:
 
 
 @given(st.sampled_from(TEMPLATES), PATHS)
-def test_a_path_matches_and_has_the_same_parameters(template: str, path: str) -> None:
+def test_paths_match_with_starlettes_parameters(template: str, path: str) -> None:
     route = Route(template, nothing, "A page")
     pattern, _, convertors = compile_path(template)
     found = pattern.match(path)
@@ -40,7 +40,7 @@ def test_a_path_matches_and_has_the_same_parameters(template: str, path: str) ->
 
 
 @given(st.sampled_from(("/health\n", "\n/health", "/hea\nlth")))
-def test_a_line_end_is_no_end_of_a_path(path: str) -> None:
+def test_a_path_with_a_line_end_does_not_match(path: str) -> None:
     assert Route("/health", nothing, "A page").match(path) is None
 
 
@@ -60,10 +60,10 @@ def asked(query: str, body: bytes = b"") -> tuple[Request, PageRequest]:
 
 
 @given(st.text(st.sampled_from("ab=&;+%2F0"), max_size=12))
-def test_a_query_has_the_same_parameters(query: str) -> None:
+def test_queries_have_starlettes_parameters(query: str) -> None:
     assert asked(query)[1].query == dict(QueryParams(query))
 
 
-def test_a_body_is_not_held_once_a_page_has_it() -> None:
+def test_taking_a_pages_body_releases_the_requests_body() -> None:
     request, page_request = asked("", b"abc")
     assert (page_request.take_body(), request.body) == (b"abc", b"")

@@ -37,7 +37,7 @@ def form(*parts: bytes) -> bytes:
 AUDIO = part("file", bytes(range(256)) * 300, '; filename="a.wav"\r\nContent-Type: audio/wav')
 
 
-def test_fields_are_read_with_their_positions() -> None:
+def test_form_fields_are_read_with_their_positions() -> None:
     data = form(part("model", "tiny"), AUDIO, part("prompt", "é\r\n--"), part("stream", ""))
     read = read_form(TYPE, data)
     assert read.fields == {"model": "tiny", "prompt": "é\r\n--", "stream": ""}
@@ -165,7 +165,7 @@ HEAD = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n'
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PIECES, max_size=12).map(b"".join))
-def test_starlette_reads_the_same_fields(middle: bytes) -> None:
+def test_accepted_forms_have_the_fields_that_starlette_reads(middle: bytes) -> None:
     """Whatever is accepted: else a call could be routed as one model's and served as another's."""
     data = form(part("prompt", "p"), HEAD + middle + b"\r\n")
     try:

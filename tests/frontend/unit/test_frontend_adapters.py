@@ -34,7 +34,7 @@ async def ask(frontend: FrontendHarness, model: str) -> httpx.Response:
     return await frontend.http.post("/v1/chat/completions", json={"model": model, "messages": messages})
 
 
-async def test_an_adapter_is_asked_for_where_it_is() -> None:
+async def test_adapter_calls_go_only_to_workers_with_the_adapter() -> None:
     async with running_frontend(plain(1), adapted(2), plain(3), script=answers) as frontend:
         for _ in range(6):
             response = await ask(frontend, ADAPTER)
@@ -45,7 +45,7 @@ async def test_an_adapter_is_asked_for_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", [MODEL, OTHER_NAME])
-async def test_a_model_has_more_names_than_one(name: str) -> None:
+async def test_a_model_is_served_under_its_other_names(name: str) -> None:
     async with running_frontend(plain(1), script=answers) as frontend:
         assert (await ask(frontend, name)).status_code == 200
         (stream,) = frontend.plane.opened
@@ -59,7 +59,7 @@ async def test_an_unregistered_name_is_unknown() -> None:
     assert error_of(response)["param"] == "model"
 
 
-async def test_an_adapter_whose_engine_left_is_unknown() -> None:
+async def test_an_adapter_that_no_engine_has_is_unknown() -> None:
     async with running_frontend(plain(1), script=answers) as frontend:
         assert (await ask(frontend, ADAPTER)).status_code == 404
 
@@ -74,7 +74,7 @@ async def test_all_names_are_listed_with_their_models() -> None:
     assert one == next(model for model in listed if model["id"] == ADAPTER)
 
 
-async def test_names_count_one_model_in_the_metrics() -> None:
+async def test_adapter_names_are_no_model_label_in_metrics() -> None:
     async with running_frontend(adapted(2), script=answers) as frontend:
         await ask(frontend, ADAPTER)
         page = (await frontend.http.get("/metrics")).text

@@ -80,7 +80,7 @@ async def test_busy_thresholds_are_read_and_set() -> None:
     assert listed == {"thresholds": [thresholds(1.0, 100)]}
 
 
-async def test_a_threshold_holds_for_the_next_request() -> None:
+async def test_a_set_busy_threshold_applies_to_the_next_request() -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         field = "active_decode_blocks_threshold"
         await frontend.http.post("/busy_threshold", json={"model": MODEL, field: 0.5})
@@ -107,7 +107,7 @@ async def test_a_threshold_holds_for_the_next_request() -> None:
         ({"model": MODEL, "threshold": 1}, 400, "threshold"),
     ],
 )
-async def test_a_wrong_threshold_is_named(fields: dict[str, object], status: int, param: str) -> None:
+async def test_an_invalid_busy_threshold_is_named(fields: dict[str, object], status: int, param: str) -> None:
     async with running_frontend(card(1)) as frontend:
         response = await frontend.http.post("/busy_threshold", json=fields)
     assert response.status_code == status

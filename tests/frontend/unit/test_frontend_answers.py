@@ -39,7 +39,7 @@ def chunk_of(event: bytes) -> ChatCompletionChunk:
     return ChatCompletionChunk.model_validate_json(data_of(event), strict=True)
 
 
-def test_a_whole_chat() -> None:
+def test_openais_client_reads_a_whole_chat_answer() -> None:
     body = answer(RouteKind.CHAT).json_body("Paris", FinishReason.STOP, USAGE, nvext=None)
     read = ChatCompletion.model_validate_json(body, strict=True)
     assert read.id == "chatcmpl-r1"
@@ -51,7 +51,7 @@ def test_a_whole_chat() -> None:
     assert read.usage.prompt_tokens_details.cached_tokens == 8
 
 
-def test_a_whole_completion() -> None:
+def test_openais_client_reads_a_whole_completion_answer() -> None:
     body = answer(RouteKind.COMPLETION).json_body(
         "Paris", FinishReason.LENGTH, USAGE, nvext={"worker_id": {}}
     )
@@ -63,7 +63,7 @@ def test_a_whole_completion() -> None:
 
 
 @pytest.mark.parametrize("usage_null", [False, True])
-def test_the_events_of_a_chat(usage_null: bool) -> None:
+def test_openais_client_reads_the_events_of_a_chat(usage_null: bool) -> None:
     of = answer(RouteKind.CHAT, usage_null=usage_null)
     events = [of.first_event(), of.text_event("Pa"), of.text_event_with_usage("ris", USAGE)]
     events += [of.last_event(FinishReason.STOP), of.last_event(FinishReason.STOP, nvext={"a": 1})]
@@ -80,7 +80,7 @@ def test_the_events_of_a_chat(usage_null: bool) -> None:
     assert last.usage.prompt_tokens == 11
 
 
-def test_the_events_of_a_completion() -> None:
+def test_openais_client_reads_the_events_of_a_completion() -> None:
     """The client's type has no finish reason of null, and OpenAI sends one; the client does not check."""
     of = answer(RouteKind.COMPLETION)
     assert of.first_event() == b""

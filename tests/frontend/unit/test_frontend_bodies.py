@@ -143,7 +143,7 @@ async def test_admin_routes_have_a_small_body_limit() -> None:
         )
 
 
-async def test_long_bodies_are_read_with_the_loop(watch_calls: WatchCalls) -> None:
+async def test_long_bodies_are_read_off_the_event_loop(watch_calls: WatchCalls) -> None:
     scans, decodes = watch_calls(prepare, "scanned"), watch_calls(parse, "decode_body")
     async with running_frontend(own(1), script=text_answer("ok")) as frontend:
         assert (await frontend.chat("hello")).status_code == 200
@@ -153,7 +153,7 @@ async def test_long_bodies_are_read_with_the_loop(watch_calls: WatchCalls) -> No
     assert [call.thread == here for call in decodes] == [True, False]
 
 
-async def test_as_many_token_ids_as_the_longest_context_holds() -> None:
+async def test_token_ids_are_limited_by_the_longest_context() -> None:
     ids = b",".join([b"1"] * 300_000)
     body = b'{"model":"%s","prompt":[%s]}' % (MODEL.encode(), ids)
     async with running_frontend(own(1), own(2, model="other", context=300_000)) as frontend:
@@ -195,7 +195,7 @@ async def test_a_too_long_prompt_is_refused_before_it_is_decoded(
     assert counted == (param != "model")
 
 
-def test_a_prompt_that_is_tokenized_on_the_loop_takes_no_part_of_the_budget() -> None:
+def test_prompts_tokenized_on_the_loop_use_no_encode_budget() -> None:
     pool = EncodePool(EncodeLimits(off_loop_chars=10, bytes_max=1))
     text = replace(mock_text(), pool=pool)
     text.refuse_prompt_size(10, 10)
@@ -240,7 +240,7 @@ def test_the_last_of_repeated_fields_counts_with_any_escapes(body: bytes, last: 
     assert msgspec.json.decode(body)["a"] == int(last)
 
 
-async def test_the_body_of_a_request_ends_before_its_answer() -> None:
+async def test_a_requests_body_is_released_before_its_answer() -> None:
     """While the answer is on its way, no more is held for a long body than for a short one."""
     kept_bytes = 8_000_000
     body = msgspec.json.encode(
@@ -288,7 +288,7 @@ def test_a_call_with_an_unread_prompt_counts_only_read_fields(name: bytes) -> No
     assert refused.value.param == f"{name.decode()}.x"
 
 
-def test_the_fields_of_a_body_are_counted_whether_they_are_read_or_not() -> None:
+def test_unread_body_fields_count_toward_the_field_bound() -> None:
     fields = b",".join(b'"%d":1' % at for at in range(ITEMS_MAX + 1))
     with pytest.raises(BodyOverBounds, match="elements or fields"):
         scanned(b"{%s}" % fields, BodyBounds(read_fields=EMBEDDINGS.read_fields))

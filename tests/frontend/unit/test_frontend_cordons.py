@@ -82,7 +82,7 @@ async def test_a_request_is_refused_and_explained_with_the_cordon() -> None:
         ({"level": "worker", "name": 9}, 404, "name"),
     ],
 )
-async def test_a_mistake_is_named(body: Mapping[str, object], status: int, param: str) -> None:
+async def test_an_invalid_cordon_field_is_named(body: Mapping[str, object], status: int, param: str) -> None:
     async with running_frontend(card(1, zone="a")) as frontend:
         response = await frontend.http.post(PATH, json=body)
         assert (response.status_code, error_of(response)["param"]) == (status, param)

@@ -62,7 +62,7 @@ async def test_an_explanation_of_an_aggregated_fleet_has_no_prefill_leg() -> Non
     assert reasons == [None, "draining", "engine_silent"]
 
 
-async def test_a_refusal_is_explained_too() -> None:
+async def test_an_explanation_of_a_refusal_has_each_reason() -> None:
     body = {
         **SECRET,
         "nvext": {
@@ -115,7 +115,7 @@ async def test_a_wrong_field_of_an_explanation_is_named(
     assert error_of(response)["param"] == param
 
 
-async def test_the_decisions_of_a_request_are_kept_attempt_by_attempt() -> None:
+async def test_decisions_are_kept_for_every_attempt_of_a_request() -> None:
     def script(worker: ScriptedStream) -> None:
         if worker.request.attempt == 0:
             worker.die()

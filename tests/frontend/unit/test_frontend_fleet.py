@@ -62,7 +62,7 @@ async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
     assert not any("3" in key[1:] and key[0] == "kvrouter_worker_up" for key in without)
 
 
-async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> None:
+async def test_a_handoff_is_counted_once_when_decode_is_picked_again() -> None:
     config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
     cards = (*zoned_cards(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
     async with running_frontend(*cards, script=handoff_script, config=config) as frontend:
@@ -71,7 +71,7 @@ async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> No
         assert frontend.harness.telemetry.handoffs.value("a", "a") == 6
 
 
-async def test_gauges_show_what_is_booked_while_it_runs() -> None:
+async def test_gauges_show_bookings_of_running_requests() -> None:
     async with running_frontend(card(1)) as frontend:
         call = asyncio.create_task(frontend.complete([5] * 40))
         worker = await frontend.plane.wait_for(Leg.AGGREGATED)
@@ -139,7 +139,7 @@ async def test_the_fleet_without_events_has_no_feeds(config: KvRouterConfig) -> 
 # What engines tell of themselves
 
 
-async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
+async def test_the_fleet_shows_engine_versions_and_silent_engines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -161,7 +161,7 @@ async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
     assert getattr(line, "kvrouter_fields", {})["reason"] == "its engine does not answer"
 
 
-async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> None:
+async def test_the_fleet_shows_each_ranks_cache_prediction_errors() -> None:
     async with running_frontend(card(1), card(2), script=text_answer("ok", cached=32)) as frontend:
         before = (await frontend.http.get("/v1/fleet")).json()
         for _ in range(4):
@@ -174,7 +174,7 @@ async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> No
     assert metrics["kvrouter_index_predictions_total", "0", MODEL, "too_few", "1"] == 4
 
 
-async def test_the_fleet_shows_how_fast_each_rank_was_and_how_well_that_was_predicted(
+async def test_the_fleet_shows_each_ranks_speed_and_time_predictions(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = KvRouterConfig(router_cost="time")
@@ -257,7 +257,7 @@ async def test_uncertain_predictions_are_not_compared() -> None:
     assert [rank["predictions"] is None for rank in ranks] == [True, True, False]
 
 
-async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
+async def test_the_fleet_shows_each_ranks_kv_transfers_and_speed(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_constants(transfer_speed, WINDOW_S=0.0)
@@ -324,7 +324,7 @@ async def test_engine_reports_are_removed_with_their_worker() -> None:
     assert [key for key in metrics if key[0].startswith(reported)] == []
 
 
-async def test_the_fleet_shows_versions_engines_and_the_workers_that_it_refuses() -> None:
+async def test_the_fleet_shows_versions_engines_and_refused_workers() -> None:
     said = msgspec.structs.replace(
         card(1), version="0.1.0", engine="vllm 0.32.0", engine_url="http://engine:8000", takes_calls=True
     )
@@ -354,7 +354,7 @@ async def test_the_fleet_shows_versions_engines_and_the_workers_that_it_refuses(
     assert without["refused_workers"] == []
 
 
-async def test_the_fleet_shows_how_far_each_workers_clock_is_from_the_routers() -> None:
+async def test_the_fleet_shows_each_workers_clock_offset() -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         rank = WorkerRank(WorkerId(1), DpRank(0))
         frontend.harness.events.batch(KvBatch(rank, Epoch(1), EventId(0), (), published_s=time.time() + 60.0))

@@ -45,7 +45,7 @@ async def streamed(frontend: FrontendHarness, path: str = CHAT, **fields: object
 # What a client gets
 
 
-async def test_a_whole_chat_has_text_usage_and_the_workers_in_its_headers() -> None:
+async def test_a_whole_chat_has_text_usage_and_worker_headers() -> None:
     async with running_frontend(
         card(7, zone="a"), script=text_answer("Paris is", " nice", cached=16)
     ) as frontend:
@@ -98,7 +98,7 @@ async def test_usage_can_come_with_every_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_that_is_cut_over_chunks_ends_answer_and_engine(stream: bool) -> None:
+async def test_a_stop_string_split_over_chunks_ends_answer_and_engine(stream: bool) -> None:
     def script(worker: ScriptedStream) -> None:
         for piece in ("one tw", "o EN", "D three"):
             worker.feed(EngineChunk(token_ids=token_ids(piece)))
@@ -116,7 +116,7 @@ async def test_a_stop_string_that_is_cut_over_chunks_ends_answer_and_engine(stre
         assert frontend.harness.telemetry.cancellations.value(MODEL, "decode") == 0, "nobody left"
 
 
-async def test_held_back_text_is_delivered_when_it_is_no_stop_string() -> None:
+async def test_held_back_text_is_delivered_if_not_a_stop_string() -> None:
     async with running_frontend(card(1), script=text_answer("a EN", finish=FinishReason.LENGTH)) as frontend:
         choice = (await frontend.chat(stop=["END"])).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("a EN", "length")
@@ -166,7 +166,7 @@ async def test_a_pair_is_named_with_its_domains_and_its_timing() -> None:
     assert json.loads(events[-2])["nvext"]["worker_id"]["prefill_worker_id"] == 1
 
 
-async def test_the_clients_own_request_id_is_kept_and_never_runs_twice() -> None:
+async def test_a_clients_request_id_is_kept_and_made_unique_if_running() -> None:
     async with running_frontend(card(1), script=silent) as frontend:
         body = {"model": MODEL, "prompt": "hi"}
         calls = [
@@ -238,7 +238,7 @@ async def test_sampling_reaches_the_engine() -> None:
         ),
     ],
 )
-async def test_a_bad_call_is_answered_with_its_field(
+async def test_an_invalid_call_is_answered_with_its_field(
     fields: dict[str, object], status: int, code: str, param: str | None
 ) -> None:
     async with running_frontend(card(1, zone="a"), script=text_answer("ok")) as frontend:
@@ -257,14 +257,14 @@ async def test_a_bad_call_is_answered_with_its_field(
     ("prompt", "param"),
     [("", "prompt"), ([1, 2**31], "prompt[1]"), ("word " * CONTEXT_TOKENS, "prompt"), (["a", "b"], "prompt")],
 )
-async def test_a_bad_prompt_is_named(prompt: object, param: str) -> None:
+async def test_an_invalid_prompt_is_named(prompt: object, param: str) -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         response = await frontend.complete(prompt)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
 
 
-async def test_a_body_that_is_no_json_is_a_400() -> None:
+async def test_a_body_that_is_not_json_is_a_400() -> None:
     async with running_frontend(card(1)) as frontend:
         response = await frontend.http.post(CHAT, content=b'{"model": "mock", NaN}')
     assert response.status_code == 400
@@ -278,7 +278,7 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
     assert error_of(response)["code"] == "request_too_large"
 
 
-async def test_a_text_longer_than_a_context_can_hold_is_refused_by_its_length() -> None:
+async def test_a_text_too_long_for_the_context_is_refused_and_counted() -> None:
     long = "x" * (mock_text().prompt_max_chars + 1)
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         completion, chat = await frontend.complete(long), await frontend.chat(long)
@@ -290,7 +290,7 @@ async def test_a_text_longer_than_a_context_can_hold_is_refused_by_its_length() 
     assert counted == 2
 
 
-async def test_a_prompt_of_a_whole_context_has_no_room_for_an_answer() -> None:
+async def test_prompt_and_answer_over_the_context_are_refused() -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         full = await frontend.complete([1] * CONTEXT_TOKENS, max_tokens=1)
         fits = await frontend.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=1)
@@ -309,7 +309,7 @@ async def test_refusals_are_counted_by_reason() -> None:
     assert response.headers["retry-after"] == "1"
 
 
-async def test_a_model_without_a_tokenizer_here_is_not_served_yet() -> None:
+async def test_a_model_without_a_tokenizer_is_not_ready_and_not_listed() -> None:
     async with running_frontend(card(1, model="other"), card(2), script=text_answer("ok")) as frontend:
         response = await frontend.chat(model="other")
         listed = (await frontend.http.get("/v1/models")).json()
@@ -317,7 +317,7 @@ async def test_a_model_without_a_tokenizer_here_is_not_served_yet() -> None:
     assert [model["id"] for model in listed["data"]] == [MODEL]
 
 
-async def test_an_engine_that_fails_before_the_first_token_is_an_error_with_a_status() -> None:
+async def test_an_engine_failing_before_the_first_token_gives_an_error_status() -> None:
     async with running_frontend(card(1), card(2), script=lambda stream: stream.die()) as frontend:
         whole = await frontend.chat()
         stream = await frontend.chat(stream=True)
@@ -326,7 +326,7 @@ async def test_an_engine_that_fails_before_the_first_token_is_an_error_with_a_st
         assert error_of(response)
 
 
-async def test_an_engine_that_fails_after_it_ends_the_stream_with_one_error_event() -> None:
+async def test_an_engine_failing_in_mid_stream_gives_one_error_event() -> None:
     def script(worker: ScriptedStream) -> None:
         worker.feed(EngineChunk(token_ids=token_ids("half an ans")))
         worker.die()
@@ -339,7 +339,7 @@ async def test_an_engine_that_fails_after_it_ends_the_stream_with_one_error_even
     assert content_of(events).startswith("half")
 
 
-async def test_a_router_that_drains_takes_no_new_requests() -> None:
+async def test_a_draining_router_refuses_new_requests() -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         await frontend.harness.service.requests.drain(0.0)
         response = await frontend.chat()

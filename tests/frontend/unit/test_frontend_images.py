@@ -63,7 +63,7 @@ async def test_a_conversation_about_a_picture_stays_with_its_worker(picture: str
             blocks = more
 
 
-async def test_another_picture_is_another_conversation() -> None:
+async def test_a_chat_with_another_picture_shares_fewer_blocks() -> None:
     async with running_frontend(*engines(), script=answers) as frontend:
         _, _ = place(await ask(frontend, shown("AAAA", "What is this?")))
         _, again = place(await ask(frontend, shown("AAAA", "What is this?")))
@@ -71,7 +71,7 @@ async def test_another_picture_is_another_conversation() -> None:
     assert again > other
 
 
-async def test_a_text_is_never_predicted() -> None:
+async def test_text_prompts_are_never_predicted_to_be_cached() -> None:
     async with running_frontend(*engines(), script=answers) as frontend:
         for _ in range(3):
             _, blocks = place(await ask(frontend, [{"role": "user", "content": "Many words " * 20}]))

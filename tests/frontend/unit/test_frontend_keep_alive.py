@@ -50,7 +50,7 @@ async def asking(frontend: FrontendHarness, path: str = PATHS[0]) -> AsyncIterat
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_silent_engines_client_gets_comments_and_then_its_bytes(path: str) -> None:
+async def test_clients_of_a_silent_engine_get_comments_then_its_bytes(path: str) -> None:
     async with running_frontend(taking(1), settings=OFTEN) as frontend, asking(frontend, path) as client:
         assert client.response.status_code == 200
         await client.until(SSE_KEEP_ALIVE, n=3)
@@ -64,7 +64,7 @@ async def test_a_silent_engines_client_gets_comments_and_then_its_bytes(path: st
     assert frontend.harness.booked() == 0
 
 
-async def test_a_request_that_waits_for_its_place_has_comments() -> None:
+async def test_a_request_waiting_for_acceptance_gets_comments() -> None:
     async with running_frontend(taking(1), settings=OFTEN, script=streams("Par")) as frontend:
         frontend.plane.accepts.clear()
         async with asking(frontend) as client:
@@ -86,7 +86,7 @@ async def test_a_request_prefilled_by_another_worker_has_comments() -> None:
         assert b'"content":"ok"' in await client.rest()
 
 
-async def test_a_worker_lost_behind_a_comment_is_replaced() -> None:
+async def test_a_worker_lost_after_a_comment_is_replaced() -> None:
     async with running_frontend(taking(1), taking(2), settings=OFTEN) as frontend, asking(frontend) as client:
         await client.until(SSE_KEEP_ALIVE)
         frontend.plane.opened[0].die()

@@ -42,7 +42,7 @@ async def send_raw(frontend: FrontendHarness, **fields: object) -> Raw:
 
 
 @pytest.mark.parametrize("after_tokens", [False, True])
-async def test_a_client_that_leaves_cancels_its_engine_and_frees_its_leases(after_tokens: bool) -> None:
+async def test_a_client_leaving_cancels_its_engine_and_frees_its_leases(after_tokens: bool) -> None:
     async with running_frontend(card(1), script=silent) as frontend:
         raw = await send_raw(frontend, stream=True)
         worker = await frontend.plane.wait_for(Leg.AGGREGATED)
@@ -56,7 +56,7 @@ async def test_a_client_that_leaves_cancels_its_engine_and_frees_its_leases(afte
         assert frontend.harness.telemetry.requests.value(COMPLETIONS, MODEL, "499") == 1
 
 
-async def test_a_client_that_leaves_the_queue_is_not_placed() -> None:
+async def test_a_client_leaving_the_queue_is_not_placed() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=0, admission_queue_max=4, admission_wait_s=30.0)
     async with running_frontend(card(1), script=silent, config=config) as frontend:
         first = await send_raw(frontend)
@@ -110,7 +110,7 @@ class EndlessPlane:
         """Nothing to close."""
 
 
-async def test_a_client_that_does_not_read_slows_its_engine_stream() -> None:
+async def test_a_client_not_reading_slows_its_engine_stream() -> None:
     settings = FrontendSettings(write_high_water_bytes=4096, write_low_water_bytes=1024)
     plane = EndlessPlane()
     async with running_frontend(card(1), plane=plane, settings=settings) as frontend:
@@ -130,7 +130,7 @@ async def test_a_client_that_does_not_read_slows_its_engine_stream() -> None:
         await until(lambda: frontend.harness.service.requests.running == 0)
 
 
-async def test_a_stream_that_is_cut_by_a_drain_does_not_look_complete() -> None:
+async def test_a_stream_cut_by_a_drain_ends_with_an_error() -> None:
     async with running_frontend(card(1), script=silent) as frontend:
         raw = await send_raw(frontend, stream=True)
         (await frontend.plane.wait_for(Leg.AGGREGATED)).tokens(*token_ids("half"))

@@ -63,7 +63,7 @@ async def test_the_latest_decisions_come_newest_first_with_their_costs() -> None
 
 
 @pytest.mark.parametrize("limit", ["-1", "x", "", "1.5", str(DECISIONS_LISTED_MAX + 1), "9" * 30, "²"])
-async def test_a_limit_that_is_no_number_or_too_large_is_refused(limit: str) -> None:
+async def test_a_non_numeric_or_too_large_limit_is_refused(limit: str) -> None:
     async with running_frontend(card(1)) as frontend:
         response = await frontend.http.get("/v1/decisions", params={"limit": limit})
     assert response.status_code == 400
@@ -94,7 +94,7 @@ async def test_candidates_are_kept_only_while_decisions_are_polled() -> None:
 
 
 @pytest.mark.parametrize("mode", [RouterMode.RANDOM, RouterMode.ROUND_ROBIN])
-async def test_the_kept_table_is_of_the_choice_that_was_made(
+async def test_a_kept_table_shows_the_worker_that_was_chosen(
     mode: RouterMode, set_constants: SetConstants
 ) -> None:
     """By the draw of the booking, so that what was drawn is what the table says."""

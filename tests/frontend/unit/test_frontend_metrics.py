@@ -62,7 +62,7 @@ async def test_frequent_scrapes_take_a_bounded_share_of_the_loop() -> None:
     assert min(waits_s) >= refresh_s / METRICS_TIME_SHARE
 
 
-async def test_a_page_is_rendered_for_others_when_one_scraper_leaves() -> None:
+async def test_the_page_is_rendered_for_others_when_one_scraper_leaves() -> None:
     renderer = MetricsRenderer(Telemetry())
     leaves, stays = (
         asyncio.create_task(renderer.render(MetricsFormat.TEXT)),

@@ -66,7 +66,7 @@ def test_a_header_wins_over_each_name_of_its_field() -> None:
         assert pinned.pin == Pin(WorkerId(8), DpRank(1))
 
 
-def test_of_two_headers_for_one_field_dynamos_own_name_wins() -> None:
+def test_dynamos_own_header_wins_over_the_short_one() -> None:
     for headers in (
         (("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "2")),
         (("x-dynamo-worker-instance-id", "2"), ("x-worker-instance-id", "1")),
@@ -97,13 +97,13 @@ def test_a_repeated_header_with_equal_values_counts_once() -> None:
     )
 
 
-def test_other_headers_leave_the_body_as_it_is() -> None:
+def test_headers_for_other_fields_leave_body_fields_unchanged() -> None:
     assert call(under(("x-prefill-instance-id", "3"), ("x-dp-rank", "1")), worker_id=2).prefill_pin == Pin(
         WorkerId(3), None
     )
 
 
-def test_every_name_of_the_salt_separates_tenants() -> None:
+def test_every_name_of_the_salt_sets_the_cache_namespace() -> None:
     assert call(cache_salt="a").cache_namespace == "a"
     assert call(under(("x-tenant-id", "a"))).cache_namespace == "a"
     assert call(cache_salt="").cache_namespace is None
@@ -184,14 +184,14 @@ def test_each_ignored_hint_is_logged_once_up_to_a_limit(caplog: pytest.LogCaptur
     assert len(caplog.records) == HINTS_LOGGED_MAX
 
 
-def test_more_fields_than_there_are_hints_are_not_reported_one_by_one() -> None:
+def test_too_many_nvext_fields_are_refused_unreported() -> None:
     reported: list[str] = []
     reader = NvextReader(on_unknown=lambda at, _: reported.append(at))
     error = refused(reader, **{f"field{n}": 1 for n in range(FIELDS_MAX + 1)})
     assert (error.param, reported) == ("nvext", [])
 
 
-def test_tokens_of_a_prompt_may_be_as_many_as_a_context_holds() -> None:
+def test_token_data_may_be_long_and_must_be_token_ids() -> None:
     ids = list(range(50_000))
     assert call(token_data=ids).nvext.token_data == array("I", ids)
     assert call(token_data=None).nvext.token_data is None

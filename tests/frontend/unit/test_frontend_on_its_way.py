@@ -66,13 +66,13 @@ async def test_a_model_is_not_ready_while_discovery_is_lost() -> None:
     assert "10.1.2.3" not in other.text
 
 
-async def test_a_model_whose_tokenizer_is_not_here_is_not_ready() -> None:
+async def test_a_model_without_a_tokenizer_is_not_ready() -> None:
     async with running_frontend(card(1, model="other"), card(2)) as frontend:
         found = await all_ways(frontend, "other")
     assert found == [ON_ITS_WAY] * 4
 
 
-async def test_adapters_and_other_names_of_a_model_stay_known_when_its_workers_left() -> None:
+async def test_a_models_names_stay_known_when_its_workers_leave() -> None:
     named = replace(card(1), takes_calls=True, names={"style": "style", "another": None})
     async with running_frontend(named, replace(card(2), takes_calls=True)) as frontend:
         frontend.harness.discovery.drop(2)
@@ -83,7 +83,7 @@ async def test_adapters_and_other_names_of_a_model_stay_known_when_its_workers_l
     assert reported(listed) == ON_ITS_WAY
 
 
-async def test_the_start_waits_for_as_many_workers_as_were_asked_for_and_only_the_start() -> None:
+async def test_only_startup_waits_for_the_configured_number_of_workers() -> None:
     async with running_frontend(card(1), config=TWO, settle_s=0.0, script=text_answer("ok")) as frontend:
         pages = "/accepting", "/ready"
         few = [await frontend.http.get(page) for page in pages]
@@ -106,7 +106,7 @@ async def test_the_start_waits_for_as_many_workers_as_were_asked_for_and_only_th
     assert ok.json()["status"] == "ok"
 
 
-async def test_a_program_is_reported_the_same() -> None:
+async def test_a_kv_router_raises_not_ready_or_unknown_model_alike() -> None:
     config = KvRouterConfig(router_min_initial_workers=3)
     async with program(uniform_fleet(replicas=2)) as here:
         async with KvRouter(here.endpoint, BLOCK, kv_router_config=config) as router:

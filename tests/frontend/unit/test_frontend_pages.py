@@ -88,7 +88,7 @@ async def test_no_prompt_reaches_a_log(caplog: pytest.LogCaptureFixture) -> None
     assert not any("secret" in str(vars(record)) for record in caplog.records)
 
 
-async def test_models_have_the_fields_that_vllm_gives_them() -> None:
+async def test_models_have_the_fields_of_vllms_models() -> None:
     recorded = json.loads(
         (Path(__file__).parents[2] / "data/engine-pages/vllm-0.32.0-models.json").read_text()
     )
@@ -105,7 +105,7 @@ async def test_models_have_the_fields_that_vllm_gives_them() -> None:
     }
 
 
-async def test_pages_of_engine_servers_are_answered() -> None:
+async def test_engine_server_pages_are_answered() -> None:
     engine = structs.replace(card(1), engine="vllm 0.32.0")
     async with running_frontend(engine, structs.replace(card(2), engine="vllm 0.32.0")) as frontend:
         assert (await frontend.http.get("/load")).json() == {"server_load": 0}

@@ -218,7 +218,7 @@ def test_constraints_that_do_not_contradict_pass(constraints: dict[str, object])
         ),
     ],
 )
-def test_a_number_that_is_not_finite_is_named(number: bytes, where: bytes, param: str) -> None:
+def test_a_non_finite_number_is_named(number: bytes, where: bytes, param: str) -> None:
     body = b'{"model":"m","prompt":"hi",' + where % number + b"}"
     with pytest.raises(InvalidRequest) as caught:
         parse_completion(body)
@@ -226,7 +226,7 @@ def test_a_number_that_is_not_finite_is_named(number: bytes, where: bytes, param
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"1" + 400 * b"0"])
-def test_a_weight_that_is_no_number_is_named(number: bytes) -> None:
+def test_a_non_numeric_taint_weight_is_named(number: bytes) -> None:
     body = b'{"model":"m","prompt":"hi","nvext":{"routing_constraints":{"preferred_taints":{"a":%s}}}}'
     with pytest.raises(InvalidRequest) as caught:
         parse_completion(body % number)
@@ -245,7 +245,7 @@ def test_a_weight_that_is_no_number_is_named(number: bytes) -> None:
         b'{"model":"\\ud800"}',
     ],
 )
-def test_a_body_that_is_no_json_names_no_field(body: bytes) -> None:
+def test_invalid_json_is_refused_without_a_field(body: bytes) -> None:
     for parse in (parse_chat, parse_completion, parse_either):
         with pytest.raises(InvalidRequest, match="not valid JSON") as caught:
             parse(body)
@@ -265,7 +265,7 @@ def test_a_missing_field_is_named() -> None:
     assert caught.value.param == "prompt"
 
 
-def test_unknown_fields_of_the_body_are_left_alone() -> None:
+def test_unknown_body_fields_are_accepted() -> None:
     assert parse_chat(chat(user="u1", metadata={"a": 1}, store=True)).call.model == "m"
 
 
@@ -291,7 +291,7 @@ def test_a_misplaced_nvext_field_is_refused_with_its_place(field: str, value: ob
         assert caught.value.param == field
 
 
-def test_fields_that_ask_for_nothing_pass_on_both_routes() -> None:
+def test_unsupported_fields_with_neutral_values_pass_on_both_routes() -> None:
     nothing: dict[str, object] = {
         "audio": None,
         "best_of": 1,
@@ -320,12 +320,12 @@ def test_max_tokens_defaults() -> None:
     ("prompt", "meant"),
     [("hi", "hi"), (["hi"], "hi"), ("[1]", "[1]"), (["[1]"], "[1]"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
 )
-def test_a_prompt_comes_in_four_forms(prompt: object, meant: str | list[int]) -> None:
+def test_a_prompt_is_read_in_each_of_its_forms(prompt: object, meant: str | list[int]) -> None:
     read = parse_completion(completion(prompt=prompt)).prompt
     assert read == (meant if isinstance(meant, str) else array("I", meant))
 
 
-def test_hints_of_routing_are_read() -> None:
+def test_routing_hints_are_read() -> None:
     call = parse_chat(
         chat(
             nvext={
@@ -354,7 +354,7 @@ def test_min_tokens_must_not_be_above_max_tokens() -> None:
     assert caught.value.param == "min_tokens"
 
 
-def test_sampling_keeps_what_was_sent() -> None:
+def test_sampling_keeps_the_sent_values() -> None:
     fields = {
         "temperature": 0,
         "top_p": 0.5,
@@ -370,7 +370,7 @@ def test_sampling_keeps_what_was_sent() -> None:
     assert sampling.max_tokens == 16
 
 
-def test_either_route_is_reported_by_its_field() -> None:
+def test_parse_either_tells_the_route_by_its_field() -> None:
     assert isinstance(parse_either(chat()), ChatCall)
     assert isinstance(parse_either(completion()), CompletionCall)
     with pytest.raises(InvalidRequest) as caught:
@@ -412,7 +412,7 @@ def test_a_body_over_its_bounds_names_the_path(body: bytes, param: str, bound: s
         assert len(caught.value.message) < 2 * SHOWN_CHARS_MAX
 
 
-def test_names_of_fields_mean_the_same_however_they_are_written() -> None:
+def test_escaped_field_names_mean_the_same_as_plain_ones() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_either(b'{"model":"m","\\u0070rompt":"hi","m\\u0065ssages":[]}')
     assert caught.value.param == "prompt"
@@ -437,7 +437,7 @@ def test_names_of_fields_mean_the_same_however_they_are_written() -> None:
         '{"model":"mock","prompt":"a","nvext":{{}}}',
     ],
 )
-def test_blanks_are_bounded_wherever_they_are(body: str) -> None:
+def test_runs_of_blanks_are_bounded_anywhere_in_a_body(body: str) -> None:
     assert parse_completion(body.replace("{}", " " * BLANKS_IN_ROW_MAX, 1).encode()).prompt
     with pytest.raises(BodyOverBounds, match="more than 65536 blanks in a row") as caught:
         parse_completion(body.replace("{}", " " * (BLANKS_IN_ROW_MAX + 1), 1).encode())

@@ -183,7 +183,7 @@ PING = EngineChunk(comments=b": keep-alive\n\n")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_a_comment_is_passed_at_once_and_a_worker_lost_behind_it_is_replaced(path: str) -> None:
+async def test_an_engines_comment_passes_and_its_lost_worker_is_replaced(path: str) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "input": "hello", "stream": True}
     async with (
         running_frontend(taking(1), taking(2), script=lambda stream: stream.feed(PING)) as frontend,
@@ -255,7 +255,7 @@ async def test_an_engine_that_only_writes_comments_is_silent() -> None:
 
 
 @pytest.mark.parametrize("whole", [b"", b"no JSON", b"{}", b"[{}]"])
-async def test_an_answer_passes_whatever_it_is(whole: bytes) -> None:
+async def test_an_unreadable_answer_passes_unchanged(whole: bytes) -> None:
     def script(stream: ScriptedStream) -> None:
         stream.feed(EngineChunk(raw=whole, finish=FinishReason.STOP, unread="it is odd"))
 
@@ -267,7 +267,7 @@ async def test_an_answer_passes_whatever_it_is(whole: bytes) -> None:
             assert stream or response.content == whole
 
 
-async def test_that_an_answer_cannot_be_read_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreadable_answer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def script(stream: ScriptedStream) -> None:
         odd = EngineChunk(raw=event("a"), unread="choices: they are odd")
         stream.feed(odd, EngineChunk(raw=STOP, finish=FinishReason.STOP))
@@ -280,14 +280,14 @@ async def test_that_an_answer_cannot_be_read_is_logged_once(caplog: pytest.LogCa
     assert "choices: they are odd" in line.getMessage()
 
 
-async def test_a_stop_string_over_the_seam_ends_the_answer() -> None:
+async def test_a_stop_string_across_a_resume_ends_the_answer() -> None:
     async with running_frontend(taking(1), taking(2), script=keeps_back("D two")) as frontend:
         answer = await streamed(frontend, stop="END")
     assert text_of(answer) == "one "
     assert events_of(answer)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_text_that_the_lost_engine_kept_back_is_written_once() -> None:
+async def test_text_held_back_by_the_lost_engine_is_written_once() -> None:
     async with running_frontend(taking(1), taking(2), script=keeps_back("D two")) as frontend:
         answer = await streamed(frontend, stop="ENDLESS")
     assert text_of(answer) == "one END two"
@@ -338,7 +338,7 @@ async def test_a_body_over_the_whole_budget_is_refused_before_it_is_sent() -> No
 
 
 @pytest.mark.parametrize(("fields", "is_kept"), [({}, True), ({"logprobs": True}, False)])
-async def test_a_body_is_kept_after_the_first_output_where_another_engine_may_go_on(
+async def test_a_body_is_kept_after_the_first_output_only_if_resumable(
     fields: dict[str, object], is_kept: bool
 ) -> None:
     def script(stream: ScriptedStream) -> None:
@@ -465,7 +465,7 @@ PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "u
         ({"a_field_of_next_year": 1}, False),
     ],
 )
-def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_resumable: bool) -> None:
+def test_only_plain_text_calls_are_resumable(fields: dict[str, object], is_resumable: bool) -> None:
     body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True, **fields}).encode()
     passed = parse_passthrough(CallRoute.CHAT, body)
     assert passed.client_call.resumable is is_resumable
@@ -498,7 +498,7 @@ def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_
         ),
     ],
 )
-def test_what_routing_needs_is_checked_by_name(body: bytes, param: str | None) -> None:
+def test_fields_that_routing_needs_are_checked_by_name(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_passthrough(CallRoute.CHAT, body)
     if param is not None:

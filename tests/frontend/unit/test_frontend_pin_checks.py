@@ -76,11 +76,11 @@ async def test_a_passed_through_call_has_its_pins_checked() -> None:
          "may not leave zone=a"),
     ],
 )  # fmt: skip
-async def test_pins_that_contradict_are_named(nvext: Mapping[str, object], param: str, says_why: str) -> None:
+async def test_contradicting_pins_are_named(nvext: Mapping[str, object], param: str, says_why: str) -> None:
     assert await answers(split(), nvext) == (400, param, f"{param}: {says_why}")
 
 
-async def test_a_fleet_that_does_not_split_requests_has_no_prefill_worker_to_pin() -> None:
+async def test_a_prefill_pin_is_refused_without_prefill_workers() -> None:
     status, param, message = await answers([card(1), card(2)], {"prefill_worker_id": 1})
     assert (status, param) == (400, PREFILL_PIN)
     assert message.endswith(
@@ -88,7 +88,7 @@ async def test_a_fleet_that_does_not_split_requests_has_no_prefill_worker_to_pin
     )
 
 
-async def test_the_routers_own_policy_binds_two_pins_too() -> None:
+async def test_the_routers_own_policy_binds_two_pins() -> None:
     pins = {"prefill_worker_id": 1, "worker_id": 3}
     fail = KvRouterConfig(kv_transfer_topology_level="zone")
     crossing = KvRouterConfig(
@@ -104,7 +104,7 @@ async def test_two_pins_may_cross_where_crossing_is_allowed(enforcement: Enforce
     assert (await answers(split(enforcement), {"prefill_worker_id": 1, "worker_id": 3}))[0] != 400
 
 
-async def test_conditions_that_may_change_are_refused_by_routing() -> None:
+async def test_pins_on_temporarily_unusable_workers_are_a_503() -> None:
     unknown_place = {"prefill_worker_id": 1, "worker_id": 4}
     assert (await answers(split(), unknown_place))[:2] == (503, None)
     draining = [card(1, draining=True), card(2)]
@@ -134,7 +134,7 @@ WEIGHTLESS = KvRouterConfig(overlap_score_weight=0.0)
         (KvRouterConfig(), {"router_mode": "kv", "overlap_score_weight": 2.0}, None),
     ],
 )
-async def test_overlap_is_not_weighed_where_no_index_is_kept(
+async def test_an_overlap_override_without_an_index_is_refused(
     config: KvRouterConfig, override: Mapping[str, object], param: str | None
 ) -> None:
     status, named, message = await answers([card(1)], {"router_config_override": override}, config=config)

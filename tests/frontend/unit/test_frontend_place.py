@@ -81,7 +81,7 @@ async def test_preferred_near_prefill_costs_less_near_the_frontend() -> None:
         here.service.stop()
 
 
-async def test_a_model_that_joins_later_knows_where_the_frontend_is() -> None:
+async def test_a_model_joining_later_knows_the_frontends_place() -> None:
     here = await harness(REQUIRED, {"zone": "a"})
     try:
         here.service.moved({"zone": "b"})
@@ -97,7 +97,7 @@ def test_a_router_without_a_frontend_has_no_place() -> None:
     assert refused.value.param == "router_prefill_level"
 
 
-async def test_a_frontend_reads_its_place_as_workers_do_and_follows_it(tmp_path: Path) -> None:
+async def test_a_frontend_reads_its_place_from_files_and_follows_changes(tmp_path: Path) -> None:
     environ = {
         "DYN_TOPOLOGY_ENABLED": "true",
         "DYN_TOPOLOGY_MOUNT_PATH": str(tmp_path),
@@ -123,7 +123,7 @@ async def test_a_frontend_reads_its_place_as_workers_do_and_follows_it(tmp_path:
         assert await asyncio.wait_for(moves.get(), 10.0) == {}
 
 
-async def test_the_place_is_read_only_for_near_prefill_and_then_required() -> None:
+async def test_the_frontends_place_is_read_only_for_near_prefill() -> None:
     nowhere = await read_place(KvRouterConfig(), {"DYN_TOPOLOGY_ENABLED": "nonsense"})
     assert (nowhere.domains, nowhere.env) == ({}, None)
     with pytest.raises(ConfigError, match="set DYN_TOPOLOGY_ENABLED to true") as refused:

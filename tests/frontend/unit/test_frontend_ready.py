@@ -53,7 +53,7 @@ async def test_a_frontend_accepts_without_workers_until_it_drains() -> None:
     assert (draining.status_code, error_of(draining)["code"]) == (503, "shutting_down")
 
 
-async def test_a_started_frontend_first_learns_the_fleet() -> None:
+async def test_a_started_frontend_accepts_once_it_learned_the_fleet() -> None:
     async with running_frontend(settle_s=3600.0) as frontend:
         learning = await frontend.http.get("/accepting")
         frontend.harness.discovery.put(card(1))
@@ -104,7 +104,7 @@ ROUTER_PREFERS_RACK = KvRouterConfig(
         ([card(1, Role.PREFILL, draining=True), card(2, Role.DECODE)], None, True),
     ],
 )
-async def test_ready_is_what_a_plain_request_would_meet(
+async def test_readiness_matches_the_routing_of_a_plain_request(
     cards: Sequence[WorkerCard], config: KvRouterConfig | None, ready: bool
 ) -> None:
     async with running_frontend(*cards, config=config) as frontend:
@@ -112,7 +112,7 @@ async def test_ready_is_what_a_plain_request_would_meet(
         assert frontend.harness.booked() == 0
 
 
-async def test_dead_workers_make_it_unready_and_busy_ones_do_not() -> None:
+async def test_dead_workers_make_a_frontend_unready_and_busy_ones_do_not() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.5)
     async with running_frontend(*pair(Enforcement.REQUIRED, decode_zone="a"), config=config) as frontend:
         frontend.harness.load(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 1024, 1024))
@@ -121,7 +121,7 @@ async def test_dead_workers_make_it_unready_and_busy_ones_do_not() -> None:
         assert not await is_ready(frontend)
 
 
-async def test_one_model_that_can_be_asked_is_enough() -> None:
+async def test_a_single_servable_model_makes_a_frontend_ready() -> None:
     async with running_frontend(card(1, draining=True), card(2, model="other")) as frontend:
         assert not await is_ready(frontend), "nobody here can tokenize for the other model"
         frontend.harness.discovery.put(card(3))

@@ -44,7 +44,7 @@ async def test_a_broken_answer_is_not_retried() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_call_is_sent_more_often_than_the_tries_allow(stream: bool) -> None:
+async def test_a_call_is_sent_at_most_as_often_as_its_tries_allow(stream: bool) -> None:
     async with running_frontend(*map(taking, range(1, 7)), script=ScriptedStream.die) as frontend:
         response = await frontend.chat(stream=stream)
         assert response.json()["error"]["code"] == "worker_failed"
@@ -61,7 +61,7 @@ async def test_a_stream_without_bytes_is_retried() -> None:
         assert len(frontend.plane.opened) == 2
 
 
-async def test_a_stream_with_only_a_head_is_not_started_twice() -> None:
+async def test_a_stream_broken_after_its_first_event_is_not_restarted() -> None:
     def script(stream: ScriptedStream) -> None:
         if stream.request.attempt == 0:
             stream.feed(ROLE)

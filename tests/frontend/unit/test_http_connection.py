@@ -39,7 +39,7 @@ def post(body: bytes, *headers: bytes, version: bytes = b"1.1", host: bytes = b"
     return b"\r\n".join((b"POST /v1/x HTTP/" + version, host, *headers, b"", body))
 
 
-def test_one_request_with_a_body() -> None:
+def test_a_request_with_a_body_is_parsed() -> None:
     events = receive(post(b"abc", b"Content-Length: 3", b"X-Thing:  a b "))
     assert [type(event) for event in events] == [RequestHead, Request]
     (request,) = requests(events)
@@ -70,14 +70,14 @@ def test_invalid_request_targets_are_refused(target: bytes) -> None:
     assert refusal(receive(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")) == 400
 
 
-def test_chunked_body_with_extension_and_trailer() -> None:
+def test_a_chunked_body_with_extension_and_trailer_is_read() -> None:
     body = b"3;note=1\r\nabc\r\n2\r\nde\r\n0\r\nTrailer: t\r\n\r\n"
     (request,) = requests(receive(post(body, b"Transfer-Encoding: chunked")))
     assert request.body == b"abcde"
     assert request.header("trailer") is None
 
 
-def test_byte_by_byte_equals_at_once() -> None:
+def test_bytes_fed_one_by_one_give_the_same_events() -> None:
     data = (
         post(b"3\r\nabc\r\n0\r\n\r\n", b"Transfer-Encoding: chunked")
         + post(b"xy", b"Content-Length: 2")
@@ -123,7 +123,7 @@ def test_byte_by_byte_equals_at_once() -> None:
         ("chunk too short", post(b"1\r\nab\r\n0\r\n\r\n", b"Transfer-Encoding: chunked"), 400),
     ],
 )
-def test_refused_and_ended(name: str, data: bytes, status: int) -> None:
+def test_malformed_requests_are_refused_and_end_the_connection(name: str, data: bytes, status: int) -> None:
     conn = connection()
     events = conn.receive(data, 0.0)
     if name == "HTTP/2 preface":
@@ -197,7 +197,7 @@ def test_one_byte_chunks_are_served() -> None:
     ],
     ids=["one chunk", "short chunks", "extensions", "an end inside", "empty lines before a request"],
 )
-def test_blank_lines_are_not_taken_one_by_one(data: bytes, watch_calls: WatchCalls) -> None:
+def test_runs_of_blank_lines_are_parsed_in_few_steps(data: bytes, watch_calls: WatchCalls) -> None:
     fed = watch_calls(MessageParser, "feed")
     end = b"0\r\nTrailer: t\r\n\r\n" if data.startswith(b"POST") else b""
     events = receive(data + end + GET)
@@ -206,7 +206,7 @@ def test_blank_lines_are_not_taken_one_by_one(data: bytes, watch_calls: WatchCal
     assert len(fed) <= 4
 
 
-def test_a_request_without_a_checked_line_is_refused() -> None:
+def test_bytes_behind_the_body_are_refused() -> None:
     parser = MessageParser(Limits())
     parser.feed(memoryview(GET + b"\r\n"))
     faults = [parser.fault]
@@ -216,7 +216,7 @@ def test_a_request_without_a_checked_line_is_refused() -> None:
     assert len(parser.take_requests()) == 2
 
 
-def test_reading_pauses_at_the_pipeline_limit_and_goes_on() -> None:
+def test_reading_pauses_at_the_pipeline_limit_and_resumes() -> None:
     conn = connection(pipelined_requests=3)
     events = conn.receive(GET * 10, 0.0)
     assert len(requests(events)) == 3
@@ -231,13 +231,13 @@ def test_reading_pauses_at_the_pipeline_limit_and_goes_on() -> None:
     assert conn.wants_read
 
 
-def test_a_head_split_inside_its_end_does_not_overrun_the_pipeline_limit() -> None:
+def test_a_head_split_at_its_end_respects_the_pipeline_limit() -> None:
     conn = connection(pipelined_requests=1)
     assert conn.receive(GET[:-1], 0.0) == []
     assert len(requests(conn.receive(GET[-1:] + GET, 0.0))) == 1
 
 
-def test_bodies_that_wait_are_bounded_together() -> None:
+def test_waiting_bodies_are_bounded_together() -> None:
     conn = connection(body_bytes=10)
     events = conn.receive(post(b"abcdef", b"Content-Length: 6") * 4, 0.0)
     assert len(requests(events)) == 2
@@ -254,7 +254,9 @@ def test_bodies_that_wait_are_bounded_together() -> None:
         (b"1.0", b"Connection: keep-alive", True),
     ],
 )
-def test_keep_alive(version: bytes, connection_header: bytes, keep_alive: bool) -> None:
+def test_keep_alive_follows_version_and_connection_header(
+    version: bytes, connection_header: bytes, keep_alive: bool
+) -> None:
     one = b"\r\n".join((b"GET / HTTP/" + version, b"Host: x", connection_header, b"", b""))
     events = receive(one + one)
     assert [request.head.keep_alive for request in requests(events)] == [keep_alive] * (1 + keep_alive)
@@ -279,7 +281,9 @@ def test_an_upgrade_request_is_served_without_the_upgrade() -> None:
 @pytest.mark.parametrize(
     ("version", "length", "expects"), [(b"1.1", 2, True), (b"1.0", 2, False), (b"1.1", 0, False)]
 )
-def test_expect_continue(version: bytes, length: int, expects: bool) -> None:
+def test_expect_continue_is_recognized_by_version_and_length(
+    version: bytes, length: int, expects: bool
+) -> None:
     events = receive(post(b"", b"Expect: 100-Continue", b"Content-Length: %d" % length, version=version))
     head = events[0]
     assert isinstance(head, RequestHead)
@@ -294,7 +298,7 @@ def test_a_half_close_ends_the_requests() -> None:
     assert conn.receive_eof() == []
 
 
-def test_slow_headers_time_out_however_often_a_byte_comes() -> None:
+def test_slow_headers_time_out_despite_steady_bytes() -> None:
     conn = connection(header_s=10)
     assert conn.deadline_s() == 10
     now_s = 5.0
@@ -357,7 +361,7 @@ def test_no_timeout_runs_while_reading_is_paused() -> None:
     assert conn.deadline_s() == 1010
 
 
-def test_more_answers_than_requests_is_an_error() -> None:
+def test_answering_more_than_was_requested_is_an_error() -> None:
     with pytest.raises(IndexError):
         connection().request_done(0.0)
 

@@ -35,7 +35,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.mark.parametrize("kind", ["endless", "silent", "silent_stream"])
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
+def test_a_client_that_disconnects_is_noticed(run: Run, kind: str, how: str) -> None:
     async def scenario() -> None:
         reported = RecordingServerEvents()
         async with running_server(getattr(reported, kind)) as served:
@@ -101,7 +101,7 @@ def small_receiver(port: int, data: bytes = GET) -> socket.socket:
     return sock
 
 
-def test_a_client_that_does_not_read_holds_the_stream_back(run: Run) -> None:
+def test_a_client_not_reading_holds_the_stream_back(run: Run) -> None:
     written_bytes = 0
     outcome: list[Disconnect] = []
 
@@ -156,7 +156,7 @@ def test_a_stream_that_ignores_back_pressure_loses_its_client(run: Run) -> None:
     run(scenario())
 
 
-def test_the_last_answer_may_stall_too(run: Run) -> None:
+def test_a_stalled_last_answer_closes_the_connection(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         responder.answer(200, (), b"x" * 20_000_000)
 
@@ -170,7 +170,7 @@ def test_the_last_answer_may_stall_too(run: Run) -> None:
     run(scenario())
 
 
-def test_a_stalled_loop_does_not_make_its_reader_stalled(run: Run) -> None:
+def test_a_blocked_loop_does_not_count_as_a_stalled_reader(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         await responder.send(200, (), b"x" * 16_000_000)
 
@@ -192,7 +192,7 @@ def test_a_stalled_loop_does_not_make_its_reader_stalled(run: Run) -> None:
     run(scenario())
 
 
-def test_a_slow_reader_that_reads_is_not_stalled(run: Run) -> None:
+def test_a_slow_but_steady_reader_is_not_stalled(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         await responder.send(200, (), b"x" * 16_000_000)
 
@@ -211,7 +211,7 @@ def test_a_slow_reader_that_reads_is_not_stalled(run: Run) -> None:
     run(scenario())
 
 
-def test_answers_do_not_pile_up_for_a_client_that_only_sends(run: Run) -> None:
+def test_answers_do_not_pile_up_for_a_client_not_reading(run: Run) -> None:
     started = 0
 
     async def handler(request: Request, responder: Responder) -> None:

@@ -66,7 +66,7 @@ def test_connections_over_the_limit_are_answered(run: Run, lingering: int) -> No
     run(scenario())
 
 
-def test_descriptors_over_the_limit_are_reserved(run: Run) -> None:
+def test_a_connection_over_the_descriptor_limit_is_refused(run: Run) -> None:
     async def scenario() -> None:
         async with running_server(echo, Limits(descriptors=1, sweep_s=0.02, linger_s=0.2)) as served:
             assert b"no file descriptor is left" in await served.exchange(LAST_GET)
@@ -74,7 +74,7 @@ def test_descriptors_over_the_limit_are_reserved(run: Run) -> None:
     run(scenario())
 
 
-def test_a_drain_waits_for_a_connection_that_was_just_accepted(run: Run) -> None:
+def test_a_drain_closes_a_just_accepted_connection(run: Run) -> None:
     async def scenario() -> None:
         server = HttpServer(echo, QUICK)
         listening = socket.create_server(("127.0.0.1", 0))

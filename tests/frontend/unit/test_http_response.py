@@ -14,7 +14,7 @@ from kvrouter.frontend.http.response import (
 )
 
 
-def test_head_is_exact() -> None:
+def test_a_response_head_has_exact_bytes() -> None:
     head = response_head(
         503,
         [(b"retry-after", b"1"), (b"x-empty", b"")],
@@ -67,7 +67,7 @@ def test_the_date_changes_with_the_second() -> None:
     assert date.line(1.0) == b"date: Thu, 01 Jan 1970 00:00:01 GMT\r\n"
 
 
-def test_events_and_chunks() -> None:
+def test_sse_events_and_chunks_have_exact_bytes() -> None:
     assert sse_event(b'{"delta":"a"}') == b'data: {"delta":"a"}\n\n'
     assert chunk([b"abc", b"x" * 20], 23) == b"17\r\nabc" + b"x" * 20 + b"\r\n"
 

@@ -38,7 +38,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     return runner(request.param)
 
 
-def test_keep_alive_mixes_answers_and_streams(run: Run) -> None:
+def test_a_single_connection_carries_answers_and_streams(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         await (three_events if request.path == "/stream" else echo)(request, responder)
 
@@ -74,7 +74,7 @@ def test_pipelined_answers_keep_their_order(run: Run) -> None:
     run(scenario())
 
 
-def test_head_has_the_length_and_no_body(run: Run) -> None:
+def test_head_requests_get_headers_and_no_body(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         await (three_events if request.path == "/stream" else echo)(request, responder)
 
@@ -146,7 +146,7 @@ def test_requests_before_a_half_close_are_answered(run: Run, tail: bytes) -> Non
     run(scenario())
 
 
-def test_a_client_gets_the_413_after_its_too_long_body(run: Run) -> None:
+def test_a_client_sending_a_too_long_body_can_read_its_413(run: Run) -> None:
     async def scenario() -> None:
         limits = Limits(body_bytes=1_000, linger_s=0.5, sweep_s=0.02, body_s=60)
         async with running_server(echo, limits) as served:
@@ -162,7 +162,7 @@ def test_a_client_gets_the_413_after_its_too_long_body(run: Run) -> None:
     run(scenario())
 
 
-def test_a_too_long_body_is_not_read_for_ever(run: Run) -> None:
+def test_reading_of_a_too_long_body_ends(run: Run) -> None:
     async def scenario() -> None:
         limits = Limits(body_bytes=1_000, linger_s=0.1, sweep_s=0.02, body_s=0.3)
         async with running_server(echo, limits) as served:
@@ -180,7 +180,7 @@ def test_a_too_long_body_is_not_read_for_ever(run: Run) -> None:
     run(scenario())
 
 
-def test_expect_continue(run: Run) -> None:
+def test_expect_continue_is_answered_with_100(run: Run) -> None:
     async def scenario() -> None:
         async with running_server(echo) as served:
             reader, writer = await served.connect()
@@ -208,7 +208,7 @@ def test_http_1_0_gets_a_body_without_chunks(run: Run) -> None:
     run(scenario())
 
 
-def test_http_1_0_keep_alive(run: Run) -> None:
+def test_http_1_0_keep_alive_is_honoured(run: Run) -> None:
     async def scenario() -> None:
         async with running_server(echo) as served:
             one = b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
@@ -238,7 +238,9 @@ def test_tokens_of_one_loop_turn_are_sent_in_one_chunk(run: Run) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("fault", ["raise", "return", "cancel"])
-def test_a_handler_that_fails(run: Run, caplog: pytest.LogCaptureFixture, begun: bool, fault: str) -> None:
+def test_a_failing_handler_is_answered_or_cut_and_reported(
+    run: Run, caplog: pytest.LogCaptureFixture, begun: bool, fault: str
+) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         if begun:
             stream = responder.start_stream(200)
@@ -271,7 +273,7 @@ def test_a_handler_that_fails(run: Run, caplog: pytest.LogCaptureFixture, begun:
     assert ("ValueError" in reported["exception"]) if fault == "raise" else reported["reason"]
 
 
-def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
+def test_misuse_of_a_responder_raises(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         with pytest.raises(ValueError, match="control character"):
             await responder.send(200, [(b"x", b"a\r\nb: c")])
@@ -309,7 +311,7 @@ def test_idle_connections_and_slow_headers_end(run: Run) -> None:
     run(scenario())
 
 
-def test_a_stalled_loop_reads_before_timeouts_count(run: Run) -> None:
+def test_a_blocked_loop_reads_before_timeouts_count(run: Run) -> None:
     async def scenario() -> None:
         async with running_server(echo, Limits(sweep_s=0.5, header_s=0.3, idle_s=0.3)) as served:
             reader, writer = await served.connect()
@@ -321,7 +323,7 @@ def test_a_stalled_loop_reads_before_timeouts_count(run: Run) -> None:
     run(scenario())
 
 
-def test_one_connection_too_many_is_refused(run: Run) -> None:
+def test_a_connection_over_the_limit_is_refused(run: Run) -> None:
     async def scenario() -> None:
         async with running_server(echo, Limits(connections=1)) as served:
             _, first = await served.connect()
@@ -401,7 +403,7 @@ def test_drain_cuts_unfinished_requests(run: Run) -> None:
     run(scenario())
 
 
-def test_serving_bound_sockets(run: Run) -> None:
+def test_bound_sockets_are_served_until_drained(run: Run) -> None:
     async def scenario() -> None:
         server = HttpServer(echo)
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]

@@ -77,7 +77,7 @@ async def begun(
     return reader, writer
 
 
-def test_uploads_share_one_budget_and_small_requests_pass(run: Run) -> None:
+def test_uploads_share_one_budget_that_small_requests_bypass(run: Run) -> None:
     async def scenario() -> None:
         async with running_server(echo, SMALL) as served:
             first = await begun(served, sent=2 * MIB, of=3 * MIB)
@@ -128,7 +128,7 @@ def test_earlier_requests_are_answered_before_the_refusal(run: Run) -> None:
     run(scenario())
 
 
-def test_heads_are_counted_until_their_handler_has_them(run: Run) -> None:
+def test_waiting_request_heads_count_as_uploads(run: Run) -> None:
     long_head = GET.replace(b"\r\n\r\n", b"\r\nA: " + b"a" * 60_000 + b"\r\n\r\n")
 
     async def scenario() -> None:

@@ -41,7 +41,7 @@ def test_an_invalid_flag_is_unknown(odd: object) -> None:
         (float("inf"), UNKNOWN), ("9" * 5000, UNKNOWN),
     ],
 )  # fmt: skip
-def test_whole_numbers(value: object, read: object) -> None:
+def test_lax_int_reads_whole_numbers(value: object, read: object) -> None:
     assert lax_int(value) == read
 
 
@@ -52,7 +52,7 @@ def test_whole_numbers(value: object, read: object) -> None:
         (5, UNKNOWN), (["a", 5], UNKNOWN), ({"a": 1}, UNKNOWN),
     ],
 )  # fmt: skip
-def test_texts(value: object, read: object) -> None:
+def test_lax_texts_reads_lists_of_strings(value: object, read: object) -> None:
     assert lax_texts(value) == read
 
 
@@ -75,7 +75,7 @@ def test_an_undecodable_value_is_unknown(odd: bytes) -> None:
         ({"max_tokens": 5, "max_completion_tokens": "7"}, 7, False),
     ],
 )
-def test_a_call_is_read_as_its_engine_reads_it(
+def test_loosely_typed_fields_are_read_and_passed_unchanged(
     fields: dict[str, object], max_tokens: int | None, streams: bool
 ) -> None:
     body = json.dumps({**CHAT, **fields}).encode()
@@ -99,7 +99,7 @@ def test_a_partly_read_call_is_not_resumed(field: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("salt", [5, ["a"], {}, True])
-def test_nothing_is_known_to_be_cached_for_an_unknown_salt(salt: object) -> None:
+def test_an_unreadable_salt_disables_cache_prediction(salt: object) -> None:
     passed = parse_passthrough(CallRoute.CHAT, json.dumps({**CHAT, "cache_salt": salt}).encode())
     assert (passed.chat, passed.prompt, passed.call.cache_namespace) == (None, None, None)
     assert json.loads(passed.client_call.body)["cache_salt"] == salt
@@ -131,7 +131,7 @@ async def test_an_invalid_body_reaches_the_engine_of_the_only_model(path: str) -
 
 @pytest.mark.parametrize("extra", [NAN, '"a":"\u00fc"'])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32"])
-async def test_a_body_that_only_python_decodes_is_checked_too(encoding: str, extra: str) -> None:
+async def test_bodies_only_python_decodes_are_checked_for_reserved_fields(encoding: str, extra: str) -> None:
     async with running_frontend(taking(1), script=answers) as frontend:
         body = f"{{{extra}}}"
         response = await frontend.http.post(PATHS[0], content=body.encode(encoding))
@@ -146,13 +146,13 @@ async def test_a_body_that_only_python_decodes_is_checked_too(encoding: str, ext
         assert len(frontend.plane.opened) == 1
 
 
-async def test_an_engine_that_takes_tokens_is_given_finite_numbers() -> None:
+async def test_token_engines_refuse_non_finite_numbers() -> None:
     async with running_frontend(card(1)) as frontend:
         response = await frontend.http.post(PATHS[0], content=b'{"model":"%s","top_p":NaN}' % MODEL.encode())
         assert (response.status_code, error_of(response)["param"]) == (400, "top_p")
 
 
-def test_a_long_body_is_not_read_twice() -> None:
+def test_only_short_bodies_are_surely_unreadable() -> None:
     assert is_surely_unreadable(b"{" * 65_536)
     assert not is_surely_unreadable(b"{" * 65_537)
 
@@ -167,7 +167,7 @@ async def test_an_invalid_body_for_several_models_or_token_engines_is_refused() 
 
 @pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}, {"model": 5}, {"model": ["a"]}])
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_call_without_a_model_is_for_the_only_one(path: str, named: dict[str, object]) -> None:
+async def test_a_call_without_a_model_goes_to_the_only_model(path: str, named: dict[str, object]) -> None:
     body = json.dumps({"prompt": "a", "messages": CHAT["messages"], **named}).encode()
     async with running_frontend(taking(1), script=answers) as frontend:
         response = await frontend.http.post(path, content=body)
@@ -177,14 +177,14 @@ async def test_a_call_without_a_model_is_for_the_only_one(path: str, named: dict
     assert (sent.model, sent.call.body) == (MODEL, body)
 
 
-async def test_an_invalid_model_name_is_no_model() -> None:
+async def test_an_unknown_or_invalid_model_name_is_a_404() -> None:
     async with running_frontend(taking(1)) as frontend:
         for name in ("x" * 257, "x" * 5000, "other"):
             response = await frontend.http.post(PATHS[0], json={**CHAT, "model": name})
             assert (response.status_code, error_of(response)["param"]) == (404, "model")
 
 
-async def test_a_token_call_without_a_model_is_for_the_only_one() -> None:
+async def test_a_token_call_without_a_model_goes_to_the_only_model() -> None:
     async with running_frontend(card(1)) as frontend:
         for path, body in ((PATHS[0], {"messages": CHAT["messages"]}), (PATHS[1], {"prompt": "a"})):
             for named in ({}, {"model": None}, {"model": ""}):
@@ -195,7 +195,7 @@ async def test_a_token_call_without_a_model_is_for_the_only_one() -> None:
                 assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
 
 
-def test_the_routers_own_limit_of_a_salt_stays() -> None:
+def test_a_salt_over_the_routers_limit_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_passthrough(CallRoute.CHAT, json.dumps({**CHAT, "cache_salt": "s" * 1025}).encode())
     assert refused.value.param == "cache_salt"

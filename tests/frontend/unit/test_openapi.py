@@ -11,7 +11,7 @@ from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
 from tests.testing.mock_server import MODEL, mock_server, user, words
 
 
-async def test_the_description_has_exactly_the_routes() -> None:
+async def test_openapi_describes_exactly_the_routes() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         response = await here.http.get("/openapi.json")
         assert response.headers["content-type"] == "application/json"
@@ -31,7 +31,7 @@ async def test_the_description_has_exactly_the_routes() -> None:
         assert "://" not in page.text.replace(described["externalDocs"]["url"], ""), "it loads nothing"
 
 
-def test_the_types_that_only_a_route_names_have_schemas() -> None:
+def test_types_named_only_by_a_route_have_schemas() -> None:
     class New(msgspec.Struct):
         """A new answer."""
 
@@ -51,7 +51,7 @@ async def _answer(_: PageRequest) -> Page:
     return Page()
 
 
-async def test_answers_have_the_form_that_is_described() -> None:
+async def test_answers_match_the_described_schemas() -> None:
     async with mock_server(zoned_fleet()) as here:
         body = {"model": MODEL, "messages": user(words(n=64)), "max_tokens": 3}
         request_id = (await here.http.post("/v1/chat/completions", json=body)).headers["x-request-id"]
@@ -88,7 +88,7 @@ async def test_answers_have_the_form_that_is_described() -> None:
         assert "CordonBody" in str(described["paths"]["/v1/cordons"]["post"]["requestBody"])
 
 
-async def test_every_answer_in_json_is_described() -> None:
+async def test_every_json_answer_has_a_schema() -> None:
     """A page of ours has a schema, unless it answers with text, or with nothing."""
     no_json = {"/ping", "/metrics", "/openapi.json", "/docs", "/ui", "/ui/", "/ui/{name}"}
     async with mock_server(uniform_fleet(replicas=1)) as here:

@@ -68,7 +68,7 @@ def at(path: str) -> str:
 
 
 @pytest.mark.parametrize("standalone", [False, True])
-async def test_every_route_that_changes_or_shows_the_fleet_refuses_pages_of_other_origins(
+async def test_fleet_routes_refuse_pages_of_other_origins(
     standalone: bool,
 ) -> None:
     async with either_app(standalone=standalone, settings=FrontendSettings()) as http:
@@ -91,7 +91,7 @@ async def test_every_route_that_changes_or_shows_the_fleet_refuses_pages_of_othe
 
 
 @pytest.mark.parametrize("standalone", [False, True])
-async def test_public_routes_and_calls_are_answered_under_any_name(standalone: bool) -> None:
+async def test_public_routes_and_calls_accept_any_origin_and_host(standalone: bool) -> None:
     async with either_app(standalone=standalone, settings=FrontendSettings()) as http:
         for method, path in await routes_of(http):
             if path not in PUBLIC | CALLS:
@@ -133,14 +133,14 @@ async def test_a_page_cannot_send_a_call_without_a_preflight() -> None:
     ],
     ids=str,
 )
-async def test_clients_probes_and_our_own_page_see_the_fleet(sent: dict[str, str]) -> None:
+async def test_clients_probes_and_the_own_page_may_read_the_fleet(sent: dict[str, str]) -> None:
     settings = FrontendSettings(allowed_hosts="Router.example, other.example")
     async with running_frontend(card(1), settings=settings) as frontend:
         for path in ("/v1/fleet", "/metrics", "/v1/cordons"):
             assert (await frontend.http.get(path, headers=sent)).status_code == 200
 
 
-async def test_a_page_of_the_same_site_changes_nothing() -> None:
+async def test_a_same_site_page_may_not_change_thresholds() -> None:
     async with running_frontend(card(1)) as frontend:
         body = {"model": MODEL}
         answer = await frontend.http.post(

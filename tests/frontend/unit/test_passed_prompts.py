@@ -26,7 +26,7 @@ def parsed(route: CallRoute, **body: Any) -> PassthroughCall:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm", ""])
-async def test_items_after_an_unknown_one_are_left_out(kind: str) -> None:
+async def test_items_from_the_first_unknown_one_on_are_left_out(kind: str) -> None:
     text = mock_text()
     items = [*CHAT, {"type": "item_reference", "id": "x"}, {"role": "user", "content": "later"}]
     found = await passthrough_tokens(parsed(CallRoute.RESPONSES, input=items), text, kind)
@@ -51,7 +51,7 @@ async def test_prompts_from_engine_state_or_unknown_items_are_unknown(body: dict
     assert not tokens.token_ids
 
 
-def test_how_long_an_answer_may_be() -> None:
+def test_max_tokens_is_read_from_each_routes_field() -> None:
     assert parsed(CallRoute.RESPONSES, input="a", max_output_tokens=7).call.max_tokens == 7
     assert parsed(CallRoute.MESSAGES, messages=CHAT, max_tokens=8).call.max_tokens == 8
     assert parsed(CallRoute.RESPONSES, input="a", max_output_tokens="9").call.max_tokens == 9

@@ -33,7 +33,7 @@ def says(*texts: str) -> dict[str, object]:
         ([{"content": None}, {"content": 7}, {"content": [{"type": "text", "text": 7}]}, says("hi")], "hi"),
     ],
 )
-async def test_a_chat_without_a_fitting_template_has_its_texts(messages: list[object], text: str) -> None:
+async def test_a_chat_without_a_fitting_template_uses_its_texts(messages: list[object], text: str) -> None:
     found = await known(messages)
     assert list(found.token_ids) == list(UNTEMPLATED.tokenizer.encode_prompt(text))
     assert not found.is_exact

@@ -127,7 +127,7 @@ async def test_round_robin_queries_do_not_advance_the_bookings_turn() -> None:
     assert kept["attempts"][0]["decode"]["worker_id"] == 2, "a request's own decision stays its own"
 
 
-async def test_a_route_is_decided_and_booked_until_it_is_freed() -> None:
+async def test_a_route_is_decided_and_booked_until_freed() -> None:
     async with open_router(card(1)) as here:
         status, answer = await here.route(request_id="mine")
         assert status == 200
@@ -151,7 +151,7 @@ async def test_a_route_is_decided_and_booked_until_it_is_freed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/route/a/b", "/v1/route/a/b/free"])
-async def test_deleting_a_booking_frees_any_id(path: str) -> None:
+async def test_deleting_a_booking_frees_its_id(path: str) -> None:
     async with open_router(card(1)) as here:
         await here.route(request_id="a/b")
         assert (await here.http.delete(path)).status_code == 200
@@ -187,7 +187,7 @@ async def test_a_pair_has_its_bootstrap_address_and_constraint() -> None:
         assert (await here.http.post("/v1/prefill", json=TOKENS)).status_code == 404
 
 
-async def test_a_query_changes_nothing_and_answers_the_same() -> None:
+async def test_a_query_books_nothing_and_answers_as_a_booking() -> None:
     async with open_router(card(1), card(2), card(3)) as here:
         _, asked = await here.route("?book=false", request_id="r")
         assert here.is_clean
@@ -270,7 +270,9 @@ async def test_tenants_and_adapters_have_separate_blocks() -> None:
         ({"lora_name": ""}, "lora_name"),
     ],
 )
-async def test_a_mistake_names_its_field_and_leaves_nothing(fields: dict[str, object], param: str) -> None:
+async def test_an_invalid_call_names_its_field_and_books_nothing(
+    fields: dict[str, object], param: str
+) -> None:
     async with open_router(card(1)) as here:
         status, answer = await here.post("/v1/route", {**TOKENS, **fields})
         assert (status, answer["error"]["param"]) == (400, param)
@@ -287,7 +289,7 @@ async def test_a_misspelt_query_parameter_books_nothing(query: str) -> None:
 @pytest.mark.parametrize(
     "body", [{"model": MODEL}, {"model": MODEL, "messages": []}, {"model": MODEL, "prompt": []}, [], 1]
 )
-async def test_a_body_without_a_prompt_is_a_mistake(body: object) -> None:
+async def test_a_body_without_a_prompt_is_a_400(body: object) -> None:
     async with open_router(card(1)) as here:
         status, answer = await here.post("/v1/route", body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
@@ -323,7 +325,7 @@ async def test_an_unfreed_booking_lapses_and_is_counted(caplog: pytest.LogCaptur
         assert "booking_lapsed" in caplog.text
 
 
-async def test_a_caller_that_leaves_while_it_waits_books_nothing() -> None:
+async def test_a_caller_leaving_while_waiting_books_nothing() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=10, admission_queue_max=4, admission_wait_s=100.0)
     async with open_router(card(1), config=config) as here:
         rank = card(1).ranks()[0]
@@ -392,7 +394,7 @@ async def test_a_bootstrap_prefill_is_answered_while_it_runs_and_can_be_deleted(
         assert (await here.post("/v1/prefill?x=1"))[0] == 400
 
 
-async def test_a_caller_that_leaves_cancels_its_prefill() -> None:
+async def test_a_caller_leaving_cancels_its_prefill() -> None:
     async with open_router(card(1, Role.PREFILL), prefill_alone=True) as here:
         with pytest.raises(httpx.ReadTimeout):
             await here.http.post("/v1/prefill", json=TOKENS, timeout=0.2)
@@ -411,7 +413,7 @@ async def test_a_draining_router_refuses_requests_and_waits_for_bookings() -> No
         assert await draining == 0
 
 
-async def test_a_drain_has_its_limit() -> None:
+async def test_a_drain_ends_at_its_time_limit() -> None:
     async with open_router(card(1)) as here:
         await here.route()
         assert await here.router.drain(0.01) == 1
@@ -438,7 +440,7 @@ async def test_a_prefill_only_decision_names_its_leg() -> None:
         assert (await here.metrics()).total("decisions_total", shape="prefill") == 1
 
 
-async def test_the_description_has_the_bookings_and_prefills() -> None:
+async def test_openapi_describes_bookings_and_prefills() -> None:
     async with open_router(card(1), prefill_alone=True) as router:
         described = (await router.http.get("/openapi.json")).json()["paths"]
     booked = "/v1/route/{request_id}"

@@ -40,7 +40,7 @@ def without_words(script: Path) -> str:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_fields_that_the_page_reads_are_answered(script: Path) -> None:
+def test_fields_that_the_page_reads_exist_in_answers(script: Path) -> None:
     source = without_words(script)
     for variable, kind in BY_VARIABLE.items():
         for field in re.findall(rf"(?<![.\w]){variable}\??\.([A-Za-z_]+)", source):
@@ -49,7 +49,7 @@ def test_fields_that_the_page_reads_are_answered(script: Path) -> None:
         assert field in NAMES, field
 
 
-def test_every_kind_of_object_is_checked() -> None:
+def test_every_variable_and_schema_of_the_page_is_checked() -> None:
     sources = "".join(map(without_words, SCRIPTS))
     for variable in BY_VARIABLE:
         assert re.search(rf"(?<![.\w]){variable}\??\.[a-z]", sources), variable

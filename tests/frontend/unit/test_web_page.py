@@ -53,7 +53,7 @@ async def test_each_file_is_served_with_its_type_and_a_policy(name: str) -> None
     [FrontendSettings(admin_token=SecretStr("s3cret")), FrontendSettings(admin_routes=AdminAccess.CLOSED)],
     ids=["token", "closed"],
 )
-async def test_the_page_needs_no_token_and_its_data_does(settings: FrontendSettings) -> None:
+async def test_only_the_pages_data_needs_the_token(settings: FrontendSettings) -> None:
     async with running_frontend(card(1), settings=settings) as frontend:
         page = await frontend.http.get("/ui")
         data = [
@@ -64,7 +64,7 @@ async def test_the_page_needs_no_token_and_its_data_does(settings: FrontendSetti
     assert [answer.status_code for answer in data] == [401] * 4
 
 
-async def test_a_slash_at_the_end_leads_to_the_page() -> None:
+async def test_a_trailing_slash_redirects_to_the_page() -> None:
     async with running_frontend(card(1)) as frontend:
         response = await frontend.http.get("/ui/")
         followed = await frontend.http.get("/ui/", follow_redirects=True)
@@ -89,7 +89,7 @@ async def test_the_page_takes_only_get_and_head() -> None:
             assert (await frontend.http.request(method, "/ui")).status_code == 405
 
 
-def test_the_page_has_no_script_or_style_of_its_own_and_only_relative_addresses() -> None:
+def test_the_page_has_no_inline_script_or_style_or_absolute_address() -> None:
     page = text_of("index.html")
     assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=|javascript:", page) == []
     for name in FILES:
@@ -99,7 +99,7 @@ def test_the_page_has_no_script_or_style_of_its_own_and_only_relative_addresses(
         )
 
 
-def test_every_file_that_is_named_is_there_and_none_is_left_over() -> None:
+def test_every_page_file_is_referenced_and_exists() -> None:
     page = text_of("index.html")
     named = set(re.findall(r'(?:src|href)="ui/([\w.-]+)"', page))
     for name in [name for name in FILES if name.endswith(".js")]:

@@ -48,7 +48,7 @@ async def mock_client() -> AsyncIterator[tuple[MockFleet, Client]]:
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
-async def test_a_reader_who_leaves_after_some_tokens_leaves_nothing_behind(way: str) -> None:
+async def test_closing_an_answer_after_some_tokens_leaves_nothing_running(way: str) -> None:
     async with mock_client() as (_, client):
         answers = await WAYS[way](client)
         async for piece in answers:
@@ -58,7 +58,7 @@ async def test_a_reader_who_leaves_after_some_tokens_leaves_nothing_behind(way: 
         assert [piece async for piece in answers] == []
 
 
-async def test_a_reader_who_only_breaks_leaves_nothing_behind() -> None:
+async def test_breaking_out_of_an_answer_leaves_nothing_running() -> None:
     """The loop closes a generator that nobody holds any more."""
     async with mock_client() as (_, client):
         async for piece in await client.random(LONG):
@@ -66,21 +66,21 @@ async def test_a_reader_who_only_breaks_leaves_nothing_behind() -> None:
             break
 
 
-async def test_a_reader_who_never_reads_leaves_nothing_behind() -> None:
+async def test_an_unread_answer_leaves_nothing_running() -> None:
     async with mock_client() as (_, client):
         await (await client.random(LONG)).aclose()
         async with await client.random(LONG):
             pass
 
 
-async def test_the_end_of_a_context_lets_the_worker_stop() -> None:
+async def test_leaving_an_answers_context_stops_the_worker() -> None:
     async with mock_client() as (_, client):
         async with await client.random(LONG) as answers:
             await anext(answers)
         assert [piece async for piece in answers] == []
 
 
-async def test_an_answer_that_was_read_to_its_end_says_why_it_ended() -> None:
+async def test_the_last_piece_of_an_answer_has_the_finish_reason() -> None:
     async with mock_client() as (_, client):
         request = {"token_ids": [300, 301], "stop_conditions": {"max_tokens": 3, "ignore_eos": True}}
         pieces = [piece async for piece in await client.round_robin(request)]
@@ -122,7 +122,7 @@ async def test_invalid_arguments_name_their_field_and_send_nothing(
     assert plane.opened == []
 
 
-async def test_prompt_and_answer_must_fit_into_the_workers_context() -> None:
+async def test_prompt_and_answer_over_the_workers_context_are_refused() -> None:
     plane, client = await scripted_client(card(1))
     for request, param in (
         ({"token_ids": [7] * 4096}, "token_ids"),

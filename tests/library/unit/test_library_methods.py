@@ -48,7 +48,7 @@ def n_stored(events: tuple[KvEvent, ...]) -> int:
     return sum(event.n_blocks for event in events if isinstance(event, Stored))
 
 
-def test_both_names_are_one_class() -> None:
+def test_kv_push_router_is_kv_router_and_public_names_exist() -> None:
     assert KvPushRouter is KvRouter
     for name in kvrouter.__all__:
         assert getattr(kvrouter, name) is not None
@@ -106,7 +106,7 @@ async def test_best_worker_without_an_id_changes_nothing() -> None:
         assert first[2] == 0
 
 
-async def test_best_worker_with_an_id_books_until_it_is_freed() -> None:
+async def test_best_worker_with_an_id_books_the_worker_until_freed() -> None:
     async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         other = prompt(first=1).tolist()
         worker_id, dp_rank, overlap_blocks = await router.best_worker(PROMPT, request_id="by-hand")
@@ -123,7 +123,7 @@ async def test_best_worker_with_an_id_books_until_it_is_freed() -> None:
         assert await loads(router, other) == {worker_id: (100, 7), idle: (100, 7)}
 
 
-async def test_freeing_or_booking_twice_is_an_error() -> None:
+async def test_freeing_or_booking_an_id_twice_is_an_error() -> None:
     async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         await router.best_worker(PROMPT, request_id="mine")
         with pytest.raises(InvalidRequest, match="booked already") as twice:
@@ -138,14 +138,14 @@ async def test_freeing_or_booking_twice_is_an_error() -> None:
         assert await loads(router, PROMPT.tolist()) == {1: (100, 7), 2: (100, 7)}
 
 
-async def test_the_deprecated_name_gives_worker_and_overlap() -> None:
+async def test_deprecated_best_worker_id_returns_worker_and_overlap() -> None:
     async with program(uniform_fleet(replicas=1)) as here, KvRouter(here.endpoint, BLOCK) as router:
         assert await router.best_worker_id(PROMPT) == (1, 0)
         assert await router.best_worker_id(PROMPT, request_id="mine") == (1, 0)
         await router.free("mine")
 
 
-async def test_cached_blocks_count_in_every_answer() -> None:
+async def test_best_worker_and_loads_count_cached_blocks() -> None:
     async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         await tokens_of(await router.generate(PROMPT, worker_id=2, stop_conditions={"max_tokens": 1}))
         await until_cached(router, 2, 6)
@@ -153,7 +153,7 @@ async def test_cached_blocks_count_in_every_answer() -> None:
         assert await loads(router, PROMPT.tolist()) == {1: (100, 7), 2: (4, 7)}
 
 
-async def test_an_override_holds_for_one_request() -> None:
+async def test_a_config_override_applies_to_one_request() -> None:
     """Worker 2 holds the blocks, and a load of 32 tokens: in blocks, for worker 2 it is
     (32 + 4) / 16 + 2 + 7 = 11.25 with overlap and 9 without, for worker 1 it is 13.25 and 7.
     """
@@ -178,7 +178,7 @@ async def test_an_override_holds_for_one_request() -> None:
         await router.free(f"load-{n}")
 
 
-async def test_pins_and_constraints() -> None:
+async def test_pins_and_constraints_choose_the_worker_or_refuse() -> None:
     async with program(zoned_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         zone_b = RoutingConstraints(required_taints=frozenset({Taint("dynamo.topology/zone=b")}))
         for worker_id in (3, 6):
@@ -193,7 +193,7 @@ async def test_pins_and_constraints() -> None:
             await router.generate(PROMPT, dp_rank=1)
 
 
-async def test_the_events_that_are_dumped_are_what_the_engines_hold() -> None:
+async def test_dumped_events_equal_the_blocks_that_engines_hold() -> None:
     async with (
         program(uniform_fleet(replicas=2, dp_size=2)) as here,
         KvRouter(here.endpoint, BLOCK) as router,
@@ -219,7 +219,7 @@ async def test_the_events_that_are_dumped_are_what_the_engines_hold() -> None:
         assert len(held) == 4
 
 
-async def test_without_an_index_there_is_nothing_to_dump() -> None:
+async def test_dump_events_is_empty_without_an_index() -> None:
     config = KvRouterConfig(overlap_score_weight=0.0)
     async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK, config) as router:
         await tokens_of(await router.generate(PROMPT))
@@ -227,7 +227,7 @@ async def test_without_an_index_there_is_nothing_to_dump() -> None:
         assert (await router.best_worker(PROMPT))[2] == 0
 
 
-async def test_the_indexer_finds_the_best_rank_of_each_worker() -> None:
+async def test_indexer_matches_are_of_the_best_rank_of_each_worker() -> None:
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(program(uniform_fleet(replicas=3, dp_size=2)))
         router = await stack.enter_async_context(KvRouter(here.endpoint, BLOCK))
@@ -245,7 +245,7 @@ async def test_the_indexer_finds_the_best_rank_of_each_worker() -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_late_program_knows_the_cached_blocks() -> None:
+async def test_a_router_started_late_learns_the_cached_blocks() -> None:
     async with program(uniform_fleet()) as here:
         async with KvRouter(here.endpoint, BLOCK) as router:
             await tokens_of(await router.generate(PROMPT, worker_id=1))
@@ -265,7 +265,7 @@ async def test_prefill_workers_of_the_namespace_make_pairs() -> None:
         await router.free("mine")
 
 
-async def test_joining_and_leaving_workers_are_followed() -> None:
+async def test_routers_drop_workers_that_leave() -> None:
     async with program(uniform_fleet(replicas=2)) as here, KvRouter(here.endpoint, BLOCK) as router:
         await router.best_worker(PROMPT, request_id="mine")
         for worker_id in (WorkerId(1), WorkerId(2)):
@@ -276,7 +276,7 @@ async def test_joining_and_leaving_workers_are_followed() -> None:
         await router.free("mine")
 
 
-async def test_models_are_named_when_there_are_several() -> None:
+async def test_the_model_must_be_named_when_there_are_several() -> None:
     text = """
 version: 1
 models: [{name: small, block_size: 16}, {name: large, block_size: 16}]
@@ -291,7 +291,7 @@ speedup: 1000
             await router.best_worker(PROMPT, model="medium")
 
 
-async def test_an_endpoint_without_workers_is_a_refusal() -> None:
+async def test_an_endpoint_without_usable_workers_refuses_requests() -> None:
     async with program(uniform_fleet()) as here:
         nobody = here.runtime.namespace("default").component("nobody").endpoint("generate")
         async with KvRouter(nobody, BLOCK) as router:
@@ -302,7 +302,7 @@ async def test_an_endpoint_without_workers_is_a_refusal() -> None:
                 await router.best_worker(PROMPT)
 
 
-async def test_two_routers_in_one_process_do_not_disturb_each_other() -> None:
+async def test_two_routers_in_one_process_are_independent() -> None:
     async with program(uniform_fleet()) as here, KvRouter(here.endpoint, BLOCK) as second:
         async with KvRouter(here.endpoint, BLOCK) as first:
             await first.best_worker(PROMPT, request_id="mine")
@@ -311,7 +311,7 @@ async def test_two_routers_in_one_process_do_not_disturb_each_other() -> None:
         assert len(await tokens_of(await second.generate(PROMPT))) == 16
 
 
-async def test_many_requests_at_once_are_spread_and_all_freed() -> None:
+async def test_concurrent_requests_are_spread_over_workers_and_freed() -> None:
     async with program(uniform_fleet(replicas=4)) as here, KvRouter(here.endpoint, BLOCK) as router:
 
         async def ask(n: int) -> int:

@@ -70,7 +70,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("close", [True, False])
-async def test_a_reader_who_leaves_leaves_nothing_behind(close: bool) -> None:
+async def test_leaving_an_answer_early_leaves_nothing_running(close: bool) -> None:
     """Also one who only breaks: the loop closes a generator that nobody holds any more."""
     async with in_program() as program:
         answers = await program.router.generate(PROMPT, stop_conditions=LONG, request_id="leaves")
@@ -83,7 +83,7 @@ async def test_a_reader_who_leaves_leaves_nothing_behind(close: bool) -> None:
         await program.until_quiet()
 
 
-async def test_an_answer_that_is_never_read_was_never_routed() -> None:
+async def test_an_unread_answer_is_never_routed() -> None:
     async with in_program() as program:
         answers = await program.router.generate(PROMPT, stop_conditions=LONG, request_id="unread")
         assert await program.loads() == [0, 0]
@@ -91,7 +91,7 @@ async def test_an_answer_that_is_never_read_was_never_routed() -> None:
         await program.until_quiet()
 
 
-async def test_errors_of_routing_come_with_the_first_read() -> None:
+async def test_routing_errors_are_raised_at_the_first_read() -> None:
     async with in_program() as program:
         answers = await program.router.generate(PROMPT, worker_id=99)
         with pytest.raises(NoEligibleWorker) as refused:
@@ -104,7 +104,7 @@ async def test_errors_of_routing_come_with_the_first_read() -> None:
 # One id at a time
 
 
-async def test_one_request_id_runs_once_at_a_time() -> None:
+async def test_a_request_id_in_use_is_refused() -> None:
     async with in_program() as program:
         router = program.router
         first = await router.generate(PROMPT, stop_conditions=LONG, request_id="twice")
@@ -127,7 +127,7 @@ async def test_one_request_id_runs_once_at_a_time() -> None:
         await program.until_quiet()
 
 
-async def test_an_id_whose_reader_left_can_be_used_again_at_once() -> None:
+async def test_a_request_id_is_reusable_once_its_answer_is_closed() -> None:
     async with in_program() as program:
         for _ in range(2):
             answers = await program.router.generate(
@@ -138,7 +138,7 @@ async def test_an_id_whose_reader_left_can_be_used_again_at_once() -> None:
         await program.until_quiet()
 
 
-async def test_an_id_that_is_booked_by_hand_is_in_use_until_it_is_freed() -> None:
+async def test_a_booked_request_id_is_in_use_until_freed() -> None:
     async with in_program() as program:
         router = program.router
         await router.best_worker(PROMPT, request_id="hand")
@@ -158,7 +158,7 @@ async def test_an_id_that_is_booked_by_hand_is_in_use_until_it_is_freed() -> Non
         await program.until_quiet()
 
 
-async def test_of_two_bookings_of_one_id_at_once_one_is_made() -> None:
+async def test_concurrent_bookings_of_one_id_make_only_one() -> None:
     async with in_program() as program:
         booked = await asyncio.gather(
             *(program.router.best_worker(PROMPT, request_id="once") for _ in range(3)), return_exceptions=True
@@ -168,7 +168,7 @@ async def test_of_two_bookings_of_one_id_at_once_one_is_made() -> None:
         await program.until_quiet()
 
 
-async def test_a_booking_that_was_refused_leaves_its_id_free() -> None:
+async def test_a_refused_booking_leaves_its_request_id_free() -> None:
     scripted = Scripted(config=KvRouterConfig(active_prefill_tokens_threshold=50))
     async with scripted.router as router:
         for n in range(2):
@@ -205,7 +205,7 @@ async def test_a_closed_router_raises_and_routes_nothing() -> None:
         assert program.fleet.cluster.idle
 
 
-async def test_a_booking_that_waits_while_the_router_is_closed_holds_nothing() -> None:
+async def test_a_booking_waiting_while_the_router_closes_is_refused() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=50, admission_queue_max=8, admission_wait_s=20.0)
     scripted = Scripted(config=config)
     async with scripted.router as router:
@@ -220,7 +220,7 @@ async def test_a_booking_that_waits_while_the_router_is_closed_holds_nothing() -
             await router.free("waits")
 
 
-async def test_an_indexer_answers_only_while_it_follows_the_workers() -> None:
+async def test_an_indexer_answers_only_inside_its_context() -> None:
     async with in_program() as program:
         async for _ in await program.router.generate(PROMPT, stop_conditions={"max_tokens": 1}):
             pass
@@ -302,7 +302,7 @@ async def test_invalid_arguments_name_their_field_and_send_nothing(wrong: Wrong,
 
 
 @pytest.mark.parametrize("override", [{"overlap_score_weight": NAN}, {"router_temperature": -1.0}])
-async def test_a_query_may_override_only_what_a_request_may(override: Mapping[str, object]) -> None:
+async def test_best_worker_refuses_the_overrides_that_requests_refuse(override: Mapping[str, object]) -> None:
     async with Scripted().router as router:
         for request_id in (None, "booked"):
             with pytest.raises(InvalidRequest):
@@ -310,7 +310,7 @@ async def test_a_query_may_override_only_what_a_request_may(override: Mapping[st
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "two words", "line\nforged", "ümlaut", "a%2Fb"])
-async def test_an_id_that_the_frontend_refuses_is_refused(request_id: str) -> None:
+async def test_invalid_request_ids_are_refused(request_id: str) -> None:
     async with Scripted().router as router:
         for refused in (
             router.generate(PROMPT, request_id=request_id),
@@ -325,7 +325,7 @@ async def test_an_id_that_the_frontend_refuses_is_refused(request_id: str) -> No
 @pytest.mark.parametrize(
     "token_ids", [[], array("I"), array("q"), [-1], [2**32], array("q", [-1]), [1.5], ["a"], b"\1\0\0\0"]
 )
-async def test_a_prompt_is_a_non_empty_list_of_token_ids(token_ids: list[int]) -> None:
+async def test_invalid_token_ids_are_refused_by_every_method(token_ids: list[int]) -> None:
     scripted = Scripted()
     async with scripted.router as router, KvIndexer(scripted.endpoint, 16) as indexer:
         for refused in (
@@ -339,7 +339,7 @@ async def test_a_prompt_is_a_non_empty_list_of_token_ids(token_ids: list[int]) -
             assert error.value.param == "token_ids"
 
 
-async def test_a_prompt_must_leave_room_in_the_context() -> None:
+async def test_a_prompt_that_fills_the_context_is_refused() -> None:
     async with Scripted().router as router:
         for refused in (router.generate([7] * 4096), router.best_worker([7] * 4096)):
             with pytest.raises(ContextLengthExceeded) as error:
@@ -349,7 +349,7 @@ async def test_a_prompt_must_leave_room_in_the_context() -> None:
         await router.generate([7] * 4080, stop_conditions={"max_tokens": 16})
 
 
-async def test_a_request_goes_only_to_workers_whose_context_holds_it() -> None:
+async def test_requests_go_only_to_workers_with_enough_context() -> None:
     small = replace(card(2), context_length=64)
     async with Scripted(card(1), small).router as router:
         for _ in range(4):

@@ -20,7 +20,7 @@ def distinct(n: int) -> dict[str, object]:
     return {"token_ids": prompt(first=n).tolist(), "stop_conditions": {"max_tokens": 3}}
 
 
-async def test_every_method_sends() -> None:
+async def test_every_send_method_returns_the_answer() -> None:
     async with program(uniform_fleet(replicas=3)) as here:
         client = await here.endpoint.client()
         answers = [
@@ -33,7 +33,7 @@ async def test_every_method_sends() -> None:
         client.close()
 
 
-async def test_round_robin_goes_around_and_random_does_not_stay() -> None:
+async def test_round_robin_and_random_reach_every_worker() -> None:
     async with program(uniform_fleet(replicas=3)) as here:
         client = await here.endpoint.client()
 
@@ -51,7 +51,7 @@ async def test_round_robin_goes_around_and_random_does_not_stay() -> None:
         client.close()
 
 
-async def test_a_rank_of_a_worker_can_be_named() -> None:
+async def test_direct_requests_reach_the_named_rank() -> None:
     async with program(uniform_fleet(replicas=1, dp_size=2)) as here:
         client = await here.endpoint.client()
         await tokens_of(await client.direct({**REQUEST, "dp_rank": 1}, 1))
@@ -64,7 +64,7 @@ async def test_a_rank_of_a_worker_can_be_named() -> None:
         client.close()
 
 
-async def test_unknown_dead_and_draining_workers() -> None:
+async def test_unknown_dead_and_draining_workers_are_refused() -> None:
     async with program(uniform_fleet(replicas=2)) as here:
         client = await here.endpoint.client()
         with pytest.raises(InvalidRequest, match="worker_id"):
@@ -82,7 +82,7 @@ async def test_unknown_dead_and_draining_workers() -> None:
         client.close()
 
 
-async def test_workers_whose_engines_are_silent_take_nothing() -> None:
+async def test_workers_with_silent_engines_get_no_requests() -> None:
     async with program(uniform_fleet(replicas=3)) as here:
         client = await here.endpoint.client()
         for number in (2, 3):
@@ -97,7 +97,7 @@ async def test_workers_whose_engines_are_silent_take_nothing() -> None:
         client.close()
 
 
-async def test_a_client_waits_for_the_first_worker() -> None:
+async def test_wait_for_instances_waits_for_the_first_worker() -> None:
     async with program(uniform_fleet(replicas=1)) as here:
         client = Client(here.runtime.namespace("default").component("late").endpoint("generate"))
         await client.follow()

@@ -32,7 +32,7 @@ async def only_piece(answer: AnswerPieces) -> AnswerPiece:
     return piece
 
 
-async def test_the_router_of_a_prefill_endpoint_names_and_books_prefill_workers() -> None:
+async def test_a_prefill_endpoints_router_picks_and_books_prefill_workers() -> None:
     async with program(zoned_fleet()) as here, KvRouter(prefill_endpoint(here), BLOCK) as router:
         named = {(await router.best_worker(prompt(first=n)))[0] for n in range(40)}
         assert named == PREFILL
@@ -53,7 +53,7 @@ async def test_the_router_of_a_prefill_endpoint_names_and_books_prefill_workers(
 
 
 @HANDOFFS
-async def test_a_pair_is_served_by_hand_through_the_routers_of_both_endpoints(handoff: str) -> None:
+async def test_a_pair_can_be_served_with_a_router_for_each_endpoint(handoff: str) -> None:
     async with (
         program(zoned_fleet(handoff=handoff)) as here,
         KvRouter(prefill_endpoint(here), BLOCK) as prefills,
@@ -72,7 +72,7 @@ async def test_a_pair_is_served_by_hand_through_the_routers_of_both_endpoints(ha
         client.close()
 
 
-async def test_a_prefill_worker_that_is_sent_to_by_hand_says_where_its_kv_is() -> None:
+async def test_a_direct_prefill_answer_has_its_kv_transfer_params() -> None:
     async with program(zoned_fleet(handoff="synchronous")) as here:
         senders, receivers = [await each.client() for each in (prefill_endpoint(here), here.endpoint)]
         request: dict[str, object] = {"token_ids": PROMPT.tolist()}
@@ -84,7 +84,7 @@ async def test_a_prefill_worker_that_is_sent_to_by_hand_says_where_its_kv_is() -
         receivers.close()
 
 
-async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
+async def test_best_workers_names_both_workers_and_both_can_be_pinned() -> None:
     async with program(zoned_fleet()) as here, KvRouter(here.endpoint, BLOCK) as router:
         seen = set()
         for n in range(120):
@@ -105,7 +105,7 @@ async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
             await router.generate(PROMPT, prefill_dp_rank=0)
 
 
-async def test_an_unread_prefill_leg_is_not_sent_and_a_left_one_ends() -> None:
+async def test_an_unread_prefill_leg_is_not_sent_and_a_cancelled_one_ends() -> None:
     async with (
         program(zoned_fleet(handoff="synchronous")) as here,
         KvRouter(prefill_endpoint(here), BLOCK) as router,
@@ -123,7 +123,7 @@ async def test_an_unread_prefill_leg_is_not_sent_and_a_left_one_ends() -> None:
             await router.generate(PROMPT, worker_id=1, prefill_worker_id=4)
 
 
-async def test_a_prefill_leg_that_runs_on_ends_with_its_router() -> None:
+async def test_a_running_prefill_leg_ends_with_its_router() -> None:
     async with program(zoned_fleet(handoff="bootstrap")) as here:
         async with KvRouter(prefill_endpoint(here), BLOCK) as router:
             await only_piece(await router.generate(PROMPT))
@@ -134,7 +134,7 @@ async def test_a_prefill_leg_that_runs_on_ends_with_its_router() -> None:
             await here.until_quiet()
 
 
-async def test_the_indexer_answers_for_its_endpoints_workers_alone() -> None:
+async def test_an_indexer_covers_only_its_endpoints_workers() -> None:
     async with (
         program(zoned_fleet()) as here,
         KvRouter(here.endpoint, BLOCK) as router,
@@ -150,7 +150,7 @@ async def test_the_indexer_answers_for_its_endpoints_workers_alone() -> None:
             assert found == expected
 
 
-async def test_an_endpoint_prefills_alone_until_one_of_its_own_workers_can_decode() -> None:
+async def test_an_endpoint_names_only_prefill_until_its_decode_worker_joins() -> None:
     discovery = ScriptedDiscovery()
     runtime = Runtime(discovery, ScriptedTransport(), ScriptedEvents())
     endpoint = runtime.namespace("default").component("backend").endpoint("generate")

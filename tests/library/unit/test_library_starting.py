@@ -98,7 +98,7 @@ class World:
         return self.wire.here, self.events.ears, tasks
 
 
-async def test_a_start_that_fails_leaves_nothing_and_may_be_tried_again() -> None:
+async def test_a_failed_start_leaves_nothing_and_can_be_retried() -> None:
     world = World()
     world.discovery.back.set()
     world.discovery.error = OSError("the store is away")
@@ -113,7 +113,7 @@ async def test_a_start_that_fails_leaves_nothing_and_may_be_tried_again() -> Non
     await until(lambda: world.left == (0, 0, []))
 
 
-async def test_a_cancelled_start_leaves_nothing() -> None:
+async def test_a_cancelled_start_leaves_nothing_running() -> None:
     world = World()
     starting = asyncio.create_task(world.router.start())
     await until(lambda: world.discovery.asked == 1)
@@ -127,7 +127,7 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
         await world.router.start()
 
 
-async def test_a_router_that_is_closed_while_it_starts_does_not_start() -> None:
+async def test_a_router_closed_while_starting_does_not_start() -> None:
     world = World()
     starting = asyncio.create_task(world.router.start())
     await until(lambda: world.discovery.asked == 1)

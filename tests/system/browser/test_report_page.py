@@ -87,7 +87,7 @@ def view_with_events(seen_with_events: Look, request: pytest.FixtureRequest) -> 
     return view_of(seen_with_events, request)
 
 
-def test_the_browser_complains_of_nothing_and_asks_for_nothing(view: View) -> None:
+def test_the_report_loads_without_complaints_or_requests(view: View) -> None:
     assert view.complaints == []
     assert view.requests == []
     assert view.title == f"Replay of {EVIL}"
@@ -104,7 +104,7 @@ def test_the_page_does_not_scroll_sideways(view: View) -> None:
         assert table.box.x + table.box.width <= view.width, table.label
 
 
-def test_all_parts_are_there_with_their_text(view: View) -> None:
+def test_all_report_sections_have_their_text(view: View) -> None:
     assert tuple(section.title for section in view.sections) == TITLES
     (comparison,) = view.tables
     for text in ("kvrouter", "round-robin", "TTFT ms", "p99", "ceiling %", "imbalance", "KV crossing"):
@@ -139,7 +139,7 @@ def test_plots_are_visible_and_hold_their_lines_and_labels(view: View) -> None:
             assert not one.box.meets(other.box), f"{plot.label}: {one.text} and {other.text}"
 
 
-def test_lines_have_colours_of_their_own_and_the_one_pointed_at_stands_out(view: View) -> None:
+def test_plot_lines_have_distinct_colours_and_highlight_on_hover(view: View) -> None:
     for plot in view.plots:
         colours = {shape.name: shape.stroke for shape in plot.lines if shape.kind == "line"}
         assert len(set(colours.values())) == len(colours), plot.label
@@ -151,18 +151,18 @@ def test_the_page_follows_the_readers_colour_scheme(view: View) -> None:
     assert background > 600 > 200 > ink if view.scheme == "light" else background < 200 < 600 < ink
 
 
-def test_parts_do_not_cover_each_other(view: View) -> None:
+def test_sections_and_plots_do_not_overlap(view: View) -> None:
     for one, other in combinations([section.box for section in view.sections], 2):
         assert not one.meets(other)
     for first, second in combinations([plot.box for plot in view.plots], 2):
         assert not first.meets(second)
 
 
-def test_pictures_of_all_views_are_taken_and_not_blank(view: View) -> None:
+def test_screenshots_of_all_views_are_not_blank(view: View) -> None:
     assert Path(view.picture).stat().st_size > 20_000
 
 
-def test_events_stand_in_the_plots_over_time_and_in_a_table(view_with_events: View) -> None:
+def test_events_are_shown_in_plots_over_time_and_in_a_table(view_with_events: View) -> None:
     over_time = [plot for plot in view_with_events.plots if " over time: " in plot.label]
     assert len(over_time) >= 9
     for plot in over_time:

@@ -148,7 +148,7 @@ async def polled(chromium: Browser, *, times: int = 2) -> None:
     await chromium.until(f"() => {count} > {before + times - 1}")
 
 
-async def test_it_loads_without_complaints_and_asks_no_other_origin(chromium: Browser) -> None:
+async def test_the_ui_loads_without_complaints_or_foreign_requests(chromium: Browser) -> None:
     async with mock_server(zoned_fleet()) as house:
         for n in range(3):
             await send(house, n)
@@ -173,7 +173,7 @@ async def test_it_loads_without_complaints_and_asks_no_other_origin(chromium: Br
         assert await chromium.evaluate(unnamed) == 0
 
 
-async def test_it_updates_live_as_requests_run_and_a_worker_dies(chromium: Browser) -> None:
+async def test_the_ui_updates_as_requests_run_and_a_worker_dies(chromium: Browser) -> None:
     async with mock_server(zoned_fleet()) as house:
         await opened(chromium, house.url)
         await chromium.until_text("#decisions", "No decision yet")
@@ -193,7 +193,7 @@ async def test_it_updates_live_as_requests_run_and_a_worker_dies(chromium: Brows
         assert await chromium.complaints() == []
 
 
-async def test_a_decision_opens_to_its_candidates_and_why_they_lost(chromium: Browser) -> None:
+async def test_an_opened_decision_shows_its_candidates_and_their_reasons(chromium: Browser) -> None:
     async with mock_server(zoned_fleet()) as house:
         await send(house, 1, name="before-anybody-looked")
         await opened(chromium, house.url)
@@ -220,7 +220,7 @@ def sum_of(parts: str) -> float:
     return sum(float(number) * (1 if sign == "+" else -1) for sign, number in numbers)
 
 
-async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> None:
+async def test_the_parts_of_a_cost_difference_add_up_to_it(chromium: Browser) -> None:
     """Also where a worker's place is preferred, which multiplies its cost."""
     async with mock_server(fleet_file(PRICED)) as house:
         await send(house, 3, n=900)
@@ -233,7 +233,7 @@ async def test_the_parts_of_a_difference_are_all_of_it(chromium: Browser) -> Non
         assert sum_of(parts) == pytest.approx(float(cost.replace(",", "")), rel=0.02, abs=0.05), parts
 
 
-async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium: Browser) -> None:
+async def test_the_ui_shows_where_a_prompt_would_go_and_why(chromium: Browser) -> None:
     async with mock_server(zoned_fleet()) as house:
         await send(house, 5)
         await opened(chromium, house.url)
@@ -255,7 +255,7 @@ async def test_it_says_where_a_prompt_would_go_and_why_the_others_lost(chromium:
     assert complaints == []
 
 
-async def test_it_works_with_the_keyboard_alone(chromium: Browser) -> None:
+async def test_the_ui_works_with_the_keyboard_alone(chromium: Browser) -> None:
     focused = "() => `${document.activeElement.id} ${document.activeElement.className}`"
     outlined = "() => getComputedStyle(document.activeElement).outlineStyle"
     async with mock_server(zoned_fleet()) as house:
@@ -305,7 +305,7 @@ async def test_it_works_with_the_keyboard_alone(chromium: Browser) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_it_follows_the_readers_colour_scheme_and_every_text_can_be_read(
+async def test_the_ui_follows_the_colour_scheme_with_readable_contrast(
     chromium: Browser, scheme: str
 ) -> None:
     async with mock_server(fleet_file(PRICED)) as house:
@@ -326,7 +326,7 @@ async def test_it_follows_the_readers_colour_scheme_and_every_text_can_be_read(
 
 
 @pytest.mark.parametrize("width", [1440, 800, 360])
-async def test_it_fits_wide_and_narrow_windows(chromium: Browser, width: int) -> None:
+async def test_the_ui_fits_wide_and_narrow_windows(chromium: Browser, width: int) -> None:
     async with mock_server(fleet_file(PRICED)) as house:
         for n in range(4):
             await send(house, n, name=f"a-long-name-of-a-request-as-some-clients-send-them-{n:04}")
@@ -341,7 +341,7 @@ async def test_it_fits_wide_and_narrow_windows(chromium: Browser, width: int) ->
     assert outside == []
 
 
-async def test_a_router_that_goes_away_and_comes_back_is_noticed(chromium: Browser) -> None:
+async def test_the_ui_shows_a_lost_router_and_its_return(chromium: Browser) -> None:
     port = str(free_ports(1))
     async with fleet({"DYN_DISCOVERY_BACKEND": "auto"}) as processes:
         first = await processes.door("up", "--http-port", port)
@@ -359,7 +359,7 @@ async def test_a_router_that_goes_away_and_comes_back_is_noticed(chromium: Brows
         await chromium.until("() => document.querySelector('#warning').hidden")
 
 
-async def test_a_page_that_nobody_looks_at_asks_nothing(chromium: Browser) -> None:
+async def test_a_hidden_page_sends_no_requests(chromium: Browser) -> None:
     hide = """() => {
       Object.defineProperty(document, 'hidden', { value: %s, configurable: true });
       document.dispatchEvent(new Event('visibilitychange'));
@@ -374,7 +374,7 @@ async def test_a_page_that_nobody_looks_at_asks_nothing(chromium: Browser) -> No
         await chromium.until_text("#decision-list", "meanwhile")
 
 
-async def test_where_a_token_is_asked_for_the_page_asks_its_user(chromium: Browser) -> None:
+async def test_the_ui_asks_its_user_for_a_required_admin_token(chromium: Browser) -> None:
     settings = FrontendSettings(admin_token=SecretStr("s3cret"))
     async with mock_server(zoned_fleet(), frontend=settings) as house:
         await chromium.open(f"{house.url}/ui")
@@ -454,7 +454,7 @@ async def test_names_from_the_fleet_are_text_and_never_markup(chromium: Browser)
         assert await chromium.evaluate("document.querySelectorAll('main img').length") == 0
 
 
-async def test_the_picture_shows_a_fleet_at_work(chromium: Browser, tmp_path: Path) -> None:
+async def test_the_ui_screenshot_shows_a_fleet_under_load(chromium: Browser, tmp_path: Path) -> None:
     """With ``KVROUTER_UI_PICTURE=1`` it becomes that of the README."""
     folder = IMAGES if os.environ.get(PICTURE) else tmp_path
     folder.mkdir(exist_ok=True)
@@ -487,7 +487,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-async def test_every_rule_is_explained_by_what_it_weighs(chromium: Browser, rule: str) -> None:
+async def test_the_ui_explains_every_routing_rule_by_its_costs(chromium: Browser, rule: str) -> None:
     async with mock_server(fleet_file(PRICED), router=RULES[rule]) as house:
         for n in range(3):
             await send(house, n, n=900)
@@ -526,7 +526,7 @@ async def test_every_rule_is_explained_by_what_it_weighs(chromium: Browser, rule
     ],
     ids=["draining", "discovery", "empty"],
 )
-async def test_what_is_wrong_with_all_of_it_is_said_above(
+async def test_fleet_wide_problems_are_shown_on_the_page(
     chromium: Browser, change: dict[str, object], says: str
 ) -> None:
     async with mock_server(zoned_fleet()) as house:

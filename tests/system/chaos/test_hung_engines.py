@@ -37,7 +37,7 @@ async def circuit(frontend: Frontend) -> str:
     return str(next(each["circuit"] for each in workers if each["worker_id"] == HUNG))
 
 
-async def test_an_engine_that_hangs_costs_some_requests_one_deadline_and_is_used_again_when_it_answers(
+async def test_a_hung_engine_costs_few_deadlines_and_is_used_again_later(
     record_property: Callable[[str, object], None],
 ) -> None:
     async with engine_process() as hung, engine_process() as well, fleet(SETTINGS) as processes:

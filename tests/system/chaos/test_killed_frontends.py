@@ -21,7 +21,7 @@ PLANES = [
 
 
 @pytest.mark.parametrize(("planes", "handoff"), PLANES, ids=str)
-async def test_a_frontend_killed_at_any_moment_leaves_nothing_behind(
+async def test_a_frontend_killed_in_any_request_phase_leaves_nothing_behind(
     planes: FleetTransports, handoff: str, shared_nats: NatsServer
 ) -> None:
     async with fleet_processes(slow_fleet(handoff), planes, shared_nats) as slow:

@@ -25,7 +25,7 @@ async def is_frozen(frontend: Frontend) -> bool:
 
 
 @pytest.mark.parametrize("planes", PLANES, ids=str)
-async def test_answers_over_tcp_go_on_while_nats_is_away(
+async def test_answers_over_tcp_continue_while_nats_is_down(
     planes: FleetTransports, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     async with fleet_processes(slow_fleet(), planes, own_nats) as slow:
@@ -59,7 +59,7 @@ async def test_answers_over_tcp_go_on_while_nats_is_away(
 @pytest.mark.parametrize(
     ("dead_after_s", "stays_away"), [(2, True), (20, False)], ids=["stays-away", "is-back-at-once"]
 )
-async def test_requests_over_nats_outlive_a_short_outage_and_end_with_a_long_one(
+async def test_requests_over_nats_survive_a_short_outage_and_fail_in_a_long_one(
     dead_after_s: int, stays_away: bool, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     timeouts = {"KVROUTER_DEAD_AFTER_S": str(dead_after_s)}

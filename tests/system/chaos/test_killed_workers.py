@@ -31,7 +31,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("planes", "handoff"), PLANES, ids=str)
-async def test_a_worker_killed_at_any_moment_costs_nobody_an_answer(
+async def test_a_worker_killed_in_any_request_phase_loses_no_answer(
     planes: FleetTransports,
     handoff: str,
     shared_nats: NatsServer,

@@ -24,7 +24,7 @@ PLANES = [
 
 
 @pytest.mark.parametrize("planes", PLANES, ids=str)
-async def test_the_index_ends_equal_to_the_caches_whatever_is_lost(
+async def test_the_index_converges_to_the_caches_despite_lossy_events(
     planes: FleetTransports, shared_nats: NatsServer
 ) -> None:
     async with fleet_processes(FLEET, planes, shared_nats, module="tests.testing.lossy_frontend") as here:

@@ -58,7 +58,7 @@ def losses(fleet: FleetProcesses, client: StreamingClient) -> list[tuple[int, in
     [(FILE_TCP_ZMQ, "synchronous"), (NATS_HTTP_JETSTREAM, "bootstrap"), (NATS_NATS_CORE, "synchronous")],
     ids=str,
 )
-async def test_a_prefill_worker_killed_in_mid_transfer_costs_its_lone_partner_nothing(
+async def test_a_prefill_worker_killed_in_mid_transfer_is_replaced(
     planes: FleetTransports, handoff: str, shared_nats: NatsServer
 ) -> None:
     async with fleet_processes(one_decode_worker(prefills=2, handoff=handoff), planes, shared_nats) as fleet:
@@ -76,7 +76,7 @@ async def test_a_prefill_worker_killed_in_mid_transfer_costs_its_lone_partner_no
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
-async def test_a_prefill_worker_whose_kv_nobody_can_fetch_is_alive_and_costs_no_answer(
+async def test_unreachable_kv_of_a_live_prefill_worker_costs_no_answer(
     handoff: str, shared_nats: NatsServer
 ) -> None:
     """Requests reach it over NATS; the address where its KV waits is none of its own."""

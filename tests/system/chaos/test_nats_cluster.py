@@ -35,7 +35,7 @@ async def ask(frontend: Frontend, asked: list[list[int]]) -> None:
     asked.append(client.prompt)
 
 
-async def test_one_server_may_die_and_most_of_them_freeze_the_fleet(
+async def test_the_fleet_survives_one_lost_nats_server_and_freezes_without_most(
     cluster: NatsCluster, record_property: Callable[[str, object], None]
 ) -> None:
     settings = {

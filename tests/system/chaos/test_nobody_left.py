@@ -19,7 +19,7 @@ NOBODY = "no_eligible_worker"
 
 
 @pytest.mark.parametrize("planes", [FILE_TCP_ZMQ, NATS_NATS_CORE], ids=str)
-async def test_a_request_fails_once_and_only_while_nobody_may_take_it(
+async def test_requests_fail_only_while_no_worker_is_left(
     planes: FleetTransports, shared_nats: NatsServer
 ) -> None:
     clock_s = asyncio.get_running_loop().time

@@ -53,7 +53,7 @@ async def says(frontend: Frontend, worker_id: int, key: str, value: object) -> b
 
 
 @pytest.mark.parametrize("request_plane", ["tcp", "http"])
-async def test_a_worker_behind_a_partition_is_left_alone_and_comes_back(
+async def test_a_partitioned_worker_costs_no_answer_and_comes_back(
     request_plane: str, record_property: Callable[[str, object], None]
 ) -> None:
     settings = {
@@ -92,7 +92,7 @@ async def test_a_worker_behind_a_partition_is_left_alone_and_comes_back(
         record_property("well after s", round(asyncio.get_running_loop().time() - back_s, 2))
 
 
-async def test_a_frontend_cut_off_from_nats_serves_the_fleet_that_it_knew(own_nats: NatsServer) -> None:
+async def test_a_frontend_cut_off_from_nats_serves_its_known_fleet(own_nats: NatsServer) -> None:
     async with (
         proxies([own_nats.port]) as (proxy,),
         fleet(
@@ -119,7 +119,7 @@ async def test_a_frontend_cut_off_from_nats_serves_the_fleet_that_it_knew(own_na
 
 
 @pytest.mark.parametrize("flags", [(), ("--enable-local-indexer",)], ids=["jetstream", "core"])
-async def test_a_worker_cut_off_from_nats_is_kept_for_as_long_as_it_answers(
+async def test_a_worker_cut_off_from_nats_is_kept_while_it_answers(
     flags: tuple[str, ...], own_nats: NatsServer
 ) -> None:
     async with (
@@ -143,7 +143,7 @@ async def test_a_worker_cut_off_from_nats_is_kept_for_as_long_as_it_answers(
 
 
 @pytest.mark.parametrize("request_plane", ["tcp", "http", "nats"])
-async def test_a_worker_that_hangs_is_left_alone_and_comes_back(
+async def test_a_paused_worker_costs_no_answer_and_comes_back(
     request_plane: str, shared_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     settings = {
@@ -170,7 +170,7 @@ async def test_a_worker_that_hangs_is_left_alone_and_comes_back(
 
 
 @pytest.mark.parametrize("request_plane", ["tcp", "http", "nats"])
-async def test_what_a_frontend_that_hangs_had_booked_is_let_go(
+async def test_a_paused_frontends_bookings_are_released_by_the_others(
     request_plane: str, shared_nats: NatsServer
 ) -> None:
     settings = {

@@ -28,7 +28,7 @@ async def active_blocks(frontend: Frontend) -> dict[str, float]:
     return {labels["worker"]: blocks for labels, blocks in metrics.of("ledger_active_blocks") if blocks}
 
 
-async def test_a_late_frontend_counts_what_others_run_and_nothing_of_one_that_died(
+async def test_a_late_frontend_counts_only_live_replicas_requests(
     shared_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     settings = {"NATS_SERVER": shared_nats.url, "DYN_ROUTER_REPLICA_SYNC": "true"}

@@ -25,7 +25,7 @@ workers:
 
 
 @pytest.mark.parametrize("planes", [FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM], ids=str)
-async def test_a_rolling_restart_costs_no_answer_and_models_do_not_meet(
+async def test_a_rolling_restart_costs_no_answer_and_models_stay_separate(
     planes: FleetTransports, shared_nats: NatsServer
 ) -> None:
     async with fleet_processes(FLEET, planes, shared_nats) as here:

@@ -103,7 +103,7 @@ def results(url: str, model: str) -> Results:
     return found
 
 
-async def test_every_call_does_what_its_client_expects(seen: Mapping[str, Results]) -> None:
+async def test_every_client_call_succeeds_or_is_a_known_refusal(seen: Mapping[str, Results]) -> None:
     assert seen["mock"].keys() == seen["vllm"].keys() >= NOT_BEFORE_MOCKS
     for behind, calls in seen.items():
         for call, failed in calls.items():
@@ -114,7 +114,7 @@ async def test_every_call_does_what_its_client_expects(seen: Mapping[str, Result
                 assert failed is None, f"{behind}: {call}: {failed}"
 
 
-async def test_the_page_is_written(seen: Mapping[str, Results]) -> None:
+async def test_the_clients_page_is_written_from_the_results(seen: Mapping[str, Results]) -> None:
     rows = [
         f"| {client} | {what} | {_word(seen['mock'][client, what])} | {_word(seen['vllm'][client, what])} |\n"
         for client, what in seen["vllm"]

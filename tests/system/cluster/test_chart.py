@@ -37,7 +37,7 @@ def fleets(own_plane: ControlPlane) -> Iterator[str]:
         yield name
 
 
-async def test_by_kubectl_it_looks_after_all_namespaces_with_its_own_rights_and_goes_without_a_trace(
+async def test_the_chart_applied_by_kubectl_serves_all_namespaces_and_is_removed(
     own_plane: ControlPlane, system: str, fleets: str
 ) -> None:
     plane = own_plane
@@ -82,7 +82,7 @@ async def test_by_kubectl_it_looks_after_all_namespaces_with_its_own_rights_and_
     await until_left(plane, system, before)
 
 
-async def test_without_an_operator_only_what_it_must_judge_waits_and_the_job_at_the_end_removes_its_policies(
+async def test_spec_writes_fail_without_an_operator_and_clean_up_still_works(
     own_plane: ControlPlane, system: str, fleets: str
 ) -> None:
     plane = own_plane
@@ -114,7 +114,7 @@ async def test_without_an_operator_only_what_it_must_judge_waits_and_the_job_at_
             plane.kubectl("delete", "--filename", "-", stdin=json.dumps(each))
 
 
-async def test_users_who_may_edit_a_namespace_may_do_so_with_deployments(
+async def test_namespace_editors_and_viewers_get_rights_on_deployments(
     own_plane: ControlPlane, system: str, fleets: str
 ) -> None:
     plane = own_plane
@@ -150,7 +150,7 @@ async def test_users_who_may_edit_a_namespace_may_do_so_with_deployments(
         plane.kubectl("delete", "--filename", "-", stdin=json.dumps(each))
 
 
-async def test_by_helm_it_is_installed_upgraded_and_uninstalled_and_its_hook_runs(
+async def test_helm_installs_upgrades_and_uninstalls_with_the_clean_up_hook(
     own_plane: ControlPlane, system: str, fleets: str
 ) -> None:
     plane = own_plane
@@ -184,7 +184,7 @@ async def test_by_helm_it_is_installed_upgraded_and_uninstalled_and_its_hook_run
     await until_left(plane, system, before)
 
 
-def test_by_helm_pods_are_labelled_by_a_webhook_where_the_cluster_has_no_policies(
+def test_helm_renders_the_binding_webhook_on_clusters_without_policies(
     plane_of_1_35: ControlPlane,
 ) -> None:
     with (

@@ -32,7 +32,7 @@ def system(own_plane: ControlPlane) -> Iterator[str]:
         yield name
 
 
-async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_definition(
+async def test_upgraded_definitions_keep_objects_and_the_operator_running(
     own_plane: ControlPlane, system: str, tmp_path: Path
 ) -> None:
     plane = own_plane
@@ -78,7 +78,7 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
         await asyncio.to_thread(plane.kubectl, "wait", enforcement, "dgd/llm", "--namespace", system, WAIT)
 
 
-async def test_definitions_of_kvrouter_that_another_wrote_are_taken_over_as_preflight_says(
+async def test_preflights_command_takes_over_definitions_written_by_helm(
     own_plane: ControlPlane, tmp_path: Path
 ) -> None:
     plane = own_plane

@@ -34,7 +34,7 @@ def system(own_plane: ControlPlane) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", ["default", "nats"])
-def test_a_folder_of_kustomize_is_installed_where_pods_are_restricted_and_goes_again(
+def test_a_kustomize_folder_installs_with_restricted_pods_and_uninstalls(
     own_plane: ControlPlane, folder: str
 ) -> None:
     plane = own_plane
@@ -64,7 +64,7 @@ def until_stored(plane: ControlPlane) -> None:
         plane.kubectl("get", "--raw", f"/apis/{kind}")
 
 
-async def test_every_example_is_admitted_without_a_warning_and_becomes_what_it_says(
+async def test_every_example_is_admitted_without_a_warning_and_deployed(
     own_plane: ControlPlane, system: str
 ) -> None:
     plane = own_plane

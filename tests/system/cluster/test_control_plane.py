@@ -36,7 +36,7 @@ def test_both_features_for_labels_at_binding_are_on(plane: ControlPlane) -> None
     assert plane.features() == Features(mutating_admission_policy=True, copies_binding_labels=True)
 
 
-def test_a_clean_up_that_fails_is_reported_unless_the_test_failed_before(plane: ControlPlane) -> None:
+def test_a_failed_clean_up_is_reported_unless_the_test_failed(plane: ControlPlane) -> None:
     with pytest.raises(ZeroDivisionError), plane.deleting("node", "absent"):
         raise ZeroDivisionError
     with pytest.raises(KubectlError, match='nodes "absent" not found'), plane.deleting("node", "absent"):
@@ -52,7 +52,7 @@ def test_a_clean_up_that_fails_is_reported_unless_the_test_failed_before(plane: 
         ("rollout", "status", "deployment/many"),
     ],
 )
-def test_what_is_not_there_yet_is_waited_for(
+def test_kubectl_waits_for_objects_that_do_not_exist_yet(
     plane: ControlPlane, namespace: str, waits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_failed = threading.Event()
@@ -73,7 +73,7 @@ def test_what_is_not_there_yet_is_waited_for(
         waited.result()
 
 
-def test_what_cannot_be_waited_for_is_reported_at_once(plane: ControlPlane, namespace: str) -> None:
+def test_an_invalid_wait_condition_is_reported_at_once(plane: ControlPlane, namespace: str) -> None:
     with pytest.raises(KubectlError, match="unrecognized condition"):
         plane.kubectl("wait", "--for=nothing", "pods", "--all", "--namespace", namespace)
 
@@ -86,7 +86,7 @@ def test_a_deployments_pods_become_ready_in_three_zones(plane: ControlPlane, nam
     assert zones == dict.fromkeys(ZONES, 2)
 
 
-def test_what_is_owned_goes_with_its_owner(plane: ControlPlane, namespace: str) -> None:
+def test_owned_objects_are_deleted_with_their_owner(plane: ControlPlane, namespace: str) -> None:
     plane.apply(_deployment(namespace, replicas=2))
     plane.kubectl("rollout", "status", "deployment/many", "--namespace", namespace, "--timeout=120s")
     owner = plane.read("deployment", "many", "--namespace", namespace)["metadata"]["uid"]
@@ -99,7 +99,7 @@ def test_what_is_owned_goes_with_its_owner(plane: ControlPlane, namespace: str) 
         plane.kubectl(*gone, *(["--all"] if "/" not in kind else []))
 
 
-def test_a_pod_that_is_played_by_hand_is_left_alone(plane: ControlPlane, namespace: str) -> None:
+def test_a_pod_played_by_hand_is_left_alone(plane: ControlPlane, namespace: str) -> None:
     plane.apply(pod(namespace, "by-hand", BY_HAND), pod(namespace, "other"))
     plane.kubectl("wait", "--for=condition=Ready", "pod/other", "--namespace", namespace, "--timeout=120s")
     scheduled = ("wait", "--for=condition=PodScheduled", "pod/by-hand", "--namespace", namespace)
@@ -134,7 +134,9 @@ async def test_a_crds_rule_refuses_with_its_own_message(plane: ControlPlane, nam
     plane.kubectl("delete", "crd", "links.kvrouter.test")
 
 
-async def test_what_two_managers_apply_conflicts(api: ApiClient, namespace: str, tmp_path: Path) -> None:
+async def test_fields_applied_by_two_managers_conflict(
+    api: ApiClient, namespace: str, tmp_path: Path
+) -> None:
     dynamic = await DynamicClient(api, cache_file=str(tmp_path / "kinds.json"))
     config_maps = await dynamic.resources.get(api_version="v1", kind="ConfigMap")
     settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "settings"}}
@@ -154,7 +156,7 @@ async def test_what_two_managers_apply_conflicts(api: ApiClient, namespace: str,
     )
 
 
-async def test_zone_and_region_are_on_a_pod_in_the_event_that_tells_its_node(
+async def test_a_pod_has_zone_and_region_in_the_event_of_its_binding(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     for i in range(3):
@@ -164,12 +166,12 @@ async def test_zone_and_region_are_on_a_pod_in_the_event_that_tells_its_node(
             assert seen["metadata"]["labels"][name] == node["metadata"]["labels"][name]
 
 
-def test_a_bindings_labels_and_annotations_come_to_its_pod(plane: ControlPlane, namespace: str) -> None:
+def test_a_bindings_labels_and_annotations_are_copied_to_its_pod(plane: ControlPlane, namespace: str) -> None:
     metadata = bound_by_hand(plane, namespace)["metadata"]
     assert (metadata["labels"][RACK], metadata["annotations"][RACK]) == ("said", "said")
 
 
-async def test_a_policy_copies_a_nodes_rack_in_the_write_that_binds(
+async def test_a_policy_sets_the_nodes_rack_in_the_write_that_binds(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     plane.apply(*_rack_policy(namespace))
@@ -202,7 +204,7 @@ async def test_a_webhook_is_called_over_https(plane: ControlPlane, namespace: st
         plane.kubectl("delete", "validatingwebhookconfiguration", f"door-{namespace}")
 
 
-def test_users_and_accounts_may_do_what_their_roles_say(plane: ControlPlane, namespace: str) -> None:
+def test_users_and_accounts_have_only_the_rights_of_their_roles(plane: ControlPlane, namespace: str) -> None:
     where = ("--namespace", namespace)
     plane.kubectl("create", "role", "reader", "--verb=get,list", "--resource=pods", *where)
     plane.kubectl("create", "serviceaccount", "account", *where)

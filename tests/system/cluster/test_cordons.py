@@ -80,7 +80,7 @@ class TestObjects(CordonLaws):
     """As every store, with no more rights than the page lists."""
 
 
-async def test_objects_that_people_write_count_have_an_age_and_are_removed(
+async def test_cordon_objects_written_by_users_are_read_and_removed(
     plane: ControlPlane, space: str, anyone: Account
 ) -> None:
     name, refused = f"test_{secrets.token_hex(4)}", list[tuple[str, str]]()
@@ -111,7 +111,7 @@ async def test_objects_that_people_write_count_have_an_age_and_are_removed(
     await store.close()
 
 
-async def test_an_account_without_rights_is_said_what_it_needs(
+async def test_a_cordon_write_without_rights_names_the_needed_role(
     plane: ControlPlane, space: str, tmp_path: Path
 ) -> None:
     store = KubernetesCordons(
@@ -124,7 +124,7 @@ async def test_an_account_without_rights_is_said_what_it_needs(
 
 
 @pytest.mark.api_server(is_enough=False)
-async def test_an_annotation_of_a_node_sends_requests_elsewhere_until_it_is_gone(
+async def test_a_node_annotation_cordons_its_workers_until_removed(
     plane: ControlPlane, namespace: str, tmp_path: Path
 ) -> None:
     install_crds(plane)

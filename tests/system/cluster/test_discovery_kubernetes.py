@@ -84,7 +84,7 @@ async def test_workers_and_frontends_need_no_more_rights_than_the_page_lists(
     assert "bind a Role" in why
 
 
-async def test_of_starts_of_one_id_at_the_same_moment_exactly_one_keeps_it(store: KubernetesStore) -> None:
+async def test_exactly_one_of_concurrent_starts_with_one_worker_id_wins(store: KubernetesStore) -> None:
     lost: list[Epoch] = []
     starts = [Epoch(number) for number in range(100, 108)]
     ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
@@ -101,7 +101,7 @@ async def test_of_starts_of_one_id_at_the_same_moment_exactly_one_keeps_it(store
 
 
 @pytest.mark.api_server(is_enough=False)  # a controller deletes it
-async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
+async def test_kubernetes_deletes_the_card_of_a_deleted_pod(
     plane: ControlPlane, space: str, store: KubernetesStore
 ) -> None:
     manifest = pod(space, "worker-7", BY_HAND)
@@ -119,7 +119,7 @@ async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
     await store.kubectl("wait", "--for=delete", *store.selected, "--timeout=120s")
 
 
-async def test_a_version_that_is_too_old_for_a_watch_is_reported_as_410(
+async def test_a_watch_from_a_too_old_version_is_refused_with_410(
     store: KubernetesStore, anyone: Account
 ) -> None:
     await store.end().publish(card())
@@ -133,7 +133,7 @@ async def test_a_version_that_is_too_old_for_a_watch_is_reported_as_410(
     assert reported.value.status == 410
 
 
-async def test_an_object_that_somebody_deleted_takes_nobody_away_and_is_written_again(
+async def test_a_deleted_worker_object_is_written_again_without_a_departure(
     store: KubernetesStore,
 ) -> None:
     await store.end().publish(card())
@@ -147,7 +147,7 @@ async def test_an_object_that_somebody_deleted_takes_nobody_away_and_is_written_
     assert recorder.events == [card()]
 
 
-async def test_a_connection_that_breaks_is_no_lost_store(store: KubernetesStore) -> None:
+async def test_a_broken_connection_is_no_lost_discovery(store: KubernetesStore) -> None:
     worker = store.end()
     await worker.publish(card())
     recorder = await record_discovery(store.end())
@@ -159,7 +159,7 @@ async def test_a_connection_that_breaks_is_no_lost_store(store: KubernetesStore)
     assert recorder.losses == []
 
 
-async def test_an_api_server_that_answers_no_more_freezes_the_fleet(store: KubernetesStore) -> None:
+async def test_an_unresponsive_api_server_marks_discovery_lost_until_back(store: KubernetesStore) -> None:
     await store.end().publish(card())
     recorder = await record_discovery(store.end())
     store.proxy.pause()
@@ -168,7 +168,7 @@ async def test_an_api_server_that_answers_no_more_freezes_the_fleet(store: Kuber
     await recorder.until_heard(card(), False, True)
 
 
-async def test_objects_that_hold_no_card_are_reported_once_and_a_worker_takes_its_name_back(
+async def test_objects_without_a_card_are_reported_and_a_worker_retakes_its_name(
     plane: ControlPlane, space: str, store: KubernetesStore
 ) -> None:
     def foreign(name: str, spec: dict[str, object]) -> dict[str, object]:
@@ -193,14 +193,14 @@ async def test_objects_that_hold_no_card_are_reported_once_and_a_worker_takes_it
     assert len([what for what, _ in store.refusals if what == f"object {store.fleet}-1"]) == 1
 
 
-async def test_people_can_read_who_is_there(store: KubernetesStore) -> None:
+async def test_kubectl_lists_workers_in_readable_columns(store: KubernetesStore) -> None:
     await store.end().publish(card())
     table = await store.kubectl("get", *store.selected)
     assert table.splitlines()[0].split() == ["NAME", "FLEET", "MODEL", "ROLE", "ADDRESS", "WITHDRAWN", "AGE"]
     assert table.splitlines()[1].split()[:5] == [f"{store.fleet}-1", store.fleet, "m", "both", "test://1"]
 
 
-async def test_processes_find_each_other_by_the_api_server(
+async def test_processes_find_each_other_through_the_api_server(
     plane: ControlPlane, space: str, anyone: Account
 ) -> None:
     environ = {

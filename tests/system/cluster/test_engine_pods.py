@@ -55,7 +55,7 @@ async def refused(frontend: Frontend) -> str:
     return caught.value.message
 
 
-async def test_a_labelled_pod_is_served_while_it_is_ready_and_until_it_is_gone(
+async def test_a_labelled_engine_pod_is_served_while_ready_until_deleted(
     here: PodsWithEngines,
 ) -> None:
     frontend = await here.up()
@@ -101,7 +101,7 @@ async def test_a_labelled_pod_is_served_while_it_is_ready_and_until_it_is_gone(
     assert await frontend.stop() == 0
 
 
-async def test_a_mistake_is_an_event_on_the_pod_and_mending_it_brings_the_engine_in(
+async def test_a_wrong_annotation_is_a_pod_event_and_its_fix_adds_the_engine(
     here: PodsWithEngines,
 ) -> None:
     frontend = await here.up("--model-path", f"other={MOCK_FOLDER}")
@@ -123,7 +123,7 @@ async def test_a_mistake_is_an_event_on_the_pod_and_mending_it_brings_the_engine
     await until_there(frontend, 1)
 
 
-async def test_a_selector_narrows_the_pods(here: PodsWithEngines) -> None:
+async def test_a_selector_restricts_the_engine_pods(here: PodsWithEngines) -> None:
     frontend = await here.up("team=a")
     await here.pod("one", zone=NEAR)
     await here.pod("two", zone=NEAR)
@@ -134,7 +134,7 @@ async def test_a_selector_narrows_the_pods(here: PodsWithEngines) -> None:
     assert worker_id == worker_id_of(await here.uid("two"))
 
 
-async def test_under_required_kv_stays_in_the_zone_that_kubernetes_put_on_the_pods(
+async def test_required_kv_stays_in_the_zone_label_of_the_engine_pods(
     here: PodsWithEngines,
 ) -> None:
     frontend = await here.up(environ={"DYN_KV_TRANSFER_DOMAIN": "zone"})
@@ -164,7 +164,7 @@ async def test_under_required_kv_stays_in_the_zone_that_kubernetes_put_on_the_po
     await refused(frontend)
 
 
-async def test_losing_the_api_server_takes_nobody_away_and_who_left_meanwhile_is_missed_later(
+async def test_engines_stay_while_the_api_server_is_lost_and_update_after(
     here: PodsWithEngines,
 ) -> None:
     frontend = await here.up()
@@ -206,7 +206,7 @@ def planes(
     return {"DYN_DISCOVERY_BACKEND": request.param, "DYN_EVENT_PLANE": "zmq"}
 
 
-async def test_front_doors_of_other_processes_find_the_engines_and_one_process_takes_over_from_another(
+async def test_frontends_find_engine_pods_and_a_standby_process_takes_over(
     here: PodsWithEngines, planes: Mapping[str, str]
 ) -> None:
     await here.pod("one", zone=NEAR)
@@ -245,7 +245,7 @@ async def test_front_doors_of_other_processes_find_the_engines_and_one_process_t
     assert "Traceback" not in first.lines() + second.lines()
 
 
-async def test_a_process_of_workers_takes_pods_from_when_it_sees_them_until_it_drains(
+async def test_an_engine_pod_process_accepts_once_it_has_listed_its_pods(
     here: PodsWithEngines,
 ) -> None:
     port, api_port = free_ports(1), here.proxy.port
@@ -273,7 +273,7 @@ async def test_a_process_of_workers_takes_pods_from_when_it_sees_them_until_it_d
     assert await workers.stop() == 0
 
 
-def test_the_examples_are_what_an_api_server_takes(plane: ControlPlane, namespace: str) -> None:
+def test_the_api_server_accepts_the_engine_pod_examples(plane: ControlPlane, namespace: str) -> None:
     plane.apply(
         *(
             each

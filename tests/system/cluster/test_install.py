@@ -15,7 +15,7 @@ pytestmark = pytest.mark.api_server
 @pytest.mark.parametrize(
     ("version", "says"), [(None, "needs Go 1.26"), ("go1.25.9", "is go1.25.9"), ("go1.27rc1", None)]
 )
-def test_go_is_new_enough_or_the_fix_is_reported(
+def test_a_missing_or_old_go_is_reported_with_its_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, says: str | None
 ) -> None:
     go = tmp_path / "go"
@@ -37,7 +37,7 @@ def test_go_is_new_enough_or_the_fix_is_reported(
         ("build", r"\./cmd/etcd could not be built, as shown above"),
     ],
 )
-def test_what_go_cannot_do_is_reported_in_a_line(
+def test_failing_go_commands_are_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, says: str
 ) -> None:
     go = tmp_path / "go"
@@ -66,7 +66,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("changed", ["go.mod", "go.sum", "cmd/etcd/main.go", "cmd/kube-scheduler/more.go"])
-def test_a_program_is_another_one_when_what_it_is_built_from_changes_and_only_then(
+def test_a_program_path_changes_only_with_its_build_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     copy = sources(tmp_path, monkeypatch)
@@ -78,7 +78,7 @@ def test_a_program_is_another_one_when_what_it_is_built_from_changes_and_only_th
     assert others == ({folder} if folder else set(install.SERVERS))
 
 
-def test_a_program_is_another_one_on_another_machine_or_with_other_flags(
+def test_a_program_path_changes_with_machine_and_link_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants
 ) -> None:
     sources(tmp_path, monkeypatch)
@@ -90,7 +90,7 @@ def test_a_program_is_another_one_on_another_machine_or_with_other_flags(
     assert install.program("etcd") != before
 
 
-def test_programs_that_were_brought_here_need_no_go_and_old_versions_go(
+def test_existing_programs_need_no_go_and_old_versions_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources(tmp_path, monkeypatch)
@@ -107,7 +107,9 @@ def test_programs_that_were_brought_here_need_no_go_and_old_versions_go(
     assert {*programs[0].parent.iterdir()} == {*programs, *old[: install.VERSIONS_KEPT - 1]}
 
 
-def test_a_server_that_is_not_built_is_reported_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_program_is_reported_with_its_make_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(install.VARIABLE, str(tmp_path))
     with pytest.raises(FileNotFoundError, match="make test-cluster"):
         install.server("etcd")

@@ -34,11 +34,11 @@ PLACE = {"name": "place", "mountPath": "/etc/place"}
         ("status.podIP", "127.1.1.1"),
     ],
 )
-def test_a_field_is_the_pods_own(path: str, said: str) -> None:
+def test_a_field_reference_reads_the_pods_own_value(path: str, said: str) -> None:
     assert field(POD, path, "127.1.1.1") == said
 
 
-def test_a_field_that_is_not_played_is_reported() -> None:
+def test_an_unsupported_field_reference_is_an_error() -> None:
     with pytest.raises(NotPlayedError, match="hostIP"):
         field(POD, "status.hostIP", "127.1.1.1")
 
@@ -55,16 +55,16 @@ def test_a_field_that_is_not_played_is_reported() -> None:
         ("0.0.0.0/0", "0.0.0.0/0"),
     ],
 )
-def test_paths_of_mounts_and_the_address_are_rewritten_and_nothing_else(word: str, here: str) -> None:
+def test_only_mount_paths_and_the_address_are_rewritten(word: str, here: str) -> None:
     mounts = {"/etc/place": Path("/root/place"), "/etc/place/inner/": Path("/root/inner")}
     assert Outside(mounts, "127.1.1.1").word(word) == here
 
 
-def test_references_to_variables_are_expanded_as_kubernetes_does() -> None:
+def test_variable_references_are_expanded_as_in_kubernetes() -> None:
     assert expanded("$(A)-$(B)-$$(A)-$A", {"A": "x"}) == "x-$(B)-$(A)-$A"
 
 
-def test_files_are_exchanged_at_one_moment(tmp_path: Path) -> None:
+def test_volume_files_are_exchanged_atomically(tmp_path: Path) -> None:
     exchange(tmp_path, {"zone": b"a", "rack": b"r"})
     before = (tmp_path / "zone").resolve()
     exchange(tmp_path, {"zone": b"b"})
@@ -75,7 +75,7 @@ def test_files_are_exchanged_at_one_moment(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("..")] == ["zone"]
 
 
-async def test_a_call_that_is_cancelled_leaves_no_connection_open(plane: ControlPlane) -> None:
+async def test_a_cancelled_api_call_leaves_no_connection_open(plane: ControlPlane) -> None:
     for turns in (*range(0, 20), *range(20, 400, 20)):
         with track_transports() as transports:
             async with Api(plane) as api:
@@ -87,7 +87,7 @@ async def test_a_call_that_is_cancelled_leaves_no_connection_open(plane: Control
             await transports.until_ended()
 
 
-async def test_a_pod_waits_for_its_files_fails_is_started_again_and_ends_in_order(
+async def test_a_played_pod_retries_its_init_container_restarts_and_ends(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with Kubelet(plane, namespace) as kubelet:
@@ -117,7 +117,7 @@ async def test_a_pod_waits_for_its_files_fails_is_started_again_and_ends_in_orde
 
 
 @pytest.mark.parametrize("links", [None, True, False])
-async def test_containers_are_reported_of_services_unless_their_pod_wants_none_and_of_the_api_server_always(
+async def test_containers_get_service_variables_unless_their_pod_opts_out(
     plane: ControlPlane, namespace: str, links: bool | None
 ) -> None:
     ports = [{"name": "http", "port": 8000}]
@@ -155,7 +155,7 @@ async def test_containers_are_reported_of_services_unless_their_pod_wants_none_a
     plane.kubectl("delete", f"pod/tells-{namespace}", "--namespace", namespace, "--grace-period=0", "--force")
 
 
-async def test_what_still_runs_ends_with_the_test(plane: ControlPlane, namespace: str) -> None:
+async def test_running_containers_are_killed_with_the_kubelet(plane: ControlPlane, namespace: str) -> None:
     async with Kubelet(plane, namespace) as kubelet:
         plane.apply(two_step_pod(namespace))
         await until(lambda: any(pod.is_ready for pod in kubelet.pods.values()))

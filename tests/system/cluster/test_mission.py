@@ -36,7 +36,7 @@ PLACE = "grove.io/topology.zone"
 FABRIC = {"clusterTopologyName": "fabric", "domain": "zone"}
 
 
-async def test_no_kv_crosses_a_zone_whatever_is_lost_and_comes_back(own_plane: ControlPlane) -> None:
+async def test_no_kv_crosses_zones_through_all_failures_and_recoveries(own_plane: ControlPlane) -> None:
     install_crds(own_plane)
     install_grove(own_plane)
     own_plane.apply(topology("fabric", LEVELS))

@@ -20,7 +20,7 @@ from tests.system.cluster.operators import WAIT, install_crds, operator
 from tests.testing.nats_server import NatsServer
 
 
-async def test_a_policy_changes_under_requests_and_rolls_no_more_than_it_must(
+async def test_policy_changes_under_load_roll_only_the_affected_components(
     own_plane: ControlPlane, shared_nats: NatsServer
 ) -> None:
     install_crds(own_plane)

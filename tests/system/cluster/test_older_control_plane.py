@@ -22,19 +22,19 @@ from tests.testing.processes import eventually, free_ports
 from tests.testing.waits import until
 
 
-def test_neither_feature_is_on(older_plane: ControlPlane) -> None:
+def test_an_older_cluster_has_neither_label_feature(older_plane: ControlPlane) -> None:
     off = Features(mutating_admission_policy=False, copies_binding_labels=False)
     assert older_plane.features() == off
 
 
-def test_a_bindings_annotations_come_to_its_pod_and_its_labels_do_not(older_plane: ControlPlane) -> None:
+def test_a_bindings_annotations_reach_its_pod_but_not_its_labels(older_plane: ControlPlane) -> None:
     with new_namespace(older_plane) as namespace:
         metadata = bound_by_hand(older_plane, namespace)["metadata"]
     assert metadata["annotations"][RACK] == "said"
     assert not {RACK, ZONE} & metadata["labels"].keys()
 
 
-async def test_labels_come_late_and_the_real_init_command_waits_for_them(older_plane: ControlPlane) -> None:
+async def test_topology_wait_waits_for_labels_that_come_after_binding(older_plane: ControlPlane) -> None:
     """Though a webhook is there that nobody needs in such a cluster, and somebody forged a label."""
     install_crds(older_plane)
     with new_namespace(older_plane) as namespace:

@@ -14,7 +14,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_pods_may_do_with_cards_what_they_need_and_nothing_in_other_namespaces(
+async def test_pod_accounts_have_only_the_needed_rights_in_their_namespace(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")
@@ -39,9 +39,7 @@ async def test_pods_may_do_with_cards_what_they_need_and_nothing_in_other_namesp
         assert "forbidden" not in replica.log
 
 
-async def test_an_operator_over_nats_takes_the_accounts_back_and_all_go_with_the_deployment(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_an_operator_over_nats_removes_the_pod_accounts(plane: ControlPlane, namespace: str) -> None:
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm"))
         plane.kubectl("wait", "--for=condition=Ready", "dgd/llm", "--namespace", namespace, WAIT)

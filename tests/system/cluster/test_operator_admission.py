@@ -35,7 +35,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_a_follower_refuses_what_cannot_be_and_admits_the_rest_with_a_certificate_of_its_own(
+async def test_a_follower_answers_admission_with_its_own_certificate(
     plane: ControlPlane, namespace: str
 ) -> None:
     port = free_ports(2)
@@ -58,7 +58,7 @@ async def test_a_follower_refuses_what_cannot_be_and_admits_the_rest_with_a_cert
             plane.apply(graph(namespace, "other"))
 
 
-async def test_where_the_cluster_labels_pods_itself_a_webhook_on_bindings_adds_nothing(
+async def test_the_binding_webhook_adds_nothing_if_policies_label_pods(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     port, name = free_ports(1), name_of(namespace)
@@ -87,7 +87,7 @@ async def answers(replica: Operator) -> set[str]:
     return set(re.findall(r'^kvrouter_operator_bindings_total\{answer="(\w+)"\} [1-9]', page, re.MULTILINE))
 
 
-async def test_a_certificate_that_somebody_spoilt_is_made_again_at_the_next_start(
+async def test_an_invalid_certificate_is_replaced_at_the_next_start(
     plane: ControlPlane, namespace: str
 ) -> None:
     port = free_ports(1)

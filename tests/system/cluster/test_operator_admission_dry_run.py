@@ -25,7 +25,7 @@ async def apply(plane: ControlPlane, spec: dict[str, Any]) -> list[str]:
     return await asyncio.to_thread(plane.apply, spec)
 
 
-async def test_each_mistake_is_reported_to_who_writes_it_and_nothing_is_stored(
+async def test_each_mistake_is_refused_at_admission_and_nothing_is_stored(
     plane: ControlPlane, namespace: str
 ) -> None:
     good = graph(namespace, "llm")
@@ -49,7 +49,7 @@ async def test_each_mistake_is_reported_to_who_writes_it_and_nothing_is_stored(
         assert "deployment_failed" not in replica.log
 
 
-async def test_a_quota_and_a_policy_engine_are_reported_and_what_is_stored_may_still_be_scaled(
+async def test_quota_and_policy_refusals_reach_the_writer_but_allow_scaling(
     plane: ControlPlane, namespace: str
 ) -> None:
     policy, binding = engine_policy(namespace)
@@ -89,9 +89,7 @@ async def test_a_quota_and_a_policy_engine_are_reported_and_what_is_stored_may_s
                 await apply(plane, graph(namespace, "other"))
 
 
-async def test_what_the_api_server_warns_of_is_reported_to_who_writes_it(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_api_server_warnings_reach_the_writer_at_admission(plane: ControlPlane, namespace: str) -> None:
     plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/warn=restricted")
     changed = with_main(graph(namespace, "llm"), {"image": "example.com/engine:1"})
     async with judging(plane, namespace, account_with_roles(plane, namespace, SERVICE)):
@@ -103,7 +101,7 @@ async def test_what_the_api_server_warns_of_is_reported_to_who_writes_it(
         assert 'would violate PodSecurity "restricted:latest"' in found[0]
 
 
-async def test_without_the_right_to_try_it_is_admitted_with_a_warning(
+async def test_a_deployment_is_admitted_with_a_warning_without_dry_run_rights(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(

@@ -101,12 +101,14 @@ async def judged(plane: ControlPlane, **values: Any) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("case", rows(BY_THE_DEFINITION))
-def test_the_definition_refuses_without_an_operator(plane: ControlPlane, nobodys: str, case: Case) -> None:
+def test_the_definition_refuses_mistakes_without_an_operator(
+    plane: ControlPlane, nobodys: str, case: Case
+) -> None:
     refused(plane, nobodys, case)
 
 
 @pytest.mark.parametrize("case", rows(WITHOUT_GROVE))
-def test_without_grove_nothing_of_grove_can_be_named(plane: ControlPlane, namespace: str, case: Case) -> None:
+def test_grove_references_are_refused_without_grove(plane: ControlPlane, namespace: str, case: Case) -> None:
     refused(plane, namespace, case)
 
 
@@ -120,7 +122,7 @@ def test_without_grove_nothing_of_grove_can_be_named(plane: ControlPlane, namesp
         spec(WORKERS, experimental={"kvTransferPolicy": BY_LABEL}),
     ],
 )
-def test_what_names_nothing_of_grove_in_a_policy_is_admitted_without_a_word(
+def test_deployments_without_grove_references_are_admitted_silently(
     plane: ControlPlane, namespace: str, fields: Fields
 ) -> None:
     assert plane.apply(manifest(namespace, f"row-{next(_numbers)}", fields)) == []
@@ -128,14 +130,16 @@ def test_what_names_nothing_of_grove_in_a_policy_is_admitted_without_a_word(
 
 @pytest.mark.usefixtures("grove")
 @pytest.mark.parametrize("case", rows(WITH_GROVE))
-def test_with_grove_what_is_not_there_is_refused(plane: ControlPlane, namespace: str, case: Case) -> None:
+def test_missing_grove_topologies_and_levels_are_refused(
+    plane: ControlPlane, namespace: str, case: Case
+) -> None:
     refused(plane, namespace, case)
 
 
 @pytest.mark.usefixtures("grove")
 @pytest.mark.parametrize("kind", [BINDING, OLDER])
 @pytest.mark.parametrize("spelling", ["key", "labelKey"])
-def test_both_kinds_of_topologies_are_read_in_both_spellings(
+def test_both_topology_kinds_are_read_in_both_spellings(
     plane: ControlPlane, namespace: str, kind: str, spelling: str
 ) -> None:
     name = f"{kind}-{spelling}".lower()
@@ -153,23 +157,21 @@ def test_both_kinds_of_topologies_are_read_in_both_spellings(
 
 @pytest.mark.usefixtures("grove")
 @pytest.mark.parametrize("case", rows({"warned": WARNED}))
-def test_what_is_odd_is_admitted_and_kubectl_prints_the_warning(
+def test_odd_deployments_are_admitted_with_a_kubectl_warning(
     plane: ControlPlane, namespace: str, case: Case
 ) -> None:
     (warning,) = plane.apply(manifest(namespace, f"row-{next(_numbers)}", case.spec))
     assert [words for words in case.reported if words not in warning] == [], warning
 
 
-def test_a_field_that_the_definition_does_not_know_is_refused_by_name(
-    plane: ControlPlane, nobodys: str
-) -> None:
+def test_an_unknown_field_is_refused_by_name(plane: ControlPlane, nobodys: str) -> None:
     fields = spec(WORKERS, experimental={"kvTransferPolcy": {}})
     with pytest.raises(KubectlError, match=r"spec\.experimental\.kvTransferPolcy: field not declared"):
         plane.apply(manifest(nobodys, "llm", fields))
 
 
 @pytest.mark.usefixtures("grove")
-def test_a_policy_may_come_change_and_go_and_a_topology_that_somebody_deleted_stops_no_scaling(
+def test_policies_may_change_and_a_deleted_topology_allows_scaling(
     plane: ControlPlane, namespace: str
 ) -> None:
     plane.apply(topology("passing", LEVELS))
@@ -193,7 +195,7 @@ def test_a_policy_may_come_change_and_go_and_a_topology_that_somebody_deleted_st
 
 
 @pytest.mark.usefixtures("grove")
-async def test_grove_that_may_not_be_read_is_not_taken_for_absent(plane: ControlPlane) -> None:
+async def test_an_unreadable_grove_is_not_taken_as_absent(plane: ControlPlane) -> None:
     async with judged(plane, rbac={"nodes": False}) as namespace:
         for cases in UNREAD.values():
             for case in cases:

@@ -24,7 +24,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_it_says_of_real_workers_what_clients_see(plane: ControlPlane) -> None:
+async def test_the_available_condition_matches_served_requests(plane: ControlPlane) -> None:
     with new_namespace(plane) as namespace:
         account = account_with_roles(plane, namespace, "kvrouter-operator")
         manifest = deployment(namespace, {})
@@ -63,7 +63,9 @@ async def test_it_says_of_real_workers_what_clients_see(plane: ControlPlane) -> 
             assert "forbidden" not in replica.log
 
 
-async def test_it_follows_cards_leases_and_domains(plane: ControlPlane, namespace: str) -> None:
+async def test_the_available_condition_follows_cards_leases_and_domains(
+    plane: ControlPlane, namespace: str
+) -> None:
     spec = graph(namespace, "llm", labelKey=ZONE, domain="zone")
     for component in spec["spec"]["components"][1:]:
         component["replicas"] = 1
@@ -89,7 +91,7 @@ async def test_it_follows_cards_leases_and_domains(plane: ControlPlane, namespac
         await becomes(plane, namespace, "False", "ScaledToZero")
 
 
-async def test_with_nats_it_says_what_is_certain_and_guesses_nothing(
+async def test_the_available_condition_is_unknown_with_nats_unless_certain(
     plane: ControlPlane, namespace: str
 ) -> None:
     nats = ("--discovery", "nats", "--nats-server", "nats://127.0.0.1:1")

@@ -48,11 +48,11 @@ def namespace(plane: ControlPlane) -> Iterator[str]:
         yield name
 
 
-def test_policies_are_off_and_labels_of_bindings_are_copied(plane: ControlPlane) -> None:
+def test_the_cluster_copies_binding_labels_and_has_no_policies(plane: ControlPlane) -> None:
     assert plane.features() == Features(mutating_admission_policy=False, copies_binding_labels=True)
 
 
-async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
+async def test_a_follower_labels_every_pod_with_its_place_at_binding(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     port = free_ports(2)
@@ -100,7 +100,7 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
 
 
 @pytest.mark.parametrize("listens", [False, True])
-async def test_a_webhook_that_does_not_answer_holds_up_no_pod(
+async def test_an_unresponsive_binding_webhook_blocks_no_pod(
     plane: ControlPlane, api: ApiClient, namespace: str, listens: bool
 ) -> None:
     before = passed_over(plane)

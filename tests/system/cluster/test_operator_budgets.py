@@ -17,7 +17,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_a_zones_last_decode_worker_stays_while_the_zone_had_more_and_a_single_one_may_go(
+async def test_budgets_keep_a_zones_last_of_several_decode_workers(
     plane: ControlPlane, namespace: str
 ) -> None:
     fleet = graph(namespace, "llm", labelKey=ZONE, domain="zone")
@@ -42,7 +42,7 @@ async def test_a_zones_last_decode_worker_stays_while_the_zone_had_more_and_a_si
             plane.kubectl("uncordon", "--selector", f"{ZONE}={ZONES[0]}")
 
 
-async def test_an_annotation_leaves_evictions_to_somebody_elses_budget(
+async def test_an_annotation_removes_the_operators_disruption_budgets(
     plane: ControlPlane, namespace: str
 ) -> None:
     own = {

@@ -17,7 +17,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_each_operator_looks_after_its_own_class_and_one_may_change(
+async def test_each_operator_manages_its_own_class_and_a_class_may_change(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one") as one, operator(plane, namespace, "two", *BLUE) as two:

@@ -20,9 +20,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_clean_up_removes_the_policies_of_one_operator_though_it_runs_still(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_clean_up_removes_a_running_operators_policies(plane: ControlPlane, namespace: str) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")
     async with operator(plane, namespace, "one", kubeconfig=account) as replica:
         plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))

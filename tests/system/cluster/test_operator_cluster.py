@@ -52,7 +52,7 @@ async def test_an_object_is_applied_changed_and_deleted_once(cluster: KubeClient
     assert await cluster.read(CONFIG_MAPS, key) is None
 
 
-async def test_a_list_of_many_pages_is_whole(
+async def test_a_list_of_several_pages_is_complete(
     cluster: KubeClient, namespace: str, set_constants: SetConstants
 ) -> None:
     set_constants(client, PAGE_OBJECTS=2)
@@ -63,7 +63,7 @@ async def test_a_list_of_many_pages_is_whole(
     assert {key_of(manifest) for manifest in found.objects} == keys
 
 
-async def test_a_server_that_is_not_there_is_lost() -> None:
+async def test_an_unreachable_api_server_raises_cluster_lost() -> None:
     from kubernetes.aio.client import Configuration
 
     async with ApiClient(Configuration(host="http://127.0.0.1:1")) as api:
@@ -71,14 +71,16 @@ async def test_a_server_that_is_not_there_is_lost() -> None:
             await KubeClient(LoaderConnection(api)).version()
 
 
-async def test_the_facts_of_a_cluster_without_grove(cluster: KubeClient) -> None:
+async def test_cluster_info_without_grove_is_read(cluster: KubeClient) -> None:
     cluster_info = await read_cluster_info(cluster)
     assert cluster_info.grove is Grove.ABSENT
     assert cluster_info.has_mutating_policies
     assert cluster_info.copies_binding_labels
 
 
-async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: KubeClient, namespace: str) -> None:
+async def test_a_watch_follows_created_changed_and_deleted_objects(
+    cluster: KubeClient, namespace: str
+) -> None:
     keys = [Key(namespace, f"settings-{i}") for i in range(3)]
     await cluster.apply(CONFIG_MAPS, settings(keys[0], "a"))
     seen: list[Manifest] = []
@@ -97,7 +99,7 @@ async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: KubeCl
         assert [key_of(manifest) for manifest in seen] == [keys[0], keys[1], *moved, keys[1]]
 
 
-async def test_a_watch_that_was_cut_off_for_too_long_lists_again(api: ApiClient, namespace: str) -> None:
+async def test_a_watch_with_an_expired_version_lists_again(api: ApiClient, namespace: str) -> None:
     cluster = Forgetful(LoaderConnection(api))
     stays, goes = Key(namespace, "stays"), Key(namespace, "goes")
     for key in (stays, goes):
@@ -117,7 +119,9 @@ async def test_a_watch_that_was_cut_off_for_too_long_lists_again(api: ApiClient,
     await ended(going_on)
 
 
-async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: KubeClient, namespace: str) -> None:
+async def test_the_next_replica_leads_at_once_when_the_leader_ends(
+    cluster: KubeClient, namespace: str
+) -> None:
     reported: list[str] = []
     first, second = (replica(cluster, namespace, name, reported) for name in ("first", "second"))
     leading = asyncio.create_task(first.run(forever))
@@ -135,7 +139,7 @@ async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: KubeClient,
     assert reported == ["first leads", "second leads"]
 
 
-async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: KubeClient, namespace: str) -> None:
+async def test_a_leader_whose_lease_is_taken_stops_its_work(cluster: KubeClient, namespace: str) -> None:
     reported: list[str] = []
     first = replica(cluster, namespace, "first", reported)
     stopped = asyncio.Event()

@@ -14,7 +14,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_an_operator_of_one_namespace_says_what_it_cannot_do_without_nodes(
+async def test_a_confined_operator_reports_its_limits_without_node_rights(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(

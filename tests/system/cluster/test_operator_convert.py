@@ -43,7 +43,7 @@ def converted(path: Path) -> list[dict[str, Any]]:
     return [*yaml.safe_load_all(done.stdout)]
 
 
-async def test_what_is_converted_is_taken(own_plane: ControlPlane, namespace: str) -> None:
+async def test_the_api_server_accepts_converted_deployments(own_plane: ControlPlane, namespace: str) -> None:
     dry_run = ("apply", "--dry-run=server", "--server-side", "--validate=strict", "-f", "-")
     for path in FILES:
         for manifest in converted(path):
@@ -52,7 +52,7 @@ async def test_what_is_converted_is_taken(own_plane: ControlPlane, namespace: st
             assert "serverside-applied" in taken, path
 
 
-async def test_what_never_registers_is_warned_of_where_it_is_applied(
+async def test_containers_that_never_register_are_warned_of_when_applied(
     own_plane: ControlPlane, namespace: str
 ) -> None:
     (path,) = (path for path in FILES if path.stem == "epp-v1beta1")

@@ -42,7 +42,7 @@ def theirs(own_plane: ControlPlane) -> Iterator[dict[str, Any]]:
     own_plane.kubectl("delete", "crd", NAME, "--ignore-not-found", WAIT)
 
 
-def test_the_api_server_refuses_what_the_pages_say_and_the_definition_stays(
+def test_the_pages_commands_do_not_overwrite_a_foreign_definition(
     own_plane: ControlPlane, theirs: dict[str, Any]
 ) -> None:
     with pytest.raises(KubectlError, match='conflict with "helm"') as refused:
@@ -74,7 +74,7 @@ async def test_kubectl_explains_a_pod_template(plane: ControlPlane) -> None:
     assert "tolerations\t<[]Object>" in plane.kubectl("explain", f"{at}.spec")
 
 
-def test_what_pods_may_have_is_stored_as_it_was_written(plane: ControlPlane, namespace: str) -> None:
+def test_a_pod_template_is_stored_as_written(plane: ControlPlane, namespace: str) -> None:
     """A null, a quantity with a fraction, a name twice, and fields of a later Kubernetes."""
     install_crds(plane)
     deployment = graph(namespace, "written")
@@ -95,14 +95,14 @@ def test_what_pods_may_have_is_stored_as_it_was_written(plane: ControlPlane, nam
     assert stored == template
 
 
-def test_a_value_of_a_wrong_type_is_refused_by_the_definition(plane: ControlPlane, namespace: str) -> None:
+def test_the_definition_refuses_a_value_of_a_wrong_type(plane: ControlPlane, namespace: str) -> None:
     install_crds(plane)
     deployment = with_main(graph(namespace, "wrong"), {"ports": [{"containerPort": "http"}]})
     with pytest.raises(KubectlError, match=r"containers\[0\]\.ports\[0\]\.containerPort: expected numeric"):
         plane.apply(deployment)
 
 
-async def test_the_definition_foreign_until_the_definition_is_its_own(
+async def test_the_operator_stands_back_until_the_definition_is_its_own(
     own_plane: ControlPlane, theirs: dict[str, Any], fleets: str
 ) -> None:
     plane, port = own_plane, free_ports(1)
@@ -160,7 +160,7 @@ async def test_the_definition_foreign_until_the_definition_is_its_own(
             assert await one.end() == 0
 
 
-async def test_helm_installs_nothing_with_another_projects_definition(
+async def test_helm_installs_nothing_beside_a_foreign_definition(
     own_plane: ControlPlane, theirs: dict[str, Any], fleets: str
 ) -> None:
     with (

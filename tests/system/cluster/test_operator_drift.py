@@ -28,9 +28,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_metadata_that_others_change_is_put_right_on_every_kind(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_changed_metadata_is_restored_on_every_kind(plane: ControlPlane, namespace: str) -> None:
     policy = {"labelKey": ZONE, "domain": "zone"}
     options = ("--network-policies", "--discovery", "kubernetes", "--event-plane", "zmq")
     node = plane.read("nodes")["items"][0]["metadata"]["name"]
@@ -57,7 +55,7 @@ async def test_metadata_that_others_change_is_put_right_on_every_kind(
             plane.kubectl("annotate", "node", node, "kvrouter.dev/cordon-")
 
 
-async def test_what_others_add_stays_and_a_finalizer_of_theirs_holds_up_only_its_own_object(
+async def test_foreign_metadata_stays_and_a_finalizer_blocks_only_its_object(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):

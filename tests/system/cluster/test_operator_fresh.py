@@ -23,7 +23,7 @@ GITOPS = ("--server-side", "--field-manager=argocd-controller", "--filename", "-
 """As Argo CD and Flux write: server-side, as a field manager of their own."""
 
 
-def test_preflight_writes_what_the_page_shows(own_plane: ControlPlane) -> None:
+def test_preflight_prints_the_output_on_the_page(own_plane: ControlPlane) -> None:
     (step,) = (
         step for step in steps_of(DOCS / "kubernetes-install.md") if "operator preflight" in step.command
     )
@@ -32,7 +32,7 @@ def test_preflight_writes_what_the_page_shows(own_plane: ControlPlane) -> None:
     assert tuple(written.splitlines()) == step.shown
 
 
-async def test_nothing_is_lost_in_the_first_seconds_of_an_install(own_plane: ControlPlane) -> None:
+async def test_a_fresh_install_logs_no_cluster_lost(own_plane: ControlPlane) -> None:
     plane = own_plane
     with new_namespace(plane) as namespace:
         account = account_with_roles(plane, namespace, "kvrouter-operator")
@@ -44,7 +44,7 @@ async def test_nothing_is_lost_in_the_first_seconds_of_an_install(own_plane: Con
             assert [line for line in replica.log.splitlines() if "cluster_lost" in line] == []
 
 
-async def test_another_field_manager_sees_no_difference_and_changes_nothing(own_plane: ControlPlane) -> None:
+async def test_another_field_manager_sees_no_difference_after_reconciling(own_plane: ControlPlane) -> None:
     plane = own_plane
     install_crds(plane)
     with new_namespace(plane) as namespace:

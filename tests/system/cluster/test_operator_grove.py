@@ -44,7 +44,7 @@ def of_frontend(namespace: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("grove")
-async def test_a_topology_appears_gets_another_level_and_goes(plane: ControlPlane) -> None:
+async def test_a_topology_appearing_changing_and_going_is_followed(plane: ControlPlane) -> None:
     """Of both kinds at once: each step waits until an operator reads topologies again."""
     with new_namespace(plane) as one, new_namespace(plane) as other:
         await asyncio.gather(
@@ -100,7 +100,7 @@ async def comes_and_goes(
 
 
 @pytest.mark.usefixtures("grove")
-async def test_pods_stay_packed_by_a_level_whose_topology_goes(plane: ControlPlane) -> None:
+async def test_pods_stay_packed_when_their_topology_is_deleted(plane: ControlPlane) -> None:
     with new_namespace(plane) as namespace:
         name = f"fabric-{namespace}"
         plane.apply(topology(name, {"zone": ZONE, "rack": RACK}))
@@ -128,7 +128,7 @@ async def test_pods_stay_packed_by_a_level_whose_topology_goes(plane: ControlPla
 
 
 @pytest.mark.usefixtures("grove")
-async def test_frontends_that_prefill_keeps_near_get_their_place(plane: ControlPlane) -> None:
+async def test_frontends_with_near_prefill_get_their_place_label(plane: ControlPlane) -> None:
     """At their binding, and again where somebody overwrites it."""
     with new_namespace(plane) as namespace:
         name = f"fabric-{namespace}"

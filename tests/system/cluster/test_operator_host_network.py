@@ -32,7 +32,9 @@ def on_host(namespace: str, name: str, *racks: str) -> dict[str, Any]:
     return fleet
 
 
-async def test_two_workers_never_take_one_port_of_a_node(plane: ControlPlane, namespace: str) -> None:
+async def test_workers_in_the_host_network_never_share_a_node_port(
+    plane: ControlPlane, namespace: str
+) -> None:
     nodes = {
         each["metadata"]["labels"][RACK]: each["metadata"]["name"] for each in plane.read("nodes")["items"]
     }

@@ -30,7 +30,7 @@ STRANGERS = (
 FORGED = {copy.pod_label: "forged" for copy in COPIES}
 
 
-async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_pod(
+async def test_place_labels_overwrite_user_values_on_workers_only(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     name = f"kvrouter-{namespace}"
@@ -65,7 +65,7 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
     plane.kubectl("delete", KINDS, name)
 
 
-async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
+async def test_a_pod_on_a_node_unknown_to_the_policy_is_bound_unchanged(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     name = f"kvrouter-{namespace}"

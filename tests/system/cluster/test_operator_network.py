@@ -18,7 +18,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_they_are_written_while_they_are_wanted(plane: ControlPlane, namespace: str) -> None:
+async def test_network_policies_exist_only_while_enabled(plane: ControlPlane, namespace: str) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")
     async with operator(plane, namespace, "one", "--network-policies", kubeconfig=account):
         plane.apply(graph(namespace, "llm"))
@@ -41,7 +41,7 @@ async def test_they_are_written_while_they_are_wanted(plane: ControlPlane, names
         await eventually(are_gone)
 
 
-def test_the_charts_own_are_taken_as_they_are(plane: ControlPlane, namespace: str) -> None:
+def test_the_charts_network_policies_are_stored_unchanged(plane: ControlPlane, namespace: str) -> None:
     values = {"networkPolicies": {"enabled": True}, "nats": {"enabled": True}}
     own = of_kind(rendered(values, namespace=namespace), "NetworkPolicy")
     assert len(own) == 2

@@ -55,7 +55,7 @@ def rolled(plane: ControlPlane, namespace: str) -> None:
         plane.kubectl("rollout", "status", f"deployment/llm-{name}", "--namespace", namespace, WAIT)
 
 
-async def test_a_packed_component_is_in_one_zone_and_the_others_spread(
+async def test_a_packed_component_runs_in_one_zone_and_an_unpacked_one_spreads(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -65,7 +65,7 @@ async def test_a_packed_component_is_in_one_zone_and_the_others_spread(
         assert places(plane, namespace, "prefill") == {*ZONES}
 
 
-async def test_a_deployment_that_is_packed_while_it_runs_comes_together_in_one_zone(
+async def test_packing_a_running_deployment_moves_it_into_one_zone(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -97,9 +97,7 @@ async def test_a_components_own_level_packs_it_inside_the_deployments_zone(
         assert len(places(plane, namespace, "decode")) == 1
 
 
-async def test_pods_that_require_others_run_near_them_and_prefer_to_be_packed(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_required_pod_affinity_wins_over_packing(plane: ControlPlane, namespace: str) -> None:
     cache = pod(namespace, "cache", {"app": "cache"})
     cache["spec"]["nodeSelector"] = {ZONE: ZONES[1]}
     near_cache = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": ZONE}

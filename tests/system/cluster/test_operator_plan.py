@@ -11,7 +11,7 @@ REQUIRED: dict[str, JsonValue] = {"labelKey": "topology.kubernetes.io/zone", "do
 PREFERRED: dict[str, JsonValue] = {**REQUIRED, "enforcement": "preferred", "preferredWeight": 0.5}
 
 
-def test_a_plan_is_applied_twice_without_effect_and_another_policy_rolls_whom_it_concerns(
+def test_a_reapplied_plan_changes_nothing_and_a_new_policy_rolls_some(
     plane: ControlPlane, namespace: str
 ) -> None:
     first = _applied(plane, namespace, REQUIRED)
@@ -21,7 +21,7 @@ def test_a_plan_is_applied_twice_without_effect_and_another_policy_rolls_whom_it
     assert changed == {"llm-frontend": 2, "llm-prefill": 2, "llm-worker": 2, "llm-decode": 1}
 
 
-def test_the_service_leads_to_the_frontends(plane: ControlPlane, namespace: str) -> None:
+def test_the_service_selects_the_frontend_pods(plane: ControlPlane, namespace: str) -> None:
     _applied(plane, namespace, None)
     plane.kubectl("rollout", "status", "deployment/llm-frontend", *_in(namespace), WAIT)
     selector = plane.read("service", "llm-frontend", *_in(namespace))["spec"]["selector"]

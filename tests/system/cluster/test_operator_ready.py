@@ -13,7 +13,7 @@ from tests.testing.processes import eventually, free_ports
 pytestmark = pytest.mark.api_server
 
 
-async def test_without_an_api_server_it_is_well_and_not_ready(
+async def test_the_operator_is_healthy_but_not_ready_without_an_api_server(
     plane: ControlPlane, namespace: str, tmp_path: Path
 ) -> None:
     nowhere = tmp_path / "nowhere.yaml"
@@ -29,7 +29,9 @@ async def test_without_an_api_server_it_is_well_and_not_ready(
         assert await one.end() == 0
 
 
-async def test_it_is_ready_when_it_may_answer_at_admission(plane: ControlPlane, namespace: str) -> None:
+async def test_the_operator_is_ready_once_it_may_answer_admission(
+    plane: ControlPlane, namespace: str
+) -> None:
     port = free_ports(1)
     async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
         await until_reported(one, "certificate_refused")

@@ -21,7 +21,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_each_mistake_in_a_pod_template_is_reported_in_the_servers_words_until_it_is_fixed(
+async def test_pod_template_refusals_are_in_the_status_until_fixed(
     plane: ControlPlane, namespace: str
 ) -> None:
     good = graph(namespace, "llm")
@@ -39,7 +39,7 @@ async def test_each_mistake_in_a_pod_template_is_reported_in_the_servers_words_u
         wait_for(plane, namespace, "Ready=True")
 
 
-async def test_a_refused_object_holds_up_no_other_and_nothing_is_removed_for_it(
+async def test_a_refused_object_blocks_no_other_and_removes_nothing(
     plane: ControlPlane, namespace: str
 ) -> None:
     spec = graph(namespace, "llm")
@@ -61,7 +61,7 @@ async def test_a_refused_object_holds_up_no_other_and_nothing_is_removed_for_it(
         plane.kubectl("wait", "--for=delete", "deployment/llm-decode", "--namespace", namespace, WAIT)
 
 
-async def test_a_quota_and_a_policy_engine_are_reported_and_tried_again_when_they_are_gone(
+async def test_quota_and_policy_refusals_are_reported_and_retried(
     plane: ControlPlane, namespace: str
 ) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": namespace, "name": "few"}}
@@ -82,7 +82,7 @@ async def test_a_quota_and_a_policy_engine_are_reported_and_tried_again_when_the
             wait_for(plane, namespace, "Ready=True")
 
 
-async def test_a_refused_status_is_one_event(plane: ControlPlane, namespace: str) -> None:
+async def test_a_refused_status_write_is_one_event(plane: ControlPlane, namespace: str) -> None:
     here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
     rule = denying(f"s-{namespace}", "nvidia.com", "v1beta1", f"{PLURAL}/status", "false", **here)
     nobodys = graph(namespace, "nobodys")
@@ -100,7 +100,7 @@ async def test_a_refused_status_is_one_event(plane: ControlPlane, namespace: str
         wait_for(plane, namespace, "Ready=True")
 
 
-async def test_a_refused_binding_policy_is_an_event_of_the_deployments_that_it_is_for(
+async def test_a_refused_binding_policy_is_an_event_on_its_deployment(
     plane: ControlPlane, namespace: str
 ) -> None:
     mine = f"!has(object.spec.workers) || !('{namespace}' in object.spec.workers)"
@@ -121,7 +121,7 @@ async def test_a_refused_binding_policy_is_an_event_of_the_deployments_that_it_i
             assert {each["involvedObject"]["name"] for each in reported} == {"llm"}
 
 
-async def test_pods_that_a_quota_forbids_are_reported(plane: ControlPlane, namespace: str) -> None:
+async def test_pods_forbidden_by_a_quota_are_reported(plane: ControlPlane, namespace: str) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": namespace, "name": "few"}}
     plane.apply({**quota, "spec": {"hard": {"pods": "4"}}})
     async with operator(plane, namespace, "one"):

@@ -18,7 +18,9 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_the_old_pods_end_once_the_new_ones_are_ready(plane: ControlPlane, namespace: str) -> None:
+async def test_a_renamed_components_old_pods_end_once_new_ones_are_ready(
+    plane: ControlPlane, namespace: str
+) -> None:
     async with operator(plane, namespace, "one", "--network-policies"):
         fleet = await served(plane, namespace)
         write(plane, renamed(fleet, NOWHERE))
@@ -34,7 +36,7 @@ async def test_the_old_pods_end_once_the_new_ones_are_ready(plane: ControlPlane,
         plane.kubectl("wait", "--for=delete", "networkpolicy/llm-decode", "--namespace", namespace, WAIT)
 
 
-async def test_they_end_after_the_limit_where_the_new_ones_wait_for_their_room(
+async def test_a_renamed_components_old_pods_end_after_the_hold_limit(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one", "--disruption-hold-s", "3"):

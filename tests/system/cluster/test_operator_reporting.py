@@ -18,7 +18,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_what_is_overwritten_is_reported_once_for_each_version_of_the_spec(
+async def test_an_overwritten_setting_is_one_event_per_spec_version(
     plane: ControlPlane, namespace: str
 ) -> None:
     spec = graph(namespace, "llm", labelKey=ZONE, domain="zone")
@@ -51,7 +51,7 @@ async def test_what_is_overwritten_is_reported_once_for_each_version_of_the_spec
         assert [each["count"] for each in warnings(plane, namespace)] == [1, 1]
 
 
-async def test_what_cannot_be_read_is_reported_in_the_status_and_fixed(
+async def test_an_invalid_spec_is_reported_in_the_status_until_fixed(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -73,7 +73,9 @@ async def test_what_cannot_be_read_is_reported_in_the_status_and_fixed(
         wait_for(plane, namespace, "Ready=True")
 
 
-async def test_wide_columns_answer_the_second_question(plane: ControlPlane, namespace: str) -> None:
+async def test_wide_kubectl_columns_show_worker_and_deployment_details(
+    plane: ControlPlane, namespace: str
+) -> None:
     card = {"draining": False, "engine_silent": True, "model": "llama", "role": "decode"}
     plane.apply(
         {

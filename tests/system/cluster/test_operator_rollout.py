@@ -24,7 +24,7 @@ def fleet(namespace: str, frontend: dict[str, Any], decode: dict[str, Any]) -> d
     return found
 
 
-async def test_rollouts_services_and_shared_memory_are_as_they_are_stated(
+async def test_rollout_service_and_shared_memory_settings_are_applied(
     plane: ControlPlane, namespace: str
 ) -> None:
     service = {"type": "LoadBalancer", "annotations": {INTERNAL: "internal"}}
@@ -85,7 +85,7 @@ async def test_rollouts_services_and_shared_memory_are_as_they_are_stated(
         ({}, {"sharedMemorySize": "8 GiB"}, "sharedMemorySize: Invalid value"),
     ],
 )
-def test_the_definition_refuses_what_cannot_be_done_without_an_operator(
+def test_the_definition_refuses_invalid_rollouts_without_an_operator(
     plane: ControlPlane, namespace: str, frontend: dict[str, Any], decode: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(KubectlError) as error:

@@ -34,9 +34,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_how_it_is(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_a_deployment_gets_its_objects_labels_and_status(plane: ControlPlane, namespace: str) -> None:
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm", **ZONE_POLICY))
         wait_for(plane, namespace, "Ready=True")
@@ -81,7 +79,7 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
         assert not reported & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"
 
 
-async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(
+async def test_only_changed_components_roll_and_removed_ones_are_deleted(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -113,7 +111,7 @@ async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(
         assert set(generations(plane, namespace)) == {"llm-frontend"}
 
 
-async def test_what_somebody_changed_or_deleted_is_put_right_and_all_goes_with_the_deployment(
+async def test_changed_or_deleted_objects_are_restored_and_end_with_the_deployment(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -141,7 +139,7 @@ async def test_what_somebody_changed_or_deleted_is_put_right_and_all_goes_with_t
             plane.kubectl("wait", "--for=delete", kind, "--all", "--namespace", namespace, WAIT)
 
 
-async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_ends(
+async def test_orphaned_objects_are_adopted_by_the_next_deployment(
     plane: ControlPlane, namespace: str
 ) -> None:
     def uids() -> dict[str, str]:
@@ -173,7 +171,7 @@ async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_
             assert owners == ([] if each["metadata"]["name"] == "default" else [dgd])
 
 
-async def test_one_that_is_deleted_and_written_again_waits_for_what_kubernetes_still_deletes(
+async def test_a_recreated_deployment_waits_for_pending_deletions(
     plane: ControlPlane, namespace: str
 ) -> None:
     spec = graph(namespace, "llm")
@@ -187,7 +185,9 @@ async def test_one_that_is_deleted_and_written_again_waits_for_what_kubernetes_s
         assert "NameTaken" not in reasons(plane, namespace)
 
 
-async def test_what_is_somebody_elses_is_left_alone_and_reported(plane: ControlPlane, namespace: str) -> None:
+async def test_foreign_objects_of_the_same_name_are_left_and_reported(
+    plane: ControlPlane, namespace: str
+) -> None:
     ports = {"ports": [{"port": 1}]}
     metadata = {"namespace": namespace, "name": "llm-frontend"}
     plane.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": ports})
@@ -204,7 +204,7 @@ async def test_what_is_somebody_elses_is_left_alone_and_reported(plane: ControlP
         plane.kubectl("wait", "--for=create", "service/llm-frontend", "--namespace", namespace, WAIT)
 
 
-async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPlane, namespace: str) -> None:
+async def test_a_later_node_label_reaches_the_nodes_pods(plane: ControlPlane, namespace: str) -> None:
     node, key = "late", "example.com/late"
     plane.add_node(node, {"kvrouter.test/late": "yes"})
     try:
@@ -231,7 +231,7 @@ async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPla
         plane.kubectl("delete", "node", node)
 
 
-async def test_the_places_of_nodes_follow_nodes_that_come_change_and_go(
+async def test_node_places_follow_created_changed_and_deleted_nodes(
     plane: ControlPlane, namespace: str
 ) -> None:
     node, key = f"node-{namespace}", f"example.com/{namespace}"
@@ -257,7 +257,7 @@ async def test_the_places_of_nodes_follow_nodes_that_come_change_and_go(
         await becomes(None)
 
 
-async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_goes_with_the_deployment(
+async def test_the_binding_policy_labels_pods_and_ends_with_its_deployment(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one") as replica:
@@ -304,7 +304,7 @@ async def test_a_zone_without_decode_workers_is_reported(plane: ControlPlane, na
         await eventually(is_reported)
 
 
-async def test_the_other_takes_over_from_a_leader_that_is_killed_and_from_one_that_ends(
+async def test_a_follower_takes_over_from_a_killed_or_ended_leader(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one") as one:
@@ -334,7 +334,7 @@ async def test_the_other_takes_over_from_a_leader_that_is_killed_and_from_one_th
                 assert leads(three)
 
 
-async def test_the_roles_that_are_shipped_suffice_and_its_page_tells_of_it(
+async def test_the_shipped_roles_suffice_and_metrics_show_the_operators_work(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")

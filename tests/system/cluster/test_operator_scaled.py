@@ -22,9 +22,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_an_autoscaler_has_the_say_where_the_component_states_no_number(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_an_autoscaler_scales_a_component_without_replicas(plane: ControlPlane, namespace: str) -> None:
     plane.apply(metrics_definition())
     async with operator(plane, namespace, "one") as one:
         plane.apply(fleet(namespace, None))
@@ -54,7 +52,7 @@ async def test_an_autoscaler_has_the_say_where_the_component_states_no_number(
     assert not [each for each in events if each["reason"] == "ReplicasSetBack"]
 
 
-async def test_the_number_stays_when_a_component_no_longer_states_it(
+async def test_the_replicas_stay_when_the_component_no_longer_states_them(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):
@@ -80,7 +78,7 @@ async def test_the_number_stays_when_a_component_no_longer_states_it(
         await scaled(plane, namespace, 2)
 
 
-async def test_who_scales_what_a_component_states_is_reported_where_to_say_it(
+async def test_scaling_a_component_with_stated_replicas_is_set_back(
     plane: ControlPlane, namespace: str
 ) -> None:
     async with operator(plane, namespace, "one"):

@@ -35,7 +35,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_a_deployment_that_no_operator_saw_is_not_taken_for_done(
+async def test_kstatus_is_in_progress_until_an_operator_reconciles(
     plane: ControlPlane, namespace: str
 ) -> None:
     plane.apply(graph(namespace, "llm"))
@@ -44,9 +44,7 @@ async def test_a_deployment_that_no_operator_saw_is_not_taken_for_done(
         await until(plane, namespace, "Current")
 
 
-async def test_what_is_refused_fails_until_it_is_fixed_and_a_fix_is_not_taken_for_the_failure_before(
-    plane: ControlPlane, namespace: str
-) -> None:
+async def test_kstatus_is_failed_for_refusals_until_fixed(plane: ControlPlane, namespace: str) -> None:
     good = graph(namespace, "llm")
     incomplete = deepcopy(good)
     incomplete["spec"]["components"][2]["podTemplate"]["spec"]["containers"] = []
@@ -67,7 +65,7 @@ async def test_what_is_refused_fails_until_it_is_fixed_and_a_fix_is_not_taken_fo
         await until(plane, namespace, "Current", but_never="Failed")
 
 
-async def test_pods_that_do_not_start_fail_it(plane: ControlPlane, namespace: str) -> None:
+async def test_kstatus_is_failed_for_pods_that_do_not_start(plane: ControlPlane, namespace: str) -> None:
     good = graph(namespace, "llm")
     by_hand = deepcopy(good)
     decode = by_hand["spec"]["components"][2]

@@ -25,7 +25,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_the_second_one_changes_nothing_says_so_and_takes_over_what_is_handed_to_it(
+async def test_a_second_operator_stands_back_until_deployments_are_handed_over(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")

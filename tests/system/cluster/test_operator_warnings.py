@@ -18,7 +18,7 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-async def test_each_warning_is_one_event_and_one_line_of_the_log_however_often_it_is_reconciled(
+async def test_each_api_server_warning_is_one_event_and_one_log_line(
     plane: ControlPlane, namespace: str
 ) -> None:
     plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/warn=restricted")

@@ -17,7 +17,9 @@ LOOKS = ("kubectl get ", "kubectl events ")
 """Commands that people give again when something is about to change."""
 
 
-async def test_what_the_pages_show_is_what_happens(own_plane: ControlPlane, tmp_path: Path) -> None:
+async def test_the_tutorials_and_operate_pages_commands_print_as_shown(
+    own_plane: ControlPlane, tmp_path: Path
+) -> None:
     own_plane.kubectl("delete", "nodes", "--selector", f"{ZONE}={ZONES[2]}")  # the tutorial has two zones
     tutorial = steps_of(DOCS / "kubernetes-tutorial.md")
     page = DOCS / "kubernetes-operate.md"

@@ -32,7 +32,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-async def test_what_a_killed_run_started_ends_with_it(tmp_path: Path) -> None:
+async def test_processes_started_by_a_killed_run_end_with_it(tmp_path: Path) -> None:
     run = await asyncio.create_subprocess_exec(
         sys.executable, "-c", STARTS_TWO, tmp_path, stdout=asyncio.subprocess.PIPE
     )
@@ -48,7 +48,7 @@ async def test_what_a_killed_run_started_ends_with_it(tmp_path: Path) -> None:
     await eventually(all_ended)
 
 
-def test_a_kill_ends_all_and_may_come_twice(tmp_path: Path) -> None:
+def test_killing_ends_all_processes_and_may_be_repeated(tmp_path: Path) -> None:
     together = Together()
     pids = [together.start(["sleep", "600"], log=tmp_path / f"{i}.log", environ={}) for i in range(2)]
     assert together.ended() == {}
@@ -58,7 +58,7 @@ def test_a_kill_ends_all_and_may_come_twice(tmp_path: Path) -> None:
     together.kill()
 
 
-def test_a_plane_that_does_not_start_tells_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_control_plane_that_fails_to_start_reports_why(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, flags=["--no-such-flag"])
     with pytest.raises(ChildProcessError, match="unknown flag: --no-such-flag"):
         plane.start()

@@ -113,7 +113,7 @@ async def handoffs(frontend: Frontend) -> dict[tuple[str, str], int]:
     }
 
 
-async def test_a_frontend_serves_two_clusters_and_kv_never_leaves_either(
+async def test_a_frontend_serves_two_clusters_and_kv_stays_in_each(
     east: Cluster, west: Cluster, frontends: Mapping[str, str], processes: Fleet
 ) -> None:
     own, other = await pair(processes, east), await pair(processes, west)

@@ -7,7 +7,7 @@ from tests.system.differential.differences import DIFFERENCES
 from tests.system.differential.run import Tally, both_ways
 
 
-async def test_nothing_differs_but_what_the_table_says() -> None:
+async def test_answers_through_kvrouter_differ_only_as_the_table_lists() -> None:
     tally = Tally()
     async with both_ways() as ways:
         for call in all_calls():

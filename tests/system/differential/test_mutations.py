@@ -41,7 +41,7 @@ def _spread(n: int) -> range:
     return range(0, n, max(1, n // POSITIONS))
 
 
-async def test_a_byte_changed_behind_kvrouter_is_found() -> None:
+async def test_a_byte_changed_after_kvrouter_is_detected() -> None:
     n_changed = 0
     async with both_ways() as ways:
         for call in all_calls()[::EACH]:
@@ -63,7 +63,7 @@ async def test_a_byte_changed_behind_kvrouter_is_found() -> None:
     assert n_changed > 1500
 
 
-async def test_a_byte_changed_before_kvrouter_is_found() -> None:
+async def test_a_byte_changed_before_kvrouter_is_detected() -> None:
     n_changed = 0
     async with both_ways() as ways:
         for call in all_calls()[::EACH]:

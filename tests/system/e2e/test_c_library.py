@@ -120,13 +120,13 @@ class Truth:
         (Config(8), "struct_bytes: 8 is not"),
     ],
 )
-def test_what_cannot_be_run_with_is_refused_in_words(configured: Config, says: str) -> None:
+def test_c_library_refuses_invalid_configurations_with_a_message(configured: Config, says: str) -> None:
     publisher, error = open_with(configured)
     assert publisher is None
     assert says in error
 
 
-def test_arguments_that_cannot_be_are_refused_and_change_nothing() -> None:
+def test_c_library_refuses_invalid_arguments_without_effect() -> None:
     with engine(config(NOBODY, held_blocks_max=3)) as opened:
         assert opened.stored(tokens(2)[:-1], [1, 2]) == INVALID
         assert opened.stored(tokens(1), [1], medium=4) == INVALID
@@ -148,7 +148,7 @@ def test_arguments_that_cannot_be_are_refused_and_change_nothing() -> None:
     calls().kvr_close(None)
 
 
-async def test_the_worker_ends_with_what_the_engine_holds(harness: EngineDoorHarness) -> None:
+async def test_the_worker_ends_with_the_blocks_that_the_engine_holds(harness: EngineDoorHarness) -> None:
     with engine(config(harness.door.address, token=TOKEN)) as opened:
         truth = Truth(1)
         for _ in range(20):
@@ -164,7 +164,7 @@ async def test_the_worker_ends_with_what_the_engine_holds(harness: EngineDoorHar
         assert not harness.believed(dp_rank)
 
 
-async def test_whatever_is_lost_on_the_way_is_reported_again(harness: EngineDoorHarness) -> None:
+async def test_events_lost_on_overflow_or_reconnect_are_reported_again(harness: EngineDoorHarness) -> None:
     """A queue that takes two or three calls, and a door that shuts now and then."""
     with engine(config(harness.door.address, token=TOKEN, queue_bytes_max=200)) as opened:
         truth = Truth(2)
@@ -184,7 +184,7 @@ async def test_whatever_is_lost_on_the_way_is_reported_again(harness: EngineDoor
         assert state.connections == 5
 
 
-async def test_many_threads_may_tell_at_once(harness: EngineDoorHarness) -> None:
+async def test_several_threads_may_publish_at_once(harness: EngineDoorHarness) -> None:
     with engine(config(harness.door.address, token=TOKEN)) as opened:
         truths = {dp_rank: Truth(dp_rank) for dp_rank in DP_RANKS}
 
@@ -203,7 +203,7 @@ async def test_many_threads_may_tell_at_once(harness: EngineDoorHarness) -> None
             assert harness.believed(dp_rank) == held
 
 
-async def test_the_hashes_are_the_routers_own(harness: EngineDoorHarness) -> None:
+async def test_c_library_block_hashes_equal_the_routers(harness: EngineDoorHarness) -> None:
     with engine(config(harness.door.address, token=TOKEN)) as opened:
         opened.stored(tokens(2), [1, 2], lora_name="lora", cache_namespace="team", medium=Medium.DISK)
         await flush(opened)
@@ -213,7 +213,7 @@ async def test_the_hashes_are_the_routers_own(harness: EngineDoorHarness) -> Non
         assert events == [Stored(None, pack_hashes([1, 2]), hashes, Medium.DISK)]
 
 
-async def test_a_store_longer_than_a_frame_is_whole(harness: EngineDoorHarness) -> None:
+async def test_a_store_longer_than_a_frame_arrives_completely(harness: EngineDoorHarness) -> None:
     names = list(range(5000))
     with engine(config(harness.door.address, token=TOKEN)) as opened:
         for _ in range(2):
@@ -229,7 +229,7 @@ async def test_a_store_longer_than_a_frame_is_whole(harness: EngineDoorHarness) 
     assert harness.orphaned == 0
 
 
-async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(
+async def test_the_latest_load_is_sent_again_on_a_new_connection(
     harness: EngineDoorHarness,
 ) -> None:
     with engine(config(harness.door.address, token=TOKEN)) as opened:
@@ -258,7 +258,7 @@ async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(
         (TOKEN, BLOCK_SIZE + 1, "refused: its block_size is 5 tokens, the worker's 4"),
     ],
 )
-async def test_a_door_that_refuses_says_why(
+async def test_a_refused_connection_has_its_reason_in_the_status(
     harness: EngineDoorHarness, token: str, block_size: int, says: str
 ) -> None:
     with engine(config(harness.door.address, token=token, block_size=block_size)) as opened:
@@ -267,14 +267,14 @@ async def test_a_door_that_refuses_says_why(
         assert opened.flush(1) == TIMEOUT
 
 
-async def test_a_rank_that_the_worker_does_not_have_ends_the_connection(harness: EngineDoorHarness) -> None:
+async def test_an_unknown_dp_rank_ends_the_connection(harness: EngineDoorHarness) -> None:
     with engine(config(harness.door.address, token=TOKEN)) as opened:
         opened.stored(tokens(1), [1], dp_rank=5)
         await until(lambda: opened.status().error == b"refused: the worker has no dp_rank 5")
     assert not harness.door.dp_ranks
 
 
-async def test_the_newest_engine_tells_of_a_rank(harness: EngineDoorHarness) -> None:
+async def test_a_newer_connection_takes_over_its_dp_rank(harness: EngineDoorHarness) -> None:
     with engine(config(harness.door.address, token=TOKEN)) as old:
         old.stored(tokens(1), [1])
         await flush(old)
@@ -286,7 +286,7 @@ async def test_the_newest_engine_tells_of_a_rank(harness: EngineDoorHarness) -> 
             assert b"a newer connection tells of dp_rank 0" in old.status().error
 
 
-def test_closing_does_not_wait_for_a_door() -> None:
+def test_closing_does_not_wait_for_an_unreachable_door() -> None:
     for address in (NOBODY, "tcp://127.0.0.1:9"):
         with engine(config(address)) as opened:
             opened.stored(tokens(1), [1])

@@ -105,7 +105,7 @@ async def stores(engine: Publish, workers: PublishingWorkers) -> None:
     await workers.until_best(2, 6)
 
 
-async def test_what_an_engine_in_c_stores_and_removes_moves_the_decision(
+async def test_stores_and_removals_of_a_c_engine_change_the_decision(
     program: Path, workers: PublishingWorkers
 ) -> None:
     async with publish(program, workers.door.address) as engine:
@@ -117,7 +117,7 @@ async def test_what_an_engine_in_c_stores_and_removes_moves_the_decision(
         assert await asyncio.wait_for(engine.process.wait(), LIMIT_S) == 0
 
 
-async def test_an_engine_with_a_wrong_token_says_why_it_waits(
+async def test_a_c_engine_with_a_wrong_token_reports_why_it_waits(
     program: Path, workers: PublishingWorkers
 ) -> None:
     async with publish(program, workers.door.address, token="a guess") as engine:
@@ -126,14 +126,14 @@ async def test_an_engine_with_a_wrong_token_says_why_it_waits(
         assert engine.process.returncode is None
 
 
-async def test_an_engine_that_is_killed_holds_nothing(program: Path, workers: PublishingWorkers) -> None:
+async def test_a_killed_c_engines_blocks_are_removed(program: Path, workers: PublishingWorkers) -> None:
     async with publish(program, workers.door.address) as engine:
         await stores(engine, workers)
         engine.process.kill()
         await workers.until_best(*BEFORE)
 
 
-async def test_an_engine_outlives_the_door_and_tells_everything_again(
+async def test_a_c_engine_reports_all_blocks_again_after_a_door_restart(
     program: Path, workers: PublishingWorkers
 ) -> None:
     async with publish(program, workers.door.address) as engine:
@@ -147,9 +147,7 @@ async def test_an_engine_outlives_the_door_and_tells_everything_again(
         await workers.until_best(*BEFORE)
 
 
-async def test_the_worker_of_the_example_hears_the_engine_of_the_example(
-    program: Path, tmp_path: Path
-) -> None:
+async def test_the_example_worker_hears_the_example_engine(program: Path, tmp_path: Path) -> None:
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, EXAMPLE.with_name("worker.py"), f"unix:{tmp_path}/door"),
         stdout=asyncio.subprocess.PIPE,

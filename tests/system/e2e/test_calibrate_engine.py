@@ -37,7 +37,7 @@ async def test_a_live_engine_is_measured_and_its_timing_written(
     assert "no request seen" not in output
 
 
-async def test_what_the_server_says_is_shown_and_nothing_is_written(
+async def test_calibrate_shows_the_servers_error_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timing.yaml"

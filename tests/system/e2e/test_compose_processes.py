@@ -9,7 +9,7 @@ HERE = {"KVROUTER_LISTEN_HOST": "127.0.0.1", "KVROUTER_HEALTH_PORT": "", "KVROUT
 """In containers each process has addresses and ports of its own. Tests read lines of text."""
 
 
-async def test_they_serve_and_keep_the_admin_routes_closed(shared_nats: NatsServer) -> None:
+async def test_compose_processes_serve_and_keep_admin_routes_closed(shared_nats: NatsServer) -> None:
     services = compose_services("compose.yaml", SECRET)
     here = HERE | {"NATS_SERVER": shared_nats.url}
     workers = [service for service in services.values() if service.get("command", [""])[0] == "worker"]

@@ -67,7 +67,9 @@ async def test_a_compressed_call_is_answered_as_any_other() -> None:
         (gzip.compress(b" " * 3_000_000), "gzip", 413, "request_too_large"),
     ],
 )
-async def test_what_is_no_whole_gzip_is_refused(body: bytes, encoding: str, status: int, code: str) -> None:
+async def test_an_invalid_or_incomplete_gzip_body_is_refused(
+    body: bytes, encoding: str, status: int, code: str
+) -> None:
     async with mock_server(
         uniform_fleet(replicas=1), frontend=FrontendSettings(body_max_bytes=2_000_000)
     ) as here:
@@ -76,7 +78,7 @@ async def test_what_is_no_whole_gzip_is_refused(body: bytes, encoding: str, stat
         assert (await post(here, packed(CHAT))).status_code == 200
 
 
-async def test_what_inflated_bodies_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_inflated_bodies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     held, go_on = asyncio.Event(), asyncio.Event()
     original = HttpApp._handle
 
@@ -104,7 +106,7 @@ async def test_what_inflated_bodies_hold_is_bounded(monkeypatch: pytest.MonkeyPa
         assert (await post(here, small)).status_code == 200
 
 
-async def test_a_call_that_is_read_holds_nothing() -> None:
+async def test_a_parsed_call_holds_no_inflated_body() -> None:
     async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         app = here.system.server._handler
         assert isinstance(app, HttpApp)
@@ -116,7 +118,7 @@ async def test_a_call_that_is_read_holds_nothing() -> None:
         await until(lambda: not here.system.service.requests.running)
 
 
-def test_the_event_loop_inflates_little(watch_calls: WatchCalls) -> None:
+def test_the_event_loop_inflates_only_the_beginning_of_a_body(watch_calls: WatchCalls) -> None:
     """Of a small body that becomes a large one the loop makes no more than the beginning."""
 
     async def inflate() -> bytes:
@@ -134,7 +136,7 @@ def test_the_event_loop_inflates_little(watch_calls: WatchCalls) -> None:
 
 @given(length=st.integers(0, 3_000_000), limit=st.integers(1, 2_000_000), letters=st.sampled_from([1, 256]))
 @settings(max_examples=25, deadline=None)
-def test_a_length_is_counted_as_what_is_inflated_has(length: int, limit: int, letters: int) -> None:
+def test_the_counted_length_equals_the_inflated_length(length: int, limit: int, letters: int) -> None:
     body = Random(length).randbytes(length) if letters > 1 else b"0" * length
     packed_body, most = gzip.compress(body, 1), BodyLimit(limit, "")
     if length > limit:
@@ -145,7 +147,7 @@ def test_a_length_is_counted_as_what_is_inflated_has(length: int, limit: int, le
         assert inflated_bytes(packed_body, most) == len(inflated(packed_body, most)) == length
 
 
-def test_counting_holds_no_more_than_a_piece() -> None:
+def test_counting_an_inflated_length_uses_little_memory() -> None:
     bomb = gzip.compress(b"0" * 40_000_000)
     tracemalloc.start()
     try:
@@ -155,7 +157,7 @@ def test_counting_holds_no_more_than_a_piece() -> None:
         tracemalloc.stop()
 
 
-async def test_what_a_little_that_is_sent_may_become_is_bounded_until_it_is_answered(
+async def test_the_growth_of_compressed_bodies_is_bounded_until_answered(
     set_constants: SetConstants,
 ) -> None:
     set_constants(compressed, EXTRA_BYTES_MAX=400_000)

@@ -56,7 +56,7 @@ async def worker_in(processes: Fleet, zone: str, worker: int, *flags: str) -> No
 
 
 @pytest.mark.parametrize("environ", STORES)
-async def test_every_replica_holds_to_a_cordon_and_so_does_one_that_starts_again(
+async def test_a_cordon_holds_at_every_replica_and_after_a_restart(
     environ: dict[str, str], shared_nats: NatsServer
 ) -> None:
     async with fleet({"NATS_SERVER": shared_nats.url, **environ}) as processes:

@@ -24,7 +24,7 @@ async def preflight(here: MockServer, origin: str, path: str = "/v1/chat/complet
 
 
 @pytest.mark.parametrize("origins", [PAGE, f"http://localhost:3000, {PAGE}", "*"])
-async def test_a_page_that_may_call_is_answered_as_browsers_want_it(origins: str) -> None:
+async def test_an_allowed_origin_gets_cors_headers(origins: str) -> None:
     async with mock_server(zoned_fleet(), frontend=FrontendSettings(cors_origins=origins)) as here:
         admitted = "*" if origins == "*" else PAGE
         asked = await preflight(here, PAGE)
@@ -41,7 +41,7 @@ async def test_a_page_that_may_call_is_answered_as_browsers_want_it(origins: str
             assert page.headers["access-control-allow-origin"] == admitted
 
 
-async def test_another_page_may_not() -> None:
+async def test_another_origin_gets_no_cors_headers() -> None:
     async with mock_server(zoned_fleet(), frontend=FrontendSettings(cors_origins=PAGE)) as here:
         for answer in (
             await preflight(here, OTHER),
@@ -54,14 +54,14 @@ async def test_another_page_may_not() -> None:
             assert "origin" in answer.headers["vary"]  # for caches on the way
 
 
-async def test_without_the_setting_no_page_may() -> None:
+async def test_no_origin_gets_cors_headers_without_the_setting() -> None:
     async with mock_server(zoned_fleet()) as here:
         asked = await preflight(here, PAGE)
         assert asked.status_code == 204
         assert not [name for name in asked.headers if name.startswith("access-control")]
 
 
-async def test_options_say_what_a_path_takes() -> None:
+async def test_options_requests_list_a_paths_methods() -> None:
     async with mock_server(zoned_fleet()) as here:
         for path, methods in (
             ("/v1/chat/completions", "OPTIONS, POST"),
@@ -80,6 +80,6 @@ async def test_options_say_what_a_path_takes() -> None:
 @pytest.mark.parametrize(
     "wrong", ["chat.example.com", f"{PAGE}/", f"{PAGE}/page", "https://a b", "https://*.example.com"]
 )
-def test_what_is_no_origin_is_refused_at_the_start(wrong: str) -> None:
+def test_an_invalid_cors_origin_is_a_config_error(wrong: str) -> None:
     with pytest.raises(ConfigError, match="cors-origins"):
         Cors(f"{PAGE},{wrong}")

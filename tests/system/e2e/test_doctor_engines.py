@@ -54,7 +54,7 @@ async def router_tokens(here: MockServer, *, is_chat: bool) -> Sequence[int]:
     return list((await here.http.post(path, json=body)).json()["nvext"]["token_ids"])
 
 
-async def test_engines_that_agree_with_their_workers_and_the_router_get_no_complaint() -> None:
+async def test_consistent_engines_have_no_findings() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         report = await run_doctor(here)
         assert [each.path for each in (*one.calls, *two.calls)] == ["/tokenize"] * 4
@@ -62,7 +62,7 @@ async def test_engines_that_agree_with_their_workers_and_the_router_get_no_compl
     assert [each for each in report.not_made if each.check != "replicas"] == []
 
 
-async def test_a_model_that_is_routed_by_load_for_want_of_its_tokenizer() -> None:
+async def test_doctor_reports_a_model_routed_by_load_without_a_tokenizer() -> None:
     async with scripted_engine() as engine:
         text = f"""
 version: 1
@@ -77,7 +77,7 @@ workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false
     assert "tokenizer in the fleet file" in finding.remedy
 
 
-async def test_a_model_whose_template_fails_on_some_chats(tmp_path: Path) -> None:
+async def test_doctor_reports_a_template_failing_on_some_chats(tmp_path: Path) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content + m.name }}{% endfor %}")
     async with scripted_engine() as engine:
@@ -101,7 +101,7 @@ workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false
     assert finding.seen.startswith("8 chats could not be made into prompts (template_failed): ")
 
 
-async def test_an_engine_whose_blocks_are_not_what_its_worker_says() -> None:
+async def test_doctor_reports_an_engines_block_size_differing_from_its_card() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         two.replace("/metrics", 'block_size="32"', 'block_size="64"')
         report = await run_doctor(here)
@@ -110,7 +110,7 @@ async def test_an_engine_whose_blocks_are_not_what_its_worker_says() -> None:
     assert finding.seen == "its card says blocks of 32 tokens, and its engine has blocks of 64"
 
 
-async def test_workers_of_one_model_with_other_block_sizes() -> None:
+async def test_doctor_reports_workers_of_one_model_with_other_block_sizes() -> None:
     async with running_frontend(card(1), card(2), replace(card(3), block_size=32)) as frontend:
         report = await run_doctor(frontend)
     finding = only_finding(report, "block-sizes", Severity.CRITICAL)
@@ -119,7 +119,7 @@ async def test_workers_of_one_model_with_other_block_sizes() -> None:
     assert failed_checks(report) == {"block-sizes"}
 
 
-async def test_workers_of_other_versions_than_the_router() -> None:
+async def test_doctor_reports_workers_of_other_versions_than_the_router() -> None:
     async with running_frontend(
         replace(card(1), version="0.0.9"), replace(card(2), version="0.0.9")
     ) as frontend:
@@ -130,7 +130,7 @@ async def test_workers_of_other_versions_than_the_router() -> None:
     assert "router http://" in finding.seen
 
 
-async def test_engines_of_one_kind_with_other_versions() -> None:
+async def test_doctor_reports_engines_of_one_kind_with_other_versions() -> None:
     cards = [
         replace(card(n), engine=engine)
         for n, engine in enumerate(("vllm 0.11.0", "vllm 0.12.0", "vllm 0.12.0", "sglang 0.5"), start=1)
@@ -142,7 +142,7 @@ async def test_engines_of_one_kind_with_other_versions() -> None:
     assert finding.seen == "0.12.0: worker 2, worker 3; 0.11.0: worker 1"
 
 
-async def test_an_engine_that_was_updated_under_its_worker() -> None:
+async def test_doctor_reports_an_engine_updated_under_its_worker() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.replace("/version", "0.32.0", "0.33.0")
         report = await run_doctor(here)
@@ -151,7 +151,7 @@ async def test_an_engine_that_was_updated_under_its_worker() -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [90.0, -90.0])
-async def test_an_engine_whose_clock_is_off(ahead_s: float) -> None:
+async def test_doctor_reports_an_engine_whose_clock_is_off(ahead_s: float) -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         two.clock_ahead_s = ahead_s
         report = await run_doctor(here)
@@ -161,7 +161,9 @@ async def test_an_engine_whose_clock_is_off(ahead_s: float) -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [90.0, -90.0])
-async def test_a_worker_whose_clock_is_off(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_reports_a_worker_whose_clock_is_off(
+    ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         now_s = 1.7e9
         monkeypatch.setattr("kvrouter.router.event_ingest.time.time", lambda: now_s)
@@ -174,14 +176,14 @@ async def test_a_worker_whose_clock_is_off(ahead_s: float, monkeypatch: pytest.M
     assert f"its clock is 90 s {'ahead of' if ahead_s > 0 else 'behind'} the router's" == finding.seen
 
 
-async def test_clocks_that_nobody_says_are_not_passed() -> None:
+async def test_the_clocks_check_does_not_pass_without_known_clocks() -> None:
     async with running_frontend(card(1)) as frontend:
         report = await run_doctor(frontend)
     assert "clocks" not in {each.check for each in report.passed}
     assert skipped_checks(report, "clocks") != []
 
 
-async def test_an_engine_with_another_tokenizer() -> None:
+async def test_doctor_reports_an_engine_with_another_tokenizer() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         two.tokens_of = lambda _body: [5, 6, 7]
         report = await run_doctor(here)
@@ -191,7 +193,7 @@ async def test_an_engine_with_another_tokenizer() -> None:
     assert failed_checks(report) == {"tokenizers"}
 
 
-async def test_an_engine_with_another_chat_template() -> None:
+async def test_doctor_reports_an_engine_with_another_chat_template() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         text_ids = await router_tokens(here, is_chat=False)
         engine.tokens_of = lambda body: text_ids if "prompt" in body else [9]
@@ -201,7 +203,7 @@ async def test_an_engine_with_another_chat_template() -> None:
     assert "chat template" in finding.remedy
 
 
-async def test_the_engine_of_a_prefill_worker_is_asked_for_tokens_at_its_own_address() -> None:
+async def test_a_prefill_workers_engine_is_asked_directly_for_tokens() -> None:
     async with (
         scripted_engine() as decode,
         scripted_engine() as prefill,
@@ -216,7 +218,7 @@ async def test_the_engine_of_a_prefill_worker_is_asked_for_tokens_at_its_own_add
     assert [each.subject.split(" (")[0] for each in findings_of(report, "tokenizers")] == ["worker 2"] * 2
 
 
-async def test_engines_that_cannot_be_asked_are_said() -> None:
+async def test_checks_of_unreachable_engines_are_reported_as_skipped() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.tokens_of = None
         engine.set_page("/v1/models", "{}", status=500)
@@ -228,7 +230,7 @@ async def test_engines_that_cannot_be_asked_are_said() -> None:
     assert not {"engines", "tokenizers"} & {each.check for each in report.passed}
 
 
-async def test_an_engine_that_asks_for_a_key_is_asked_for_tokens_through_its_worker() -> None:
+async def test_an_engine_requiring_a_key_is_asked_through_its_worker() -> None:
     async with scripted_engine() as one, scripted_engine() as two, before(one, two) as here:
         for engine in (one, two):
             engine.set_page("/v1/models", "{}", status=401)
@@ -246,14 +248,14 @@ async def test_an_engine_that_asks_for_a_key_is_asked_for_tokens_through_its_wor
     assert {each.subject.split(" (")[0] for each in findings_of(report, "tokenizers")} == {"worker 2"}
 
 
-async def test_an_engine_that_hangs_holds_nobody_up() -> None:
+async def test_a_hanging_engine_is_skipped_after_the_timeout() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         report = await run_doctor(here, options=DoctorOptions(timeout_s=0.5))
     assert skipped_checks(report, "engines") == [f"the engine of worker 1: {engine.url}: no answer in 0.5 s"]
 
 
-async def test_nobody_engines_where_that_is_not_wanted() -> None:
+async def test_no_engine_is_asked_with_no_engines() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         asked = engine.asked.copy()
         report = await run_doctor(here, options=DoctorOptions(engines=False))
@@ -280,12 +282,10 @@ async def test_nobody_engines_where_that_is_not_wanted() -> None:
         ("http://10.0.0.9:8100/", "nats://default/1/2", "http://router:8000", "http://10.0.0.9:8100/"),
     ],
 )
-def test_an_engine_is_asked_at_the_host_that_its_worker_means(
-    engine: str, worker: str, router: str, reached: str
-) -> None:
+def test_an_engine_is_asked_at_its_workers_host(engine: str, worker: str, router: str, reached: str) -> None:
     assert reached_at(engine, worker, router).rstrip("/") == reached.rstrip("/")
 
 
-def test_an_engine_on_a_host_that_nobody_names_is_not_asked() -> None:
+def test_an_engine_on_an_unknown_host_is_not_asked() -> None:
     with pytest.raises(WorkerUnreachable, match="own host"):
         reached_at("http://localhost:8100", "nats://default/1/2", "http://router:8000")

@@ -32,7 +32,7 @@ from tests.testing.waits import until
 RANK = WorkerRank(WorkerId(1), DpRank(0))
 
 
-async def test_engines_without_kv_events() -> None:
+async def test_doctor_reports_engines_without_kv_events() -> None:
     async with mock_server(uniform_fleet(replicas=2, engine="{kv_events: false}"), router=UNTIMED) as here:
         await send_chats(here, n=3)
         report = await run_doctor(here)
@@ -42,7 +42,7 @@ async def test_engines_without_kv_events() -> None:
     assert failed_checks(report) == {"kv-events"}
 
 
-async def test_an_engine_that_was_started_without_kv_events_says_how_to_start_it() -> None:
+async def test_doctor_shows_how_to_enable_an_engines_kv_events() -> None:
     text = (
         f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\n"
         "workers: [{name: w, engine: {kind: vllm, url: '%s'}}]\n"
@@ -58,18 +58,18 @@ async def test_an_engine_that_was_started_without_kv_events_says_how_to_start_it
 @pytest.mark.parametrize(
     "config", [KvRouterConfig(kv_events=False), KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)]
 )
-async def test_a_router_that_needs_no_events_misses_none(config: KvRouterConfig) -> None:
+async def test_a_router_without_need_for_events_reports_none_missing(config: KvRouterConfig) -> None:
     async with running_frontend(card(1, publishes_kv_events=False), config=config) as frontend:
         assert findings_of(await run_doctor(frontend), "kv-events") == []
 
 
-async def test_decode_workers_without_events_are_noted() -> None:
+async def test_doctor_notes_decode_workers_without_events() -> None:
     cards = card(1, Role.PREFILL), card(2, Role.DECODE, publishes_kv_events=False)
     async with running_frontend(*cards) as frontend:
         only_finding(await run_doctor(frontend), "kv-events", Severity.NOTE)
 
 
-async def test_an_engine_that_never_reports_a_block_though_it_serves() -> None:
+async def test_doctor_reports_a_serving_engine_that_never_reports_a_block() -> None:
     async with mock_server(uniform_fleet(replicas=1, engine="{prefix_caching: false}")) as here:
         await send_chats(here, n=3)
         (model,) = here.system.service.models()
@@ -79,7 +79,7 @@ async def test_an_engine_that_never_reports_a_block_though_it_serves() -> None:
     assert "no block that it holds was ever reported" in finding.seen
 
 
-async def test_prompts_that_fill_no_block_report_none() -> None:
+async def test_doctor_ignores_missing_blocks_of_prompts_shorter_than_a_block() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         for first in range(20):
             body = {"model": MODEL, "prompt": words(first=first, n=12), "max_tokens": 1}
@@ -87,7 +87,7 @@ async def test_prompts_that_fill_no_block_report_none() -> None:
         assert findings_of(await run_doctor(here), "kv-events") == []
 
 
-async def test_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> None:
+async def test_doctor_reports_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> None:
     set_constants(event_ingest, SILENT_AFTER_S=0.05)
     async with mock_server(uniform_fleet(replicas=2)) as here:
         (model,) = here.system.service.models()
@@ -100,7 +100,9 @@ async def test_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> 
     assert all("heartbeats included" in each.seen for each in missing)
 
 
-async def test_a_rank_whose_blocks_cannot_be_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_reports_a_rank_whose_blocks_cannot_be_recovered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with mock_server(uniform_fleet(replicas=2)) as here:
         await send_chats(here, n=3)
         leave_recovery_unanswered(monkeypatch, here)
@@ -121,14 +123,14 @@ async def test_a_rank_whose_blocks_cannot_be_had_again(monkeypatch: pytest.Monke
     assert finding.seen.startswith("its events are incomplete since 6")
 
 
-async def test_a_worker_that_knows_its_cache_in_part() -> None:
+async def test_doctor_reports_a_worker_with_a_partially_known_cache() -> None:
     async with running_frontend(replace(card(1), cache_is_partial=True)) as frontend:
         report = await run_doctor(frontend)
     assert only_finding(report, "feeds", Severity.WARNING).seen == "some of its events are lost for good"
 
 
 @pytest.mark.parametrize("reason", ["other_block_size", "orphan", "unreadable"])
-async def test_blocks_that_a_worker_could_not_pass_on(reason: str) -> None:
+async def test_doctor_reports_kv_events_that_a_worker_could_not_pass_on(reason: str) -> None:
     async with running_frontend(card(1)) as frontend:
         frontend.harness.events.load(
             LoadReport(RANK, 1, 1000, kv_events_skipped={reason: 7, "other_group": 5})
@@ -138,20 +140,20 @@ async def test_blocks_that_a_worker_could_not_pass_on(reason: str) -> None:
     assert finding.seen == f"its worker could not pass on some of its KV events: {reason} 7"
 
 
-async def test_skipped_blocks_that_are_as_they_should_be() -> None:
+async def test_doctor_ignores_expected_skipped_blocks() -> None:
     async with running_frontend(card(1)) as frontend:
         frontend.harness.events.load(LoadReport(RANK, 1, 1000, kv_events_skipped={"other_group": 5}))
         assert findings_of(await run_doctor(frontend), "feeds") == []
 
 
-async def test_messages_of_strangers_on_the_event_plane() -> None:
+async def test_doctor_reports_dropped_messages_on_the_event_plane() -> None:
     async with running_frontend(card(1)) as frontend:
         frontend.harness.telemetry.events_dropped.inc("zmq", "other_worker", by=30)
         report = await run_doctor(frontend)
     assert "other_worker 30" in only_finding(report, "feeds", Severity.WARNING).seen
 
 
-async def test_gaps_that_were_mended_are_noted() -> None:
+async def test_doctor_notes_repaired_event_gaps() -> None:
     async with running_frontend(card(1)) as frontend:
         for first in (0, 9):
             frontend.harness.events.batch(KvBatch(RANK, Epoch(1), EventId(first), (Cleared(),)))
@@ -161,7 +163,7 @@ async def test_gaps_that_were_mended_are_noted() -> None:
 
 
 @pytest.mark.parametrize(("cached", "words"), [(32, "2 blocks more"), (0, None)])
-async def test_engines_that_contradict_the_index(cached: int, words: str | None) -> None:
+async def test_doctor_reports_engines_that_contradict_the_index(cached: int, words: str | None) -> None:
     async with running_frontend(card(1), script=text_answer("ok", cached=cached)) as frontend:
         for _ in range(8):
             await frontend.complete([5] * 40)
@@ -173,7 +175,7 @@ async def test_engines_that_contradict_the_index(cached: int, words: str | None)
         assert finding.seen == f"8 of its last 8 answers contradict the index, by {words} cached in the mean"
 
 
-async def test_an_index_that_lacks_what_an_engine_holds() -> None:
+async def test_doctor_reports_an_index_lacking_an_engines_blocks() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         (model,) = here.system.service.models()
         cache = model.cache
@@ -187,7 +189,7 @@ async def test_an_index_that_lacks_what_an_engine_holds() -> None:
     assert "cached in the mean" in only_finding(report, "predictions", Severity.WARNING).seen
 
 
-async def test_engines_that_have_far_less_cached_than_was_predicted() -> None:
+async def test_doctor_reports_engines_with_far_less_cached_than_predicted() -> None:
     config = KvRouterConfig(kv_events=False)  # predictions alone: nobody hears that the engine caches nothing
     async with mock_server(
         uniform_fleet(replicas=1, engine="{prefix_caching: false}"), router=config
@@ -202,7 +204,7 @@ async def test_engines_that_have_far_less_cached_than_was_predicted() -> None:
     assert cache.predicted_tokens > 2000
 
 
-async def test_engines_that_do_not_say_what_they_had_cached() -> None:
+async def test_doctor_skips_hit_rate_if_engines_report_no_cached_tokens() -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         await frontend.complete([5] * 40)
         report = await run_doctor(frontend)
@@ -211,7 +213,7 @@ async def test_engines_that_do_not_say_what_they_had_cached() -> None:
     assert [cache.engines_say for cache in report.cache] == [False]
 
 
-async def test_an_engine_that_counts_other_prompts_than_the_router() -> None:
+async def test_doctor_reports_an_engine_counting_other_prompt_tokens() -> None:
     async with running_frontend(card(1)) as frontend:
         predictions = frontend.harness.telemetry.index_predictions
         for prediction, n in (("right", 5), ("other_prompt", 5)):

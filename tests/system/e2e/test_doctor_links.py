@@ -22,7 +22,7 @@ RANK = WorkerRank(WorkerId(2), DpRank(0))
 
 
 @pytest.mark.parametrize(("seen_s", "is_slow"), [(1.0, True), (0.1, False)])
-async def test_a_link_that_is_far_slower_than_its_table(seen_s: float, is_slow: bool) -> None:
+async def test_doctor_reports_a_link_far_slower_than_its_table(seen_s: float, is_slow: bool) -> None:
     async with mock_server(zoned_fleet(), router=TIME) as here:
         (model,) = here.system.service.models()
         learned = model.placer.transfers.learned
@@ -40,7 +40,7 @@ async def test_a_link_that_is_far_slower_than_its_table(seen_s: float, is_slow: 
     assert failed_checks(report) == {"links"}
 
 
-async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
+async def test_doctor_reports_first_tokens_later_than_transfers_explain() -> None:
     async with running_frontend(prefill_card(1), decode_card(2), config=TIME) as frontend:
         sums = frontend.harness.model.placer.transfers.engine_sums
         for n in range(2):  # a first report may be of long ago
@@ -55,7 +55,7 @@ async def test_first_tokens_that_wait_for_something_else_than_links() -> None:
     assert finding.seen.startswith("they come 3 times as late as the engines' own transfers take")
 
 
-async def test_a_router_that_learns_nothing_of_links_says_so() -> None:
+async def test_doctor_skips_links_if_the_router_does_not_learn_them() -> None:
     blocks = KvRouterConfig(router_cost="blocks")
     async with running_frontend(prefill_card(1), decode_card(2), config=blocks) as frontend:
         report = await run_doctor(frontend)
@@ -71,7 +71,7 @@ async def transferred(frontend: FrontendHarness, *reports: KvTransfers) -> None:
         (await frontend.http.get("/v1/fleet")).raise_for_status()
 
 
-async def test_a_rank_to_which_kv_travels_slowly(set_constants: SetConstants) -> None:
+async def test_doctor_reports_a_rank_with_slow_kv_transfers(set_constants: SetConstants) -> None:
     set_constants(transfer_speed, WINDOW_S=0.0)
     gb = 1_000_000_000
     async with running_frontend(prefill_card(1), decode_card(2)) as frontend:
@@ -90,14 +90,14 @@ async def test_a_rank_to_which_kv_travels_slowly(set_constants: SetConstants) ->
 
 
 @pytest.mark.parametrize(("failed", "severity"), [(5, Severity.WARNING), (1, Severity.NOTE)])
-async def test_transfers_that_fail(failed: int, severity: Severity) -> None:
+async def test_doctor_reports_failing_kv_transfers(failed: int, severity: Severity) -> None:
     async with running_frontend(prefill_card(1), decode_card(2)) as frontend:
         await transferred(frontend, KvTransfers(195, 10**9, 1.0, failed))
         report = await run_doctor(frontend)
     assert f"{failed} of {195 + failed} transfers" in only_finding(report, "transfers", severity).seen
 
 
-async def test_a_rank_that_is_slower_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doctor_reports_a_rank_slower_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def reading(_: LearnedSpeeds, slot: Slot) -> SpeedReading:
         return SpeedReading(2.5, 1.0, 2.5 if slot else 1.0, 40, 0.1, 0.25, is_slow=bool(slot))
 

@@ -29,7 +29,7 @@ from tests.testing.router_harness import MODEL, card, decode_card, prefill_card
 from tests.testing.waits import until
 
 
-async def test_a_queue_that_is_full() -> None:
+async def test_doctor_reports_a_full_queue() -> None:
     config = KvRouterConfig(
         router_cost="blocks",
         active_decode_blocks_threshold=0.0,
@@ -59,7 +59,7 @@ async def test_a_queue_that_is_full() -> None:
     assert failed_checks(report) == {"queue", "refusals"}
 
 
-async def test_workers_that_are_all_busy_by_tokens_that_wait() -> None:
+async def test_doctor_reports_workers_all_over_the_prefill_token_threshold() -> None:
     config = KvRouterConfig(active_prefill_tokens_threshold=100)
     async with running_frontend(card(1), card(2), config=config) as frontend:
         for worker_id in (1, 2):
@@ -69,7 +69,7 @@ async def test_workers_that_are_all_busy_by_tokens_that_wait() -> None:
     assert "above its busy threshold" in only_finding(report, "queue", Severity.WARNING).seen
 
 
-async def test_decode_workers_that_are_all_busy_while_prefill_workers_are_idle() -> None:
+async def test_doctor_reports_decode_workers_that_are_all_busy() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.5)
     async with running_frontend(prefill_card(1), decode_card(2), config=config) as frontend:
         rank = WorkerRank(WorkerId(2), DpRank(0))
@@ -79,7 +79,7 @@ async def test_decode_workers_that_are_all_busy_while_prefill_workers_are_idle()
     assert warned.seen == "1 worker may decode, and each is above its busy threshold"
 
 
-async def test_requests_that_no_worker_may_take_with_each_reason() -> None:
+async def test_doctor_reports_requests_without_an_eligible_worker() -> None:
     async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
         assert (await frontend.chat()).status_code == 200
         taints = {"required_taints": ["gpu=h200"]}
@@ -91,7 +91,7 @@ async def test_requests_that_no_worker_may_take_with_each_reason() -> None:
     assert "taint_missing" in finding.remedy
 
 
-async def test_calls_that_are_refused_for_their_own_fault_are_no_problem() -> None:
+async def test_doctor_ignores_calls_refused_for_client_errors() -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         assert (await frontend.chat(temperature=9)).status_code == 400
         assert (await frontend.http.post("/v1/completions", json={"model": "no"})).status_code in (400, 404)
@@ -106,7 +106,7 @@ async def refused(frontend: FrontendHarness, n: int, *, of: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "severity"), [(1, Severity.NOTE), (2, Severity.WARNING)])
-async def test_rare_refusals_are_noted(n: int, severity: Severity) -> None:
+async def test_doctor_notes_rare_and_warns_of_frequent_refusals(n: int, severity: Severity) -> None:
     async with running_frontend(card(1)) as frontend:
         await refused(frontend, n, of=200)
         report = await run_doctor(frontend)
@@ -114,7 +114,7 @@ async def test_rare_refusals_are_noted(n: int, severity: Severity) -> None:
     assert report.has_problems is (severity is Severity.WARNING)
 
 
-async def test_what_happened_before_does_not_count_where_only_this_time_is_wanted() -> None:
+async def test_refusals_before_the_examined_period_do_not_count() -> None:
     async with running_frontend(card(1)) as frontend:
         await refused(frontend, 100, of=200)
         report = await run_doctor(frontend, options=DoctorOptions(over_s=0.05))

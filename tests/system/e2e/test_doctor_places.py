@@ -21,7 +21,7 @@ from tests.testing.router_harness import card, decode_card, prefill_card
         ("preferred", Severity.NOTE),
     ],
 )
-async def test_a_zone_with_prefill_and_without_decode_workers(enforcement: str, severity: Severity) -> None:
+async def test_doctor_reports_a_zone_without_decode_workers(enforcement: str, severity: Severity) -> None:
     async with mock_server(zoned_fleet(enforcement=enforcement)) as here:
         for worker_id in (2, 3):
             await here.kill(worker_id)
@@ -32,7 +32,7 @@ async def test_a_zone_with_prefill_and_without_decode_workers(enforcement: str, 
     assert failed_checks(report) == {"zones"}
 
 
-async def test_a_zone_with_decode_and_without_prefill_workers() -> None:
+async def test_doctor_reports_a_zone_without_prefill_workers() -> None:
     async with mock_server(zoned_fleet()) as here:
         await here.kill(4)
         report = await run_doctor(here)
@@ -41,12 +41,12 @@ async def test_a_zone_with_decode_and_without_prefill_workers() -> None:
     assert "no prefill worker does" in finding.seen
 
 
-async def test_pairs_without_a_policy_may_be_in_different_zones() -> None:
+async def test_doctor_accepts_pairs_across_zones_without_a_policy() -> None:
     async with running_frontend(card(1, Role.PREFILL, zone="a"), card(2, Role.DECODE, zone="b")) as frontend:
         assert findings_of(await run_doctor(frontend), "zones") == []
 
 
-async def test_a_worker_without_the_label_that_is_required() -> None:
+async def test_doctor_reports_a_worker_without_its_required_label() -> None:
     lost = card(3, Role.DECODE)
     async with running_frontend(prefill_card(1), decode_card(2), lost) as frontend:
         report = await run_doctor(frontend)
@@ -55,7 +55,7 @@ async def test_a_worker_without_the_label_that_is_required() -> None:
     assert finding.seen == "it publishes no zone"
 
 
-async def test_a_worker_without_a_label_under_fallback() -> None:
+async def test_doctor_warns_of_a_worker_without_a_label_under_fallback() -> None:
     cards = (
         card(1, Role.PREFILL, zone="a", enforcement=Enforcement.FALLBACK),
         card(2, Role.DECODE, zone="a"),
@@ -65,21 +65,21 @@ async def test_a_worker_without_a_label_under_fallback() -> None:
         only_finding(await run_doctor(frontend), "labels", Severity.WARNING)
 
 
-async def test_a_worker_without_labels_among_others_with_them() -> None:
+async def test_doctor_warns_of_an_unlabelled_worker_among_labelled_ones() -> None:
     async with running_frontend(card(1, zone="a"), card(2, zone="a"), card(3)) as frontend:
         report = await run_doctor(frontend)
     finding = only_finding(report, "labels", Severity.WARNING)
     assert "other workers of its model do" in finding.seen
 
 
-async def test_the_routers_own_policy_needs_labels_too() -> None:
+async def test_doctor_reports_labels_missing_for_the_routers_own_policy() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="rack")
     async with running_frontend(card(1, Role.PREFILL), card(2, Role.DECODE), config=config) as frontend:
         report = await run_doctor(frontend)
     assert [each.seen for each in findings_of(report, "labels")] == ["it publishes no rack"] * 2
 
 
-async def test_kv_that_leaves_its_domain() -> None:
+async def test_doctor_reports_kv_that_leaves_its_domain() -> None:
     async with mock_server(zoned_fleet(enforcement="fallback")) as here:
         for worker_id in (2, 3):
             await here.kill(worker_id)
@@ -96,7 +96,7 @@ async def test_kv_that_leaves_its_domain() -> None:
 @pytest.mark.parametrize(
     ("place", "seen"), [({"zone": "b"}, "none is in zone=b"), ({}, "its own is not known")]
 )
-async def test_prefill_that_keeps_near_a_frontend_in_a_zone_without_workers(
+async def test_doctor_reports_near_prefill_without_workers_in_the_zone(
     place: dict[str, str], seen: str, enforcement: NearEnforcement, severity: Severity
 ) -> None:
     config = KvRouterConfig(router_prefill_level="zone", router_prefill_enforcement=enforcement)
@@ -105,7 +105,7 @@ async def test_prefill_that_keeps_near_a_frontend_in_a_zone_without_workers(
     assert seen in only_finding(report, "zones", severity).seen
 
 
-async def test_prefill_that_keeps_near_a_frontend_with_workers_in_its_zone() -> None:
+async def test_doctor_accepts_near_prefill_with_workers_in_the_zone() -> None:
     config = KvRouterConfig(router_prefill_level="zone")
     async with running_frontend(card(1, zone="a"), config=config, place={"zone": "a"}) as frontend:
         assert findings_of(await run_doctor(frontend), "zones") == []

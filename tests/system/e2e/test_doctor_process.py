@@ -51,7 +51,7 @@ async def heard_and_served(frontend: Frontend) -> bool:
     return all(rank["index_blocks"] and rank["feed"]["clock_ahead_s"] is not None for rank in ranks)
 
 
-async def test_a_fleet_of_processes_before_and_after_it_breaks() -> None:
+async def test_doctor_examines_a_process_fleet_before_and_after_it_breaks() -> None:
     lease = {
         "KVROUTER_DEAD_AFTER_S": "1",
         "KVROUTER_LEASE_S": "600",
@@ -85,7 +85,7 @@ async def test_a_fleet_of_processes_before_and_after_it_breaks() -> None:
         assert err.startswith(f"kvrouter: {frontend.url}: no answer")
 
 
-async def test_a_standalone_router_is_examined_too() -> None:
+async def test_doctor_examines_a_standalone_router() -> None:
     async with fleet(UNTIMED) as processes:
         router, _ = await asyncio.gather(processes.router(), processes.worker())
         await eventually(lambda: router.serves(1))

@@ -29,7 +29,7 @@ from tests.testing.processes import eventually, fleet
 from tests.testing.router_harness import card
 
 
-async def test_discovery_that_cannot_be_reached() -> None:
+async def test_doctor_reports_unreachable_discovery() -> None:
     async with running_frontend(card(1)) as frontend:
         assert frontend.harness.discovery.on_store is not None
         frontend.harness.discovery.on_store(False, "the directory is gone")
@@ -38,7 +38,7 @@ async def test_discovery_that_cannot_be_reached() -> None:
     assert finding.seen == "it cannot be reached: the directory is gone"
 
 
-async def test_a_router_that_drains() -> None:
+async def test_doctor_reports_a_draining_router() -> None:
     async with running_frontend(card(1)) as frontend:
         await frontend.harness.service.requests.drain(0.0)
         report = await run_doctor(frontend)
@@ -46,7 +46,7 @@ async def test_a_router_that_drains() -> None:
 
 
 @pytest.mark.parametrize(("n", "severity"), [(10, Severity.WARNING), (9, Severity.NOTE)])
-async def test_peers_that_are_refused(n: int, severity: Severity) -> None:
+async def test_doctor_reports_refused_peers_and_connections(n: int, severity: Severity) -> None:
     async with running_frontend(card(1)) as frontend:
         frontend.harness.telemetry.planes_refused.inc("zmq", by=n)
         frontend.harness.telemetry.http_events.inc("connection_refused", by=n)
@@ -56,7 +56,7 @@ async def test_peers_that_are_refused(n: int, severity: Severity) -> None:
     assert f"{n} connections refused" in connections.seen
 
 
-async def test_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
+async def test_doctor_reports_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "recorded"
     settings = RecordingSettings(folder=str(folder))
     async with mock_server(uniform_fleet(), router=UNTIMED, recording=settings) as here:
@@ -78,14 +78,14 @@ async def test_a_recording_whose_folder_is_gone(tmp_path: Path) -> None:
     assert failed_checks(report) == {"recording"}
 
 
-async def test_a_router_that_was_not_compared_with_others_says_so() -> None:
+async def test_doctor_skips_replicas_without_a_replica_url() -> None:
     async with running_frontend(card(1)) as frontend:
         report = await run_doctor(frontend)
     (why,) = skipped_checks(report, "replicas")
     assert why.endswith("--replica URL")
 
 
-async def test_routers_that_do_not_share_what_they_book() -> None:
+async def test_doctor_reports_routers_that_do_not_share_their_bookings() -> None:
     async with running_frontend(card(1)) as one, running_frontend(card(1)) as two:
         report = await run_doctor(one, url_of(two))
     assert [each.seen for each in findings_of(report, "replicas", Severity.WARNING)] == [
@@ -93,7 +93,7 @@ async def test_routers_that_do_not_share_what_they_book() -> None:
     ] * 2
 
 
-async def test_routers_that_know_other_workers_or_route_otherwise() -> None:
+async def test_doctor_reports_routers_with_other_workers_or_settings() -> None:
     config = KvRouterConfig(router_mode=RouterMode.RANDOM)
     async with running_frontend(card(1), card(2)) as one, running_frontend(card(1), config=config) as two:
         report = await run_doctor(one, url_of(two))
@@ -103,18 +103,18 @@ async def test_routers_that_know_other_workers_or_route_otherwise() -> None:
     assert "mode random" in differs
 
 
-async def test_a_router_that_does_not_answer_was_not_compared() -> None:
+async def test_doctor_skips_a_replica_that_does_not_answer() -> None:
     async with running_frontend(card(1)) as frontend:
         report = await run_doctor(frontend, "http://127.0.0.1:1")
     assert any(each.startswith("http://127.0.0.1:1: ") for each in skipped_checks(report, "replicas"))
 
 
-async def test_a_router_that_is_not_there_cannot_be_asked() -> None:
+async def test_doctor_fails_if_the_router_does_not_answer() -> None:
     with pytest.raises(KvrouterError, match="no answer"):
         await run_doctor("http://127.0.0.1:1")
 
 
-async def test_replicas_that_see_each_other_and_replicas_that_do_not(shared_nats: NatsServer) -> None:
+async def test_doctor_reports_replicas_that_do_not_see_each_other(shared_nats: NatsServer) -> None:
     settings = {"NATS_SERVER": shared_nats.url, "DYN_ROUTER_REPLICA_SYNC": "true"}
     async with fleet(settings) as processes:
         first, second, _ = await asyncio.gather(

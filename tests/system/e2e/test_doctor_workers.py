@@ -19,7 +19,7 @@ from tests.testing.waits import until
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
-async def test_pairs_that_are_well_get_no_complaint(handoff: str) -> None:
+async def test_healthy_pairs_have_no_findings(handoff: str) -> None:
     async with mock_server(zoned_fleet(handoff=handoff), router=UNTIMED) as here:
         assert set(await send_chats(here, n=24)) == {200}
         report = await run_doctor(here)
@@ -29,19 +29,19 @@ async def test_pairs_that_are_well_get_no_complaint(handoff: str) -> None:
     assert cache.predicted_tokens == cache.cached_tokens > 0.5 * cache.prompt_tokens
 
 
-async def test_workers_that_are_well_get_no_complaint() -> None:
+async def test_healthy_workers_have_no_findings() -> None:
     async with mock_server(uniform_fleet(replicas=3, dp_size=2), router=UNTIMED) as here:
         assert set(await send_chats(here, n=12)) == {200}
         assert (await run_doctor(here)).findings == []
 
 
-async def test_a_fleet_that_has_just_begun_gets_no_complaint() -> None:
+async def test_a_just_started_fleet_has_no_findings_beyond_notes() -> None:
     async with mock_server(uniform_fleet(replicas=2)) as here:
         report = await run_doctor(here)
     assert [each for each in report.findings if each.severity is not Severity.NOTE] == []
 
 
-async def test_a_worker_that_is_refused() -> None:
+async def test_doctor_reports_a_refused_worker() -> None:
     async with running_frontend(card(1), replace(card(2), model_input=ModelInput.Text)) as frontend:
         report = await run_doctor(frontend)
     finding = only_finding(report, "refused-workers", Severity.CRITICAL)
@@ -50,7 +50,7 @@ async def test_a_worker_that_is_refused() -> None:
     assert failed_checks(report) == {"refused-workers"}
 
 
-async def test_a_worker_that_does_not_answer() -> None:
+async def test_doctor_reports_a_worker_that_does_not_answer() -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         frontend.plane.followers[card(2).address](False)
         report = await run_doctor(frontend)
@@ -60,7 +60,7 @@ async def test_a_worker_that_does_not_answer() -> None:
     assert failed_checks(report) == {"answering"}
 
 
-async def test_a_worker_whose_lease_ran_out() -> None:
+async def test_doctor_reports_a_worker_with_a_lapsed_lease() -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         frontend.plane.followers[card(2).address](True)
         frontend.harness.discovery.drop(2, why=Gone.EXPIRED)
@@ -68,26 +68,26 @@ async def test_a_worker_whose_lease_ran_out() -> None:
     assert "lease at discovery ran out" in only_finding(report, "answering", Severity.WARNING).seen
 
 
-async def test_a_worker_whose_engine_is_silent() -> None:
+async def test_doctor_reports_a_worker_with_a_silent_engine() -> None:
     async with running_frontend(card(1), replace(card(2), engine_silent=True)) as frontend:
         report = await run_doctor(frontend)
     assert "its engine does not answer it" in only_finding(report, "answering", Severity.CRITICAL).seen
 
 
-async def test_a_router_that_knows_no_worker() -> None:
+async def test_doctor_reports_a_router_that_knows_no_worker() -> None:
     async with running_frontend() as frontend:
         report = await run_doctor(frontend)
     assert "knows no worker" in only_finding(report, "roles", Severity.CRITICAL).seen
 
 
-async def test_a_worker_that_drains_is_noted_and_is_no_problem() -> None:
+async def test_doctor_notes_a_draining_worker() -> None:
     async with running_frontend(card(1), card(2, draining=True)) as frontend:
         report = await run_doctor(frontend)
     assert only_finding(report, "answering", Severity.NOTE).seen.startswith("it drains")
     assert not report.has_problems
 
 
-async def test_a_cordoned_worker_is_noted_and_a_model_without_others_is_a_problem() -> None:
+async def test_doctor_notes_a_cordoned_worker_and_reports_the_last_one() -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         cordon = {"level": "worker", "name": "2", "reason": "new memory", "by": "ops"}
         assert (await frontend.http.post("/v1/cordons", json=cordon)).status_code == 200
@@ -102,7 +102,7 @@ async def test_a_cordoned_worker_is_noted_and_a_model_without_others_is_a_proble
     assert "none takes requests" in only_finding(nobody, "roles", Severity.CRITICAL).seen
 
 
-async def test_an_engine_that_fails_again_and_again() -> None:
+async def test_doctor_reports_an_open_circuit_of_a_failing_engine() -> None:
     config = KvRouterConfig(circuit_open_s=600.0, circuit_open_max_s=600.0)
     async with mock_server(uniform_fleet(replicas=2), router=config) as here:
         await here.system.fleet.workers[WorkerId(1)].engine.stop()  # its worker answers, and takes nothing
@@ -115,7 +115,7 @@ async def test_an_engine_that_fails_again_and_again() -> None:
     assert "circuit is open" in finding.seen
 
 
-async def test_a_pair_that_loses_its_kv() -> None:
+async def test_doctor_reports_a_pair_that_loses_its_kv() -> None:
     def lose(stream: ScriptedStream) -> None:
         if stream.request.leg is Leg.PREFILL:
             block = {"block": 7}
@@ -136,7 +136,7 @@ async def test_a_pair_that_loses_its_kv() -> None:
     assert pair.subject == "workers 1 and 2 (mock)"
 
 
-async def test_a_worker_that_does_not_say_what_it_can_hold() -> None:
+async def test_doctor_reports_a_worker_without_a_known_capacity() -> None:
     unknown = replace(card(2), runtime_config=replace(card(2).runtime_config, total_kv_blocks=None))
     async with running_frontend(card(1), unknown) as frontend:
         report = await run_doctor(frontend)
@@ -146,7 +146,7 @@ async def test_a_worker_that_does_not_say_what_it_can_hold() -> None:
     assert failed_checks(report) == {"capacity"}
 
 
-async def test_contexts_that_differ() -> None:
+async def test_doctor_reports_workers_with_different_context_lengths() -> None:
     async with running_frontend(card(1), card(2), replace(card(3), context_length=1024)) as frontend:
         report = await run_doctor(frontend)
     assert (
@@ -155,7 +155,7 @@ async def test_contexts_that_differ() -> None:
     )
 
 
-async def test_a_model_whose_workers_all_left() -> None:
+async def test_doctor_reports_a_model_whose_workers_all_left() -> None:
     async with running_frontend(card(1), card(2)) as frontend:
         for worker_id in (1, 2):
             frontend.harness.discovery.drop(worker_id)
@@ -164,7 +164,7 @@ async def test_a_model_whose_workers_all_left() -> None:
     assert (finding.subject, finding.seen) == ("model mock", "of 0 workers none takes requests")
 
 
-async def test_a_fleet_without_decode_workers() -> None:
+async def test_doctor_reports_a_fleet_without_decode_workers() -> None:
     async with mock_server(zoned_fleet()) as here:
         for worker_id in (2, 3, 5, 6):
             await here.kill(worker_id)
@@ -172,20 +172,20 @@ async def test_a_fleet_without_decode_workers() -> None:
     assert "no worker decodes" in only_finding(report, "roles", Severity.CRITICAL).seen
 
 
-async def test_a_fleet_whose_prefill_workers_drain() -> None:
+async def test_doctor_reports_a_fleet_whose_prefill_workers_drain() -> None:
     draining = replace(prefill_card(1), draining=True)
     async with running_frontend(draining, decode_card(2)) as frontend:
         report = await run_doctor(frontend)
     assert "no worker of another role" in only_finding(report, "roles", Severity.CRITICAL).seen
 
 
-async def test_decode_workers_that_never_had_prefill_workers() -> None:
+async def test_doctor_warns_of_decode_workers_without_prefill_workers() -> None:
     async with running_frontend(card(1, Role.DECODE), card(2, Role.DECODE)) as frontend:
         report = await run_doctor(frontend)
     only_finding(report, "roles", Severity.WARNING)
 
 
-async def test_a_model_without_a_tokenizer() -> None:
+async def test_doctor_reports_a_model_without_a_tokenizer() -> None:
     async with running_frontend(card(1), card(2, model="other")) as frontend:
         report = await run_doctor(frontend)
     finding = only_finding(report, "roles", Severity.CRITICAL)
@@ -193,7 +193,7 @@ async def test_a_model_without_a_tokenizer() -> None:
     assert "no tokenizer" in finding.seen
 
 
-async def test_an_engine_of_the_fleet_file_that_is_not_up() -> None:
+async def test_doctor_reports_a_fleet_file_engine_that_is_not_up() -> None:
     file = (
         "version: 1\nmodels: [{name: mock}, {name: tiny, tokenizer: mock}]\nworkers:\n"
         "  - {name: m, model: mock}\n"

@@ -50,7 +50,7 @@ async def statuses(here: MockServer) -> list[int]:
     return found
 
 
-async def test_the_dry_run_refuses_what_a_router_under_required_refuses(
+async def test_the_dry_run_refuses_the_requests_that_required_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with mock_server(

@@ -26,7 +26,7 @@ async def went(
     return tuple(raw.headers[name] for name in WORKERS)
 
 
-async def test_both_legs_go_where_the_names_say() -> None:
+async def test_both_legs_go_to_the_named_workers() -> None:
     async with mock_server(zoned_fleet()) as here:
         for _ in range(3):
             assert await went(here, decode_worker_id=6, prefill_worker_id=4) == ("4", "6")
@@ -40,7 +40,7 @@ async def test_both_legs_go_where_the_names_say() -> None:
         await here.until_quiet()
 
 
-async def test_a_question_is_answered_and_sent_nowhere() -> None:
+async def test_a_routing_query_is_answered_and_sent_to_no_worker() -> None:
     """As Dynamo's clients ask in two steps: where would it go, and then there with the same tokens."""
     async with mock_server(zoned_fleet()) as here:
         content = words(n=90)
@@ -87,7 +87,7 @@ def _pinned(workers: dict[str, int]) -> dict[str, int]:
     return {name: workers[name] for name in ("prefill_worker_id", "decode_worker_id")}
 
 
-async def test_one_worker_that_serves_it_all_is_named_for_both_legs() -> None:
+async def test_an_aggregated_worker_is_named_for_both_legs() -> None:
     async with mock_server(uniform_fleet(replicas=2)) as here:
         answer = await here.openai.completions.create(
             model=MODEL,
@@ -98,7 +98,7 @@ async def test_one_worker_that_serves_it_all_is_named_for_both_legs() -> None:
         assert workers["prefill_worker_id"] == workers["decode_worker_id"]
 
 
-async def test_what_is_unknown_is_refused_or_left_out_as_the_setting_says(
+async def test_unknown_hints_are_refused_or_ignored_by_setting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hints = {"priority": 5}

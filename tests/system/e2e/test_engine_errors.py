@@ -53,7 +53,7 @@ def asked(engines: Sequence[ScriptedEngine]) -> int:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_of_any_status_passes_as_it_is(path: str, stream: bool) -> None:
+async def test_an_engines_error_answer_passes_unchanged(path: str, stream: bool) -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines, router=OFTEN))
@@ -70,7 +70,7 @@ async def test_an_answer_of_any_status_passes_as_it_is(path: str, stream: bool) 
             assert asked(engines) - already == (1 if status in CALLS_FAULT else 2), status
 
 
-async def test_a_client_that_streams_gets_the_error_event_of_its_engine_and_what_is_behind_it() -> None:
+async def test_an_engines_error_event_and_the_bytes_after_it_pass_unchanged() -> None:
     role = {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]}
     said = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
     failed = b'data: {"error" :{"message":"died","code":500}}\r\n\r\n: bye\n\ndata: [DONE]\n\n'
@@ -88,7 +88,7 @@ async def test_a_client_that_streams_gets_the_error_event_of_its_engine_and_what
         assert metrics.value("errors_total", model="tiny", code="no_eligible_worker") == 1
 
 
-async def test_an_error_with_the_status_of_a_good_answer_passes_too() -> None:
+async def test_an_error_body_with_status_200_passes_unchanged() -> None:
     body = b'{"error": {"message":"died","code":500, "of_theirs":1}}'
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(ScriptedAnswer((body,), content_type=JSON))
@@ -96,7 +96,7 @@ async def test_an_error_with_the_status_of_a_good_answer_passes_too() -> None:
         assert (response.status_code, response.content) == (200, body)
 
 
-async def test_what_one_engine_refuses_another_answers() -> None:
+async def test_a_call_that_one_engine_fails_is_answered_by_another() -> None:
     good = b'{"choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}]}'
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
@@ -111,7 +111,7 @@ async def test_what_one_engine_refuses_another_answers() -> None:
                 assert (response.status_code, response.content) == (200, good), status
 
 
-async def test_a_redirect_is_not_followed_and_tells_no_address() -> None:
+async def test_a_redirect_is_not_followed_and_reveals_no_address() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(
             ScriptedAnswer((b"",), status=307, headers={"Location": engine.url + "/elsewhere"})
@@ -124,7 +124,7 @@ async def test_a_redirect_is_not_followed_and_tells_no_address() -> None:
         assert len(engine.calls) == 1
 
 
-async def test_an_answer_that_its_engine_aborts_is_asked_for_elsewhere_and_else_passes() -> None:
+async def test_an_aborted_answer_is_retried_elsewhere_or_passes() -> None:
     """As vLLM ends what it runs when it is asked to end."""
     aborted, whole = (
         json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": reason}]}).encode()
@@ -175,7 +175,7 @@ def named(*events: dict[str, object]) -> tuple[bytes, ...]:
 
 
 @pytest.mark.parametrize("path", WHOLE)
-async def test_what_passes_and_was_aborted_is_asked_for_elsewhere_and_else_passes(path: str) -> None:
+async def test_an_aborted_passed_answer_is_retried_elsewhere_or_passes(path: str) -> None:
     aborted, whole = (json.dumps(answer).encode() for answer in WHOLE[path])
     async with scripted_engine() as ending, scripted_engine() as running:
         ending.answers.extend(ScriptedAnswer((aborted,), content_type=JSON) for _ in range(20))
@@ -191,7 +191,7 @@ async def test_what_passes_and_was_aborted_is_asked_for_elsewhere_and_else_passe
 
 @pytest.mark.parametrize("path", ENDS)
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_stream_that_passes_and_was_aborted_does_not_look_whole(path: str, has_begun: bool) -> None:
+async def test_an_aborted_passed_stream_is_retried_or_ends_with_an_error(path: str, has_begun: bool) -> None:
     """Of which nothing had come it is asked for elsewhere; the others end with an error."""
     aborted, ended = (named(*events) for events in ENDS[path])
     (begun,) = named(BEGINS[path])

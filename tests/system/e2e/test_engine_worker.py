@@ -23,7 +23,7 @@ async def workers(frontend: Frontend) -> list[Mapping[str, Any]]:
     ("kind", "pages", "block_size", "n_blocks"),
     [("vllm", VLLM_PAGES, 32, 200), ("sglang", SGLANG_PAGES, 16, 64)],
 )
-async def test_it_joins_is_set_aside_while_its_engine_is_silent_and_leaves_when_reported(
+async def test_an_engine_worker_joins_pauses_while_silent_and_leaves(
     kind: str, pages: Mapping[str, str], block_size: int, n_blocks: int
 ) -> None:
     async with scripted_engine(pages) as scripted, publisher() as engine, fleet(SETTINGS) as processes:
@@ -101,7 +101,7 @@ async def ended(process: Process) -> tuple[int | None, str]:
         ("sglang", (), "is owned by 'vllm', not 'sglang': is it SGLang's server?"),
     ],
 )
-async def test_what_contradicts_the_engine_is_one_line_and_exit_code_2(
+async def test_a_flag_contradicting_the_engine_is_one_line_and_exit_code_2(
     kind: str, flags: tuple[str, ...], says: str
 ) -> None:
     async with scripted_engine() as scripted, fleet(SETTINGS) as processes:
@@ -113,7 +113,7 @@ async def test_what_contradicts_the_engine_is_one_line_and_exit_code_2(
     assert "Traceback" not in lines
 
 
-async def test_an_engine_that_is_waited_for_may_be_given_up_by_a_signal() -> None:
+async def test_sigterm_ends_a_worker_waiting_for_its_engine() -> None:
     async with scripted_engine() as scripted, fleet(SETTINGS) as processes:
         scripted.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         process = await start(processes, "vllm", "--url", scripted.url)

@@ -24,12 +24,12 @@ RUN_WITH_ENGINES = {"vllm_in_process"}
 """Examples that need a real engine: the tests of real engines run them."""
 
 
-def test_every_example_is_run_here() -> None:
+def test_the_list_of_examples_is_complete() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS) | RUN_WITH_ENGINES
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-async def test_the_example_runs(name: str) -> None:
+async def test_the_example_runs_and_prints_its_output(name: str) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(EXAMPLES / f"{name}.py"),

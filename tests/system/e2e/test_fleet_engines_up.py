@@ -64,7 +64,7 @@ async def up(file: Path, *arguments: str, doors: int = 1) -> AsyncIterator[tuple
                 await process.wait()
 
 
-async def test_it_serves_and_lets_a_running_stream_finish(tmp_path: Path) -> None:
+async def test_up_serves_engines_and_lets_a_running_stream_finish(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     async with scripted_engine() as engine, publisher() as events:
         file.write_text(
@@ -102,7 +102,7 @@ async def test_it_serves_and_lets_a_running_stream_finish(tmp_path: Path) -> Non
     assert " drain " in lines
 
 
-async def test_a_contradiction_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+async def test_a_fleet_file_contradicting_its_engine_exits_with_2(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     async with scripted_engine() as engine, fleet() as processes:
         file.write_text(
@@ -119,7 +119,7 @@ async def test_a_contradiction_is_one_line_and_exit_code_2(tmp_path: Path) -> No
     assert (code, "Traceback" in lines) == (2, False)
 
 
-async def test_a_signal_ends_it_while_an_engine_is_still_being_asked(tmp_path: Path) -> None:
+async def test_sigterm_ends_up_while_an_engine_is_being_asked(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     async with scripted_engine() as engine, fleet() as processes:
         engine.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)

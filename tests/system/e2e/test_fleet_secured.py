@@ -78,7 +78,7 @@ async def sees_workers_that_do_not_answer(frontend: Frontend) -> bool:
 
 
 @pytest.mark.parametrize(("environ", "flags"), PLANES)
-async def test_who_has_token_and_certificate_is_served_and_nobody_else(
+async def test_only_processes_with_token_and_certificate_are_served(
     environ: dict[str, str],
     flags: tuple[str, ...],
     certificates: dict[str, str],

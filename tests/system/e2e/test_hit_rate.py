@@ -56,7 +56,7 @@ def tokens(of: dict[str, Any], rung: str) -> int:
     return int(found)
 
 
-async def test_engines_that_hold_all_have_the_endless_cache_s_share(
+async def test_engines_holding_everything_reach_the_endless_caches_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [word_ids(first=at % 3, n=90) for at in range(12)]
@@ -74,7 +74,7 @@ async def test_engines_that_hold_all_have_the_endless_cache_s_share(
     assert "first seen" in shown
 
 
-async def test_small_caches_are_named_and_larger_ones_can_be_asked_about(
+async def test_hit_rate_names_small_caches_and_evaluates_larger_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [word_ids(first=at % 6, n=90) for at in range(24)]
@@ -92,7 +92,7 @@ async def test_small_caches_are_named_and_larger_ones_can_be_asked_about(
     assert "has not the recorded workers" in capsys.readouterr().err
 
 
-async def test_a_router_that_asks_no_caches_is_named(
+async def test_hit_rate_names_a_router_mode_that_ignores_caches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [word_ids(first=at // 4, n=90) for at in range(16)]
@@ -104,7 +104,7 @@ async def test_a_router_that_asks_no_caches_is_named(
     assert tokens(found, "perfect") == tokens(found, "endless") == 12 * 5 * BLOCK
 
 
-async def test_doctor_shows_the_ladder_of_a_recording_too(tmp_path: Path) -> None:
+async def test_doctor_shows_the_hit_rate_ladder_of_a_recording(tmp_path: Path) -> None:
     prompts = [word_ids(n=100)] * 2
     recorded = tmp_path / "recorded"
     await ask(recorded, fleet_file(ALIKE % (1, 16)), prompts)
@@ -122,7 +122,9 @@ async def test_doctor_shows_the_ladder_of_a_recording_too(tmp_path: Path) -> Non
     assert "cannot be read" in wrong.output
 
 
-def test_what_is_no_recording_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hit_rate_refuses_input_that_is_not_a_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["hit-rate", str(tmp_path)]) == 2
     assert "no recording is there" in capsys.readouterr().err
     (tmp_path / "trace.jsonl").write_text('{"timestamp": 1, "input_length": 5}\n')

@@ -29,7 +29,7 @@ async def stream(client: Client, processes: Fleet) -> StreamInfo:
     return await client.jetstream().stream_info(f"kvrouter-{processes.namespace}-backend-kv-events")
 
 
-async def test_a_restarted_router_knows_the_index_though_no_worker_answers(shared_nats: NatsServer) -> None:
+async def test_a_restarted_router_restores_the_index_without_its_worker(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
     try:
         async with fleet({"NATS_SERVER": shared_nats.url, **SETTINGS}) as processes:

@@ -39,14 +39,14 @@ async def route(settings: Settings) -> None:
             assert [load["worker_id"] for load in loads] == workers
 
 
-async def test_over_tcp_and_zeromq() -> None:
+async def test_a_program_routes_over_tcp_and_zeromq() -> None:
     async with fleet() as processes:
         await both_legs(processes)
         directory = processes.environ["KVROUTER_DISCOVERY_DIR"]
         await route(settings_of(processes, discovery="file", discovery_dir=directory))
 
 
-async def test_over_nats_with_a_token(shared_nats: NatsServer) -> None:
+async def test_a_program_routes_over_nats_with_a_token(shared_nats: NatsServer) -> None:
     environ = {
         "DYN_DISCOVERY_BACKEND": "nats",
         "DYN_REQUEST_PLANE": "nats",
@@ -59,7 +59,7 @@ async def test_over_nats_with_a_token(shared_nats: NatsServer) -> None:
         await route(settings_of(processes, **planes))
 
 
-async def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runtime_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet() as processes:
         await processes.worker()
         for name, value in processes.environ.items():
@@ -112,7 +112,7 @@ async def load_becomes(router: KvRouter, tokens: int) -> None:
     await eventually(becomes)
 
 
-async def test_replica_sync_that_nobody_connected_is_refused() -> None:
+async def test_replica_sync_on_a_runtime_without_it_is_refused() -> None:
     async with mock_fleet() as runtime:
         endpoint = runtime.namespace("default").component("backend").endpoint("generate")
         with pytest.raises(ConfigError, match=r"replica_sync: this runtime was connected without"):

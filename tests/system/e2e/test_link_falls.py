@@ -172,7 +172,7 @@ async def until_metric_is(http: httpx.AsyncClient, is_slow: bool) -> None:
 
 
 @pytest.mark.timed
-async def test_traffic_leaves_a_link_that_falls_and_the_log_says_that_it_is_slow_and_then_well(
+async def test_traffic_leaves_a_slowed_link_and_the_log_shows_its_state(
     tmp_path: Path,
 ) -> None:
     flags = ("--router-cost", "time", "--router-pd-selection", "joint")

@@ -107,7 +107,7 @@ def by_leg(observed: Observed) -> dict[tuple[str, Leg], LegStamps]:
 
 
 @pytest.mark.parametrize("shape", FLEETS)
-async def test_one_after_another_everything_is_equal(shape: str) -> None:
+async def test_sequential_requests_have_equal_choices_and_times_in_replay(shape: str) -> None:
     fleet, rows = FLEETS[shape], conversations(40, apart_s=APART_S)
     live = await live_in_turn(fleet, rows)
     replay = observe_replay(rows, fleet, speedup=1.0)
@@ -127,7 +127,7 @@ async def test_one_after_another_everything_is_equal(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", OVERLAPPING)
-async def test_overlapping_answers_equal_views_make_equal_choices(shape: str) -> None:
+async def test_overlapping_requests_with_equal_views_get_equal_choices(shape: str) -> None:
     fleet, rows = OVERLAPPING[shape], conversations(48, apart_s=0.1)
     async with watched(fleet) as (here, observer):
         _, port = here.system.address
@@ -152,7 +152,7 @@ async def test_overlapping_answers_equal_views_make_equal_choices(shape: str) ->
     ],
     ids=["random", "round-robin", "temperature"],
 )
-async def test_from_the_same_draw_the_replays_router_draws_what_the_live_one_drew(
+async def test_equal_draws_give_equal_choices_live_and_in_replay(
     router: KvRouterConfig,
 ) -> None:
     fleet = uniform_fleet(replicas=5, speedup=20.0).model_copy(update={"router": router})

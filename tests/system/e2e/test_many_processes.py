@@ -46,7 +46,7 @@ async def has_cached(frontend: Frontend) -> bool:
 
 
 @pytest.mark.parametrize(("environ", "flags"), PLANES)
-async def test_a_fleet_of_processes_serves_and_is_known_by_every_frontend(
+async def test_a_fleet_of_processes_is_served_by_every_frontend(
     environ: dict[str, str], flags: tuple[str, ...], shared_nats: NatsServer
 ) -> None:
     async with fleet({"NATS_SERVER": shared_nats.url, **environ}) as processes:
@@ -68,7 +68,7 @@ async def test_a_fleet_of_processes_serves_and_is_known_by_every_frontend(
         assert [await first.stop(), await second.stop(), await prefill.stop()] == [0, 0, 0]
 
 
-async def test_a_worker_without_its_place_ends_with_1(tmp_path: Path) -> None:
+async def test_a_worker_without_its_topology_place_exits_with_1(tmp_path: Path) -> None:
     async with fleet() as processes:
         environ = {
             "DYN_TOPOLOGY_ENABLED": "true",
@@ -88,7 +88,7 @@ async def test_a_worker_without_its_place_ends_with_1(tmp_path: Path) -> None:
         assert f"{tmp_path}" in errors.decode()
 
 
-async def test_no_nats_server_is_one_clear_line_and_1() -> None:
+async def test_a_missing_nats_server_is_one_line_and_exit_code_1() -> None:
     async with fleet({"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": "nats://me:hidden@127.0.0.1:1"}) as it:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvrouter.cli", "frontend", "--http-port", "0"),
@@ -104,7 +104,7 @@ async def test_no_nats_server_is_one_clear_line_and_1() -> None:
 
 
 @pytest.mark.parametrize("with_nats", [False, True])
-async def test_up_with_replicas_is_the_whole_with_one_command(
+async def test_up_with_replicas_runs_the_whole_fleet(
     with_nats: bool, shared_nats: NatsServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "fleet.yaml"

@@ -152,7 +152,7 @@ OF_RECORDINGS = {
 """Asserted where traffic is recorded."""
 
 
-def test_no_metric_is_left_out_here() -> None:
+def test_every_metric_is_covered_by_a_test_list() -> None:
     elsewhere = (
         OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     )
@@ -173,7 +173,7 @@ async def chat(
     return (await here.http.post("/v1/chat/completions", json=body)).status_code
 
 
-async def test_what_every_answer_moves() -> None:
+async def test_every_answer_moves_its_metrics() -> None:
     async with mock_server(zoned_fleet()) as here:
         before = await here.metrics()
         assert before.value("build_info") == 1
@@ -234,7 +234,7 @@ async def test_what_every_answer_moves() -> None:
         assert after.value("http_events_total", event="request") >= 4
 
 
-async def test_what_arrives_is_held_until_it_is_given_up() -> None:
+async def test_an_unfinished_upload_moves_its_metric() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         _, writer = await asyncio.open_connection(*here.system.address)
         begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n12345"
@@ -245,14 +245,14 @@ async def test_what_arrives_is_held_until_it_is_given_up() -> None:
         await until(lambda: here.system.server.uploads.bytes == 0)
 
 
-async def test_what_bodies_that_hold_too_much_move() -> None:
+async def test_bodies_over_their_bounds_move_their_metric() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         for body, bound in (("[" * 100, "depth"), ('{"prompt":[' + '"",' * 9_000 + '""]}', "items")):
             assert (await here.http.post("/v1/completions", content=body)).status_code == 400
             assert (await here.metrics()).value("bodies_refused_total", bound=bound) == 1
 
 
-async def test_what_prompts_that_are_too_long_move() -> None:
+async def test_too_long_prompts_move_their_metrics() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         reply = await here.http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 3_000_000})
         assert reply.status_code == 400
@@ -272,7 +272,7 @@ async def test_what_prompts_that_are_too_long_move() -> None:
         await encoding
 
 
-async def test_a_model_whose_prompts_cannot_be_read() -> None:
+async def test_a_model_routed_by_load_moves_its_metric() -> None:
     async with scripted_engine() as engine:
         line = f"{{name: v, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}"
         file = fleet_file(f"version: 1\nmodels: [{{name: tiny}}]\nworkers: [{line}]\n")
@@ -282,7 +282,7 @@ async def test_a_model_whose_prompts_cannot_be_read() -> None:
         assert (await here.metrics()).value("model_routed_by_load", model=MODEL) == 0
 
 
-async def test_a_prompt_that_an_engine_tokenizes() -> None:
+async def test_a_prompt_tokenized_by_its_engine_moves_its_metric() -> None:
     async with scripted_engine() as engine:
         engine.tokens_of = lambda _body: [1, 2, 3]
         line = f"{{name: v, engine: {{kind: vllm, url: '{engine.url}', kv_events: false}}}}"
@@ -294,7 +294,7 @@ async def test_a_prompt_that_an_engine_tokenizes() -> None:
             assert counted == 1
 
 
-async def test_what_running_requests_hold() -> None:
+async def test_running_requests_move_the_ledger_metrics() -> None:
     async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         streams = [
             await here.openai.completions.create(
@@ -325,7 +325,7 @@ async def test_what_running_requests_hold() -> None:
 
 
 @pytest.mark.parametrize("enforcement", ["required", "fallback"])
-async def test_refusals_fallbacks_and_domain_waits(enforcement: str) -> None:
+async def test_refusals_fallbacks_and_domain_waits_move_their_metrics(enforcement: str) -> None:
     config = KvRouterConfig(router_domain_wait_s=0.01)
     async with mock_server(zoned_fleet(enforcement=enforcement), router=config) as here:
         taint = {"required_taints": ["gpu=h200"]}
@@ -348,7 +348,7 @@ async def test_refusals_fallbacks_and_domain_waits(enforcement: str) -> None:
             assert metrics.value("handoffs_total", prefill_domain="a", decode_domain="b") == 1
 
 
-async def test_the_queue() -> None:
+async def test_queued_requests_move_the_queue_metrics() -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=1.0)
     async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.completions.create(
@@ -373,7 +373,7 @@ async def test_the_queue() -> None:
         assert (await here.metrics()).value("queue_wait_seconds_count", model=MODEL) == 1
 
 
-async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_recovering_feed_moves_the_staleness_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's events name ids that it cannot give again: its blocks do not count until it is known."""
     async with mock_server(uniform_fleet(replicas=2)) as here:
         await chat(here)
@@ -390,7 +390,7 @@ async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch)
         assert stale.value("feed_staleness_seconds", worker="2") == 0
 
 
-async def test_a_worker_that_should_publish_and_never_does(set_constants: SetConstants) -> None:
+async def test_a_worker_that_never_publishes_moves_the_missing_metric(set_constants: SetConstants) -> None:
     """Both answer the router's questions, and none has sent anything; then one begins."""
     set_constants(event_ingest, SILENT_AFTER_S=0.1)
     async with mock_server(uniform_fleet(replicas=2)) as here:
@@ -409,7 +409,7 @@ async def test_a_worker_that_should_publish_and_never_does(set_constants: SetCon
         assert [heard.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 0]
 
 
-async def test_lost_workers() -> None:
+async def test_lost_workers_move_their_metrics() -> None:
     engine = f"{{handoff: bootstrap, kv_wait_expiry_s: {PATIENT_S}}}"
     text = f"""
 version: 1
@@ -447,7 +447,7 @@ speedup: 40
         assert (await here.metrics()).value("worker_cordoned", worker=worker) == 1
 
 
-async def test_a_lost_discovery_and_a_refused_peer() -> None:
+async def test_lost_discovery_and_refused_peers_move_their_metrics() -> None:
     async with mock_server(fleet_file("version: 1\nmodels: [{name: mock}]\nworkers: [{name: w}]\n")) as here:
         assert (await here.metrics()).value("discovery_up") == 1
         ServiceInstrumentation(here.system.telemetry).discovery(is_reachable=False, why="gone")
@@ -473,7 +473,7 @@ class CountingSync(ReplicaSync):
         return self.reported
 
 
-def test_other_replicas_are_on_the_page() -> None:
+def test_other_replicas_move_the_replica_metrics() -> None:
     telemetry = Telemetry()
     sync = CountingSync(MemorySyncTransport(), RouterId("me"))
     gauges = SyncGauges(telemetry, sync)

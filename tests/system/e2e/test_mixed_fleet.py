@@ -22,7 +22,7 @@ async def held_blocks(frontend: Frontend) -> dict[int, int]:
     }
 
 
-async def test_each_worker_is_heard_on_the_lane_that_its_card_names(shared_nats: NatsServer) -> None:
+async def test_each_worker_is_heard_on_its_cards_event_transport(shared_nats: NatsServer) -> None:
     settings = {"NATS_SERVER": shared_nats.url, "DYN_DISCOVERY_BACKEND": "nats"}
     async with fleet(settings) as processes:
         for flags, environ in LANES.values():

@@ -11,7 +11,7 @@ MANY = 60
 """The client waits the second that ``Retry-After`` asks for, or up to 8 s without one."""
 
 
-async def test_openais_client_outlasts_a_start_that_is_still_without_workers() -> None:
+async def test_openais_client_retries_until_the_first_workers_join() -> None:
     async with fleet() as processes:
         frontend = await processes.frontend("--router-min-initial-workers", "2")
         async with openai.AsyncOpenAI(

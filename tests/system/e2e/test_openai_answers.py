@@ -28,7 +28,7 @@ def text_of(chunks: list[ChatCompletionChunk]) -> str:
 
 
 @HANDOFFS
-async def test_chats_and_completions_whole_and_streamed(handoff: str) -> None:
+async def test_chats_and_completions_are_answered_whole_and_streamed(handoff: str) -> None:
     async with mock_server(zoned_fleet(handoff=handoff)) as here:
         content = words(n=50)
         chat = await here.openai.chat.completions.create(
@@ -66,7 +66,7 @@ async def test_chats_and_completions_whole_and_streamed(handoff: str) -> None:
         assert "".join(pieces) == by_ids.choices[0].text
 
 
-async def test_a_second_turn_finds_the_first_ones_blocks() -> None:
+async def test_a_repeated_chat_finds_its_cached_blocks() -> None:
     async with mock_server(uniform_fleet(replicas=3)) as here:
         content = words(n=200)
         for expect_cached in (False, True):
@@ -80,7 +80,7 @@ async def test_a_second_turn_finds_the_first_ones_blocks() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_strings_end_the_answer_also_across_tokens(stream: bool) -> None:
+async def test_stop_strings_across_tokens_end_the_answer(stream: bool) -> None:
     async with mock_server(uniform_fleet()) as here:
         content = words(n=30)
         whole = text_of(await streamed(here, content, temperature=0))
@@ -132,7 +132,7 @@ async def test_headers_and_nvext_name_the_workers(handoff: str) -> None:
         assert kept["attempts"][0]["prefill"]["worker_id"] == int(prefill)
 
 
-async def test_a_request_says_where_it_may_go() -> None:
+async def test_constraints_and_pins_choose_a_requests_workers() -> None:
     async with mock_server(zoned_fleet()) as here:
         for zone, workers in (("a", {"2", "3"}), ("b", {"5", "6"})):
             constraints = {"required_taints": [f"dynamo.topology/zone={zone}"]}
@@ -151,7 +151,7 @@ async def test_a_request_says_where_it_may_go() -> None:
         assert pinned.headers["x-kvrouter-prefill-worker"] == "4"
 
 
-async def test_an_explanation_tells_what_the_request_then_does() -> None:
+async def test_an_explanation_matches_the_requests_routing() -> None:
     async with mock_server(zoned_fleet()) as here:
         body = {"model": MODEL, "messages": user(words(n=80)), "max_tokens": 3}
         await here.http.post("/v1/chat/completions", json=body)
@@ -166,7 +166,7 @@ async def test_an_explanation_tells_what_the_request_then_does() -> None:
         assert response.headers["x-kvrouter-overlap-blocks"] == str(overlaps[0])
 
 
-async def test_many_clients_at_once_each_get_their_own_answer() -> None:
+async def test_concurrent_clients_each_get_their_own_answer() -> None:
     async with mock_server(zoned_fleet()) as here:
 
         async def ask(n: int) -> str:

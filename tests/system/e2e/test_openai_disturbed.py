@@ -43,7 +43,7 @@ def deltas(events: list[dict[str, object]], field: str) -> list[str]:
 
 
 @HANDOFFS
-async def test_a_worker_killed_in_mid_stream_costs_no_token_and_no_second_role(handoff: str) -> None:
+async def test_a_worker_killed_in_mid_stream_costs_no_token(handoff: str) -> None:
     async with mock_server(zoned_fleet(handoff=handoff, speedup=40.0)) as here:
         whole = (await here.http.post("/v1/chat/completions", json=BODY)).json()
         events = await events_of(here, "decode")
@@ -89,7 +89,7 @@ async def test_a_client_that_disconnects_in_mid_stream_frees_both_engines(handof
         assert metrics.value("ledger_active_blocks") == metrics.value("ledger_leases") == 0
 
 
-async def test_clients_that_give_up_before_the_first_token_free_both_engines() -> None:
+async def test_clients_timing_out_before_the_first_token_free_both_engines() -> None:
     async with mock_server(zoned_fleet(speedup=0.002)) as here:
         impatient = here.openai.with_options(timeout=0.1)
         for stream in (False, True):
@@ -103,7 +103,7 @@ async def test_clients_that_give_up_before_the_first_token_free_both_engines() -
         assert telemetry.requests.value("/v1/chat/completions", MODEL, "499") == 2
 
 
-async def test_a_slow_reader_stops_nobody_but_itself() -> None:
+async def test_a_slow_reader_pauses_only_its_own_engine_stream() -> None:
     """It reads nothing at all: its engine pauses, and answers next to it are whole."""
     settings = FrontendSettings(write_high_water_bytes=8192, write_low_water_bytes=4096)
     async with mock_server(uniform_fleet(replicas=1), frontend=settings) as here:

@@ -22,7 +22,7 @@ async def raised(here: MockServer, **fields: object) -> APIStatusError:
     return caught.value
 
 
-async def test_a_mistake_of_the_clients_names_its_field() -> None:
+async def test_a_client_error_names_its_field() -> None:
     async with mock_server(uniform_fleet()) as here:
         unknown = await raised(here, model="another")
         assert isinstance(unknown, NotFoundError)
@@ -50,7 +50,7 @@ async def test_a_mistake_of_the_clients_names_its_field() -> None:
         assert here.system.service.requests.running == 0
 
 
-async def test_nobody_may_take_it() -> None:
+async def test_a_request_without_an_eligible_worker_gets_a_503() -> None:
     async with mock_server(zoned_fleet()) as here:
         error = await raised(here, nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
         assert isinstance(error, InternalServerError)
@@ -67,7 +67,7 @@ async def test_nobody_may_take_it() -> None:
         assert error.body["domain"] == "zone"
 
 
-async def test_everybody_is_busy_by_thresholds_that_are_set_while_serving() -> None:
+async def test_thresholds_set_while_serving_make_all_workers_busy() -> None:
     async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
         stream = await here.openai.chat.completions.create(
             model=MODEL, messages=user(words(n=64)), max_tokens=2000, stream=True
@@ -116,7 +116,7 @@ async def test_admin_routes_need_the_token_that_is_set() -> None:
         await here.openai.chat.completions.create(model=MODEL, messages=user("hi"), max_tokens=1)
 
 
-async def test_a_router_without_workers_says_so() -> None:
+async def test_a_router_without_workers_is_unready_and_refuses() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         await here.kill(1)
         assert (await here.http.get("/ready")).status_code == 503

@@ -30,7 +30,7 @@ async def post(here: MockServer, path: str, data: bytes, **headers: str) -> http
 
 
 @pytest.mark.parametrize("path", FORMS)
-async def test_a_form_and_its_answer_pass_as_they_are(path: str) -> None:
+async def test_a_form_and_its_answer_pass_unchanged(path: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
         said = {"text": "hi", "usage": {"type": "duration", "seconds": 1}}
         engine.answers.append(whole(said))
@@ -47,7 +47,7 @@ async def test_a_form_and_its_answer_pass_as_they_are(path: str) -> None:
         assert metrics.value("requests_total", route=path, model="tiny", status="200") == 1
 
 
-async def test_openais_package_has_its_file_transcribed() -> None:
+async def test_openais_client_transcribes_a_file() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(whole({"text": "hi"}))
         answer = await here.openai.audio.transcriptions.create(model="tiny", file=("a.wav", AUDIO))
@@ -77,7 +77,7 @@ EVENTS = (
 
 @pytest.mark.parametrize("events", [CHUNKS, EVENTS])
 @pytest.mark.parametrize("written", ["true", "True", "1"])
-async def test_its_events_pass_as_they_are(events: tuple[str, ...], written: str) -> None:
+async def test_events_of_a_form_call_pass_unchanged(events: tuple[str, ...], written: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(ScriptedAnswer(pieces(*events)))
         response = await post(here, FORMS[0], form(("model", "tiny"), ("stream", written)))
@@ -87,7 +87,7 @@ async def test_its_events_pass_as_they_are(events: tuple[str, ...], written: str
 
 
 @pytest.mark.parametrize("events", [CHUNKS, EVENTS])
-async def test_a_stream_that_is_cut_ends_with_an_error(events: tuple[str, ...]) -> None:
+async def test_a_cut_stream_ends_with_an_error(events: tuple[str, ...]) -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(ScriptedAnswer(pieces(events[0]), ends=AnswerEnd.HELD))
         call = {"content": form(("model", "tiny"), ("stream", "true")), "headers": {"content-type": TYPE}}
@@ -96,7 +96,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error(events: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("events", [CHUNKS, EVENTS])
-async def test_a_stream_passes_as_its_engine_ended_it(events: tuple[str, ...]) -> None:
+async def test_a_stream_without_its_last_event_passes_unchanged(events: tuple[str, ...]) -> None:
     """Also where its last event is missing."""
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(ScriptedAnswer(pieces(events[0]), ends=AnswerEnd.WHOLE))
@@ -104,7 +104,7 @@ async def test_a_stream_passes_as_its_engine_ended_it(events: tuple[str, ...]) -
         assert response.text == events[0]
 
 
-async def test_another_worker_takes_a_form_whose_answer_did_not_begin() -> None:
+async def test_a_form_without_a_begun_answer_is_retried_on_another_worker() -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines))
@@ -119,7 +119,7 @@ async def test_another_worker_takes_a_form_whose_answer_did_not_begin() -> None:
         assert {call.raw for engine in engines for call in engine.calls} == {data}
 
 
-async def test_a_model_has_its_engines_own_name_there_or_none() -> None:
+async def test_a_form_without_a_model_passes_and_an_unknown_one_is_a_404() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.set_json("/v1/models", {"data": [{"id": "other-name", "root": "r", "max_model_len": 2048}]})
         engine.answers.append(whole({"text": "hi"}))
@@ -140,14 +140,14 @@ async def test_a_model_has_its_engines_own_name_there_or_none() -> None:
         ("cache_salt", "a"),
     ],
 )
-async def test_what_no_form_may_say(field: str, value: str) -> None:
+async def test_reserved_form_fields_are_refused(field: str, value: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
         response = await post(here, FORMS[0], form(("model", "tiny"), (field, value)))
         assert (response.status_code, response.json()["error"]["param"]) == (400, field)
         assert not engine.calls
 
 
-async def test_a_tenants_salt_is_refused_and_a_pin_is_kept() -> None:
+async def test_a_form_refuses_a_cache_salt_and_keeps_its_pin() -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines))

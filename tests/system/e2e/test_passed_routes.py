@@ -52,7 +52,7 @@ async def before(*engines: ScriptedEngine, router: KvRouterConfig | None = None)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_call_and_its_answer_pass_as_they_are(path: str) -> None:
+async def test_a_call_and_its_answer_pass_unchanged(path: str) -> None:
     said = {"object": "anything", "usage": {"prompt_tokens": 3, "total_tokens": 3}, "data": [[0.5, 1e-9]]}
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(whole(said))
@@ -69,7 +69,7 @@ async def test_a_call_and_its_answer_pass_as_they_are(path: str) -> None:
         assert metrics.value("requests_total", route=path, model="tiny", status="200") == 1
 
 
-def test_the_table_has_every_route_that_passes_once() -> None:
+def test_the_table_has_every_passed_route_once() -> None:
     assert [route.route for route in PASSED_ROUTES] == [route for route in CallRoute if route.is_passed]
 
 
@@ -99,7 +99,7 @@ def pieces(*events: str) -> tuple[bytes, ...]:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_events_pass_as_they_are(path: str) -> None:
+async def test_events_pass_unchanged(path: str) -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(ScriptedAnswer(pieces(*STREAMS[path])))
         body = {"model": "tiny", **call_of(path), "stream": True}
@@ -113,7 +113,7 @@ async def test_events_pass_as_they_are(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_a_stream_passes_as_its_engine_ended_it(path: str) -> None:
+async def test_a_stream_without_its_last_event_passes_unchanged(path: str) -> None:
     """Also where its last event is missing: the engine closed it as complete."""
     *begun, _ = STREAMS[path]
     async with scripted_engine() as engine, before(engine) as here:
@@ -137,7 +137,7 @@ async def behind_loss(here: MockServer, engine: ScriptedEngine, path: str, begun
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_a_stream_whose_connection_is_lost_ends_with_an_error(path: str) -> None:
+async def test_a_stream_with_a_lost_connection_ends_with_an_error(path: str) -> None:
     *begun, _ = STREAMS[path]
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(ScriptedAnswer(pieces(*begun), ends=AnswerEnd.HELD))
@@ -149,7 +149,7 @@ async def test_a_stream_whose_connection_is_lost_ends_with_an_error(path: str) -
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
-async def test_another_worker_takes_a_call_whose_answer_did_not_begin(path: str) -> None:
+async def test_a_call_without_a_begun_answer_is_retried_on_another_worker(path: str) -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
         here = await stack.enter_async_context(before(*engines))
@@ -163,7 +163,7 @@ async def test_another_worker_takes_a_call_whose_answer_did_not_begin(path: str)
         assert (await here.metrics()).value("retries_total", model="tiny") == 1
 
 
-async def test_what_an_engine_refuses_is_passed_on() -> None:
+async def test_an_engines_refusal_passes_unchanged() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         wrong = {"error": {"message": "input: too many", "param": "input", "type": "BadRequestError"}}
         for status in (400, 404):
@@ -174,14 +174,14 @@ async def test_what_an_engine_refuses_is_passed_on() -> None:
             assert (response.status_code, response.json()) == (status, wrong)
 
 
-async def test_a_call_without_a_model_is_for_the_only_one() -> None:
+async def test_a_call_without_a_model_goes_to_the_only_model() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.append(whole({"tokens": [1]}))
         assert (await here.http.post("/tokenize", json={"prompt": "a"})).status_code == 200
         assert engine.calls[0].body == {"prompt": "a"}
 
 
-async def test_what_no_client_may_say() -> None:
+async def test_reserved_fields_are_refused() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         for path, field, value in (
             ("/v1/responses", "kv_transfer_params", {"remote_host": "h"}),
@@ -205,14 +205,14 @@ async def test_a_tenants_salt_reaches_the_engine() -> None:
         assert engine.calls[0].body["cache_salt"] == "a"
 
 
-async def test_engines_that_take_tokens_serve_two_routes_alone() -> None:
+async def test_token_engines_do_not_serve_passed_routes() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         response = await here.http.post("/v1/responses", json={"model": "mock", "input": "hi"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "route_not_served")
         assert (await here.http.get("/v1/responses")).status_code == 405
 
 
-async def test_an_answer_is_pulled_by_its_client() -> None:
+async def test_a_long_streamed_answer_arrives_completely_and_in_order() -> None:
     """A body of many pieces comes whole, and in order."""
     events = [
         event_of({"type": "response.output_text.delta", "delta": "x" * 5000, "n": n}) for n in range(400)
@@ -224,7 +224,7 @@ async def test_an_answer_is_pulled_by_its_client() -> None:
         assert response.content == b"".join(events) + RESPONSES[-1].encode()
 
 
-async def test_a_prompt_goes_where_the_same_chat_went() -> None:
+async def test_equal_prompts_of_several_routes_go_to_one_worker() -> None:
     """Two engines, whose caches are predicted from the router's own decisions."""
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in range(2)]
@@ -253,7 +253,7 @@ async def test_a_prompt_goes_where_the_same_chat_went() -> None:
             assert overlaps[1] == overlaps[2] > 10
 
 
-async def test_errors_of_anthropics_routes_have_its_form() -> None:
+async def test_errors_of_anthropics_routes_have_anthropics_form() -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             refused = await here.http.post(path, json={"model": "mock", **CALLS["/v1/messages"]})

@@ -56,7 +56,7 @@ def n_written(here: MockServer) -> float:
     return telemetry.recording_records.value()
 
 
-async def test_a_recording_is_replayed_with_the_lengths_and_prefixes_that_were_sent(tmp_path: Path) -> None:
+async def test_a_recording_replays_the_sent_lengths_and_prefixes(tmp_path: Path) -> None:
     prompts = [word_ids(first=n % 3, n=40 + 16 * (n % 4)) + word_ids(first=50 + n, n=40) for n in range(12)]
     async with mock_server(
         uniform_fleet(replicas=3), recording=RecordingSettings(folder=str(tmp_path))
@@ -87,7 +87,7 @@ async def test_a_recording_is_replayed_with_the_lengths_and_prefixes_that_were_s
     assert variant["summaries"][0]["completed"] == 12
 
 
-async def test_no_text_no_token_and_no_id_of_a_client_is_in_the_files(tmp_path: Path) -> None:
+async def test_recordings_hold_no_text_token_or_client_id(tmp_path: Path) -> None:
     ids = word_ids(first=7, n=70)
     headers = {
         "x-dynamo-session-id": SECRET_SESSION,
@@ -128,7 +128,7 @@ async def test_no_text_no_token_and_no_id_of_a_client_is_in_the_files(tmp_path: 
     assert "model" not in refusal
 
 
-async def test_both_legs_of_a_pair_and_what_became_of_the_fleet(tmp_path: Path) -> None:
+async def test_recordings_hold_both_legs_of_pairs_and_fleet_changes(tmp_path: Path) -> None:
     settings = RecordingSettings(folder=str(tmp_path))
     from_worker_4 = {"nvext": {"prefill_worker_id": 4}}
     async with mock_server(zoned_fleet(handoff="synchronous"), recording=settings) as here:
@@ -161,7 +161,7 @@ async def test_both_legs_of_a_pair_and_what_became_of_the_fleet(tmp_path: Path) 
     assert [row.output_tokens for row in open_trace(tmp_path)] == [8, 8, 1, 1]
 
 
-async def test_calls_that_were_never_read_are_refusals_with_their_status_and_nothing_of_the_client(
+async def test_unread_calls_are_recorded_as_refusals_without_client_data(
     tmp_path: Path,
 ) -> None:
     settings = RecordingSettings(folder=str(tmp_path))

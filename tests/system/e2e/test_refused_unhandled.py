@@ -104,7 +104,7 @@ def check_form(path: str, said: dict[str, object], code: str) -> None:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-async def test_what_no_handler_sees_is_answered_as_all_else(
+async def test_refusals_before_a_handler_have_the_routes_error_form(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
@@ -129,7 +129,9 @@ async def test_what_no_handler_sees_is_answered_as_all_else(
         assert metrics.value("requests_total", route=PATHS[0], status=str(status)) == 1
 
 
-async def test_what_names_no_path_that_is_served(caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_without_a_served_path_are_refused_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     async with mock_server(uniform_fleet(replicas=1), frontend=SETTINGS) as here:
         for sent, route, status in (
@@ -164,7 +166,9 @@ async def half_sent(here: MockServer, path: str, n_bytes: int) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_page_reads_that_too_much_is_arriving(path: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_browser_page_can_read_an_uploads_full_refusal(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     settings = FrontendSettings(cors_origins=PAGE, body_max_bytes=100_000, uploads_max_bytes=100_000)
     async with (
@@ -183,7 +187,7 @@ async def test_a_page_reads_that_too_much_is_arriving(path: str, caplog: pytest.
 @pytest.mark.parametrize(
     ("origins", "shown"), [("*", "*"), (PAGE, PAGE), (f"{PAGE},https://b.example", None), (None, None)]
 )
-async def test_a_connection_too_many_is_for_the_only_page_that_may_call(
+async def test_a_refused_connection_names_only_a_sole_allowed_origin(
     origins: str | None, shown: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing of it is read, so it says nothing of its page."""
@@ -197,7 +201,7 @@ async def test_a_connection_too_many_is_for_the_only_page_that_may_call(
         assert not lines(caplog), "no request came"
 
 
-async def test_an_origin_that_may_not_call_is_shown_nothing() -> None:
+async def test_a_forbidden_origin_gets_no_cors_headers() -> None:
     async with mock_server(
         uniform_fleet(replicas=1), frontend=SETTINGS.model_copy(update={"cors_origins": PAGE})
     ) as here:

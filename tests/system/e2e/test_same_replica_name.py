@@ -17,7 +17,7 @@ async def held_blocks(frontend: Frontend) -> int:
     return sum(rank["index_blocks"] for rank in ranks)
 
 
-async def test_two_frontends_of_one_name_do_not_take_the_consumer_from_each_other(
+async def test_frontends_of_one_replica_name_have_separate_consumers(
     shared_nats: NatsServer,
 ) -> None:
     client = await nats.connect(shared_nats.url)

@@ -10,7 +10,7 @@ ASKED_AGAIN = {"x-request-id": "of-the-proxy"}
 BODY = {"model": "mock", "prompt": words(n=400), "max_tokens": 8}
 
 
-async def test_a_request_id_that_another_request_has_or_had_is_answered_too() -> None:
+async def test_repeated_request_ids_are_all_answered() -> None:
     async with fleet() as processes:
         await processes.worker()
         first, second = await processes.frontend(), await processes.frontend()

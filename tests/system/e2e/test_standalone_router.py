@@ -28,7 +28,7 @@ async def is_ready(router: Frontend) -> bool:
     return (await router.http.get("/ready")).status_code == 200
 
 
-async def test_the_commands_of_the_page_run() -> None:
+async def test_the_standalone_router_pages_commands_run() -> None:
     async with fleet({"KVROUTER_DEAD_AFTER_S": "60"}) as processes:
         ports: dict[str, Frontend] = {}
         for line in block("start").splitlines():
@@ -56,7 +56,7 @@ async def test_the_commands_of_the_page_run() -> None:
         assert [await router.stop() for router in ports.values()] == [0, 0]
 
 
-async def test_decode_by_somebody_else_gets_its_kv_from_a_prefill_of_ours(shared_nats: NatsServer) -> None:
+async def test_an_external_decode_leg_gets_kv_from_a_prefill_router(shared_nats: NatsServer) -> None:
     """SGLang's way: the prefill router answers at once, and and whoever fronts decode passes it on."""
     environ = {"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": shared_nats.url}
     async with fleet(environ) as processes:
@@ -113,7 +113,7 @@ async def test_decode_by_somebody_else_gets_its_kv_from_a_prefill_of_ours(shared
             await plane.close()
 
 
-async def test_spans_of_decisions_and_of_a_prefill(shared_nats: NatsServer) -> None:
+async def test_a_standalone_router_exports_spans_of_routes_and_prefills(shared_nats: NatsServer) -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": shared_nats.url}
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with otlp_collector() as found, fleet(environ) as processes:

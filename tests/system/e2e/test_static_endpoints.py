@@ -29,7 +29,7 @@ async def static_worker(processes: Fleet, worker_id: int, *flags: str, **environ
 
 
 @pytest.mark.parametrize("plane", ["tcp", "http", "nats"])
-async def test_requests_go_in_turn_to_workers_that_nobody_announced(
+async def test_static_endpoints_are_served_in_turn_without_discovery(
     plane: str, shared_nats: NatsServer
 ) -> None:
     environ = {**NOWHERE, "DYN_REQUEST_PLANE": plane}
@@ -47,7 +47,7 @@ async def test_requests_go_in_turn_to_workers_that_nobody_announced(
         assert {worker for _, worker in answers} == {"1", "2"}
 
 
-async def test_a_worker_that_dies_is_left_out_until_it_is_back_at_its_place() -> None:
+async def test_a_dead_static_worker_is_skipped_until_it_is_back() -> None:
     port = str(free_ports())
     async with fleet({**NOWHERE, "KVROUTER_DEAD_AFTER_S": "1"}) as processes:
         one, first = await static_worker(processes, 1, "--listen-port", port)
@@ -70,7 +70,7 @@ async def test_a_worker_that_dies_is_left_out_until_it_is_back_at_its_place() ->
         assert {await complete(frontend) for _ in range(4)} == {(200, "1"), (200, "2")}
 
 
-async def test_a_pair_hands_kv_on_where_its_texts_say() -> None:
+async def test_a_static_pair_hands_over_kv() -> None:
     async with fleet(NOWHERE) as processes:
         prefill, _ = await static_worker(processes, 1, "--role", "prefill")
         decode, _ = await static_worker(processes, 2, "--role", "decode")

@@ -54,7 +54,7 @@ def words_down_to(last: int) -> str:
     return "".join(f" {WORDS[number]}" for number in range(N_TOKENS - 1, last - 1, -1))
 
 
-async def test_every_token_comes_once_and_in_order(frontend: Server) -> None:
+async def test_every_token_arrives_once_and_in_order(frontend: Server) -> None:
     events = await events_of(frontend)
     assert text_of(events) == words_down_to(0)
     assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -65,7 +65,9 @@ async def test_a_repository_is_downloaded_once_and_without_its_weights(
         assert hub.asked == []
 
 
-async def test_a_repository_may_have_another_format(tmp_path: Path, environ: dict[str, str]) -> None:
+async def test_a_repository_with_a_tiktoken_tokenizer_is_downloaded(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
     write_tiktoken(source)
@@ -81,7 +83,9 @@ async def test_a_repository_may_have_another_format(tmp_path: Path, environ: dic
     assert code == 0, reported
 
 
-async def test_what_cannot_be_had_is_reported_with_its_line(tmp_path: Path, environ: dict[str, str]) -> None:
+async def test_a_missing_or_invalid_repository_is_reported_with_its_line(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
     path = tmp_path / "fleet.yaml"
     at = f"kvrouter: {path}:2: models[0].tokenizer: "
     async with local_hub(REPOSITORY, FILES) as hub:
@@ -96,9 +100,7 @@ async def test_what_cannot_be_had_is_reported_with_its_line(tmp_path: Path, envi
         assert (code, reported) == (2, f"{at}{REPOSITORY}: the repository has no tokenizer.json\n")
 
 
-async def test_a_repository_that_would_fill_the_disk_is_refused_before_it_is_read(
-    tmp_path: Path, environ: dict[str, str]
-) -> None:
+async def test_a_too_large_repository_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
     path = tmp_path / "fleet.yaml"
     async with local_hub(REPOSITORY, FILES, claimed_bytes=DOWNLOAD_MAX_BYTES) as hub:
         code, reported = await check(path, REPOSITORY, environ, hub)
@@ -114,7 +116,7 @@ async def test_a_repository_that_would_fill_the_disk_is_refused_before_it_is_rea
         ({**FILES, "chat_template.jinja": b"{% for %}"}, "template"),
     ],
 )
-async def test_a_folder_that_cannot_be_read_is_not_good(
+async def test_a_folder_with_invalid_tokenizer_files_is_refused(
     files: Mapping[str, bytes], said: str, tmp_path: Path, environ: dict[str, str]
 ) -> None:
     folder = tmp_path / "model"
@@ -125,7 +127,7 @@ async def test_a_folder_that_cannot_be_read_is_not_good(
     assert (code, said in reported) == (2, True), reported
 
 
-async def test_a_frontend_reads_the_repository_that_a_worker_announces(environ: dict[str, str]) -> None:
+async def test_a_frontend_loads_the_repository_that_a_worker_announces(environ: dict[str, str]) -> None:
     async with local_hub(REPOSITORY, FILES) as hub, fleet({**environ, "HF_ENDPOINT": hub.url}) as here:
         await here.worker("--tokenizer", REPOSITORY)
         frontend = await here.frontend()

@@ -48,7 +48,7 @@ async def ended(process: Process) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), error.decode()
 
 
-async def test_it_ends_well_once_late_files_are_there(tmp_path: Path) -> None:
+async def test_topology_wait_succeeds_once_late_files_arrive(tmp_path: Path) -> None:
     exchange(tmp_path, "..1", zone="", rack="")
     for name in ("zone", "rack"):
         (tmp_path / name).symlink_to(f"..data/{name}")
@@ -59,7 +59,7 @@ async def test_it_ends_well_once_late_files_are_there(tmp_path: Path) -> None:
     assert out.endswith("zone=us-east-1a, rack=r7\n")
 
 
-async def test_files_that_never_come_end_it_with_the_usual_causes(tmp_path: Path) -> None:
+async def test_topology_wait_names_the_usual_causes_of_missing_values(tmp_path: Path) -> None:
     (tmp_path / "zone").write_text("us-east-1a")
     (tmp_path / "rack").write_text("")
     process = await asyncio.create_subprocess_exec(
@@ -75,7 +75,7 @@ async def test_files_that_never_come_end_it_with_the_usual_causes(tmp_path: Path
         assert f"\nkvrouter: {cause}" in error
 
 
-async def test_it_leaves_when_the_pod_is_deleted(tmp_path: Path) -> None:
+async def test_topology_wait_ends_on_sigterm(tmp_path: Path) -> None:
     async with waiting(tmp_path) as process:
         process.send_signal(signal.SIGTERM)
         code, _, _ = await ended(process)

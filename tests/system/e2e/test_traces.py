@@ -85,7 +85,7 @@ async def stream(here: MockServer, **headers: str) -> str:
     return response.text
 
 
-async def test_an_engine_is_given_the_clients_trace() -> None:
+async def test_an_engine_receives_the_clients_trace_headers() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.answers.extend((answered(), answered()))
         await stream(here, **SENT)
@@ -96,7 +96,7 @@ async def test_an_engine_is_given_the_clients_trace() -> None:
         assert {name: given.get(name) for name in SENT} == {**dict.fromkeys(SENT), "baggage": "team=b"}
 
 
-async def test_an_engine_is_given_the_span_of_its_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_receives_its_legs_span(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting(monkeypatch) as found, scripted_engine() as engine:
         async with before(engine) as here:
             engine.answers.append(answered())
@@ -108,7 +108,7 @@ async def test_an_engine_is_given_the_span_of_its_leg(monkeypatch: pytest.Monkey
         assert found.inside(leg) == ["prefill", "decode"]
 
 
-async def test_a_pairs_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pairs_spans_are_exported_in_the_clients_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
     async with collecting(monkeypatch) as found:
         async with mock_server(zoned_fleet(handoff="synchronous")) as here:
@@ -155,7 +155,7 @@ async def test_a_call_without_a_trace_begins_one(monkeypatch: pytest.MonkeyPatch
         assert [call.parent_span_id for call in calls] == [b"", b""]
 
 
-async def test_what_a_client_does_not_want_sampled_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unsampled_client_trace_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting(monkeypatch) as found:
         async with mock_server(zoned_fleet()) as here:
             await ask(here, {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-00"})
@@ -182,7 +182,7 @@ speedup: 40
 """
 
 
-async def test_the_legs_of_another_attempt_are_linked_to_those_before(
+async def test_a_retrys_leg_spans_link_to_the_earlier_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with collecting(monkeypatch) as found:
@@ -203,7 +203,7 @@ async def test_the_legs_of_another_attempt_are_linked_to_those_before(
         assert span_attributes(list(call.attributes))["kvrouter.attempts"] == 2
 
 
-async def test_lines_decisions_and_exemplars_name_the_trace(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_decisions_and_exemplars_name_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     async with mock_server(zoned_fleet()) as here:
         response = await ask(here, SENT)
@@ -231,7 +231,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     return fields
 
 
-async def test_a_line_for_each_call_as_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_ended_call_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     async with mock_server(zoned_fleet()) as here:
         first = await ask(here, n=64, max_tokens=5)
@@ -261,7 +261,7 @@ async def test_a_line_for_each_call_as_it_ends(caplog: pytest.LogCaptureFixture)
         assert words(n=1).strip() not in json.dumps(line)
 
 
-async def test_a_collector_that_is_gone_costs_no_request(
+async def test_a_lost_collector_fails_no_request(
     monkeypatch: pytest.MonkeyPatch, set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with otlp_collector() as gone:
@@ -274,7 +274,7 @@ async def test_a_collector_that_is_gone_costs_no_request(
     assert "spans_not_sent" in events_of(caplog.records)
 
 
-async def test_without_the_extra_it_is_said_and_nothing_is_sent(
+async def test_tracing_without_the_otel_extra_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
@@ -297,11 +297,11 @@ async def test_without_the_extra_it_is_said_and_nothing_is_sent(
         ({"OTEL_SERVICE_NAME": "a"}, False),
     ],
 )
-def test_what_asks_for_traces(variables: dict[str, str], asked: bool) -> None:
+def test_environment_variables_decide_whether_traces_are_sent(variables: dict[str, str], asked: bool) -> None:
     assert trace_export.asks_for_traces(variables) is asked
 
 
-async def test_gen_ai_names_behind_their_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gen_ai_metric_names_need_their_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"gen_ai" not in Telemetry().render()
     monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", "http, gen_ai_latest_experimental")
     async with mock_server(zoned_fleet()) as here:
@@ -320,7 +320,7 @@ async def test_gen_ai_names_behind_their_switch(monkeypatch: pytest.MonkeyPatch)
     assert "gen_ai_client_token_usage" not in page
 
 
-async def test_a_key_in_a_mistaken_variable_is_in_no_line(
+async def test_a_secret_in_a_malformed_header_variable_is_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with collecting(monkeypatch):
@@ -332,7 +332,7 @@ async def test_a_key_in_a_mistaken_variable_is_in_no_line(
     assert not [record for record in ours if "s3cr3t" in json.dumps(_fields(record))]
 
 
-async def test_a_shutdown_that_hangs_is_not_waited_for() -> None:
+async def test_a_hanging_exporter_shutdown_is_abandoned_at_its_limit() -> None:
     hangs = threading.Event()
 
     def hang() -> None:
@@ -343,7 +343,7 @@ async def test_a_shutdown_that_hangs_is_not_waited_for() -> None:
     assert await trace_export._ended(hang, 30.0)
 
 
-async def test_a_wrong_variable_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_otel_variable_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with collecting(monkeypatch):
         for name, value in (("OTEL_BSP_MAX_QUEUE_SIZE", "-1"), ("OTEL_TRACES_EXPORTER", "zipkin")):
             with monkeypatch.context() as one:

@@ -53,7 +53,7 @@ async def up(environ: Mapping[str, str], file: Path) -> AsyncIterator[_Up]:
             await process.wait()
 
 
-async def test_the_newer_has_the_place_and_the_older_gets_it_back_when_that_ends(tmp_path: Path) -> None:
+async def test_a_newer_supervisor_takes_the_workers_places_until_it_ends(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET)
     async with fleet(SETTINGS) as processes, up(processes.environ, file) as older:
@@ -70,7 +70,7 @@ async def test_the_newer_has_the_place_and_the_older_gets_it_back_when_that_ends
         assert "Traceback" not in older.text + newer.text
 
 
-async def test_one_that_waits_ends_when_it_is_reported_to(tmp_path: Path) -> None:
+async def test_a_standby_worker_ends_on_sigterm(tmp_path: Path) -> None:
     async with fleet(SETTINGS) as processes:
         await processes.worker("--worker-id", "7")
         waiting = await asyncio.create_subprocess_exec(

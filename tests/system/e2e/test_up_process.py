@@ -59,7 +59,7 @@ async def running(fleet: Path) -> AsyncIterator[tuple[Process, str]]:
         await process.communicate()
 
 
-async def test_the_first_screen_says_what_is_served_and_what_to_try(tmp_path: Path) -> None:
+async def test_up_prints_the_served_fleet_and_a_working_example_call(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(
         "version: 1\nmodels: [{name: mock, block_size: 16}]\ntopology: {levels: [zone]}\n"
@@ -82,7 +82,7 @@ async def test_the_first_screen_says_what_is_served_and_what_to_try(tmp_path: Pa
         assert json.loads(answer)["object"] == "chat.completion"
 
 
-async def test_a_terminal_is_shown_one_table_of_the_workers(tmp_path: Path) -> None:
+async def test_up_shows_one_table_of_workers_on_a_terminal(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(FLEET)
     ours, theirs = os.openpty()
@@ -105,7 +105,7 @@ async def test_a_terminal_is_shown_one_table_of_the_workers(tmp_path: Path) -> N
         os.close(ours)
 
 
-async def test_json_lines_are_all_that_is_written_where_they_are_asked_for(tmp_path: Path) -> None:
+async def test_the_json_log_format_leaves_stdout_empty(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(FLEET)
     process = await start("--fleet", str(fleet), "--http-port", "0", "--log-format", "json")
@@ -127,7 +127,7 @@ async def accepts(url: str) -> bool:
     return True
 
 
-async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones(tmp_path: Path) -> None:
+async def test_sigterm_finishes_running_streams_and_refuses_new_ones(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(FLEET)
     async with (
@@ -150,7 +150,7 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones(tmp_pat
         assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
 
 
-async def test_a_port_that_is_taken_is_one_clear_line() -> None:
+async def test_a_taken_port_is_one_error_line_and_exit_code_1() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.testing.processes import ENDS_WITHIN_S, free_ports
 
 
-async def test_it_ends_in_good_order(tmp_path: Path) -> None:
+async def test_up_with_replicas_stopped_before_ready_ends_cleanly(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "KVROUTER_"))}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvrouter.cli", "up", "--replicas", "2", "--http-port", str(free_ports(2))),

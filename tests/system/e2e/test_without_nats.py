@@ -15,7 +15,7 @@ BODY = {"model": "mock", "prompt": words(n=200), "max_tokens": 4}
 
 
 @pytest.mark.parametrize("event_plane", ["auto", "jetstream"])
-async def test_without_kv_events_nobody_looks_for_nats(event_plane: str) -> None:
+async def test_a_fleet_without_kv_events_needs_no_nats_server(event_plane: str) -> None:
     async with fleet({"NATS_SERVER": NOBODY, "DYN_EVENT_PLANE": event_plane}) as processes:
         await processes.worker("--no-kv-events", "--speedup", "20")
         frontend = await processes.frontend("--no-kv-events", environ={"DYN_ROUTER_TTL": "600"})
@@ -43,7 +43,7 @@ async def test_without_kv_events_nobody_looks_for_nats(event_plane: str) -> None
         await eventually(load_is_heard)
 
 
-async def test_by_default_too_nothing_needs_nats(tmp_path: Path) -> None:
+async def test_default_settings_without_kv_events_need_no_nats_server(tmp_path: Path) -> None:
     """Discovery, loads, requests: not one of them is a reason to look for a server that is not there."""
     nothing_said = {
         "DYN_DISCOVERY_BACKEND": "",
@@ -74,7 +74,7 @@ async def test_by_default_too_nothing_needs_nats(tmp_path: Path) -> None:
     ],
     ids=["sync", "frontend", "worker"],
 )
-async def test_a_server_that_is_needed_and_away_is_reported_at_once(command: tuple[str, ...]) -> None:
+async def test_a_missing_required_nats_server_is_reported_at_once(command: tuple[str, ...]) -> None:
     """Not after the 10 s for which it is tried: the line is there while the process still tries."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
     process = await asyncio.create_subprocess_exec(

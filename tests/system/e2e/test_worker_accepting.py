@@ -11,7 +11,7 @@ from tests.testing.processes import eventually, fleet, free_ports
 from tests.testing.streaming_client import StreamingClient
 
 
-async def test_it_accepts_from_its_announcement_to_its_drain(tmp_path: Path) -> None:
+async def test_a_worker_accepts_from_its_announcement_until_its_drain(tmp_path: Path) -> None:
     port = free_ports(1)
     topology = {
         "DYN_TOPOLOGY_ENABLED": "true",

@@ -18,7 +18,9 @@ AFTER_LINES = 1000
 
 
 @pytest.mark.parametrize("store", ["file", "nats"])
-async def test_the_replaced_worker_finishes_what_runs_and_ends(store: str, shared_nats: NatsServer) -> None:
+async def test_a_replaced_worker_finishes_running_requests_and_ends(
+    store: str, shared_nats: NatsServer
+) -> None:
     settings = {
         "DYN_DISCOVERY_BACKEND": store,
         "NATS_SERVER": shared_nats.url,

@@ -59,7 +59,7 @@ class CacheLaw:
             await engine.forget()
         return Pair(engines, await attached(kvrouter, engines))
 
-    async def test_shared_prefixes_go_where_they_are_cached(self, pair: Pair) -> None:
+    async def test_requests_with_shared_prefixes_go_to_the_caching_engine(self, pair: Pair) -> None:
         homes = {}
         for seed in range(4):
             first = await complete(pair.frontend, prompt_of(seed, PROMPT_TOKENS))
@@ -72,7 +72,7 @@ class CacheLaw:
             assert worker_of(again) == homes[seed]
             assert cached_tokens(again) == pair.predicted(again, len(longer)) == PROMPT_TOKENS
 
-    async def test_what_was_evicted_or_cleared_is_not_counted_on(self, pair: Pair) -> None:
+    async def test_evicted_and_cleared_blocks_are_not_predicted(self, pair: Pair) -> None:
         for seed in range(20, 32):  # more than both engines have room for
             await complete(pair.frontend, prompt_of(seed, PROMPT_TOKENS))
         await index_is_settled(pair.frontend)
@@ -86,7 +86,7 @@ class CacheLaw:
         await index_is_settled(pair.frontend)
         assert await pair.probe(31) == (0, 0)
 
-    async def test_who_attaches_past_the_ring_knows_a_part_and_says_so_until_a_clear(
+    async def test_a_worker_attached_past_the_ring_is_partial_until_a_clear(
         self, engines: Mapping[int, RealEngine], kvrouter: Fleet
     ) -> None:
         engine = engines[2]

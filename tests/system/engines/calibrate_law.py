@@ -41,7 +41,7 @@ async def calibrate(engine: RealEngine, path: Path, *arguments: str) -> int:
 class CalibrateLaw:
     """The tests."""
 
-    async def test_its_timing_is_one_for_replay(
+    async def test_a_calibrated_timing_is_valid_for_replay(
         self, engine: RealEngine, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = tmp_path / "timing.yaml"
@@ -59,7 +59,7 @@ class CalibrateLaw:
         assert 0.0 < timing.decode_ms(0.0, 1, 100) <= timing.decode_ms(0.0, 8, 800)
         assert 0.0 < timing.prefill_ms(100, 5_000) <= timing.prefill_ms(1_000, 500_000)
 
-    async def test_an_engine_that_serves_others_is_refused_and_nothing_is_written(
+    async def test_calibrate_refuses_an_engine_under_other_load(
         self, engine: RealEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         async def serve_another() -> None:
@@ -75,7 +75,7 @@ class CalibrateLaw:
         assert "others use it, and their load would be measured too" in capsys.readouterr().err
         assert await asyncio.to_thread(os.listdir, tmp_path) == []
 
-    async def test_another_model_is_refused_by_name(
+    async def test_calibrate_refuses_another_model_by_name(
         self, engine: RealEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert await calibrate(engine, tmp_path / "timing.yaml", "--model", "other") == 2

@@ -90,7 +90,7 @@ class ClientLaw:
         for client in clients:
             await client.close()
 
-    async def test_whole_answers_are_the_same(self, ways: Ways) -> None:
+    async def test_whole_chats_through_kvrouter_equal_direct_ones(self, ways: Ways) -> None:
         for name, extra in self.cases.items():
             asked = {"model": MODEL, "messages": self.messages, "temperature": 0, "max_tokens": 24, **extra}
             direct = await ways.direct.chat.completions.create(**asked)
@@ -101,7 +101,7 @@ class ClientLaw:
             seen_tokens = _isl_tokens(ways.frontend, raw.headers["x-request-id"])
             assert seen_tokens == through.usage.prompt_tokens, name
 
-    async def test_streamed_answers_are_the_same(self, ways: Ways) -> None:
+    async def test_streamed_chats_through_kvrouter_equal_direct_ones(self, ways: Ways) -> None:
         for name, extra in self.cases.items():
             if name == "several":
                 continue  # two answers are interleaved as they come
@@ -122,7 +122,7 @@ class ClientLaw:
             ]
             assert _merged(through) == _merged(direct), name
 
-    async def test_completions_are_the_same(self, ways: Ways) -> None:
+    async def test_completions_through_kvrouter_equal_direct_ones(self, ways: Ways) -> None:
         for extra in COMPLETIONS:
             asked: dict[str, Any] = {
                 "model": MODEL,
@@ -135,7 +135,7 @@ class ClientLaw:
             through = await ways.through.completions.create(**asked)
             assert _without_names(through) == _without_names(direct)
 
-    async def test_streamed_completions_are_the_same(self, ways: Ways) -> None:
+    async def test_streamed_completions_through_kvrouter_equal_direct_ones(self, ways: Ways) -> None:
         asked: dict[str, Any] = {"model": MODEL, "prompt": "def route(", "temperature": 0, "max_tokens": 12}
         direct, through = [
             [_without_names(event) async for event in await way.completions.create(**asked, stream=True)]
@@ -145,7 +145,7 @@ class ClientLaw:
         assert through[-1] == direct[-1]
         assert {_shape(event) for event in through} == {_shape(event) for event in direct}
 
-    async def test_what_the_engine_refuses_is_refused_with_its_words(self, ways: Ways) -> None:
+    async def test_engine_refusals_have_the_engines_message_and_field(self, ways: Ways) -> None:
         asked: dict[str, Any] = {"model": MODEL, "messages": self.messages, "max_tokens": 100_000}
         with pytest.raises(BadRequestError) as direct:
             await ways.direct.chat.completions.create(**asked)

@@ -63,7 +63,7 @@ class TestEngine(AnswerLaws, RefusalLaws, CacheLaws, SaltLaws, EndingLaws, CallL
 
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prompt_that_is_only_echoed_comes_back(at: AttachedEngine, stream: bool) -> None:
+async def test_an_echo_request_with_max_tokens_zero_is_answered(at: AttachedEngine, stream: bool) -> None:
     chunks = await answer(at, completion_request(new_prompt(20), stream=stream, max_tokens=0, echo=True))
     assert b'"text":"' in b"".join(chunk.raw for chunk in chunks)
     assert chunks[-1].finish is FinishReason.LENGTH

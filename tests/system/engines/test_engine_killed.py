@@ -63,7 +63,7 @@ async def both(engines: dict[int, RealEngine], kvrouter: Fleet) -> Killing:
     return await killing(engines, kvrouter)
 
 
-async def test_a_greedy_answer_goes_on_to_the_same_text(kind: str, both: Killing) -> None:
+async def test_a_greedy_answer_resumes_with_the_same_text(kind: str, both: Killing) -> None:
     path, body_of = GOES_ON[kind]
     body = body_of(stream_options={"include_usage": True})
     whole = await both.whole(body, path)
@@ -77,7 +77,7 @@ async def test_a_greedy_answer_goes_on_to_the_same_text(kind: str, both: Killing
 
 
 @vllm_alone
-async def test_a_stop_string_across_the_seam_ends_the_answer_where_it_should(both: Killing) -> None:
+async def test_a_stop_string_across_a_resume_ends_the_answer(both: Killing) -> None:
     text = (await both.whole(long_chat())).text
     begin = KILL_AT_CHARS
     stop = text[begin : begin + SEAM_CHARS]
@@ -101,7 +101,7 @@ async def test_a_stop_string_across_the_seam_ends_the_answer_where_it_should(bot
     ],
     indirect=["kind"],
 )
-async def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(
+async def test_a_non_resumable_answer_ends_with_a_clear_error(
     both: Killing, extra: dict[str, object]
 ) -> None:
     body = long_chat(**extra)
@@ -115,7 +115,7 @@ async def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(
 
 
 @sglang_alone
-async def test_an_engine_that_was_started_again_is_known_to_be_empty(both: Killing) -> None:
+async def test_a_restarted_engine_is_known_to_be_empty(both: Killing) -> None:
     prompt = prompt_of(1)
     home = worker_of(await complete(both.frontend, prompt))
 
@@ -137,7 +137,7 @@ async def test_an_engine_that_was_started_again_is_known_to_be_empty(both: Killi
 
 
 @sglang_alone
-async def test_its_load_is_seen(both: Killing) -> None:
+async def test_load_from_requests_outside_the_router_is_reported(both: Killing) -> None:
     """Of an answer that the router does not know of."""
     body = long_completion(stream=True)
     async with both.engines[1].http.stream("POST", COMPLETION, json=body) as answer:

@@ -25,12 +25,14 @@ async def engine(engine_folder: Path) -> AsyncIterator[SglangServer]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_shape_is_found_where_the_engine_has_it(engine: SglangServer, kvrouter: Fleet) -> None:
+async def test_predicted_cache_hits_match_sglang_for_every_shape(
+    engine: SglangServer, kvrouter: Fleet
+) -> None:
     frontend = await attached(kvrouter, {1: engine})
     shapes = [shape for shape in SHAPES if isinstance(_KEPT["text"][shape.name], str)]
     assert await blind_shapes(frontend, shapes, block_size=PAGE_SIZE) == {}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_kept_renderings_are_the_engines(template: str) -> None:
+def test_recorded_renderings_equal_sglangs(template: str) -> None:
     assert made_again("sglang_renderings.py", template) == _KEPT[template]

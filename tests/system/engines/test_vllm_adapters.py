@@ -39,7 +39,7 @@ async def complete(frontend: Frontend, model: str) -> tuple[str, str, int, int]:
     )
 
 
-async def test_an_adapter_is_served_where_it_is_and_has_its_own_blocks(
+async def test_an_adapter_is_served_by_its_engine_with_its_own_blocks(
     kvrouter: Fleet, engine_folder: Path
 ) -> None:
     adapter = write_adapter(engine_folder)

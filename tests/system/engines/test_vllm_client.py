@@ -29,7 +29,9 @@ async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
 class TestVllm(ClientLaw):
     """vLLM keeps the law."""
 
-    async def test_further_routes_are_the_same(self, ways: Ways, engine: VllmServer) -> None:
+    async def test_other_routes_through_kvrouter_equal_direct_ones(
+        self, ways: Ways, engine: VllmServer
+    ) -> None:
         chat = [{"role": "user", "content": "Where is my cache?"}]
         calls: dict[str, dict[str, Any]] = {
             "/v1/responses": {"input": "Where is my cache?", "max_output_tokens": 8, "temperature": 0},
@@ -54,7 +56,9 @@ class TestVllm(ClientLaw):
                     worker = through.headers["x-kvrouter-decode-worker"]
                     assert worker == "1"
 
-    async def test_streams_have_the_same_bytes(self, ways: Ways, engine: VllmServer) -> None:
+    async def test_streams_through_kvrouter_have_the_direct_ones_lines(
+        self, ways: Ways, engine: VllmServer
+    ) -> None:
         async with httpx.AsyncClient(timeout=60.0) as http:
             for path, call in _unicode_calls():
                 direct = through = b""

@@ -93,7 +93,9 @@ def _is_left_out(call: Call) -> bool:
     )
 
 
-async def test_nothing_differs_but_what_the_table_says(engine: VllmServer, kvrouter: Fleet) -> None:
+async def test_answers_through_kvrouter_differ_only_as_the_table_lists(
+    engine: VllmServer, kvrouter: Fleet
+) -> None:
     frontend = await attached(kvrouter, {1: engine})
     tally = Tally()
     for call in real_calls():
@@ -129,9 +131,7 @@ async def _seen(way: VllmServer | Frontend, call: Call) -> Seen:
     return Seen(replace(answer, headers=headers, body=body), ())
 
 
-async def test_the_packages_of_openai_and_anthropic_are_given_the_same(
-    engine: VllmServer, kvrouter: Fleet
-) -> None:
+async def test_openai_and_anthropic_packages_get_equal_results(engine: VllmServer, kvrouter: Fleet) -> None:
     frontend = await attached(kvrouter, {1: engine})
     different: set[str] = set()
     for attempt in range(TRIES):

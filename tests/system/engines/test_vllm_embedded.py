@@ -56,7 +56,7 @@ async def embedded(processes: Fleet, log: Path) -> AsyncIterator[asyncio.subproc
                 await process.wait()
 
 
-async def test_an_engine_in_the_workers_own_process_is_one_of_the_fleet(tmp_path: Path) -> None:
+async def test_an_engine_embedded_in_its_worker_joins_and_leaves_the_fleet(tmp_path: Path) -> None:
     async with (
         fleet({"DYN_EVENT_PLANE": "zmq"}) as processes,
         embedded(processes, tmp_path / "vllm.log") as engine,

@@ -15,7 +15,7 @@ from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, Fleet, eventu
 PROMPT = list(range(20, 20 + 8 * BLOCK_SIZE))
 
 
-async def test_it_is_awaited_joins_and_its_cache_is_known(kvrouter: Fleet, tmp_path: Path) -> None:
+async def test_a_fleet_file_engine_is_awaited_joins_and_is_indexed(kvrouter: Fleet, tmp_path: Path) -> None:
     engine = VllmServer(tmp_path, "vllm", core=0)
     file = tmp_path / "fleet.yaml"
     file.write_text(

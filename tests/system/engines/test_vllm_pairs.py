@@ -73,7 +73,7 @@ async def _zones(engines: dict[int, VllmServer], kvrouter: Fleet, enforcement: s
     return Zones(engines, frontend)
 
 
-async def test_pairs_of_a_zone_answer_what_one_engine_would(
+async def test_pairs_within_a_zone_answer_as_a_single_engine(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     zones = await _zones(engines, kvrouter, "required")
@@ -96,7 +96,7 @@ async def test_pairs_of_a_zone_answer_what_one_engine_would(
         assert await _transferred_tokens(engines[DECODE[zone]]) > 0
 
 
-async def test_a_zone_without_its_decoder_refuses_or_crosses_as_its_policy_says(
+async def test_a_zone_without_a_decoder_refuses_or_crosses_by_policy(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     await engines[DECODE["a"]].kill()

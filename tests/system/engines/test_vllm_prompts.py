@@ -27,13 +27,13 @@ async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_shape_is_found_where_the_engine_has_it(engine: VllmServer, kvrouter: Fleet) -> None:
+async def test_predicted_cache_hits_match_vllm_for_every_shape(engine: VllmServer, kvrouter: Fleet) -> None:
     frontend = await attached(kvrouter, {1: engine})
     assert await blind_shapes(frontend, SHAPES, block_size=BLOCK_SIZE) == {}
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_so_it_is_where_nothing_is_read_here_and_the_engine_tokenizes(
+async def test_predicted_cache_hits_match_with_engine_side_tokenizing(
     engine: VllmServer, kvrouter: Fleet
 ) -> None:
     patient = ("--tokenize-engine-wait-s", "10")
@@ -46,5 +46,5 @@ async def test_so_it_is_where_nothing_is_read_here_and_the_engine_tokenizes(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_kept_renderings_are_the_engines(template: str) -> None:
+def test_recorded_renderings_equal_vllms(template: str) -> None:
     assert made_again("vllm_renderings.py", template) == kept_prompts("vllm-0.32.0")[template]

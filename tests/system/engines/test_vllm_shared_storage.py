@@ -43,7 +43,7 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
         yield both
 
 
-async def test_a_decode_engine_finds_what_the_prefill_engine_left_in_their_folder(
+async def test_a_decode_engine_finds_the_prefill_kv_in_shared_storage(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     zone = ("--domain", "zone=a", "--kv-transfer-domain", "zone", "--kv-transfer-enforcement", "required")

@@ -33,22 +33,22 @@ async def learned(engine_folder: Path) -> AsyncIterator[Learned]:
     yield found
 
 
-async def test_every_request_is_answered_whatever_the_link_does(learned: Learned) -> None:
+async def test_every_request_is_answered_in_every_link_phase(learned: Learned) -> None:
     for phase in (learned.well, learned.slow, learned.well_again):
         assert (phase.answered, phase.errors) == (REQUESTS, [])
 
 
-async def test_links_that_are_well_share_the_traffic(learned: Learned) -> None:
+async def test_healthy_links_share_the_traffic(learned: Learned) -> None:
     assert 0.25 <= learned.well.far_share <= 0.75
 
 
-async def test_a_link_that_becomes_slow_is_reported_and_gets_hardly_any_traffic(learned: Learned) -> None:
+async def test_a_slow_link_is_reported_and_gets_little_traffic(learned: Learned) -> None:
     assert any(" link_slow " in line and FAR_LINK in line for line in learned.log), learned.log
     assert learned.slow_metric == 1.0, learned.log
     assert learned.slow.far_share_second_half <= 0.15, learned.slow
 
 
-async def test_what_is_learned_of_a_slow_link_is_near_the_rate_that_it_has(learned: Learned) -> None:
+async def test_the_learned_rate_of_a_slow_link_is_near_its_real_rate(learned: Learned) -> None:
     """The engine counts the seconds of transfers that share the link for each of them."""
     rate = SLOW_MBIT * BYTES_PER_MBIT
     (link,) = (each for each in learned.slow.learned if each["link"] == FAR_LINK)
@@ -58,7 +58,7 @@ async def test_what_is_learned_of_a_slow_link_is_near_the_rate_that_it_has(learn
     assert 0.3 <= counted / rate <= 1.5
 
 
-async def test_a_link_that_is_well_again_is_tried_again_and_gets_its_traffic_back(learned: Learned) -> None:
+async def test_a_recovered_link_is_retried_and_regains_traffic(learned: Learned) -> None:
     assert learned.tried_again_after_s is not None
     assert learned.well_after_s is not None, learned.log
     assert learned.well_again.far_share_second_half >= 0.25

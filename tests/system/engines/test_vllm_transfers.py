@@ -88,7 +88,7 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
         yield both
 
 
-async def test_what_a_decode_engine_fetched_is_reported_and_nothing_waits_any_more(
+async def test_fetched_kv_is_reported_and_no_kv_waits_afterwards(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     frontend = await _before(engines, kvrouter)
@@ -111,7 +111,7 @@ async def test_what_a_decode_engine_fetched_is_reported_and_nothing_waits_any_mo
     await _nothing_waits(engines[PREFILL])
 
 
-async def test_what_a_chat_asks_of_its_answer_leaves_the_tokens_of_its_prefill_as_they_are(
+async def test_answer_options_of_a_chat_do_not_change_its_prefilled_tokens(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     frontend = await _before(engines, kvrouter)
@@ -134,7 +134,7 @@ async def test_what_a_chat_asks_of_its_answer_leaves_the_tokens_of_its_prefill_a
     await _nothing_waits(engines[PREFILL])
 
 
-async def test_several_prompts_of_one_call_get_their_own_answers(
+async def test_each_prompt_of_one_call_gets_its_own_answer(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     """A prefill engine keeps the KV of one: the decode engine computes all of them itself."""
@@ -147,7 +147,7 @@ async def test_several_prompts_of_one_call_get_their_own_answers(
     await _nothing_waits(engines[PREFILL])
 
 
-async def test_who_leaves_while_prefill_runs_leaves_nothing_behind(engines: dict[int, VllmServer]) -> None:
+async def test_a_prefill_cancelled_while_running_leaves_no_kv_waiting(engines: dict[int, VllmServer]) -> None:
     async with _adapter(engines[PREFILL], Role.PREFILL) as prefill:
         stream = await prefill(engine_request(prompt_of(202, 60 * 32), Leg.PREFILL, max_tokens=1))
         await asyncio.sleep(0.005)
@@ -158,7 +158,7 @@ async def test_who_leaves_while_prefill_runs_leaves_nothing_behind(engines: dict
 
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.1])
 @pytest.mark.parametrize("prompt_blocks", [8, 60])
-async def test_who_leaves_between_the_legs_leaves_no_kv_waiting(
+async def test_a_decode_cancelled_after_prefill_leaves_no_kv_waiting(
     engines: dict[int, VllmServer], after_s: float, prompt_blocks: int
 ) -> None:
     prompt = prompt_of(int(after_s * 1000) + prompt_blocks, prompt_blocks * 32)
@@ -177,7 +177,7 @@ async def test_who_leaves_between_the_legs_leaves_no_kv_waiting(
         await _nothing_waits(engines[PREFILL])
 
 
-async def test_who_leaves_while_decode_waits_for_its_turn_leaves_no_kv_waiting(
+async def test_a_client_leaving_while_decode_is_queued_leaves_no_kv_waiting(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     frontend = await _before(engines, kvrouter)
@@ -190,7 +190,7 @@ async def test_who_leaves_while_decode_waits_for_its_turn_leaves_no_kv_waiting(
         await _waits_at(engines[DECODE], 0)
 
 
-async def test_kv_that_a_dead_decode_engine_came_for_waits_no_longer_than_its_lease(
+async def test_kv_for_a_dead_decode_engine_is_freed_after_its_lease(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     frontend = await _before(engines, kvrouter)
@@ -202,7 +202,7 @@ async def test_kv_that_a_dead_decode_engine_came_for_waits_no_longer_than_its_le
     await _nothing_waits(engines[PREFILL], limit_s=LEASE_S + FREED_WITHIN_S)
 
 
-async def test_a_decode_engine_that_computes_lost_kv_itself_is_not_prefilled_again(
+async def test_a_decode_engine_recomputing_lost_kv_causes_no_retry(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     await _start_decode(engines[DECODE], on_failure="recompute")
@@ -220,7 +220,7 @@ async def test_a_decode_engine_that_computes_lost_kv_itself_is_not_prefilled_aga
     await eventually(is_reported)
 
 
-async def test_kv_that_was_lost_is_prefilled_again_where_the_decode_engine_fails(
+async def test_lost_kv_is_prefilled_again_if_the_decode_engine_fails(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     await engines[DECODE].kill()
@@ -233,7 +233,7 @@ async def test_kv_that_was_lost_is_prefilled_again_where_the_decode_engine_fails
     await _is_right(engines[DECODE], answer, prompt_of(600))
 
 
-async def test_tools_that_a_prefill_engine_leaves_out_are_in_the_prompt_of_every_answer(
+async def test_tools_excluded_by_the_prefill_engine_do_not_change_answers(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     """It has no tool parser either, so it refuses tools that may be called: a decode engine computes them."""

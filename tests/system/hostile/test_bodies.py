@@ -31,7 +31,7 @@ MEMORY_MAX = 1.5
 KEPT_BYTES = 8 * MIB
 
 
-async def test_a_body_that_is_refused_costs_nobody_anything() -> None:
+async def test_a_refused_body_costs_little_loop_time_and_memory() -> None:
     async with fleet({"KVROUTER_BODY_MAX_BYTES": str(64 * MIB)}) as here:
         await here.worker()
         frontend = await here.frontend()
@@ -42,7 +42,7 @@ async def test_a_body_that_is_refused_costs_nobody_anything() -> None:
                 assert held < MEMORY_MAX, (kind, held)
 
 
-async def test_of_a_body_that_is_refused_all_threads_together_do_little() -> None:
+async def test_a_refused_body_costs_little_cpu_over_all_threads() -> None:
     """With nobody else there, whose CPU time would count."""
     async with fleet({"KVROUTER_BODY_MAX_BYTES": str(64 * MIB)}) as here:
         await here.worker()
@@ -66,7 +66,7 @@ async def test_of_a_body_that_is_refused_all_threads_together_do_little() -> Non
 
 
 @pytest.mark.parametrize("item", [b"\r\n\r\n", b"a\r\n\r\n", b"0\r\n\r\n"])
-async def test_a_chunk_of_blank_lines_costs_nobody_anything(item: bytes) -> None:
+async def test_a_chunk_of_blank_lines_costs_little_loop_time(item: bytes) -> None:
     body = filled(b'{"model":"mock","messages":[', item, b"1]}", size_bytes=BODY_BYTES)
 
     async def one_chunk() -> AsyncIterator[bytes]:
@@ -85,7 +85,7 @@ async def test_a_chunk_of_blank_lines_costs_nobody_anything(item: bytes) -> None
 
 
 @pytest.mark.parametrize("command", ["frontend", "router"])
-async def test_no_body_is_read_that_no_prompt_needs(command: str) -> None:
+async def test_a_body_longer_than_any_prompt_is_refused_unread(command: str) -> None:
     """With settings as they come: the mock model's context needs a few megabytes."""
     path = CHAT if command == "frontend" else "/v1/route"
     async with fleet() as here:

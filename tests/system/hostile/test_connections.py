@@ -18,7 +18,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.mark.parametrize("command", ["frontend", "router"])
-async def test_who_comes_when_no_descriptor_is_left_gets_a_503(command: str) -> None:
+async def test_connections_without_a_free_descriptor_get_a_503(command: str) -> None:
     async with fleet(files_max=FILES_MAX) as processes:
         door = await processes.door(command)
         callers: list[socket.socket] = []

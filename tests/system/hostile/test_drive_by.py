@@ -27,7 +27,7 @@ REBOUND = {
 CALL = {"model": "mock", "prompt": words(n=8), "max_tokens": 1}
 
 
-async def test_no_page_of_another_origin_changes_or_sees_the_fleet() -> None:
+async def test_pages_of_another_origin_cannot_change_or_see_the_fleet() -> None:
     async with fleet() as here:
         await here.worker()
         frontend = await here.frontend()

@@ -65,7 +65,7 @@ class Blocks:
 
 
 @pytest.mark.parametrize("answer", [OBJECTS, TOKENS], ids=["choices", "token_ids"])
-async def test_a_whole_answer_becomes_no_more_than_its_bytes(
+async def test_a_whole_answers_memory_is_bounded_by_its_bytes(
     engine: ScriptedEngine, server: EngineServer, answer: tuple[bytes, ...]
 ) -> None:
     engine.answers.append(ScriptedAnswer(answer, content_type=JSON))
@@ -80,7 +80,7 @@ async def test_a_whole_answer_becomes_no_more_than_its_bytes(
     assert held.peak_bytes < 4 * size_bytes
 
 
-async def test_nothing_stays_of_an_answer_that_is_too_long(
+async def test_a_too_long_answer_leaves_no_memory_behind(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
     """An error's traceback holds what its frames hold, until the garbage collector comes by."""
@@ -93,7 +93,7 @@ async def test_nothing_stays_of_an_answer_that_is_too_long(
         assert held.now_bytes < 4 * PIECE
 
 
-async def test_an_event_becomes_no_more_than_its_bytes(engine: ScriptedEngine, server: EngineServer) -> None:
+async def test_an_events_memory_is_bounded_by_its_bytes(engine: ScriptedEngine, server: EngineServer) -> None:
     engine.answers.append(ScriptedAnswer(EVENT))
     with Blocks() as held:
         stream = SseStream(server.post(COMPLETIONS, b"{}"), AnswerReading(passes_raw=True))

@@ -18,7 +18,7 @@ UNITS = (b'vllm:num_requests_running{engine="0",model_name="tiny"} 1.0\n', b"oth
 """What the pages consist of: samples that are used, others, and a line without an end."""
 
 
-async def test_metrics_pages_without_end_stop_nothing(tmp_path: Path) -> None:
+async def test_huge_engine_metrics_pages_do_not_stop_serving(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(scripted_engine()) for _ in UNITS]

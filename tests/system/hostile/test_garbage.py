@@ -28,7 +28,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-async def test_what_is_no_request_leaves_nothing_behind(kind: str) -> None:
+async def test_garbage_requests_leave_no_memory_or_files_behind(kind: str) -> None:
     async with fleet() as here:
         await here.worker()
         frontend = await here.frontend()

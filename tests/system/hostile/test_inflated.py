@@ -140,7 +140,9 @@ async def longest_turn_s(meter: Meter, http: httpx.AsyncClient) -> float:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("n_bytes", [BOMB_BYTES, 20_000_000])
-async def test_little_that_becomes_much_costs_others_nothing(tmp_path: Path, path: str, n_bytes: int) -> None:
+async def test_compressed_bombs_do_not_disturb_other_requests(
+    tmp_path: Path, path: str, n_bytes: int
+) -> None:
     packed = bomb(path, n_bytes)
     async with (
         running(tmp_path, address_space=ADDRESS_SPACE_BYTES) as (engine, url, pid),
@@ -168,7 +170,7 @@ async def test_little_that_becomes_much_costs_others_nothing(tmp_path: Path, pat
         assert all(text.endswith("data: [DONE]\n\n") for text in await asyncio.gather(*streams))
 
 
-async def test_lawful_large_bodies_pass(tmp_path: Path) -> None:
+async def test_large_valid_compressed_bodies_pass(tmp_path: Path) -> None:
     """A chat of 400,000 tokens, and a form with an image of 20 MB, that their clients compressed."""
     words = " ".join(["token"] * 400_000)
     chat = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": words}]}

@@ -126,7 +126,7 @@ class Callers:
 
 
 @pytest.mark.timed
-async def test_what_one_client_asks_for_decides_little_of_where_others_go(tmp_path: Path) -> None:
+async def test_a_single_client_hardly_changes_the_routing_of_others(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         engines = Engine(), Engine()
         urls = [await stack.enter_async_context(served(engine)) for engine in engines]

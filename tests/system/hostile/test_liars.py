@@ -36,7 +36,7 @@ async def is_live(frontend: Frontend, worker_id: int, blocks: int) -> bool:
     return (rank["feed"]["state"], rank["index_blocks"]) == ("live", blocks)
 
 
-async def test_an_admitted_worker_empties_nobody_elses_index_and_reports_nobody_elses_load() -> None:
+async def test_a_lying_worker_cannot_change_another_workers_index_or_load() -> None:
     async with fleet(PLANES) as processes:
         running = await processes.worker("--worker-id", "1")
         frontend = await processes.frontend()
@@ -70,7 +70,7 @@ async def test_an_admitted_worker_empties_nobody_elses_index_and_reports_nobody_
             assert frontend.lines().count("events_foreign") == 1, "logged once a minute"
 
 
-async def test_a_worker_that_tells_of_more_than_its_card_can_hold_holds_up_nobody() -> None:
+async def test_a_worker_reporting_more_blocks_than_its_card_blocks_no_other() -> None:
     """Sixty times 200,000 blocks for a card of 16,384: one batch each, as fast as they travel, once a
     load report has named as many as all of them.
     """
@@ -119,7 +119,7 @@ async def tell_of_millions(liar: Liar) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_liars_card_changes_nothing_of_what_clients_may_ask_alive_or_dead() -> None:
+async def test_a_false_card_does_not_change_the_calls_clients_may_make() -> None:
     """It says ``context_length: 1``, names a tokenizer that is none, and takes a name for its own."""
     body = {"model": "mock", "prompt": words(n=200), "max_tokens": 4}
 

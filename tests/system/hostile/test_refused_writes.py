@@ -25,7 +25,7 @@ async def states(frontend: Frontend) -> dict[int, tuple[bool, bool]]:
     return {each["worker_id"]: (each["alive"], each["lapsed"]) for each in workers}
 
 
-async def test_a_store_that_takes_no_writes_freezes_the_fleet_and_a_worker_that_paused_is_taken_back(
+async def test_a_read_only_store_freezes_the_fleet_and_keeps_paused_workers(
     own_nats: NatsServer,
 ) -> None:
     settings = {

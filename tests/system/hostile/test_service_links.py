@@ -33,7 +33,7 @@ COMMANDS = (
 )
 
 
-async def test_a_fleet_serves_and_ends_in_good_order_whatever_services_are_called() -> None:
+async def test_a_fleet_serves_and_ends_cleanly_among_service_variables() -> None:
     prompt = word_ids(first=1, n=64)
     body = {"model": "mock", "prompt": prompt, "max_tokens": 4, "temperature": 0}
     async with fleet(SERVICE_LINKS) as processes:
@@ -53,7 +53,7 @@ async def is_served(frontend: Frontend) -> bool:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-async def test_among_them_a_mistake_is_reported_as_ever(command: tuple[str, ...]) -> None:
+async def test_a_misspelt_setting_is_reported_among_service_variables(command: tuple[str, ...]) -> None:
     async with fleet(SERVICE_LINKS) as processes:
         wrong = {"KVROUTER_RETRY_MAX": "1", "KVROUTER_FRONTEND_SERVICE_PORT_HTTPS": "443"}
         process = await asyncio.create_subprocess_exec(

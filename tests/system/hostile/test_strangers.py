@@ -79,7 +79,7 @@ async def is_served(frontend: Frontend) -> bool:
 
 
 @pytest.mark.parametrize("request_plane", ["tcp", "http"])
-async def test_a_new_frontend_reaches_a_worker_before_whose_door_strangers_stand(request_plane: str) -> None:
+async def test_a_new_frontend_reaches_a_worker_crowded_by_strangers(request_plane: str) -> None:
     allow_many_files()
     planes = {"KVROUTER_PLANE_TOKEN": "a token", "DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": request_plane}
     async with fleet(planes) as processes:
@@ -101,7 +101,7 @@ async def test_a_new_frontend_reaches_a_worker_before_whose_door_strangers_stand
         assert worker.lines().count("have not said who they are") == 1, "logged once a minute"
 
 
-async def test_kv_events_and_health_are_reported_while_strangers_stand_before_their_doors() -> None:
+async def test_kv_events_and_health_work_despite_crowds_of_strangers() -> None:
     allow_many_files()
     port, health_port = free_ports(3), free_ports(1)
     planes = {"KVROUTER_PLANE_TOKEN": "a token", "DYN_EVENT_PLANE": "zmq"}

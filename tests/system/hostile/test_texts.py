@@ -22,7 +22,7 @@ def call(path: str, text: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-async def test_letters_that_no_context_can_hold_are_not_tokenized(path: str) -> None:
+async def test_texts_too_long_for_the_context_are_not_tokenized(path: str) -> None:
     async with fleet({"KVROUTER_BODY_MAX_BYTES": str(64 * MIB)}) as here:
         await here.worker()
         frontend = await here.frontend()
@@ -38,7 +38,7 @@ async def test_letters_that_no_context_can_hold_are_not_tokenized(path: str) -> 
         assert metrics.total("prompts_refused_total", code="context_length_exceeded") == 1
 
 
-async def test_many_long_texts_at_once_hold_no_more_than_the_budget() -> None:
+async def test_concurrent_long_texts_stay_within_the_tokenize_budget() -> None:
     """Each of the texts is counted to fill the budget, and holds half of it: there are threads for two."""
     environ = {"KVROUTER_TOKENIZE_MAX_BYTES": str(BUDGET_BYTES), "KVROUTER_TOKENIZE_WAIT_S": "60"}
     async with fleet(environ) as here:

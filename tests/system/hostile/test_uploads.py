@@ -15,7 +15,7 @@ LEFT_MAX_BYTES = 50 * MIB
 
 
 @pytest.mark.parametrize(("command", "path"), [("frontend", "/v1/chat/completions"), ("router", "/v1/route")])
-async def test_nothing_stays_of_uploads_that_are_broken_off(command: str, path: str) -> None:
+async def test_aborted_uploads_leave_no_memory_behind(command: str, path: str) -> None:
     async with fleet() as processes:
         door = await processes.door(command)
         (await door.http.get("/health")).raise_for_status()
@@ -27,7 +27,7 @@ async def test_nothing_stays_of_uploads_that_are_broken_off(command: str, path: 
         assert (await door.metrics()).total("http_events_total", event="uploads_full") > 0
 
 
-async def test_uploads_that_fill_the_budget_leave_small_requests_alone() -> None:
+async def test_uploads_filling_the_budget_do_not_block_small_requests() -> None:
     async with fleet(
         {"KVROUTER_UPLOADS_MAX_BYTES": str(64 * MIB), "KVROUTER_BODY_TIMEOUT_S": "1"}
     ) as processes:

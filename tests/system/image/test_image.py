@@ -30,7 +30,7 @@ def written(container: str, *command: str) -> str:
     return subprocess.run(in_it(container, *command), capture_output=True, text=True, check=True).stdout
 
 
-def test_it_holds_what_is_locked_and_itself(container: str) -> None:
+def test_the_image_has_exactly_the_locked_packages_and_kvrouter(container: str) -> None:
     listing = (
         "from importlib.metadata import distributions as d; print(*(f'{e.name}=={e.version}' for e in d()))"
     )
@@ -41,14 +41,14 @@ def test_it_holds_what_is_locked_and_itself(container: str) -> None:
     assert written(container, "kvrouter", "--version") == f"kvrouter {version}\n"
 
 
-def test_it_runs_as_nobody_in_particular_and_owns_none_of_its_files(container: str) -> None:
+def test_the_image_runs_unprivileged_without_write_access(container: str) -> None:
     script = "import os; print(os.getuid(), os.getgid(), os.access('/opt/kvrouter', os.W_OK))"
     assert written(container, "python", "-c", script).split() == ["65532", "65532", "False"]
     config = json.loads(subprocess.run(buildah("inspect", IMAGE), capture_output=True, check=True).stdout)
     assert config["OCIv1"]["config"]["Entrypoint"] == ["kvrouter"]
 
 
-def test_it_serves(container: str) -> None:
+def test_the_image_serves_a_chat(container: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     with subprocess.Popen(in_it(container, "kvrouter", "up", "--http-port", str(port))) as served:

@@ -36,12 +36,12 @@ def scraping(prometheus: Prometheus) -> Iterator[Prometheus]:
         yield prometheus
 
 
-def test_each_alert_has_a_fault_here() -> None:
+def test_each_alert_has_a_fault_in_the_tests() -> None:
     assert sorted(NAMES) == sorted([*FAULTS, *OPERATOR_FAULTS, FRONTEND_DOWN])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_alert_fires_and_no_other_does(scraping: Prometheus, name: str) -> None:
+def test_a_fault_fires_only_its_own_alert(scraping: Prometheus, name: str) -> None:
     alert = scraping.alertmanager.wait_for(name, name)
     assert scraping.alertmanager.fired(name) == {name}
     assert alert["labels"]["severity"] in ("critical", "warning")
@@ -49,7 +49,7 @@ def test_an_alert_fires_and_no_other_does(scraping: Prometheus, name: str) -> No
         assert not [mark for mark in NOT_EXPANDED if mark in text], text
 
 
-def test_nothing_fires_in_a_fleet_that_is_well(scraping: Prometheus) -> None:
+def test_no_alert_fires_in_a_healthy_fleet(scraping: Prometheus) -> None:
     for name in NAMES:
         scraping.alertmanager.wait_for(name, name)
     assert scraping.query(f'kvrouter_build_info{{namespace="{HEALTHY}"}}')
@@ -67,7 +67,7 @@ def test_prometheus_can_evaluate_each_rule(scraping: Prometheus) -> None:
 @pytest.mark.parametrize(
     "path", sorted((MONITORING / "dashboards").glob("*.json")), ids=lambda path: path.stem
 )
-def test_each_panel_of_a_dashboard_shows_something(scraping: Prometheus, path: Path) -> None:
+def test_each_dashboard_panel_has_data(scraping: Prometheus, path: Path) -> None:
     scraping.alertmanager.wait_for("KvrouterQueueRefusing", EVERYTHING)  # it was scraped several times
     dashboard = json.loads(path.read_text())
     values = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}

@@ -115,7 +115,7 @@ class AcceptingCluster(StaticCluster):
         return manifest
 
 
-async def test_a_fleet_that_lost_its_decode_workers(prometheus: Prometheus) -> None:
+async def test_lost_decode_workers_fire_no_workers_and_requests_failing(prometheus: Prometheus) -> None:
     async with mock_server(zoned_fleet()) as here, sending(lambda: chat(here)):
         scrape(prometheus, "lost-decode", here)
         await until_scraped(prometheus, "lost-decode")
@@ -128,7 +128,7 @@ async def test_a_fleet_that_lost_its_decode_workers(prometheus: Prometheus) -> N
     await fires(prometheus, "KvrouterFrontendDown", "lost-decode")  # the fleet has ended, its target is there
 
 
-async def test_a_zone_without_decode_workers_under_fallback(prometheus: Prometheus) -> None:
+async def test_kv_crossing_zones_under_fallback_fires_its_alert(prometheus: Prometheus) -> None:
     async with (
         mock_server(zoned_fleet(enforcement="fallback")) as here,
         sending(lambda: chat(here, prefill_worker_id=1)),
@@ -141,7 +141,7 @@ async def test_a_zone_without_decode_workers_under_fallback(prometheus: Promethe
         assert prometheus.alertmanager.fired("crosses") == {"KvrouterKvCrossesDomain"}
 
 
-async def test_a_queue_that_is_full(prometheus: Prometheus) -> None:
+async def test_a_full_queue_fires_the_queue_alerts(prometheus: Prometheus) -> None:
     config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=300.0)
     async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         scrape(prometheus, "queue", here)
@@ -160,7 +160,7 @@ async def test_a_queue_that_is_full(prometheus: Prometheus) -> None:
         assert await waiting == 200
 
 
-async def test_an_engine_that_fails_again_and_again(prometheus: Prometheus) -> None:
+async def test_a_failing_engine_fires_the_circuit_alert(prometheus: Prometheus) -> None:
     config = KvRouterConfig(circuit_open_s=600.0, circuit_open_max_s=600.0)
     async with mock_server(uniform_fleet(replicas=2), router=config) as here:
         scrape(prometheus, "circuit", here)
@@ -170,7 +170,9 @@ async def test_an_engine_that_fails_again_and_again(prometheus: Prometheus) -> N
             await fires(prometheus, "KvrouterCircuitOpen", "circuit")
 
 
-async def test_ranks_whose_events_do_not_arrive(prometheus: Prometheus, set_constants: SetConstants) -> None:
+async def test_missing_kv_events_fire_their_alert(
+    prometheus: Prometheus, set_constants: SetConstants
+) -> None:
     set_constants(event_ingest, SILENT_AFTER_S=0.1)
     async with mock_server(uniform_fleet(replicas=2)) as here:
         (model,) = here.system.service.models()
@@ -179,7 +181,7 @@ async def test_ranks_whose_events_do_not_arrive(prometheus: Prometheus, set_cons
         await fires(prometheus, "KvrouterKvEventsMissing", "events")
 
 
-async def test_a_rank_whose_blocks_cannot_be_had_again(
+async def test_an_unrecoverable_feed_fires_its_alert(
     prometheus: Prometheus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with mock_server(uniform_fleet(replicas=2)) as here:
@@ -193,7 +195,7 @@ async def test_a_rank_whose_blocks_cannot_be_had_again(
         await fires(prometheus, "KvrouterFeedNotLive", "feed")
 
 
-async def test_an_index_that_lacks_what_an_engine_holds(prometheus: Prometheus) -> None:
+async def test_a_wrong_index_fires_its_alert(prometheus: Prometheus) -> None:
     async with mock_server(uniform_fleet(replicas=1)) as here:
         (model,) = here.system.service.models()
         cache = model.cache
@@ -213,7 +215,9 @@ async def test_an_index_that_lacks_what_an_engine_holds(prometheus: Prometheus) 
         assert alert["labels"]["prediction"] == "too_few"
 
 
-async def test_a_recording_whose_folder_is_gone(prometheus: Prometheus, tmp_path: Path) -> None:
+async def test_a_recording_whose_folder_is_gone_fires_its_alert(
+    prometheus: Prometheus, tmp_path: Path
+) -> None:
     folder, telemetry = tmp_path / "recorded", Telemetry()
     async with recording(RecordingSettings(folder=str(folder)), telemetry) as traffic:
         assert traffic is not None
@@ -224,7 +228,7 @@ async def test_a_recording_whose_folder_is_gone(prometheus: Prometheus, tmp_path
             await fires(prometheus, "KvrouterRecordingEnded", "recording")
 
 
-async def test_handoffs_that_lose_their_kv(prometheus: Prometheus) -> None:
+async def test_handoffs_losing_their_kv_fire_their_alert(prometheus: Prometheus) -> None:
     def lose(stream: ScriptedStream) -> None:
         if stream.request.leg is Leg.PREFILL:
             block = {"block": 7}
@@ -247,7 +251,9 @@ async def test_handoffs_that_lose_their_kv(prometheus: Prometheus) -> None:
         await fires(prometheus, "KvrouterKvLost", "kv-lost")
 
 
-async def test_a_frontend_that_cannot_reach_nats(prometheus: Prometheus, own_nats: NatsServer) -> None:
+async def test_a_frontend_without_nats_fires_the_discovery_alert(
+    prometheus: Prometheus, own_nats: NatsServer
+) -> None:
     environ = {**NATS_TCP_JETSTREAM_SYNC.environ, "NATS_SERVER": own_nats.url}
     async with fleet(environ) as processes:
         frontend = await processes.frontend()
@@ -257,7 +263,7 @@ async def test_a_frontend_that_cannot_reach_nats(prometheus: Prometheus, own_nat
         await fires(prometheus, "KvrouterDiscoveryDown", "nats")
 
 
-async def test_a_worker_whose_engine_is_silent(prometheus: Prometheus) -> None:
+async def test_a_silent_engine_fires_its_alert(prometheus: Prometheus) -> None:
     environ = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "2"}
     async with scripted_engine(VLLM_PAGES) as engine, fleet(environ) as processes:
         _, frontend = await asyncio.gather(
@@ -274,7 +280,7 @@ async def test_a_worker_whose_engine_is_silent(prometheus: Prometheus) -> None:
         await fires(prometheus, "KvrouterEngineSilent", "silent")
 
 
-async def test_a_deployment_whose_pods_do_not_come(prometheus: Prometheus) -> None:
+async def test_a_deployment_with_missing_pods_fires_the_operator_alerts(prometheus: Prometheus) -> None:
     document = deployment(types=("frontend", "decode"))
     graph = cast(Manifest, document.model_dump(mode="json", by_alias=True, exclude_none=True))
     health = ReplicaHealth()

@@ -82,7 +82,7 @@ class Cases:
         return tuple(data[a:b] for a, b in zip([0, *at], ends, strict=True) if a < b)
 
 
-async def test_a_million_cases_leave_the_frontend_as_it_was(
+async def test_a_million_http_cases_leave_no_memory_or_files_behind(
     record_property: Callable[[str, object], None],
 ) -> None:
     cases = Cases(SEED)

@@ -49,7 +49,7 @@ workers:
 """
 
 
-async def test_an_hour_of_mixed_load(
+async def test_an_hour_of_mixed_load_gives_correct_answers_and_no_growth(
     shared_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     async with fleet_processes(FLEET, NATS_TCP_JETSTREAM_SYNC, shared_nats, environ=CHECKED) as here:

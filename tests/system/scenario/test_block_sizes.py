@@ -42,7 +42,7 @@ def bench_of_streams() -> RouterHarness:
     return RouterHarness(ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
 
 
-async def test_a_first_card_that_is_wrong_does_not_keep_the_right_ones_out() -> None:
+async def test_the_majority_of_cards_overrides_the_first_ones_block_size() -> None:
     harness = bench_of_streams()
     await harness.start(odd(1))
     harness.discovery.put(card(2))
@@ -54,7 +54,7 @@ async def test_a_first_card_that_is_wrong_does_not_keep_the_right_ones_out() -> 
     assert (harness.model.fleet.block_size, ids(harness)) == (BLOCK_SIZE, {2, 3}), "two against two"
 
 
-async def test_workers_that_do_not_say_theirs_join_any_and_count_for_none() -> None:
+async def test_workers_without_a_block_size_join_any_and_have_no_vote() -> None:
     unknown = [structs.replace(card(worker_id), block_size=None, context_length=None) for worker_id in (1, 2)]
     harness = bench_of_streams()
     await harness.start(*unknown)
@@ -65,7 +65,7 @@ async def test_workers_that_do_not_say_theirs_join_any_and_count_for_none() -> N
     assert await read_all(harness) == [1]
 
 
-async def test_those_who_are_refused_take_over_when_they_are_more_than_who_is_left() -> None:
+async def test_refused_workers_take_over_once_they_are_the_majority() -> None:
     harness = bench_of_streams()
     await harness.start(card(1), card(2), odd(3), odd(4))
     assert ids(harness) == {1, 2}
@@ -78,7 +78,7 @@ async def test_those_who_are_refused_take_over_when_they_are_more_than_who_is_le
     assert await read_all(harness) == [1]
 
 
-async def test_a_refused_worker_that_left_counts_no_more() -> None:
+async def test_a_refused_worker_that_left_has_no_vote() -> None:
     harness = bench_of_streams()
     await harness.start(card(1), odd(2))
     harness.discovery.drop(2)
@@ -86,7 +86,7 @@ async def test_a_refused_worker_that_left_counts_no_more() -> None:
     assert ids(harness) == {1}
 
 
-async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> None:
+async def test_outnumbered_workers_with_lapsed_leases_lose_their_block_size() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), card(2))
     for worker_id in (1, 2):
@@ -106,7 +106,7 @@ async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> 
     assert not harness.service.liveness.has_lapsed(WorkerId(1))
 
 
-async def test_a_card_that_cannot_be_used_for_another_reason_has_no_say() -> None:
+async def test_a_card_unusable_for_another_reason_has_no_vote() -> None:
     harness = bench_of_streams()
     await harness.start(card(1), odd(2))
     harness.discovery.put(structs.replace(odd(2), model_input=ModelInput.Text))
@@ -114,14 +114,14 @@ async def test_a_card_that_cannot_be_used_for_another_reason_has_no_say() -> Non
     assert ids(harness) == {1}
 
 
-async def test_such_a_card_in_a_workers_place_lets_those_take_over_who_are_more_now() -> None:
+async def test_an_unusable_card_replacing_a_worker_lets_refused_ones_join() -> None:
     harness = bench_of_streams()
     await harness.start(card(1), odd(2))
     harness.discovery.put(structs.replace(card(1, incarnation=2), model_input=ModelInput.Text))
     assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {2})
 
 
-async def test_a_worker_that_dies_after_its_lease_lets_those_take_over_who_are_more_now() -> None:
+async def test_a_worker_dying_after_its_lease_lets_refused_ones_join() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), odd(2))
     harness.discovery.drop(1, why=Gone.EXPIRED)
@@ -130,14 +130,14 @@ async def test_a_worker_that_dies_after_its_lease_lets_those_take_over_who_are_m
     assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {2})
 
 
-async def test_a_worker_that_takes_another_model_lets_those_take_over_who_are_more_now() -> None:
+async def test_a_worker_changing_its_model_lets_refused_ones_join() -> None:
     harness = bench_of_streams()
     await harness.start(card(1), odd(2))
     harness.discovery.put(structs.replace(card(1, incarnation=2), model=ModelName("other")))
     assert (harness.model.fleet.block_size, ids(harness)) == (OTHER, {2})
 
 
-async def test_a_refused_worker_counts_until_its_own_start_is_gone() -> None:
+async def test_a_refused_worker_counts_until_its_own_incarnation_leaves() -> None:
     harness = bench_of_streams()
     await harness.start(card(1), odd(2))
     harness.discovery.drop(2, incarnation=7)
@@ -146,7 +146,7 @@ async def test_a_refused_worker_counts_until_its_own_start_is_gone() -> None:
 
 
 @pytest.mark.parametrize("all_leave", [False, True])
-async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_leave: bool) -> None:
+async def test_busy_thresholds_survive_a_block_size_change(all_leave: bool) -> None:
     harness = bench_of_streams()
     await harness.start(card(1))
     harness.model.placer.set_busy_thresholds(
@@ -175,7 +175,7 @@ async def test_the_index_of_the_old_block_size_is_closed(all_leave: bool, watch_
     assert [call.arguments for call in closed] == [(old.ingest,)]
 
 
-async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kept(
+async def test_eviction_keeps_models_with_set_busy_thresholds(
     set_constants: SetConstants,
 ) -> None:
     def of(model: str, worker_id: int) -> WorkerCard:
@@ -197,7 +197,7 @@ async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kep
     assert known(harness) == ["third", "fourth"], "there was no other"
 
 
-async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes() -> None:
+async def test_running_requests_end_when_the_block_size_changes() -> None:
     """An answer goes on where it is; one that needs another worker, or waits for one, is refused at once."""
     plane = ScriptedTransport()
     config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=600.0)
@@ -221,7 +221,7 @@ async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes(
     assert harness.booked() == 0
 
 
-async def test_a_request_that_waits_for_its_domain_is_refused_when_the_block_size_changes() -> None:
+async def test_a_block_size_change_refuses_requests_waiting_for_a_domain() -> None:
     config = KvRouterConfig(router_domain_wait_s=600.0)
     harness = await router_harness(
         ScriptedTransport(), prefill_card(1), decode_card(2, zone="b"), config=config

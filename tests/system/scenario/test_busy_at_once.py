@@ -52,7 +52,7 @@ def held(harness: RouterHarness) -> int:
     return int(harness.model.ledger.columns().active_blocks.sum())
 
 
-async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported_to_be_idle() -> None:
+async def test_concurrent_requests_to_an_idle_worker_stop_at_its_threshold() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=HALF)
     harness.load(report(0))
@@ -70,7 +70,7 @@ async def test_eight_requests_at_once_are_not_all_sent_to_a_worker_that_reported
     assert len(plane.opened) == 4
 
 
-async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
+async def test_reported_load_and_later_bookings_count_together() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=HALF)
     harness.load(report(20))
@@ -87,7 +87,7 @@ async def test_somebody_elses_load_counts_with_what_was_booked_since() -> None:
     await asyncio.gather(asked[1], asked[-1])
 
 
-async def test_whoever_is_released_together_counts_each_other() -> None:
+async def test_waiting_requests_released_together_count_each_other() -> None:
     opened: asyncio.Queue[ScriptedStream] = asyncio.Queue()
     plane = ScriptedTransport(opened.put_nowait)
     harness = await router_harness(plane, card(1), config=QUEUE)
@@ -104,7 +104,7 @@ async def test_whoever_is_released_together_counts_each_other() -> None:
     assert most == 4 * BLOCKS
 
 
-async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
+async def test_busy_thresholds_set_later_count_running_requests() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=KvRouterConfig())
     harness.load(report(0))
@@ -125,7 +125,7 @@ async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
     assert await asyncio.gather(*asked) == [1] * 5
 
 
-async def test_what_other_routers_book_after_a_report_counts_with_it() -> None:
+async def test_other_routers_bookings_count_with_an_earlier_load_report() -> None:
     plane = MemorySyncTransport()
     a = ReplicaRouter("a", plane, workers=(1,))
     b = ReplicaRouter("b", plane, workers=(1,), config=HALF)
@@ -143,7 +143,7 @@ async def test_what_other_routers_book_after_a_report_counts_with_it() -> None:
         await router.sync.stop()
 
 
-async def test_engines_that_report_are_never_given_more_than_the_threshold_and_one_request() -> None:
+async def test_reporting_engines_exceed_the_threshold_by_at_most_one_request() -> None:
     """A hundred requests of 12 blocks on two engines of 64 blocks that report each step."""
     async with running_mock_fleet(
         uniform_fleet(engine="{total_kv_blocks: 64}"),

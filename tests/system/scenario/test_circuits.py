@@ -79,7 +79,7 @@ async def until_half_open(harness: RouterHarness, worker_id: int = 1) -> None:
     await until(lambda: state(harness, worker_id) is CircuitState.HALF_OPEN)
 
 
-async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
+async def test_three_failures_in_a_row_open_a_workers_circuit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane = ScriptedTransport(Script(1))
@@ -101,7 +101,7 @@ async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
     )
 
 
-async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:
+async def test_an_unreachable_workers_circuit_opens() -> None:
     plane = ScriptedTransport(Script())
     plane.unreachable = {address_of(1)}
     harness = await router_harness(plane, card(1), card(2), config=LONG)
@@ -109,7 +109,7 @@ async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:
     assert state(harness) is CircuitState.OPEN
 
 
-async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
+async def test_a_half_open_circuit_gets_one_request_and_closes_on_success() -> None:
     script = Script(1)
     plane = ScriptedTransport(script)
     harness = await router_harness(plane, card(1), card(2), config=BRIEF)
@@ -129,7 +129,7 @@ async def test_half_open_it_gets_one_request_whose_success_closes_it() -> None:
     assert sent_to(plane, 1) > before + 1
 
 
-async def test_half_open_it_gets_another_request_when_the_first_one_reported_nothing() -> None:
+async def test_a_half_open_circuit_retries_after_a_cancelled_request() -> None:
     script = Script(1)
     plane = ScriptedTransport(script)
     harness = await router_harness(plane, card(1), card(2), config=BRIEF)
@@ -146,7 +146,7 @@ async def test_half_open_it_gets_another_request_when_the_first_one_reported_not
     assert not harness.model.fleet.columns.circuit_open.any()
 
 
-async def test_the_last_one_left_is_tried_rather_than_refused() -> None:
+async def test_the_only_worker_is_tried_despite_its_open_circuit() -> None:
     script = Script(1)
     plane = ScriptedTransport(script)
     harness = await router_harness(plane, card(1), config=LONG)
@@ -159,7 +159,7 @@ async def test_the_last_one_left_is_tried_rather_than_refused() -> None:
     assert state(harness) is CircuitState.CLOSED, "it is well"
 
 
-async def test_one_that_is_busy_is_somebody_else() -> None:
+async def test_an_open_circuit_worker_is_tried_when_the_other_is_full() -> None:
     plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     await fail(harness, 3)
@@ -180,7 +180,7 @@ async def test_one_that_is_busy_is_somebody_else() -> None:
     ],
     ids=lambda step: type(step).__name__,
 )
-async def test_what_is_no_failure_of_the_worker_opens_nothing(step: Exception) -> None:
+async def test_errors_that_are_not_the_workers_open_no_circuit(step: Exception) -> None:
     class Refusing(ScriptedTransport):
         async def open(self, address: str, request: object) -> ScriptedStream:
             raise step
@@ -191,7 +191,7 @@ async def test_what_is_no_failure_of_the_worker_opens_nothing(step: Exception) -
     assert harness.model.fleet.columns.circuit_open.sum() == 0
 
 
-async def test_clients_that_leave_open_nothing() -> None:
+async def test_leaving_clients_open_no_circuit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=LONG)
     for number in range(10):
@@ -203,7 +203,7 @@ async def test_clients_that_leave_open_nothing() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
-async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
+async def test_a_hanging_engines_circuit_opens_after_missed_deadlines() -> None:
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedTransport(Script(1, does=lambda _stream: None))
     harness = await router_harness(plane, card(1), card(2), config=config)
@@ -219,7 +219,7 @@ async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
     assert sent_to(plane, 1) == before
 
 
-async def test_a_worker_that_is_slow_with_some_and_answers_others_is_none() -> None:
+async def test_a_worker_slow_for_some_requests_opens_no_circuit() -> None:
     config = KvRouterConfig(ttft_timeout_s=3.0, circuit_failures=2)
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=config)
@@ -233,7 +233,7 @@ async def test_a_worker_that_is_slow_with_some_and_answers_others_is_none() -> N
     assert state(harness) is CircuitState.CLOSED
 
 
-async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
+async def test_legs_breaking_together_count_as_one_failure() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     tasks = [asyncio.create_task(read_all(harness, request_id=f"r{number}")) for number in range(10)]
@@ -249,7 +249,7 @@ async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
-async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
+async def test_a_worker_already_known_dead_opens_no_circuit() -> None:
     config = KvRouterConfig(circuit_failures=1, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=config)
@@ -262,7 +262,7 @@ async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
     assert state(harness, 1) is state(harness, 2) is CircuitState.CLOSED
 
 
-async def test_a_new_start_of_a_worker_begins_again() -> None:
+async def test_a_new_incarnation_has_a_closed_circuit() -> None:
     plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
     await fail(harness, 3)
@@ -273,7 +273,7 @@ async def test_a_new_start_of_a_worker_begins_again() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
-async def test_the_pages_tell_of_circuits_and_of_pairs() -> None:
+async def test_fleet_and_metrics_show_circuits_and_broken_pairs() -> None:
     plane = ScriptedTransport(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
     harness = await router_harness(plane, *cards, config=LONG)
@@ -323,7 +323,7 @@ def pairs(plane: ScriptedTransport) -> list[tuple[int | None, str]]:
     return [(stream.request.prefill_worker_id, stream.address) for stream in legs]
 
 
-async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
+async def test_a_pair_that_lost_kv_is_avoided_while_other_pairs_exist(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane = ScriptedTransport(Link())
@@ -342,7 +342,7 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
     assert {row.refused for row in explained.rows} <= {None, "kv_lost"}
 
 
-async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None:
+async def test_a_broken_pair_is_retried_and_cleared_when_its_kv_arrives() -> None:
     link = Link()
     plane = ScriptedTransport(link)
     config = BRIEF
@@ -360,7 +360,7 @@ async def test_a_pair_is_tried_again_and_forgotten_when_its_kv_arrives() -> None
     assert not harness.model.fleet.broken_pairs
 
 
-async def test_the_only_pair_that_lost_kv_is_tried_when_its_time_has_come() -> None:
+async def test_the_only_broken_pair_is_retried_after_its_delay() -> None:
     """Until then its decode worker serves alone, and no request spends a try on the pair."""
     link = Link()
     plane = ScriptedTransport(link)
@@ -374,7 +374,7 @@ async def test_the_only_pair_that_lost_kv_is_tried_when_its_time_has_come() -> N
     assert pairs(plane)[-1] == (1, address_of(3))
 
 
-async def test_after_lost_kv_a_worker_that_is_passed_over_comes_last() -> None:
+async def test_after_lost_kv_an_open_circuit_prefill_worker_is_not_tried() -> None:
     """Rather the same pair once more than another prefill worker that fails every time."""
     link = Link()
     script = Script(2)
@@ -397,7 +397,7 @@ async def send_prefill_to(harness: RouterHarness, worker_id: int, number: int) -
         await anext(generation)
 
 
-async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
+async def test_a_broken_pair_is_cleared_by_a_new_decode_incarnation() -> None:
     plane = ScriptedTransport(Link())
     harness = await router_harness(plane, prefill_card(1), decode_card(3), config=LONG)
     await send(harness)
@@ -407,7 +407,7 @@ async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:
     assert harness.broken_pairs() == []
 
 
-async def test_decode_that_is_picked_again_may_keep_the_worker_that_is_tried() -> None:
+async def test_decode_picked_again_may_keep_its_half_open_worker() -> None:
     """After a synchronous prefill decode is decided afresh: the half-open worker is not in its own way."""
     script = Script(3)
     plane = ScriptedTransport(script)
@@ -421,7 +421,7 @@ async def test_decode_that_is_picked_again_may_keep_the_worker_that_is_tried() -
     assert sent_to(plane, 3) == 4
 
 
-async def test_an_answer_that_broke_off_is_a_failure_however_well_it_began() -> None:
+async def test_an_answer_broken_in_mid_stream_counts_as_a_failure() -> None:
     def breaks_off(stream: ScriptedStream) -> None:
         stream.tokens(1)
         stream.feed(StreamBroken("gone"))

@@ -17,7 +17,7 @@ PAIRS = [
 ]
 
 
-async def test_decode_goes_where_the_taint_is_and_prefill_anywhere() -> None:
+async def test_a_required_decode_taint_constrains_only_decode() -> None:
     async with running_frontend(*PAIRS, script=handoff_script) as frontend:
         for number in range(6):
             response = await frontend.chat(f"hello {number}", fields=WISH)
@@ -29,14 +29,14 @@ async def test_decode_goes_where_the_taint_is_and_prefill_anywhere() -> None:
         assert refused.status_code == 503, "required of both legs, and no prefill worker carries it"
 
 
-async def test_one_worker_that_serves_it_all_must_carry_it() -> None:
+async def test_an_aggregated_worker_must_carry_a_required_decode_taint() -> None:
     async with running_frontend(card(1), card(2, taints=(LARGE,)), script=handoff_script) as frontend:
         for number in range(6):
             response = await frontend.chat(f"hello {number}", fields=WISH)
             assert response.headers["x-kvrouter-decode-worker"] == "2"
 
 
-async def test_prefill_stays_in_the_domain_of_the_decode_workers_that_carry_it() -> None:
+async def test_prefill_stays_in_the_domain_of_tainted_decode_workers() -> None:
     """KV may not leave its zone: the prefill worker is picked that such a decode worker can follow."""
     cards = [
         card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
@@ -50,7 +50,7 @@ async def test_prefill_stays_in_the_domain_of_the_decode_workers_that_carry_it()
             assert (headers["x-kvrouter-prefill-worker"], headers["x-kvrouter-decode-worker"]) == ("2", "4")
 
 
-async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
+async def test_an_unsatisfiable_decode_taint_is_refused_by_its_field() -> None:
     async with running_frontend(*PAIRS, script=handoff_script) as frontend:
         field = "nvext.routing_constraints.required_decode_taints"
         pinned = {"nvext": {**WISH["nvext"], "worker_id": 2}}
@@ -67,7 +67,7 @@ async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
     assert required_taints(constraints, prefill=False) == {LARGE}
 
 
-async def test_a_refusal_counts_decode_ranks_without_it() -> None:
+async def test_an_explanation_names_decode_ranks_without_the_taint() -> None:
     async with running_frontend(*PAIRS[:2], script=handoff_script) as frontend:
         assert (await frontend.chat(fields=WISH)).status_code == 503
         explained = await frontend.http.post(

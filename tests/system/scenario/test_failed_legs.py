@@ -87,7 +87,7 @@ PAIRS = [prefill_card(1), decode_card(2), decode_card(3), decode_card(4)]
 
 @each_failure
 @pytest.mark.parametrize("cards", [AGGREGATED, AGGREGATED[:2], PAIRS], ids=["three", "two", "pairs"])
-async def test_a_call_that_every_engine_fails_sets_none_aside(
+async def test_a_call_that_every_engine_fails_opens_no_circuit(
     failure: EngineChunk | KvrouterError, cards: list[WorkerCard]
 ) -> None:
     plane = ScriptedTransport(Engines(failure))
@@ -101,7 +101,7 @@ async def test_a_call_that_every_engine_fails_sets_none_aside(
 
 
 @each_failure
-async def test_an_engine_that_fails_what_others_answer_is_set_aside_after_three_calls(
+async def test_an_engines_circuit_opens_after_failing_three_calls_others_answer(
     failure: EngineChunk | KvrouterError,
 ) -> None:
     plane = ScriptedTransport(Engines(failure, 1))
@@ -111,39 +111,39 @@ async def test_an_engine_that_fails_what_others_answer_is_set_aside_after_three_
     assert sent_to(plane, 1) == 3
 
 
-async def test_a_decode_engine_that_fails_what_others_answer_is_set_aside() -> None:
+async def test_a_decode_engines_circuit_opens_for_calls_others_answer() -> None:
     harness = await router_harness(ScriptedTransport(Engines(FAILURES[2], 2)), *PAIRS, config=LONG)
     await send(harness, 40)
     assert circuits_open(harness, 1, 2, 3, 4) == {2}
 
 
-async def test_two_engines_that_fail_what_a_third_answers_are_set_aside() -> None:
+async def test_circuits_of_two_engines_open_for_calls_a_third_answers() -> None:
     harness = await router_harness(ScriptedTransport(Engines(FAILURES[0], 1, 2)), *AGGREGATED, config=LONG)
     await send(harness, 60)
     assert circuits_open(harness, 1, 2, 3) == {1, 2}
 
 
-async def test_a_lone_engine_that_only_fails_is_seen_to() -> None:
+async def test_a_lone_engine_that_only_fails_opens_its_circuit() -> None:
     harness = await router_harness(ScriptedTransport(Engines(FAILURES[0], 1)), card(1), config=LONG)
     await poison(harness, 3)
     assert circuits_open(harness, 1) == {1}
 
 
-async def test_a_lone_engine_that_answers_others_is_not_set_aside_for_one_caller() -> None:
+async def test_a_lone_engine_that_answers_other_calls_keeps_a_closed_circuit() -> None:
     harness = await router_harness(ScriptedTransport(Engines(FAILURES[0])), card(1), config=LONG)
     await send(harness)
     await poison(harness, 12)
     assert circuits_open(harness, 1) == set()
 
 
-async def test_nor_is_one_that_a_caller_names() -> None:
+async def test_a_pinned_engine_that_answers_other_calls_keeps_a_closed_circuit() -> None:
     harness = await router_harness(ScriptedTransport(Engines(FAILURES[0])), card(1), card(2), config=LONG)
     await send(harness, 12)
     await poison(harness, 12, pinned=1)
     assert circuits_open(harness, 1, 2) == set()
 
 
-async def test_an_engine_that_cannot_be_reached_is_set_aside_whoever_else_cannot() -> None:
+async def test_circuits_of_unreachable_engines_open_even_if_all_are() -> None:
     """Its connection is refused: it had nothing of the call."""
     refused = WorkerUnreachable("the engine is not reached: nothing listens at its host and port")
     harness = await router_harness(ScriptedTransport(Engines(refused)), card(1), card(2), config=LONG)
@@ -151,7 +151,7 @@ async def test_an_engine_that_cannot_be_reached_is_set_aside_whoever_else_cannot
     assert circuits_open(harness, 1, 2) == {1, 2}
 
 
-async def test_what_failed_counts_from_when_it_failed_however_long_the_next_engine_takes() -> None:
+async def test_failures_count_from_their_own_time_once_another_engine_answers() -> None:
     """Whole answers come late: calls that were sent one after the other are so many failures all the same."""
     engines = Engines(FAILURES[0], 1)
     engines.holds = True
@@ -168,7 +168,7 @@ async def test_what_failed_counts_from_when_it_failed_however_long_the_next_engi
     assert circuits_open(harness, 1, 2) == {1}
 
 
-async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
+async def test_a_half_open_circuit_reopens_at_the_first_failure() -> None:
     engines = Engines(FAILURES[0], 1)
     plane = ScriptedTransport(engines)
     harness = await router_harness(plane, card(1), card(2), config=BRIEF)
@@ -187,7 +187,7 @@ async def test_one_that_is_tried_again_and_fails_is_set_aside_at_once() -> None:
 
 
 @pytest.mark.parametrize("retries_max", [0, 1, 2])
-async def test_a_call_that_kills_engines_gets_as_many_as_it_has_tries(retries_max: int) -> None:
+async def test_a_call_that_kills_engines_reaches_one_engine_per_try(retries_max: int) -> None:
     plane = ScriptedTransport(Engines(FAILURES[2]))
     config = KvRouterConfig(router_cost="blocks", retries_max=retries_max)
     harness = await router_harness(plane, *map(card, range(1, 7)), config=config)
@@ -211,7 +211,7 @@ class Pairs(Engines):
             super().__call__(stream)
 
 
-async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
+async def test_a_call_that_every_decode_engine_fails_breaks_no_pair() -> None:
     harness = await router_harness(
         ScriptedTransport(Pairs(FAILURES[0])), prefill_card(5), *PAIRS, config=LONG
     )
@@ -220,7 +220,7 @@ async def test_a_call_that_every_decode_engine_fails_parts_no_pair() -> None:
     assert circuits_open(harness, 1, 2, 3, 4, 5) == set()
 
 
-async def test_a_pair_whose_call_is_answered_without_its_kv_is_parted() -> None:
+async def test_a_pair_failing_a_call_that_others_answer_is_broken() -> None:
     engines = Pairs(FAILURES[0])
     engines.cut = address_of(2)
     harness = await router_harness(ScriptedTransport(engines), *PAIRS, config=LONG)

@@ -61,7 +61,7 @@ def conversations(*, turns: int, seed: int) -> list[TokenBuffer]:
     ],
     ids=["aggregated-dp2", "evicting-opaque", "bootstrap", "synchronous"],
 )
-async def test_after_traffic_the_index_is_what_the_engines_hold(fleet: FleetFile) -> None:
+async def test_the_index_equals_the_engines_caches_after_traffic(fleet: FleetFile) -> None:
     async with running_mock_fleet(fleet) as harness:
         prompts = conversations(turns=40, seed=1)
         for n in range(0, 40, 8):
@@ -80,7 +80,7 @@ async def test_after_traffic_the_index_is_what_the_engines_hold(fleet: FleetFile
 
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("engine", ["{}", "{engine_hashing: opaque, total_kv_blocks: 128}"])
-async def test_the_overlap_that_is_counted_on_is_what_the_engine_finds(dp_size: int, engine: str) -> None:
+async def test_the_predicted_overlap_equals_the_engines_cached_tokens(dp_size: int, engine: str) -> None:
     """On a quiet fleet a prediction is exact: whole blocks, less the block of which one token is computed."""
     async with running_mock_fleet(uniform_fleet(replicas=2, dp_size=dp_size, engine=engine)) as harness:
         for each in conversations(turns=30, seed=2):
@@ -97,7 +97,7 @@ async def test_the_overlap_that_is_counted_on_is_what_the_engine_finds(dp_size: 
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
-async def test_a_pairs_overlap_is_what_the_prefill_engine_finds(handoff: str) -> None:
+async def test_a_pairs_predicted_overlap_equals_the_prefill_engines(handoff: str) -> None:
     async with running_mock_fleet(zoned_fleet(handoff=handoff, prefill=2)) as harness:
         for each in conversations(turns=20, seed=3):
             await harness.until_index_is_true()
@@ -123,7 +123,7 @@ async def test_tenants_do_not_share_blocks() -> None:
         assert overlaps == [0, 0, 0, 6, 6]
 
 
-async def test_a_dead_workers_blocks_go_and_its_next_start_begins_empty() -> None:
+async def test_a_dead_workers_blocks_are_removed_and_a_restart_is_empty() -> None:
     async with running_mock_fleet(uniform_fleet(replicas=2)) as harness:
         for n in range(6):
             await harness.read(harness.request(prompt(first=n), worker_id=1 + n % 2))
@@ -149,7 +149,7 @@ async def test_a_dead_workers_blocks_go_and_its_next_start_begins_empty() -> Non
         assert harness.believed(rank)
 
 
-async def test_a_worker_that_restarts_in_mid_traffic_is_known_truly() -> None:
+async def test_a_worker_restarting_in_mid_traffic_is_indexed_correctly() -> None:
     async with running_mock_fleet(uniform_fleet(replicas=2)) as harness:
 
         async def restart(_: object) -> None:
@@ -165,7 +165,7 @@ async def test_a_worker_that_restarts_in_mid_traffic_is_known_truly() -> None:
         await harness.until_index_is_true()
 
 
-async def test_a_router_that_starts_late_learns_what_is_there() -> None:
+async def test_a_router_started_late_learns_the_cached_blocks() -> None:
     async with running_mock_fleet(zoned_fleet()) as first:
         for n in range(6):
             await first.read(first.request(prompt(first=n)))
@@ -179,7 +179,7 @@ async def test_a_router_that_starts_late_learns_what_is_there() -> None:
             second.service.stop()
 
 
-async def test_without_events_decisions_predict_the_caches() -> None:
+async def test_decisions_predict_the_caches_without_events() -> None:
     async with running_mock_fleet(uniform_fleet(replicas=3), KvRouterConfig(kv_events=False)) as harness:
         assert isinstance(harness.model.cache, PredictedCacheView)
         first, generation = await harness.read(harness.request())
@@ -218,7 +218,7 @@ async def test_a_prediction_covers_both_workers_of_a_pair() -> None:
         KvRouterConfig(router_mode=RouterMode.RANDOM, kv_events=False),
     ],
 )
-async def test_where_overlap_weighs_nothing_no_index_is_built(config: KvRouterConfig) -> None:
+async def test_no_index_is_built_if_overlap_has_no_weight(config: KvRouterConfig) -> None:
     async with running_mock_fleet(uniform_fleet(), config) as harness:
         assert isinstance(harness.model.cache, NoCacheView)
         for _ in range(4):
@@ -227,7 +227,7 @@ async def test_where_overlap_weighs_nothing_no_index_is_built(config: KvRouterCo
             assert generation.placement.decision.decode.overlap_blocks == 0
 
 
-async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> None:
+async def test_an_engine_ahead_of_its_events_gives_correct_answers() -> None:
     """Requests that overlap in time find less in the index than in the engine; the counters say how much."""
     async with running_mock_fleet(uniform_fleet(replicas=1)) as harness:
         requests = [harness.request(max_tokens=LONG_TOKENS) for _ in range(4)]
@@ -238,7 +238,7 @@ async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> 
         await until(lambda: harness.fleet.cluster.idle)
 
 
-async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
+async def test_an_index_that_engines_contradict_is_reported_and_relearned(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_constants(index_check, SPAN_S=0.0)
@@ -262,7 +262,7 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
 
 @pytest.mark.parametrize("is_card_published_again", [False, True])
 @pytest.mark.parametrize(("reported", "state"), [(9_000, FeedState.LIVE), (2_600, FeedState.OVER_LIMIT)])
-async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what_is_believed(
+async def test_a_load_report_with_more_blocks_than_the_card_raises_the_limit(
     reported: int, state: FeedState, is_card_published_again: bool
 ) -> None:
     """A worker may register before its engine knows how many blocks it has."""
@@ -288,7 +288,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     harness.service.stop()
 
 
-async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
+async def test_a_card_without_a_capacity_gives_its_ranks_equal_shares() -> None:
     harness = RouterHarness(ScriptedTransport(lambda _stream: None))
     known = structs.replace(
         worker_card(1, dp_size=16), publishes_kv_events=True, runtime_config=ModelRuntimeConfig()

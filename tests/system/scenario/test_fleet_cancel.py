@@ -51,7 +51,9 @@ async def leave_when(harness: MockFleetHarness, when: ChunkCondition, request: G
     ],
     ids=["prefill-sent", "prefill-done", "decode-sent", "first-token", "streaming", "last-chunk"],
 )
-async def test_a_client_of_a_pair_leaves(handoff: str, when: ChunkCondition, stage: str) -> None:
+async def test_a_client_leaving_a_pair_cancels_its_legs(
+    handoff: str, when: ChunkCondition, stage: str
+) -> None:
     async with running_mock_fleet(zoned_fleet(handoff=handoff)) as harness:
         await leave_when(harness, when, harness.request(max_tokens=LONG_TOKENS))
         await harness.until_quiet()
@@ -67,7 +69,7 @@ async def test_a_client_of_a_pair_leaves(handoff: str, when: ChunkCondition, sta
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
-async def test_a_client_leaves_while_kv_is_on_its_way(handoff: str) -> None:
+async def test_a_client_leaving_during_a_kv_transfer_leaves_nothing(handoff: str) -> None:
     async with running_mock_fleet(zoned_fleet(handoff=handoff, latency_s=SLOW_LINK_S)) as harness:
         reading = asyncio.create_task(harness.read(harness.request()))
         await until(lambda: any(what.transfers for what in harness.fleet.cluster.carried().values()))
@@ -83,13 +85,13 @@ async def test_a_client_leaves_while_kv_is_on_its_way(handoff: str) -> None:
 @pytest.mark.parametrize(
     "when", [accepted(Leg.AGGREGATED), streaming(Leg.AGGREGATED)], ids=["sent", "streaming"]
 )
-async def test_a_client_of_one_worker_leaves(when: ChunkCondition) -> None:
+async def test_a_client_leaving_one_worker_leaves_nothing_running(when: ChunkCondition) -> None:
     async with running_mock_fleet(uniform_fleet()) as harness:
         await leave_when(harness, when, harness.request(max_tokens=LONG_TOKENS))
         await harness.until_quiet()
 
 
-async def test_many_clients_leave_at_once_while_others_stay() -> None:
+async def test_clients_leaving_together_do_not_disturb_the_others() -> None:
     async with running_mock_fleet(zoned_fleet()) as harness:
         alone, _ = await harness.read(harness.request(prompt(first=5), max_tokens=LONG_TOKENS))
         leaving = [
@@ -108,7 +110,7 @@ async def test_many_clients_leave_at_once_while_others_stay() -> None:
         assert [tokens for tokens, _ in await asyncio.gather(*staying)] == [alone] * 4
 
 
-async def test_a_client_leaves_the_wait_for_its_domain() -> None:
+async def test_a_client_leaving_its_domain_wait_sends_nothing() -> None:
     async with running_mock_fleet(
         zoned_fleet(decode=1), KvRouterConfig(router_domain_wait_s=30.0)
     ) as harness:
@@ -124,7 +126,7 @@ async def test_a_client_leaves_the_wait_for_its_domain() -> None:
         assert harness.plane.opened == []
 
 
-async def test_a_router_that_shuts_down_cuts_what_runs_too_long() -> None:
+async def test_a_router_shutting_down_cuts_requests_over_its_limit() -> None:
     async with running_mock_fleet(zoned_fleet()) as harness:
         pause = harness.plane.hook = Pause(streaming(Leg.DECODE))
         reading = asyncio.create_task(harness.read(harness.request(max_tokens=LONG_TOKENS)))
@@ -139,7 +141,7 @@ async def test_a_router_that_shuts_down_cuts_what_runs_too_long() -> None:
 
 
 @pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
-async def test_a_request_id_is_free_again_when_its_client_has_left(handoff: str) -> None:
+async def test_a_request_id_is_reusable_after_its_client_left(handoff: str) -> None:
     """Nothing reads a leg that was cancelled; the plane must not keep it in mind for that."""
     async with running_mock_fleet(zoned_fleet(handoff=handoff, prefill=1, decode=1)) as harness:
         request = harness.request(max_tokens=LONG_TOKENS, prefill_worker_id=1)

@@ -30,7 +30,7 @@ async def bench_of(
 
 
 @pytest.mark.parametrize("mode", list(RouterMode))
-async def test_a_worker_that_does_not_answer_gets_no_new_requests_until_it_does(mode: RouterMode) -> None:
+async def test_an_unresponsive_worker_gets_no_requests_until_it_answers(mode: RouterMode) -> None:
     harness, plane = await bench_of(card(1), card(2), config=KvRouterConfig(router_mode=mode))
     plane.followers[address_of(1)](False)
     for number in range(6):
@@ -45,7 +45,7 @@ async def test_a_worker_that_does_not_answer_gets_no_new_requests_until_it_does(
     assert plane.legs()[-1][1] == address_of(1)
 
 
-async def test_a_worker_whose_lease_ran_out_is_kept_while_it_answers_and_goes_when_it_does_not() -> None:
+async def test_a_worker_with_a_lapsed_lease_is_kept_while_it_answers() -> None:
     harness, plane = await bench_of(card(1), card(2))
     harness.discovery.drop(1, why=Gone.EXPIRED)
     assert harness.service.liveness.has_lapsed(WorkerId(1))
@@ -57,14 +57,14 @@ async def test_a_worker_whose_lease_ran_out_is_kept_while_it_answers_and_goes_wh
     assert address_of(1) not in plane.followers
 
 
-async def test_a_worker_that_did_not_answer_goes_with_its_lease() -> None:
+async def test_an_unresponsive_worker_is_removed_when_its_lease_lapses() -> None:
     harness, plane = await bench_of(card(1), card(2))
     plane.followers[address_of(1)](False)
     harness.discovery.drop(1, why=Gone.EXPIRED)
     assert [each.worker_id for each in harness.model.fleet] == [2]
 
 
-async def test_a_lapsed_worker_that_is_announced_again_is_as_before() -> None:
+async def test_a_lapsed_worker_announced_again_is_a_normal_worker() -> None:
     harness, plane = await bench_of(card(1))
     harness.discovery.drop(1, why=Gone.EXPIRED)
     harness.discovery.put(card(1))
@@ -74,13 +74,13 @@ async def test_a_lapsed_worker_that_is_announced_again_is_as_before() -> None:
 
 
 @pytest.mark.parametrize("why", [Gone.WITHDRAWN, Gone.REPLACED])
-async def test_a_worker_that_says_goodbye_goes_though_it_answers(why: Gone) -> None:
+async def test_a_withdrawn_or_replaced_worker_is_removed_though_it_answers(why: Gone) -> None:
     harness, _ = await bench_of(card(1))
     harness.discovery.drop(1, why=why)
     assert list(harness.model.fleet) == []
 
 
-async def test_a_new_incarnation_is_followed_and_the_old_ones_life_is_nobodys_business() -> None:
+async def test_only_the_new_incarnations_liveness_counts() -> None:
     harness, plane = await bench_of(card(1))
     old = plane.followers[address_of(1)]
     harness.discovery.put(replace(card(1), incarnation=Epoch(2)))
@@ -90,7 +90,7 @@ async def test_a_new_incarnation_is_followed_and_the_old_ones_life_is_nobodys_bu
     assert not harness.model.fleet.is_alive(WorkerId(1))
 
 
-async def test_a_lost_discovery_is_reported_and_changes_nothing() -> None:
+async def test_a_lost_discovery_is_reported_and_requests_still_run() -> None:
     harness, _ = await bench_of(card(1))
     assert harness.discovery.on_store is not None
     harness.discovery.on_store(False, "the directory is gone")
@@ -107,7 +107,7 @@ async def test_a_lost_discovery_is_reported_and_changes_nothing() -> None:
     "config",
     [KvRouterConfig(), KvRouterConfig(kv_events=False), KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)],
 )
-async def test_every_worker_is_followed_for_its_load_and_left_when_it_goes(config: KvRouterConfig) -> None:
+async def test_load_events_of_each_worker_are_followed_until_it_leaves(config: KvRouterConfig) -> None:
     quiet = replace(card(2), publishes_kv_events=False)
     harness, plane = await bench_of(card(1), quiet, config=config)
     assert harness.events.followed == [1, 2]
@@ -138,7 +138,7 @@ def on(lane: EventTransport, worker_id: int) -> WorkerCard:
     return replace(card(worker_id), event_source=EventSource(lane))
 
 
-async def test_each_worker_of_a_mixed_fleet_is_heard_and_asked_on_its_own_lane() -> None:
+async def test_each_worker_is_followed_on_its_own_event_transport() -> None:
     lanes = Lanes()
     loads: list[LoadReport] = []
     end = lanes.both.subscribe(lambda _batch: None, loads.append)
@@ -158,7 +158,7 @@ async def test_each_worker_of_a_mixed_fleet_is_heard_and_asked_on_its_own_lane()
     assert len(loads) == 2
 
 
-async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
+async def test_events_of_a_worker_on_another_transport_are_ignored() -> None:
     lanes = Lanes()
     batches: list[KvBatch] = []
     loads: list[LoadReport] = []
@@ -175,7 +175,7 @@ async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
     assert (batches, loads, len(lanes.foreign)) == ([batch], [report], 1)
 
 
-async def test_a_worker_on_a_lane_that_is_not_heard_is_reported_of_and_used(
+async def test_a_worker_on_an_unheard_event_transport_is_logged_and_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))

@@ -58,7 +58,7 @@ async def answer_despite(harness: MockFleetHarness, when: ChunkCondition, legs: 
 
 
 @HANDOFFS
-async def test_a_prefill_worker_that_dies_before_its_answer_is_replaced(handoff: str) -> None:
+async def test_a_prefill_worker_dying_before_its_answer_is_replaced(handoff: str) -> None:
     fleet = zoned_fleet(handoff=handoff, prefill=2)
     legs = [Leg.PREFILL, Leg.DECODE, Leg.PREFILL, Leg.DECODE]
     if handoff == "synchronous":
@@ -78,7 +78,7 @@ async def test_a_prefill_worker_that_dies_before_its_answer_is_replaced(handoff:
     ],
     ids=["bootstrap", "synchronous-before-decode", "synchronous-after-decode"],
 )
-async def test_a_prefill_worker_that_dies_with_its_kv_under_way_is_replaced(
+async def test_a_prefill_worker_dying_during_its_transfer_is_replaced(
     handoff: str, when: ChunkCondition
 ) -> None:
     """The decode worker is the one that tells of it: its zone, which has no other, must not lose it."""
@@ -101,7 +101,7 @@ async def test_a_prefill_worker_that_dies_with_its_kv_under_way_is_replaced(
 
 
 @HANDOFFS
-async def test_a_decode_worker_that_dies_before_the_first_token_is_replaced(handoff: str) -> None:
+async def test_a_decode_worker_dying_before_the_first_token_is_replaced(handoff: str) -> None:
     fleet = zoned_fleet(handoff=handoff)
     legs = [Leg.PREFILL, Leg.DECODE] * 2
     if handoff == "bootstrap":
@@ -114,7 +114,7 @@ async def test_a_decode_worker_that_dies_before_the_first_token_is_replaced(hand
     assert tokens == await undisturbed(fleet)
 
 
-async def test_decode_is_picked_again_when_its_worker_dies_during_prefill() -> None:
+async def test_a_decode_worker_dying_during_prefill_is_replaced() -> None:
     """Nothing was sent to it: no try is spent, the new worker is booked, and KV still keeps to its zone."""
     async with running_mock_fleet(zoned_fleet(handoff="synchronous")) as harness:
 
@@ -144,7 +144,7 @@ async def test_decode_is_picked_again_when_its_worker_dies_during_prefill() -> N
 
 
 @HANDOFFS
-async def test_a_decode_worker_that_dies_in_mid_answer_is_replaced_token_for_token(handoff: str) -> None:
+async def test_a_decode_worker_dying_in_mid_answer_costs_no_token(handoff: str) -> None:
     fleet = zoned_fleet(handoff=handoff)
     async with running_mock_fleet(fleet) as harness:
         legs = [Leg.PREFILL, Leg.DECODE] * 2
@@ -160,7 +160,7 @@ async def test_a_decode_worker_that_dies_in_mid_answer_is_replaced_token_for_tok
 
 
 @HANDOFFS
-async def test_a_prefill_worker_that_dies_in_mid_answer_does_not_matter(handoff: str) -> None:
+async def test_a_prefill_worker_dying_in_mid_answer_changes_nothing(handoff: str) -> None:
     fleet = zoned_fleet(handoff=handoff)
     async with running_mock_fleet(fleet) as harness:
 
@@ -173,7 +173,7 @@ async def test_a_prefill_worker_that_dies_in_mid_answer_does_not_matter(handoff:
     assert tokens == await undisturbed(fleet)
 
 
-async def test_an_aggregated_answer_survives_two_deaths_and_no_third() -> None:
+async def test_an_aggregated_answer_survives_two_worker_deaths_not_three() -> None:
     fleet = uniform_fleet(replicas=4)
     expected = await undisturbed(fleet, max_tokens=4 * LONG_TOKENS)
 
@@ -229,7 +229,7 @@ async def test_an_answer_that_cannot_be_resumed_ends_with_one_error(sampling: Sa
 
 
 @pytest.mark.parametrize("when", [accepted(Leg.DECODE), streaming(Leg.DECODE)], ids=["early", "late"])
-async def test_when_nobody_is_left_there_is_one_clear_error(when: ChunkCondition) -> None:
+async def test_losing_all_decode_workers_gives_no_eligible_worker(when: ChunkCondition) -> None:
     async with running_mock_fleet(zoned_fleet()) as harness:
 
         async def kill_decode(_: SeenChunk) -> None:
@@ -241,14 +241,14 @@ async def test_when_nobody_is_left_there_is_one_clear_error(when: ChunkCondition
             await harness.read(harness.request(max_tokens=LONG_TOKENS))
 
 
-async def test_retries_can_be_forbidden() -> None:
+async def test_a_lost_worker_fails_the_request_without_retries() -> None:
     async with running_mock_fleet(zoned_fleet(), KvRouterConfig(retries_max=0)) as harness:
         harness.plane.hook = on_first(accepted(Leg.DECODE), harness.kill("a power cut"))
         with pytest.raises(WorkerFailed, match="a power cut"):
             await harness.read(harness.request())
 
 
-async def test_many_answers_survive_a_fleet_that_falls_apart() -> None:
+async def test_forty_answers_survive_the_death_of_half_the_workers() -> None:
     """Half of the workers die while forty answers are under way: each one is what it would have been."""
     fleet = zoned_fleet(prefill=2, decode=3)
     prompts = [prompt(tokens=60 + 7 * n, first=n) for n in range(40)]

@@ -80,7 +80,7 @@ async def test_required_waits_for_a_decode_worker_to_join(handoff: str) -> None:
         assert harness.telemetry.domain_waits.value("joined") == 1
 
 
-async def test_one_worker_that_joins_ends_the_wait_of_all() -> None:
+async def test_a_joining_decode_worker_ends_all_domain_waits() -> None:
     async with running_mock_fleet(zoned_fleet(), KvRouterConfig(router_domain_wait_s=60.0)) as harness:
         old = harness.fleet.workers[DECODE_A[0]]
         await empty_zone_a_of_decode(harness)
@@ -94,7 +94,7 @@ async def test_one_worker_that_joins_ends_the_wait_of_all() -> None:
 
 
 @HANDOFFS
-async def test_fallback_crosses_only_when_nothing_else_is_left(handoff: str) -> None:
+async def test_fallback_crosses_zones_only_without_a_local_decode_worker(handoff: str) -> None:
     async with running_mock_fleet(zoned_fleet(handoff=handoff, enforcement="fallback"), BLOCKS) as harness:
         for n in range(6):
             await harness.read(harness.request(prompt(first=n)))
@@ -115,7 +115,7 @@ async def test_fallback_crosses_only_when_nothing_else_is_left(handoff: str) -> 
 
 
 @HANDOFFS
-async def test_preferred_lets_cost_decide(handoff: str) -> None:
+async def test_preferred_stays_in_zone_when_idle_and_may_cross(handoff: str) -> None:
     async with running_mock_fleet(zoned_fleet(handoff=handoff, enforcement="preferred")) as harness:
         for n in range(8):
             await harness.read(harness.request(prompt(first=n)))
@@ -127,7 +127,7 @@ async def test_preferred_lets_cost_decide(handoff: str) -> None:
         assert harness.telemetry.fallbacks.value("zone") == 0, "a preference is not a rule that was broken"
 
 
-async def test_without_a_policy_kv_goes_anywhere() -> None:
+async def test_kv_crosses_zones_freely_without_a_policy() -> None:
     async with running_mock_fleet(zoned_fleet(enforcement=None), BLOCKS) as harness:
         for n in range(16):
             await harness.read(harness.request(prompt(first=n)))
@@ -154,7 +154,7 @@ async def test_the_routers_own_level_governs_workers_without_a_policy(mismatch: 
 
 @HANDOFFS
 @pytest.mark.parametrize("mode", list(RouterMode))
-async def test_no_mode_crosses_what_is_required(handoff: str, mode: RouterMode) -> None:
+async def test_no_routing_mode_crosses_a_required_domain(handoff: str, mode: RouterMode) -> None:
     config = KvRouterConfig(router_mode=mode, router_temperature=0.5)
     async with running_mock_fleet(zoned_fleet(handoff=handoff), config) as harness:
         requests = [harness.request(prompt(first=n % 7), max_tokens=40) for n in range(40)]
@@ -169,7 +169,7 @@ async def test_no_mode_crosses_what_is_required(handoff: str, mode: RouterMode) 
             assert set(Counter(harness.legs(Leg.DECODE)).values()) == {10}
 
 
-async def test_a_label_that_changes_moves_traffic() -> None:
+async def test_a_changed_zone_label_moves_traffic() -> None:
     async with running_mock_fleet(zoned_fleet()) as harness:
         await move(harness, DECODE_A[0], "b")
         for n in range(3):
@@ -186,7 +186,7 @@ async def test_a_label_that_changes_moves_traffic() -> None:
         assert harness.legs(Leg.DECODE)[-1] in DECODE_B
 
 
-async def test_a_label_that_changes_during_prefill_holds_for_decode() -> None:
+async def test_a_label_changed_during_prefill_applies_to_decode() -> None:
     """The domain was fixed with the prefill worker: a decode worker that moved away is not used."""
     async with running_mock_fleet(zoned_fleet(handoff="synchronous")) as harness:
 
@@ -203,7 +203,7 @@ async def test_a_label_that_changes_during_prefill_holds_for_decode() -> None:
         assert harness.zone_of(decode) == harness.zone_of(harness.legs(Leg.PREFILL)[0])
 
 
-async def test_a_request_names_its_zone_and_its_worker() -> None:
+async def test_a_request_may_require_its_zone_and_its_worker() -> None:
     async with running_mock_fleet(zoned_fleet()) as harness:
         zone_b = RoutingConstraints(required_taints=frozenset({Taint("dynamo.topology/zone=b")}))
         for n in range(4):
@@ -217,7 +217,7 @@ async def test_a_request_names_its_zone_and_its_worker() -> None:
             await harness.read(harness.request(worker_id=DECODE_A[1], constraints=zone_b))
 
 
-async def test_a_draining_worker_gets_nothing_new() -> None:
+async def test_a_draining_worker_gets_no_new_requests() -> None:
     async with running_mock_fleet(zoned_fleet(decode=1)) as harness:
         worker = harness.fleet.workers[WorkerId(2)]
         await worker.begin_drain()
@@ -227,7 +227,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
         assert set(harness.legs(Leg.PREFILL)) == {WorkerId(3)}
 
 
-async def test_every_dp_rank_of_a_worker_serves_and_can_be_asked_for() -> None:
+async def test_every_dp_rank_serves_and_can_be_pinned() -> None:
     async with running_mock_fleet(uniform_fleet(replicas=2, dp_size=2)) as harness:
         requests = [harness.request(prompt(first=n), max_tokens=100) for n in range(16)]
         answers = await asyncio.gather(*(harness.read(request) for request in requests))
@@ -241,7 +241,7 @@ async def test_every_dp_rank_of_a_worker_serves_and_can_be_asked_for() -> None:
 
 
 @HANDOFFS
-async def test_pairs_of_several_dp_ranks_meet(handoff: str) -> None:
+async def test_pairs_with_several_dp_ranks_hand_over_kv(handoff: str) -> None:
     engine = f"{{handoff: {handoff}, kv_wait_expiry_s: {PATIENT_S}}}"
     text = f"""
 version: 1
@@ -260,7 +260,7 @@ speedup: 1000
         await harness.until_index_is_true()
 
 
-async def test_models_do_not_mix() -> None:
+async def test_requests_stay_with_their_models_workers() -> None:
     text = """
 version: 1
 models: [{name: small, block_size: 16}, {name: large, block_size: 32}]
@@ -289,7 +289,7 @@ speedup: 1000
         assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 2}
 
 
-async def test_what_every_worker_would_refuse_is_the_clients_mistake() -> None:
+async def test_a_prompt_too_large_for_every_worker_is_an_invalid_request() -> None:
     async with running_mock_fleet(uniform_fleet(engine="{total_kv_blocks: 8}")) as harness:
         with pytest.raises(InvalidRequest, match="blocks"):
             await harness.read(harness.request(prompt(tokens=200)))

@@ -61,7 +61,7 @@ async def tokens_of(service: RouterService, request_id: str) -> int:
         return sum([len(chunk.token_ids) async for chunk in generation])
 
 
-async def test_a_worker_whose_place_stays_unknown_does_not_start(tmp_path: Path) -> None:
+async def test_a_worker_with_an_unknown_place_does_not_start(tmp_path: Path) -> None:
     kubelet_writes(tmp_path / "prefill", "a")
     with pytest.raises(TopologyUnavailable, match="zone") as failed:
         async with MockFleet(fleet_in(tmp_path)):
@@ -69,7 +69,7 @@ async def test_a_worker_whose_place_stays_unknown_does_not_start(tmp_path: Path)
     assert str(tmp_path / "decode") in failed.value.message
 
 
-async def test_a_label_that_changes_later_changes_where_requests_may_go(tmp_path: Path) -> None:
+async def test_a_later_label_change_changes_the_allowed_pairs(tmp_path: Path) -> None:
     kubelet_writes(tmp_path / "prefill", "a")
     kubelet_writes(tmp_path / "decode", "a")
     async with MockFleet(fleet_in(tmp_path)) as fleet:

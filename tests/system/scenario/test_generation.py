@@ -44,7 +44,7 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
     assert stream.cancelled_for is None
 
 
-async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> None:
+async def test_completion_tokens_reported_only_as_a_count_are_counted() -> None:
     last = EngineChunk(raw=b"data: [DONE]", finish=FinishReason.LENGTH, completion_tokens=9)
     plane = ScriptedTransport(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))
     harness = await router_harness(plane, card(1))
@@ -56,9 +56,7 @@ async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> N
 
 
 @pytest.mark.parametrize(("more_tokens", "prediction"), [(0, "too_few"), (1, "other_prompt")])
-async def test_an_engine_that_made_another_prompt_of_the_call_does_not_contradict_the_index(
-    more_tokens: int, prediction: str
-) -> None:
+async def test_predictions_are_judged_by_the_engines_prompt_length(more_tokens: int, prediction: str) -> None:
     prompt_tokens = len(generate_request().token_ids) + more_tokens
     reported = EngineChunk((1,), FinishReason.STOP, cached_tokens=32, prompt_tokens=prompt_tokens)
     harness = await router_harness(ScriptedTransport(lambda stream: stream.feed(reported)), card(1))
@@ -66,7 +64,7 @@ async def test_an_engine_that_made_another_prompt_of_the_call_does_not_contradic
     assert harness.telemetry.index_predictions.value("mock", "1", "0", prediction) == 1
 
 
-async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
+async def test_a_worker_dying_before_the_first_token_is_replaced() -> None:
     plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(card(1), card(2), card(3))
@@ -82,7 +80,7 @@ async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
     assert harness.telemetry.retries.value("mock", "aggregated") == 1
 
 
-async def test_an_unreachable_worker_costs_a_try_and_no_more() -> None:
+async def test_requests_succeed_despite_an_unreachable_worker() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), card(2))
     plane.unreachable = {address_of(1)}
@@ -91,7 +89,7 @@ async def test_an_unreachable_worker_costs_a_try_and_no_more() -> None:
     assert {address for _, address in plane.legs()} == {address_of(2)}
 
 
-async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
+async def test_a_stream_resumes_on_another_worker_without_losing_tokens() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2))
     reading = asyncio.create_task(read_all(harness, max_tokens=6))
@@ -109,7 +107,7 @@ async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
     assert harness.telemetry.completion_tokens.value("mock") == 6
 
 
-async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
+async def test_a_non_resumable_stream_ends_with_one_error() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2))
     sampling = Sampling(max_tokens=6, temperature=0.5, seed=3)
@@ -128,7 +126,7 @@ async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
     assert harness.booked() == 0
 
 
-async def test_three_workers_at_most_meet_one_request() -> None:
+async def test_a_request_is_tried_on_at_most_three_workers() -> None:
     plane = ScriptedTransport(ScriptedStream.die)
     harness = RouterHarness(plane)
     await harness.start(*(card(number) for number in range(1, 7)))
@@ -138,7 +136,7 @@ async def test_three_workers_at_most_meet_one_request() -> None:
     assert harness.booked() == 0
 
 
-async def test_when_nobody_is_left_the_refusal_counts_who_failed() -> None:
+async def test_a_refusal_after_a_failure_counts_the_failed_worker() -> None:
     plane = ScriptedTransport(ScriptedStream.die)
     harness = await router_harness(plane, card(1))
     with pytest.raises(NoEligibleWorker, match=r"worker 1 failed .* died\); after that") as refused:
@@ -161,7 +159,7 @@ async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> Non
     assert await draining == 0
 
 
-async def test_explaining_changes_nothing_and_tells_the_next_decision_where_nothing_is_drawn() -> None:
+async def test_explain_changes_nothing_and_predicts_the_next_decision() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = RouterHarness(plane, KvRouterConfig())
     await harness.start(*(card(number) for number in range(1, 6)))
@@ -175,7 +173,7 @@ async def test_explaining_changes_nothing_and_tells_the_next_decision_where_noth
         assert reported == [placement.decision.decode.rank] * 3
 
 
-async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
+async def test_full_workers_are_reported_as_busy() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2))
     plane.full = {address_of(1), address_of(2)}
@@ -183,14 +181,14 @@ async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
         await read_all(harness)
 
 
-async def test_a_worker_that_says_only_later_that_it_is_full_is_as_full() -> None:
+async def test_a_worker_full_after_accepting_is_reported_as_busy() -> None:
     plane = ScriptedTransport(lambda stream: stream.feed(WorkerFull("its queue is full")))
     harness = await router_harness(plane, card(1), card(2))
     with pytest.raises(AllWorkersBusy, match="queue is full"):
         await read_all(harness)
 
 
-async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
+async def test_a_leg_accepted_after_a_drain_cut_is_cancelled() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1))
     plane.accepts.clear()
@@ -203,7 +201,7 @@ async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
     assert (await plane.wait_for(Leg.AGGREGATED)).cancelled_for == "shutting_down"
 
 
-async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() -> None:
+async def test_only_retries_that_are_sent_are_counted() -> None:
     plane = ScriptedTransport(ScriptedStream.die)
     harness = await router_harness(plane, card(1), card(2))
     with pytest.raises(NoEligibleWorker):
@@ -211,7 +209,7 @@ async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() 
     assert harness.telemetry.retries.value("mock", "aggregated") == 1
 
 
-async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> None:
+async def test_an_unusable_new_incarnation_removes_the_old_one() -> None:
     harness = RouterHarness(ScriptedTransport())
     await harness.start(card(1), card(2))
     harness.discovery.put(structs.replace(card(1, incarnation=2), block_size=BLOCK_SIZE * 2))

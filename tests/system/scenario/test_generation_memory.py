@@ -13,7 +13,7 @@ async def read_one(harness: RouterHarness) -> None:
             pass
 
 
-async def test_an_answer_leaves_no_circle_behind() -> None:
+async def test_a_finished_answer_leaves_no_reference_cycle() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, 2, 3, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1))
     await read_one(harness)

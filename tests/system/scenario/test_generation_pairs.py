@@ -56,7 +56,7 @@ async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> No
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
+async def test_a_leaving_client_cancels_both_legs(bootstrap: bool) -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1, bootstrap=bootstrap), decode_card(2))
     async with harness.service.requests.generate(generate_request()) as generation:
@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
     assert harness.telemetry.cancellations.value("mock", "prefill") == 1
 
 
-async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() -> None:
+async def test_a_client_leaving_while_decode_is_sent_leaves_no_kv_waiting() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2))
     async with harness.service.requests.generate(generate_request()) as generation:
@@ -93,7 +93,7 @@ async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() 
     await until(lambda: decode.cancelled_for is not None)
 
 
-async def test_kv_that_a_decode_engine_finds_by_itself_needs_no_word() -> None:
+async def test_a_handoff_with_empty_transfer_params_is_decoded() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
@@ -106,7 +106,7 @@ async def test_kv_that_a_decode_engine_finds_by_itself_needs_no_word() -> None:
     assert harness.booked() == 0
 
 
-async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsewhere() -> None:
+async def test_a_failed_bootstrap_prefill_frees_decode_and_is_retried() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(
         plane,
@@ -136,7 +136,7 @@ async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() 
     assert harness.booked() == 0
 
 
-async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now() -> None:
+async def test_decode_moves_to_a_less_loaded_worker_after_prefill() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2), decode_card(3))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
@@ -159,7 +159,7 @@ async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now(
     assert harness.booked() == 0
 
 
-async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
+async def test_decode_keeps_its_booked_worker_if_nothing_changed() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), *(decode_card(number) for number in range(2, 6)))
     for number in range(8):
@@ -192,7 +192,7 @@ async def test_a_decode_worker_that_leaves_during_prefill_is_replaced_and_booked
     assert harness.booked() == 0
 
 
-async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() -> None:
+async def test_an_admitted_request_is_decoded_on_a_fleet_that_became_busy() -> None:
     plane = ScriptedTransport()
     harness = RouterHarness(plane, KvRouterConfig(active_decode_blocks_threshold=0.5))
     decode = decode_card(2)
@@ -205,7 +205,7 @@ async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() ->
     assert await reading == [1]
 
 
-async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_a_new_pair() -> None:
+async def test_a_prefilled_request_without_decode_workers_becomes_a_new_pair() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(
         plane,
@@ -229,7 +229,7 @@ async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_
     assert harness.booked() == 0
 
 
-async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the_last_token() -> None:
+async def test_prefill_cached_tokens_arriving_last_are_still_reported() -> None:
     """Two workers, two connections: the prefill leg said its last word first, and it may come last."""
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2))
@@ -248,7 +248,7 @@ async def test_what_prefill_had_cached_is_reported_although_it_arrives_after_the
     assert harness.booked() == 0
 
 
-async def test_an_answer_does_not_wait_for_ever_for_a_prefill_leg_that_says_nothing(
+async def test_an_answer_does_not_wait_forever_for_a_silent_prefill_leg(
     set_constants: SetConstants,
 ) -> None:
     set_constants(request_run, PREFILL_END_WAIT_S=0.01)

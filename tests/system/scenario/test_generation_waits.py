@@ -46,7 +46,7 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
     assert harness.telemetry.queue_wait.count("mock") == 0, "that is no time in the queue"
 
 
-async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
+async def test_admission_parks_busy_requests_until_load_falls() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=QUEUE)
     harness.load(BUSY)
@@ -61,7 +61,7 @@ async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
     assert await parked == [1]
 
 
-async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
+async def test_a_late_first_token_fails_the_request_without_a_retry() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
@@ -71,7 +71,7 @@ async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefi
     assert harness.booked() == 0
 
 
-async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
+async def test_a_stalled_stream_resumes_on_another_worker() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(stall_timeout_s=0.05))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
@@ -83,7 +83,7 @@ async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
     assert await reading == [1, 2]
 
 
-async def test_the_whole_request_has_a_deadline() -> None:
+async def test_a_request_over_its_total_time_limit_fails() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1))
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded):
@@ -91,7 +91,7 @@ async def test_the_whole_request_has_a_deadline() -> None:
     assert harness.booked() == 0
 
 
-async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
+async def test_every_leg_carries_the_remaining_request_time() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=500.0))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
@@ -108,7 +108,7 @@ async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
     assert 0.0 < after_s <= before_s - 0.02 < 500.0
 
 
-async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
+async def test_queued_requests_keep_their_place_and_are_served_in_order() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
     harness.load(BUSY)
@@ -137,7 +137,7 @@ async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> N
     assert len(harness.model.placer.waiting) == 0
 
 
-async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
+async def test_a_stream_may_resume_after_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=1.0))
     reading = asyncio.create_task(read_all(harness, max_tokens=2))
@@ -149,7 +149,7 @@ async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_
     assert await reading == [1, 2]
 
 
-async def test_waiting_never_outlasts_the_request() -> None:
+async def test_queue_wait_ends_at_the_requests_deadline() -> None:
     config = QUEUE.model_copy(update={"request_timeout_s": 0.05})
     harness = await router_harness(ScriptedTransport(), card(1), config=config)
     harness.load(BUSY)
@@ -167,7 +167,7 @@ async def test_a_model_may_come_back_with_another_block_size() -> None:
     assert await read_all(harness) == [1]
 
 
-async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_reported(
+async def test_an_internal_error_in_a_prefill_leg_fails_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def script(stream: ScriptedStream) -> None:
@@ -182,7 +182,7 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_report
     assert "internal_error" in caplog.text
 
 
-async def test_without_tracked_blocks_loads_are_reported_as_if_all_were_new() -> None:
+async def test_no_active_blocks_are_known_without_block_tracking() -> None:
     harness = await router_harness(
         ScriptedTransport(), card(1), config=KvRouterConfig(track_active_blocks=False)
     )
@@ -190,7 +190,7 @@ async def test_without_tracked_blocks_loads_are_reported_as_if_all_were_new() ->
     assert harness.model.view(harness.model.hash_prompt(request.token_ids)).not_active is None
 
 
-async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
+async def test_a_deadline_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedTransport()
     plane.accepts = asyncio.Event()
     harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
@@ -205,7 +205,7 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     assert harness.booked() == 0
 
 
-async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_worker() -> None:
+async def test_kv_lost_by_a_dead_prefill_worker_is_prefilled_by_another() -> None:
     """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
     plane = ScriptedTransport()
     harness = await router_harness(plane, PREFILL, prefill_card(3), DECODE)
@@ -230,7 +230,7 @@ def asked_at_once() -> GenerateRequest:
     )
 
 
-async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_may() -> None:
+async def test_a_whole_answer_may_exceed_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
     async with harness.service.requests.generate(asked_at_once()) as generation:
@@ -241,7 +241,7 @@ async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_m
         assert (await reading).raw == b"{}"
 
 
-async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_request_may_take() -> None:
+async def test_a_hanging_whole_answer_ends_at_the_request_deadline() -> None:
     plane = ScriptedTransport()
     config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
     harness = await router_harness(plane, card(1), config=config)
@@ -253,7 +253,7 @@ async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_req
     assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
 
 
-async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
+async def test_a_whole_answers_prefill_leg_has_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
     harness = await router_harness(plane, PREFILL, DECODE, config=config)
@@ -266,7 +266,7 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
     assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
 
 
-async def test_its_answer_may_take_longer_once_it_is_prefilled() -> None:
+async def test_a_prefilled_whole_answer_may_exceed_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
     async with harness.service.requests.generate(asked_at_once()) as generation:

@@ -6,9 +6,7 @@ from tests.testing.golden_replays import FOLDER, REPLAYS, ROOT, figures_of
 
 
 @pytest.mark.parametrize("name", REPLAYS)
-def test_a_replay_comes_to_the_figures_that_are_written_down(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_reproduces_its_recorded_figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert figures_of(name) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 

@@ -96,7 +96,7 @@ def needs(taint: str) -> dict[str, object]:
     return {"nvext": {"routing_constraints": {"required_taints": [taint]}}}
 
 
-async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
+async def test_http_answers_of_a_fleet_of_pairs_are_unchanged(set_constants: SetConstants) -> None:
     set_constants(model_router, WATCHED_S=3600.0, TABLE_PAUSE_S=3600.0)
     async with running_frontend(
         *two_zones(),
@@ -138,7 +138,7 @@ async def test_a_fleet_of_pairs(set_constants: SetConstants) -> None:
     check("pairs", answers)
 
 
-async def test_cordons_and_thresholds() -> None:
+async def test_http_answers_on_cordons_and_thresholds_are_unchanged() -> None:
     async with running_frontend(card(1, zone="a"), card(2, zone="b"), script=text_answer("ok")) as frontend:
         g = GoldenAnswers(frontend.address)
         zone = {"level": "zone", "name": "a", "reason": "rack 4", "by": "ann"}
@@ -205,7 +205,7 @@ TIMED = (
 )
 
 
-async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
+async def test_http_answers_of_a_fleet_by_cost_of_time_are_unchanged(tmp_path: Path) -> None:
     folder = RecordingFolder(
         tmp_path, recording="0000000a", file_bytes=1 << 20, total_bytes=1 << 24, started_s=0.0
     )
@@ -262,7 +262,7 @@ async def test_a_fleet_by_the_cost_of_time(tmp_path: Path) -> None:
     check("cost-of-time", answers)
 
 
-async def test_calls_that_go_to_an_engine_as_they_are(tmp_path: Path) -> None:
+async def test_http_answers_of_passed_through_calls_are_unchanged(tmp_path: Path) -> None:
     folder = copytree(MOCK_FOLDER, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].nowhere.at_all }}")
     call = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
@@ -280,7 +280,7 @@ async def test_calls_that_go_to_an_engine_as_they_are(tmp_path: Path) -> None:
     check("passed", answers)
 
 
-async def test_pages_and_their_edges() -> None:
+async def test_http_answers_of_pages_and_edge_cases_are_unchanged() -> None:
     async with running_frontend(*two_zones(), script=handoff_script) as frontend:
         g = GoldenAnswers(frontend.address)
         pages = ("/health", "/ready", "/accepting", "/ping", "/load", "/version", "/v1/models")
@@ -367,7 +367,7 @@ async def test_pages_and_their_edges() -> None:
     check("pages", answers)
 
 
-async def test_a_router_without_workers_and_one_that_drains() -> None:
+async def test_http_answers_without_workers_and_while_draining_are_unchanged() -> None:
     async with running_frontend(settle_s=0.0) as frontend:
         g = GoldenAnswers(frontend.address)
         paths = ("/health", "/ready", "/accepting", "/ping", "/load", "/version", "/v1/models", "/v1/fleet")
@@ -381,14 +381,14 @@ async def test_a_router_without_workers_and_one_that_drains() -> None:
     check("no-workers", answers)
 
 
-async def test_a_mistake_of_ours(make_fail: MakeFail) -> None:
+async def test_http_answer_of_an_internal_error_is_unchanged(make_fail: MakeFail) -> None:
     async with running_frontend(card(1)) as frontend:
         make_fail(frontend.harness.model, "explain", RuntimeError("hello"))
         answers = [await GoldenAnswers(frontend.address).ask("POST", "/v1/route/explain", CHAT)]
     check("mistake", answers)
 
 
-async def test_who_may_ask() -> None:
+async def test_http_answers_on_access_rights_are_unchanged() -> None:
     token = FrontendSettings(admin_token=SecretStr("s3cret"), cors_origins="https://console.example")
     closed = FrontendSettings(admin_routes=AdminAccess.CLOSED)
     answers = []
@@ -418,7 +418,7 @@ async def test_who_may_ask() -> None:
     check("access", answers)
 
 
-async def test_a_standalone_router() -> None:
+async def test_http_answers_of_a_standalone_router_are_unchanged() -> None:
     blocks = KvRouterConfig(router_cost="blocks")
     async with (
         open_router(*pair(), config=blocks) as router,
@@ -466,7 +466,7 @@ async def test_a_standalone_router() -> None:
     check("standalone", answers)
 
 
-async def test_probes_of_a_worker() -> None:
+async def test_http_answers_of_worker_probes_are_unchanged() -> None:
     answers = []
     port = free_ports(1)
     healths = list(WorkerHealth)

@@ -13,7 +13,7 @@ MESSAGES = 8 * UNACKED_MAX
 
 
 @pytest.mark.parametrize("durable", [None, "a-router"])
-async def test_no_more_messages_wait_than_are_acknowledged_at_once(
+async def test_waiting_messages_are_limited_by_the_unacknowledged_maximum(
     shared_nats: NatsServer, durable: str | None
 ) -> None:
     client = await nats.connect(shared_nats.url)

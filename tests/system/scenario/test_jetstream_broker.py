@@ -17,7 +17,7 @@ async def fleet(own_nats: NatsServer) -> AsyncIterator[Fleet]:
         yield opened
 
 
-async def test_a_broker_that_is_killed_and_comes_back_forgets_nothing(
+async def test_no_event_is_lost_when_the_broker_is_killed_and_restarted(
     fleet: Fleet, own_nats: NatsServer
 ) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
@@ -33,7 +33,7 @@ async def test_a_broker_that_is_killed_and_comes_back_forgets_nothing(
     await fleet.knows("late", worker, refused=True)
 
 
-async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_full(
+async def test_batches_over_the_full_queue_are_dropped_while_nats_is_down(
     fleet: Fleet, own_nats: NatsServer
 ) -> None:
     worker, (replica,) = await fleet.known("only", serves=5)
@@ -49,7 +49,7 @@ async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_fu
     assert replica.asking.asked > 0
 
 
-async def test_a_stream_that_is_gone_is_made_again(fleet: Fleet) -> None:
+async def test_a_deleted_stream_is_created_again(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5)
     assert await replica.snapshots.check() == 1
     await fleet.client.jetstream().delete_stream(ComponentNames(fleet.namespace, "backend").stream)
@@ -62,7 +62,7 @@ async def test_a_stream_that_is_gone_is_made_again(fleet: Fleet) -> None:
     await fleet.knows("late", worker)
 
 
-async def test_a_consumer_that_is_gone_is_made_again(fleet: Fleet) -> None:
+async def test_a_deleted_consumer_is_created_again(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     stream = ComponentNames(fleet.namespace, "backend").stream
     await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
@@ -71,7 +71,7 @@ async def test_a_consumer_that_is_gone_is_made_again(fleet: Fleet) -> None:
     assert replica.notes.disturbances
 
 
-async def test_a_stream_that_lost_its_end_is_heard_from_its_beginning(fleet: Fleet) -> None:
+async def test_a_stream_behind_the_known_position_is_read_from_its_start(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     replica.subscriber._subscribers[
         "backend"
@@ -82,7 +82,7 @@ async def test_a_stream_that_lost_its_end_is_heard_from_its_beginning(fleet: Fle
     await replica.until_right(worker)
 
 
-async def test_a_broker_that_hangs_for_a_while_forgets_nothing(fleet: Fleet, own_nats: NatsServer) -> None:
+async def test_no_event_is_lost_when_the_broker_hangs_for_a_while(fleet: Fleet, own_nats: NatsServer) -> None:
     worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     own_nats.pause()
     worker.serve(5)

@@ -121,7 +121,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_in_the_end_every_router_knows_what_the_engines_hold(
+async def test_indexes_converge_to_the_caches_after_random_faults(
     fleet: Fleet, own_nats: NatsServer, seed: int
 ) -> None:
     walk = Walk(fleet, own_nats, seed)

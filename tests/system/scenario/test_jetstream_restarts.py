@@ -16,7 +16,7 @@ async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
         yield opened
 
 
-async def test_a_router_that_starts_late_knows_all_from_the_stream_alone(fleet: Fleet) -> None:
+async def test_a_late_router_learns_everything_from_the_stream(fleet: Fleet) -> None:
     workers = [fleet.worker(1), fleet.worker(2, component="prefill")]
     for worker in workers:
         worker.serve(20)
@@ -28,7 +28,7 @@ async def test_a_router_that_starts_late_knows_all_from_the_stream_alone(fleet: 
     assert replica.asking.asked == 0
 
 
-async def test_a_router_that_starts_late_knows_all_from_a_snapshot_and_what_followed(fleet: Fleet) -> None:
+async def test_a_late_router_learns_all_from_snapshot_and_later_events(fleet: Fleet) -> None:
     workers = [fleet.worker(1), fleet.worker(2, component="prefill")]
     first = await fleet.replica("first")
     first.join(*workers)
@@ -46,7 +46,7 @@ async def test_a_router_that_starts_late_knows_all_from_a_snapshot_and_what_foll
     await fleet.knows_from_nats("late", *workers)
 
 
-async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_applied_twice(
+async def test_events_during_a_routers_start_leave_no_gap(
     fleet: Fleet,
 ) -> None:
     worker = fleet.worker(1)
@@ -63,7 +63,7 @@ async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_appli
     assert late.telemetry.feed_events.value("m", "gaps") == 0
 
 
-async def test_a_worker_that_started_again_is_not_taken_for_the_one_in_the_snapshot(fleet: Fleet) -> None:
+async def test_a_restarted_worker_is_not_mistaken_for_its_snapshot(fleet: Fleet) -> None:
     worker, (first,) = await fleet.known("first", serves=10)
     assert await first.snapshots.check() == 1
     worker.serve(2)  # what is left of the old start in the stream
@@ -81,7 +81,7 @@ async def test_a_worker_that_started_again_is_not_taken_for_the_one_in_the_snaps
     assert late.asking.asked == 0
 
 
-async def test_a_history_whose_beginning_is_gone_is_not_taken_for_whole(fleet: Fleet) -> None:
+async def test_a_rank_with_a_purged_history_asks_its_worker(fleet: Fleet) -> None:
     worker = fleet.worker(1)
     for _ in range(5):
         worker.serve(1)
@@ -99,7 +99,7 @@ async def test_a_history_whose_beginning_is_gone_is_not_taken_for_whole(fleet: F
     assert late.asking.asked == 1
 
 
-async def test_a_rank_that_can_not_be_trusted_asks_its_worker(fleet: Fleet) -> None:
+async def test_a_rank_with_missed_batches_asks_its_worker(fleet: Fleet) -> None:
     worker, (replica,) = await fleet.known("only", serves=5)
     asked = replica.asking.asked
     silent = fleet.publisher("backend")

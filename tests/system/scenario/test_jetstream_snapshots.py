@@ -64,7 +64,7 @@ def dies_before(replica: Replica, step: str) -> None:
         setattr(owner, name, fatal(getattr(owner, name)))
 
 
-async def test_of_two_replicas_one_takes_the_snapshot_and_both_stay_right(fleet: Fleet) -> None:
+async def test_only_one_of_two_replicas_takes_the_snapshot_and_both_stay_right(fleet: Fleet) -> None:
     worker, replicas = await fleet.known("a", "b", serves=10)
     before = await messages(replicas[0])
     assert sum(await asyncio.gather(*(replica.snapshots.check() for replica in replicas))) == 1
@@ -81,7 +81,7 @@ async def test_of_two_replicas_one_takes_the_snapshot_and_both_stay_right(fleet:
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_a_replica_that_dies_at_any_step_leaves_a_valid_snapshot(fleet: Fleet, step: str) -> None:
+async def test_a_replica_dying_at_any_snapshot_step_leaves_a_valid_one(fleet: Fleet, step: str) -> None:
     worker, (dying, staying) = await fleet.known("dying", "staying", serves=6)
     assert await dying.snapshots.check() == 1
     worker.serve(3)
@@ -100,7 +100,7 @@ async def test_a_replica_that_dies_at_any_step_leaves_a_valid_snapshot(fleet: Fl
     await fleet.knows_from_nats("later", worker)
 
 
-async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None:
+async def test_a_replica_whose_snapshot_claim_lapsed_does_not_commit(fleet: Fleet) -> None:
     worker, (slow, quick) = await fleet.known("slow", "quick", serves=6)
     taking = await slow.subscriber.take("backend")
     assert taking is not None
@@ -119,7 +119,7 @@ async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None
     await fleet.knows("late", worker, refused=True)
 
 
-async def test_a_snapshot_that_is_replaced_while_a_replica_starts_from_it_is_loaded_again(
+async def test_a_snapshot_replaced_during_a_replicas_start_is_reloaded(
     fleet: Fleet,
 ) -> None:
     first, second = fleet.worker(1), fleet.worker(2)
@@ -172,7 +172,7 @@ async def test_a_lagging_replica_whose_events_were_purged_asks_the_worker(fleet:
     assert lagging.asking.asked > 0
 
 
-async def test_a_rank_that_is_not_live_is_not_in_the_snapshot_and_asks_its_worker(fleet: Fleet) -> None:
+async def test_ranks_missing_from_the_snapshot_are_asked_from_their_worker(fleet: Fleet) -> None:
     known, other = fleet.worker(1), fleet.worker(2)
     taker = await fleet.replica("taker")
     taker.join(known)

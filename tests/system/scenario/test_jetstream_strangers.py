@@ -43,7 +43,7 @@ async def write_garbage(fleet: Fleet, worker: Worker) -> None:
         await fleet.client.jetstream().publish(names_of(fleet).events(rank), payload)
 
 
-async def test_what_is_no_batch_is_reported_and_let_go_live_and_in_a_replay(fleet: Fleet) -> None:
+async def test_invalid_batches_are_reported_and_skipped_live_and_in_replay(fleet: Fleet) -> None:
     worker, (live,) = await fleet.known("live", serves=3, refused=True)
     await write_garbage(fleet, worker)
     worker.serve(3)
@@ -54,7 +54,7 @@ async def test_what_is_no_batch_is_reported_and_let_go_live_and_in_a_replay(flee
     assert len(late.notes.refusals) >= len(GARBAGE)
 
 
-async def test_a_followed_worker_counts_in_the_stream_of_its_own_component_alone(
+async def test_a_workers_events_count_only_in_its_own_components_stream(
     shared_nats: NatsServer,
 ) -> None:
     async with jetstream_transport(shared_nats.url, f"other-{uuid4().hex}") as transport:
@@ -86,7 +86,7 @@ async def test_a_followed_worker_counts_in_the_stream_of_its_own_component_alone
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[]", b'{"snapshot": 5}'])
-async def test_a_key_that_is_none_costs_a_question_and_no_router(fleet: Fleet, body: bytes) -> None:
+async def test_an_invalid_snapshot_key_does_not_stop_routers(fleet: Fleet, body: bytes) -> None:
     worker, (first,) = await fleet.known("first", serves=5)
     keys = await fleet.client.jetstream().key_value(names_of(fleet).bucket)
     await keys.put("latest", body)
@@ -97,7 +97,7 @@ async def test_a_key_that_is_none_costs_a_question_and_no_router(fleet: Fleet, b
     await late.until_right(worker)
 
 
-async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fleet: Fleet) -> None:
+async def test_an_overwritten_snapshot_part_makes_routers_ask_workers(fleet: Fleet) -> None:
     worker, (first,) = await fleet.known("first", serves=10)
     await until(lambda: first.is_right(worker))
     assert await first.snapshots.check() == 1
@@ -114,7 +114,7 @@ async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fle
     assert late.asking.asked > 0
 
 
-async def test_an_object_that_never_ends_costs_a_question_and_no_memory(
+async def test_a_too_large_snapshot_object_makes_routers_ask_workers(
     fleet: Fleet, set_constants: SetConstants
 ) -> None:
     worker, (first,) = await fleet.known("first", serves=10)
@@ -129,7 +129,7 @@ async def test_an_object_that_never_ends_costs_a_question_and_no_memory(
 
 
 @pytest.mark.parametrize("change", [{"digest": None}, {"digest": "SHA-256=x"}, {"nuid": None}, None], ids=str)
-async def test_what_is_written_about_an_object_costs_a_question_and_no_router(
+async def test_invalid_snapshot_metadata_makes_routers_ask_workers(
     fleet: Fleet, change: dict[str, str | None] | None
 ) -> None:
     worker, (first,) = await fleet.known("first", serves=10)

@@ -17,7 +17,7 @@ async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
         yield opened
 
 
-async def test_a_stranger_in_the_stream_adds_and_removes_no_block(fleet: Fleet) -> None:
+async def test_batches_with_a_wrong_token_change_no_block(fleet: Fleet) -> None:
     worker, (live,) = await fleet.known("live", serves=3, refused=True)
     async with fleet_on(fleet.url, namespace=fleet.namespace, token="guess") as strangers:
         forger = strangers.worker(1)  # with the id and the epoch of the other, and the ids of its events
@@ -32,7 +32,7 @@ async def test_a_stranger_in_the_stream_adds_and_removes_no_block(fleet: Fleet) 
         assert late.state(worker.card.ranks()[0]) is FeedState.LIVE
 
 
-async def test_what_was_said_on_one_subject_is_not_said_on_another(fleet: Fleet) -> None:
+async def test_a_batch_copied_to_another_subject_is_refused(fleet: Fleet) -> None:
     worker, (live,) = await fleet.known("live", serves=3, refused=True)
     names = ComponentNames(fleet.namespace, "backend")
     jetstream = fleet.client.jetstream()
@@ -44,7 +44,7 @@ async def test_what_was_said_on_one_subject_is_not_said_on_another(fleet: Fleet)
     await live.until_right(worker)
 
 
-async def test_a_fleet_with_a_new_token_begins_again_in_an_old_store(fleet: Fleet) -> None:
+async def test_a_fleet_with_a_new_token_starts_afresh_in_an_old_store(fleet: Fleet) -> None:
     """Snapshot and stream of yesterday open for nobody: workers are asked, and the next snapshot is valid."""
     worker, (first,) = await fleet.known("first", serves=9)
     assert await first.snapshots.check() == 1
@@ -65,7 +65,7 @@ async def test_a_fleet_with_a_new_token_begins_again_in_an_old_store(fleet: Flee
         await today.knows_from_nats("third", again)
 
 
-async def test_a_new_token_and_a_worker_that_does_not_answer_hang_nobody(fleet: Fleet) -> None:
+async def test_a_new_token_with_an_unresponsive_worker_blocks_no_router(fleet: Fleet) -> None:
     worker, (first,) = await fleet.known("first", serves=5)
     await fleet.published()
     worker.die()
@@ -86,7 +86,7 @@ async def test_a_new_token_and_a_worker_that_does_not_answer_hang_nobody(fleet: 
 
 
 @pytest.mark.parametrize("part", ["latest", "ranks", "part"])
-async def test_a_snapshot_that_a_stranger_wrote_loads_nowhere(fleet: Fleet, part: str) -> None:
+async def test_a_snapshot_written_by_another_fleet_is_not_loaded(fleet: Fleet, part: str) -> None:
     """He writes over the key, the list or the parts what another fleet of his own stored, as it is."""
     worker, (first,) = await fleet.known("first", serves=9)
     assert await first.snapshots.check() == 1

@@ -51,7 +51,7 @@ def losing(times: int) -> ScriptedTransport:
 
 
 @HANDOFFS
-async def test_another_prefill_worker_serves_the_same_decode_worker(
+async def test_lost_kv_is_prefilled_again_by_another_worker(
     bootstrap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plane = losing(1)
@@ -72,7 +72,7 @@ async def test_another_prefill_worker_serves_the_same_decode_worker(
 
 
 @HANDOFFS
-async def test_a_lone_prefill_worker_is_asked_once_more_and_then_the_decode_worker_alone(
+async def test_a_lone_prefill_worker_is_retried_once_then_decode_runs_alone(
     bootstrap: bool,
 ) -> None:
     plane = losing(2)
@@ -87,7 +87,7 @@ async def test_a_lone_prefill_worker_is_asked_once_more_and_then_the_decode_work
     assert harness.booked() == 0
 
 
-async def test_the_last_try_is_one_that_needs_no_kv() -> None:
+async def test_the_last_try_needs_no_kv_transfer() -> None:
     plane = losing(9)
     harness = RouterHarness(plane, KvRouterConfig(retries_max=1))
     await harness.start(prefill(1), DECODE)
@@ -95,7 +95,7 @@ async def test_the_last_try_is_one_that_needs_no_kv() -> None:
     assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED]
 
 
-async def test_two_prefill_workers_that_cannot_be_reached_are_asked_once_each() -> None:
+async def test_two_prefill_workers_losing_kv_are_asked_once_each() -> None:
     plane = losing(9)
     harness = RouterHarness(plane)
     await harness.start(prefill(1), prefill(3), DECODE)
@@ -105,7 +105,7 @@ async def test_two_prefill_workers_that_cannot_be_reached_are_asked_once_each() 
     assert plane.legs()[-1] == (Leg.AGGREGATED, address_of(2))
 
 
-async def test_a_prefill_worker_that_a_client_insists_on_is_asked_until_the_tries_are_used_up() -> None:
+async def test_a_pinned_prefill_worker_is_asked_until_the_tries_end() -> None:
     plane = losing(9)
     harness = RouterHarness(plane)
     await harness.start(prefill(1), prefill(3), DECODE)
@@ -149,7 +149,7 @@ async def ask_in_zone_a(harness: RouterHarness, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("retries_max", [1, 2])
-async def test_where_every_pair_lost_kv_requests_begin_with_a_worker_that_needs_none(
+async def test_after_all_pairs_lost_kv_requests_start_aggregated(
     retries_max: int,
 ) -> None:
     """Four pairs of a zone, each found out once: from then on nobody spends a try on them."""
@@ -177,7 +177,7 @@ async def test_where_every_pair_lost_kv_requests_begin_with_a_worker_that_needs_
     assert harness.booked() == 0
 
 
-async def test_where_no_worker_can_do_without_kv_requests_begin_with_pairs() -> None:
+async def test_pairs_are_still_tried_if_no_worker_can_serve_alone() -> None:
     plane = cut_off(alone=False)
     harness = RouterHarness(
         plane, KvRouterConfig(circuit_failures=100, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
@@ -190,7 +190,7 @@ async def test_where_no_worker_can_do_without_kv_requests_begin_with_pairs() -> 
         assert plane.legs()[before][0] is Leg.PREFILL
 
 
-async def test_retries_can_be_forbidden() -> None:
+async def test_lost_kv_fails_the_request_without_retries() -> None:
     plane = losing(1)
     harness = RouterHarness(plane, KvRouterConfig(retries_max=0))
     await harness.start(prefill(1), DECODE)
@@ -198,7 +198,7 @@ async def test_retries_can_be_forbidden() -> None:
         await read_all(harness)
 
 
-async def test_the_next_pair_keeps_to_its_domain_too() -> None:
+async def test_the_next_pair_after_lost_kv_stays_in_its_own_domain() -> None:
     """The other prefill worker is in zone b: so is its decode worker, however free the one in zone a is."""
     plane = losing(1)
     harness = RouterHarness(plane)
@@ -211,7 +211,7 @@ async def test_the_next_pair_keeps_to_its_domain_too() -> None:
     assert addresses[0] != addresses[2]
 
 
-async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
+async def test_a_resumed_answer_survives_lost_kv() -> None:
     plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
@@ -231,7 +231,7 @@ async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
     assert harness.booked() == 0
 
 
-async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_blame() -> None:
+async def test_kv_lost_after_the_first_token_excludes_the_decode_worker() -> None:
     plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
@@ -248,7 +248,7 @@ async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_bl
     assert harness.telemetry.resumes.value("mock") == 1
 
 
-async def test_a_prefill_leg_that_failed_is_the_better_reason_of_a_bootstrap_handoff() -> None:
+async def test_a_failed_bootstrap_pair_is_prefilled_by_another_worker() -> None:
     plane = ScriptedTransport()
     harness = RouterHarness(plane)
     await harness.start(prefill(1, bootstrap=True), prefill(3, bootstrap=True), DECODE)

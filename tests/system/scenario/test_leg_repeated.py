@@ -24,7 +24,7 @@ class Repeating(ScriptedTransport):
         return await super().open(address, request)
 
 
-async def test_the_only_worker_is_asked_again_with_the_next_attempt() -> None:
+async def test_a_repeated_leg_is_retried_on_the_only_worker() -> None:
     plane = Repeating(1)
     harness = RouterHarness(plane)
     await harness.start(card(1))
@@ -34,7 +34,7 @@ async def test_the_only_worker_is_asked_again_with_the_next_attempt() -> None:
     assert harness.booked() == 0
 
 
-async def test_a_request_whose_legs_all_repeat_comes_to_an_end() -> None:
+async def test_a_request_whose_legs_all_repeat_fails_after_its_tries() -> None:
     plane = Repeating(100)
     harness = RouterHarness(plane)
     await harness.start(card(1))

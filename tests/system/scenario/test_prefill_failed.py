@@ -62,7 +62,7 @@ def open_circuits(harness: RouterHarness, *workers: int) -> set[int]:
 
 
 @pytest.mark.parametrize("error", [FAILED, FAILED_LATER], ids=["at once", "later"])
-async def test_a_request_that_fails_wherever_it_is_prefilled_is_answered_whole_and_blames_nobody(
+async def test_a_request_failing_every_prefill_is_answered_aggregated(
     error: KvrouterError,
 ) -> None:
     plane = ScriptedTransport(Engines(1, 2, error=error))
@@ -77,7 +77,7 @@ async def test_a_request_that_fails_wherever_it_is_prefilled_is_answered_whole_a
     assert harness.booked() == 0
 
 
-async def test_a_prefill_leg_that_is_refused_is_answered_whole_at_once() -> None:
+async def test_a_refused_prefill_leg_is_answered_aggregated_at_once() -> None:
     plane = ScriptedTransport(Engines(1, 2, error=REFUSED))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     await send(harness, "poison", 6)
@@ -86,7 +86,7 @@ async def test_a_prefill_leg_that_is_refused_is_answered_whole_at_once() -> None
     assert harness.booked() == 0
 
 
-async def test_what_the_worker_that_does_it_all_says_is_the_answer() -> None:
+async def test_an_aggregated_refusal_after_prefill_is_the_answer() -> None:
     engines = Engines(1, error=REFUSED)
     engines.decode_error = InvalidRequest("tools: odd", param="tools")
     harness = await router_harness(ScriptedTransport(engines), prefill_card(1), decode_card(2), config=LONG)
@@ -95,7 +95,7 @@ async def test_what_the_worker_that_does_it_all_says_is_the_answer() -> None:
     assert harness.booked() == 0
 
 
-async def test_where_no_worker_may_do_it_all_the_prefill_engines_word_is_the_answer() -> None:
+async def test_a_prefill_refusal_is_the_answer_if_no_worker_serves_alone() -> None:
     only_decodes = structs.replace(decode_card(2), decode_only=True)
     plane = ScriptedTransport(Engines(1, error=REFUSED))
     harness = await router_harness(plane, prefill_card(1), only_decodes, config=LONG)
@@ -104,7 +104,7 @@ async def test_where_no_worker_may_do_it_all_the_prefill_engines_word_is_the_ans
     assert harness.booked() == 0
 
 
-async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_nobody() -> None:
+async def test_a_bootstrap_prefill_refusal_is_the_answer_without_blame() -> None:
     class Pairs(Engines):
         def __call__(self, stream: ScriptedStream) -> None:
             if stream.request.leg is Leg.PREFILL:
@@ -120,7 +120,7 @@ async def test_a_refusal_of_a_bootstrap_pairs_prefill_is_the_answer_and_blames_n
     assert harness.booked() == 0
 
 
-async def test_a_worker_that_fails_what_another_prefills_is_passed_over() -> None:
+async def test_a_prefill_workers_circuit_opens_for_requests_another_prefills() -> None:
     plane = ScriptedTransport(Engines(1, error=FAILED))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     await send(harness, "poison", 40)
@@ -128,7 +128,7 @@ async def test_a_worker_that_fails_what_another_prefills_is_passed_over() -> Non
     assert {Leg.AGGREGATED} & set().union(*(legs_of(plane, f"poison-{n}") for n in range(40))) == set()
 
 
-async def test_a_lone_prefill_worker_that_was_well_lately_is_not_passed_over_for_one_request() -> None:
+async def test_a_lone_prefill_worker_answering_others_keeps_a_closed_circuit() -> None:
     plane = ScriptedTransport(Engines(1, error=FAILED))
     harness = await router_harness(plane, prefill_card(1), decode_card(2), config=LONG)
     await send(harness, "plain")
@@ -137,7 +137,7 @@ async def test_a_lone_prefill_worker_that_was_well_lately_is_not_passed_over_for
     assert open_circuits(harness, 1, 2) == set()
 
 
-async def test_a_lone_prefill_worker_that_only_fails_is_passed_over() -> None:
+async def test_a_lone_prefill_worker_that_only_fails_opens_its_circuit() -> None:
     plane = ScriptedTransport(Engines(1, error=FAILED))
     harness = await router_harness(plane, prefill_card(1), decode_card(2), config=LONG)
     await send(harness, "poison", 4)
@@ -145,7 +145,7 @@ async def test_a_lone_prefill_worker_that_only_fails_is_passed_over() -> None:
     assert legs_of(plane, "poison-3") == [Leg.AGGREGATED]
 
 
-async def test_a_client_that_named_its_prefill_worker_gets_no_other() -> None:
+async def test_a_failed_pinned_prefill_worker_is_not_replaced() -> None:
     plane = ScriptedTransport(Engines(1, 2, error=FAILED))
     harness = await router_harness(plane, *map(prefill_card, (1, 2)), decode_card(3), config=LONG)
     pinned = structs.replace(generate_request(request_id="poison-0"), prefill_pin=Pin(WorkerId(1)))

@@ -58,7 +58,7 @@ def look(router: ReplicaRouter) -> None:
     transfers.refresh(lambda _slot: True, now_s=router.model.clock())
 
 
-async def test_what_one_sees_of_links_the_others_learn_and_so_does_one_that_starts_late(
+async def test_learned_link_speeds_reach_all_replicas_and_late_ones(
     make_transport: MakeTransport,
 ) -> None:
     a, b = replica("a", await make_transport()), replica("b", await make_transport())
@@ -76,7 +76,7 @@ async def test_what_one_sees_of_links_the_others_learn_and_so_does_one_that_star
         await each.sync.stop()
 
 
-async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_transport: MakeTransport) -> None:
+async def test_replicas_count_each_others_transfers_until_they_end(make_transport: MakeTransport) -> None:
     a, b = replica("a", await make_transport()), replica("b", await make_transport())
     await a.sync.start()
     await b.sync.start()
@@ -98,7 +98,7 @@ async def test_what_one_puts_on_links_the_others_count_until_it_ends(make_transp
     await b.sync.stop()
 
 
-async def test_a_router_that_was_given_other_figures_learns_nothing() -> None:
+async def test_a_router_with_another_link_table_ignores_learned_speeds() -> None:
     transport = MemorySyncTransport()
     a, b = replica("a", transport), replica("b", transport)
     settings = b.model.placer.settings

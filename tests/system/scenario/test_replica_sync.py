@@ -22,7 +22,7 @@ from tests.testing.waits import until
 __all__ = ["make_transport"]  # the fixture
 
 
-async def test_what_one_books_the_others_count(make_transport: MakeTransport) -> None:
+async def test_replicas_count_each_others_bookings(make_transport: MakeTransport) -> None:
     a, b = [ReplicaRouter(name, await make_transport()) for name in "ab"]
     await a.sync.start()
     await b.sync.start()
@@ -43,7 +43,7 @@ async def test_what_one_books_the_others_count(make_transport: MakeTransport) ->
     await b.sync.stop()
 
 
-async def test_a_router_that_starts_late_knows_at_once(make_transport: MakeTransport) -> None:
+async def test_a_router_started_late_learns_all_bookings(make_transport: MakeTransport) -> None:
     a = ReplicaRouter("a", await make_transport())
     await a.sync.start()
     placed = [await a.place(n_blocks=n) for n in range(1, 600)]
@@ -61,7 +61,7 @@ async def test_a_router_that_starts_late_knows_at_once(make_transport: MakeTrans
     await b.sync.stop()
 
 
-async def test_a_router_that_ends_leaves_no_load(make_transport: MakeTransport) -> None:
+async def test_a_stopped_routers_load_is_removed(make_transport: MakeTransport) -> None:
     a, b = ReplicaRouter("a", await make_transport()), ReplicaRouter("b", await make_transport())
     await a.sync.start()
     await b.sync.start()
@@ -74,7 +74,7 @@ async def test_a_router_that_ends_leaves_no_load(make_transport: MakeTransport) 
     await b.sync.stop()
 
 
-async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
+async def test_a_dead_routers_load_is_removed_after_its_silence() -> None:
     transport = MemorySyncTransport()
     a = ReplicaRouter("a", transport)
     b = ReplicaRouter("b", transport, silent_after_s=0.3)
@@ -90,7 +90,7 @@ async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
     await b.sync.stop()
 
 
-async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done() -> None:
+async def test_a_queued_request_is_released_by_another_routers_release() -> None:
     transport = MemorySyncTransport()
     config = KvRouterConfig(active_prefill_tokens_threshold=100, admission_queue_max=4, admission_wait_s=30.0)
     a = ReplicaRouter("a", transport, workers=(1,))
@@ -115,7 +115,7 @@ async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done(
         await router.sync.stop()
 
 
-async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServer) -> None:
+async def test_routers_agree_again_after_a_broker_outage(own_nats: NatsServer) -> None:
     clients = [
         await nats.connect(own_nats.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
         for _ in range(2)
@@ -142,7 +142,7 @@ async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServe
         await client.close()
 
 
-async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: NatsServer) -> None:
+async def test_stopping_does_not_wait_for_a_lost_broker(own_nats: NatsServer) -> None:
     client = await nats.connect(own_nats.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
     a = ReplicaRouter("a", NatsSyncTransport(client, namespace="ns", token="t0p"))
     await a.sync.start()

@@ -18,12 +18,12 @@ def joined(numbers: list[int]) -> str:
 
 
 @given(NUMBERS)
-def test_n_words_are_n_tokens(numbers: list[int]) -> None:
+def test_mock_words_encode_to_one_token_each(numbers: list[int]) -> None:
     assert list(TOKENIZER.encode(joined(numbers))) == [FIRST_WORD_ID + number for number in numbers]
 
 
 @given(NUMBERS.filter(bool), BEFORE, AFTER)
-def test_words_are_the_same_tokens_whatever_stands_around_them(
+def test_mock_words_encode_to_the_same_tokens_in_any_context(
     numbers: list[int], before: str, after: str
 ) -> None:
     expected = [*TOKENIZER.encode(before), *(FIRST_WORD_ID + number for number in numbers)]

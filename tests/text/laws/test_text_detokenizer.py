@@ -85,7 +85,7 @@ def test_byte_level_equals_decoding_all_at_once_for_single_bytes(content: bytes,
 
 
 @given(TEXTS)
-def test_byte_level_never_gives_out_half_a_character(text: str) -> None:
+def test_byte_level_never_emits_half_a_character(text: str) -> None:
     detokenizer = make_detokenizer(BYTE_LEVEL)
     given_out = ""
     for token_id in ids_of_bytes(text.encode()):
@@ -96,7 +96,7 @@ def test_byte_level_never_gives_out_half_a_character(text: str) -> None:
 
 
 @given(TEXTS, TEXTS, st.data())
-def test_a_resumed_stream_goes_on_where_it_was(before: str, after: str, draw: st.DataObject) -> None:
+def test_a_resumed_stream_continues_the_delivered_text(before: str, after: str, draw: st.DataObject) -> None:
     for tokenizer in (BYTE_LEVEL, SENTENCE_PIECE):
         ids = tokenizer.encode(before + after)
         cut = draw.draw(st.integers(0, len(ids)))
@@ -115,14 +115,16 @@ def test_a_byte_level_stream_can_be_resumed_inside_a_character(content: bytes, d
 
 
 @given(TEXTS, st.data())
-def test_the_window_equals_decoding_all_at_once_for_valid_text(text: str, draw: st.DataObject) -> None:
+def test_window_detokenizer_equals_decoding_all_at_once_for_valid_text(
+    text: str, draw: st.DataObject
+) -> None:
     for tokenizer in (SENTENCE_PIECE, BYTE_LEVEL):
         ids = list(tokenizer.encode(text))
         assert stream(WindowDetokenizer(tokenizer), ids, draw) == tokenizer.decode(ids)
 
 
 @given(st.lists(st.integers(0, 300)), st.data())
-def test_the_window_gives_out_everything_and_holds_little(ids: list[int], draw: st.DataObject) -> None:
+def test_window_detokenizer_emits_all_text_and_holds_few_tokens(ids: list[int], draw: st.DataObject) -> None:
     detokenizer = WindowDetokenizer(SENTENCE_PIECE)
     stream(detokenizer, ids, draw)
     assert detokenizer.finish() == ""
@@ -131,7 +133,7 @@ def test_the_window_gives_out_everything_and_holds_little(ids: list[int], draw: 
         assert len(detokenizer._held) < HELD_TOKENS_MAX
 
 
-def test_a_special_token_does_not_eat_the_space_that_follows_it() -> None:
+def test_special_tokens_do_not_drop_the_space_that_follows() -> None:
     detokenizer = WindowDetokenizer(SENTENCE_PIECE)
     ids = [*SENTENCE_PIECE.encode("a"), *[2] * HELD_TOKENS_MAX, *SENTENCE_PIECE.encode("b")]
     assert "".join([detokenizer.push([token_id]) for token_id in ids]) == "a b"

@@ -38,12 +38,12 @@ def streamed(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
 @given(CHUNKS, STOPS)
 @example(["ab", "c"], ["abcd", "bc"])
 @example(["xabc"], ["bc", "abc", "c"])
-def test_streamed_equals_applied_to_the_whole_text(chunks: list[str], stops: list[str]) -> None:
+def test_stop_strings_cut_streamed_text_like_the_whole_text(chunks: list[str], stops: list[str]) -> None:
     assert streamed(chunks, stops) == applied_at_once("".join(chunks), stops)
 
 
 @given(CHUNKS, STOPS)
-def test_no_more_is_held_back_than_could_begin_a_stop_string(chunks: list[str], stops: list[str]) -> None:
+def test_only_text_that_could_begin_a_stop_string_is_held_back(chunks: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     out = ""
     seen = ""
@@ -60,7 +60,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(chunks: list[str], 
         assert len(held) == longest
 
 
-def test_without_stops_text_passes_through_untouched() -> None:
+def test_text_passes_through_unchanged_without_stop_strings() -> None:
     text = "some text"
     assert StopMatcher([]).push(text)[0] is text
 

@@ -48,14 +48,14 @@ KNOWN = {
 
 @pytest.mark.parametrize("kind", KNOWN)
 @given(text=TEXTS)
-def test_as_many_tokens_as_its_length_asks_for(kind: str, text: str) -> None:
+def test_no_token_stands_for_more_text_than_the_longest_token(kind: str, text: str) -> None:
     tokenizer = KNOWN[kind]
     most = longest_token_chars(tokenizer)
     assert most is not None
     assert len(text) <= most * len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_the_longest_token_may_be_an_added_one() -> None:
+def test_added_special_tokens_count_for_the_longest_token() -> None:
     tokenizer = byte_level()
     assert longest_token_chars(tokenizer) == 13
     tokenizer.add_special_tokens(["<|" + "x" * 50 + "|>"])
@@ -102,7 +102,7 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize("kind", UNBOUNDED)
-def test_a_tokenizer_without_a_bound_says_so(kind: str) -> None:
+def test_tokenizers_without_a_bound_have_no_longest_token(kind: str) -> None:
     tokenizer, text = UNBOUNDED[kind]
     assert longest_token_chars(tokenizer) is None
     assert len(tokenizer.encode(text, add_special_tokens=False)) <= 1

@@ -45,7 +45,7 @@ def rendered_by_engines() -> Iterator[tuple[str, str, Shape, str]]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", ENGINES)
-def test_the_data_has_every_shape_as_a_prompt_or_as_the_engines_error(kind: str, template: str) -> None:
+def test_recorded_data_has_a_prompt_or_engine_error_for_every_shape(kind: str, template: str) -> None:
     kept = ENGINES[kind]["prompts"][template]
     assert set(kept) >= {shape.name for shape in SHAPES}, "make the data again"
     assert all("Error" in prompt["error"] for prompt in kept.values() if not isinstance(prompt, str))
@@ -55,7 +55,9 @@ def test_the_data_has_every_shape_as_a_prompt_or_as_the_engines_error(kind: str,
     ("kind", "template", "shape", "expected"),
     [pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2].name}") for case in rendered_by_engines()],
 )
-def test_a_prompt_is_the_engines_own(kind: str, template: str, shape: Shape, expected: str) -> None:
+def test_rendered_prompts_equal_the_engines_recorded_prompts(
+    kind: str, template: str, shape: Shape, expected: str
+) -> None:
     assert rendered(kind, _TEMPLATES[template], shape) == expected
 
 
@@ -67,7 +69,7 @@ KEYS = st.permutations(["name", "description", "parameters", "strict"])
     outer=st.permutations(["type", "function"]),
     missing=st.sets(st.sampled_from(["description", "strict"])),
 )
-def test_the_order_of_a_tools_keys_does_not_matter_for_vllm(
+def test_vllm_prompts_ignore_the_key_order_of_tools(
     function: list[str], outer: list[str], missing: set[str]
 ) -> None:
     fields = {"name": "f", "description": "d", "parameters": {"b": 1, "a": 2}, "strict": True}
@@ -98,7 +100,7 @@ def test_media_parts_have_placeholders_equal_for_equal_images() -> None:
         assert len(content) < 100
 
 
-def test_arguments_of_calls_are_bounded_for_every_engine() -> None:
+def test_tool_call_arguments_are_bounded_for_vllm_and_sglang() -> None:
     deep = '{"a":' * (DEPTH_MAX + 1) + "1" + "}" * (DEPTH_MAX + 1)
     many = '{"a":[' + ",".join(["0"] * (ARGUMENT_VALUES_MAX + 1)) + "]}"
     for arguments in (deep, many):
@@ -130,7 +132,7 @@ _JSON = st.recursive(
 )
 @example(CallRoute.MESSAGES, "sglang", [{"role": "user", "content": []}], None)
 @example(CallRoute.RESPONSES, "sglang", [{"type": "reasoning", "summary": []}], None)
-def test_any_chat_makes_a_prompt_or_an_error(
+def test_any_chat_gives_a_prompt_or_invalid_request(
     route: CallRoute, kind: str, messages: object, other: object
 ) -> None:
     name = "input" if route is CallRoute.RESPONSES else "messages"

@@ -49,14 +49,14 @@ def test_the_mock_template_is_chatml() -> None:
     )
 
 
-def test_messages_are_left_as_they_were() -> None:
+def test_rendering_does_not_change_the_messages() -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
     message: dict[str, object] = {"role": "assistant", "tool_calls": [call]}
     mock_template().render([message])
     assert message == {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 
 
-def test_templates_get_the_names_of_hugging_faces_renderer() -> None:
+def test_templates_have_the_names_of_hugging_faces_renderer() -> None:
     source = (
         "{{ bos_token }}{{ strftime_now('%Y') }}\n"
         "{% for message in messages %}\n"
@@ -70,7 +70,7 @@ def test_templates_get_the_names_of_hugging_faces_renderer() -> None:
     assert text == '<s>%Y\nhello{"a": 1, "b": "<é>"} False |'
 
 
-def test_a_template_may_refuse() -> None:
+def test_a_templates_own_exception_refuses_the_messages() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="refuses them: roles must alternate") as refused:
         template.render(HELLO)
@@ -88,7 +88,7 @@ def test_a_template_may_refuse() -> None:
         "{{ nothing | tojson }}",
     ],
 )
-def test_template_errors_name_messages(source: str) -> None:
+def test_template_errors_name_the_messages_field(source: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         ChatTemplate(source).render(HELLO)
     assert refused.value.param == "messages"
@@ -105,7 +105,7 @@ def test_nested_loops_share_one_budget_of_steps() -> None:
     assert within.render(HELLO) == within.render(HELLO), "a budget is of one rendering"
 
 
-def test_the_text_has_a_longest_length() -> None:
+def test_rendered_text_over_its_longest_length_is_refused() -> None:
     source = "{% for a in messages %}{% for b in messages %}{{ a.content }}{% endfor %}{% endfor %}"
     template = ChatTemplate(source, rendered_chars_max=5_000)
     assert len(template.render(HELLO * 30)) == 4_500
@@ -155,24 +155,24 @@ def test_a_malformed_message_is_refused_by_the_path_of_its_field(message: object
 
 
 @pytest.mark.parametrize("count", [0, MESSAGES_MAX + 1])
-def test_no_messages_and_too_many_are_refused(count: int) -> None:
+def test_an_empty_list_or_too_many_messages_are_refused(count: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
         mock_template().render(HELLO * count)
     assert refused.value.param == "messages"
 
 
-def test_reserved_names_are_refused() -> None:
+def test_template_kwargs_with_reserved_names_are_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         mock_template().render_prompt(Prompt(HELLO, names={"range": 1}))
     assert refused.value.param == "chat_template_kwargs"
 
 
-def test_a_template_that_does_not_compile_is_the_operators_fault() -> None:
+def test_a_template_that_does_not_compile_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="does not compile, line 2"):
         ChatTemplate("fine\n{% for %}")
 
 
-def test_templates_by_name_and_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_named_templates_and_a_template_file_are_loaded(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -200,7 +200,7 @@ def _calling(*arguments: str) -> list[dict[str, object]]:
     ],
     ids=["one call", "all calls together", "deep"],
 )
-def test_arguments_of_calls_are_bounded_before_they_are_built(arguments: list[str]) -> None:
+def test_oversized_tool_call_arguments_are_refused_by_path(arguments: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="all together at most 65536 values") as caught:
         mock_template().render(_calling(*arguments))
     at = len(arguments) - 1

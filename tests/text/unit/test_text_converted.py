@@ -45,14 +45,14 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Written:
     return FORMATS[request.param](tmp_path)
 
 
-def test_tokens_are_those_of_the_formats_own_library(written: Written) -> None:
+def test_tokens_equal_those_of_each_formats_own_library(written: Written) -> None:
     tokenizer = Tokenizer.from_folder(written.folder)
     for text in TEXTS:
         assert list(tokenizer.encode_prompt(text)) == [*written.begin, *written.reference(text)], text
         assert tokenizer.decode(tokenizer.encode(text)).strip() == text.strip()
 
 
-async def test_a_chat_is_its_template_with_special_tokens(written: Written) -> None:
+async def test_chat_templates_encode_with_one_id_per_special_token(written: Written) -> None:
     (written.folder / "chat_template.jinja").write_text(TEMPLATE.replace("{{ bos_token }}", "<s>"))
     model = text_model(written.folder)
     assert model.unread is None
@@ -100,7 +100,9 @@ def test_tekken_is_read_as_mistral_common_reads_it(tmp_path: Path) -> None:
         assert list(tokenizer.encode_prompt(text)) == ids
 
 
-def test_the_engines_choice_of_two_formats_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_choice_between_two_formats_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mistral, other = write_tekken(tmp_path), Tokenizer.from_folder(MOCK_FOLDER)
     copy(MOCK_FOLDER / "tokenizer.json", tmp_path)
 
@@ -114,7 +116,7 @@ def test_the_engines_choice_of_two_formats_is_read(tmp_path: Path, monkeypatch: 
     assert ids() == list(other.encode_prompt(TEXTS[1]))
 
 
-def test_tekken_with_other_weights_begins_without_a_token(tmp_path: Path) -> None:
+def test_tekken_with_huggingface_weights_adds_no_begin_token(tmp_path: Path) -> None:
     mistral = write_tekken(tmp_path)
     (tmp_path / "model.safetensors").touch()
     tokenizer = Tokenizer.from_folder(tmp_path)
@@ -138,7 +140,9 @@ def test_tekken_with_other_weights_begins_without_a_token(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_failed_conversion_has_its_reason(files: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_a_failed_conversion_is_refused_with_its_reason(
+    files: dict[str, str], said: str, tmp_path: Path
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError) as refused:

@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[], Backend]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encoding_holds_no_more_than_it_is_counted_as(kind: str) -> None:
+def test_encoding_holds_no_more_memory_than_counted(kind: str) -> None:
     """In a process for each kind, and a fork of it for each text: none finds what another one left."""
     ran = subprocess.run(
         [sys.executable, "-m", __name__, kind],

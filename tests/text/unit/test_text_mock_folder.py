@@ -10,7 +10,7 @@ from kvrouter.text.tokenizer import Tokenizer
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_mock_tokenizer.py"
 
 
-def test_the_script_makes_the_shipped_files_byte_for_byte() -> None:
+def test_mock_tokenizer_script_reproduces_the_shipped_files() -> None:
     spec = importlib.util.spec_from_file_location("make_mock_tokenizer", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

@@ -40,7 +40,7 @@ class Gate:
         return array("I", [len(text)])
 
 
-async def test_a_chat_of_words_has_an_exact_number_of_tokens() -> None:
+async def test_each_mock_word_adds_one_token_to_a_chat() -> None:
     model = TextModel.load_mock()
     empty = await model.encode_chat([{"role": "user", "content": ""}])
     content = "".join(f" {word}" for word in mock_words())
@@ -52,7 +52,7 @@ async def test_a_chat_of_words_has_an_exact_number_of_tokens() -> None:
     model.pool.close()
 
 
-async def test_on_and_off_the_loop_the_tokens_are_the_same() -> None:
+async def test_tokens_are_the_same_on_and_off_the_event_loop() -> None:
     text = "".join(f" {word}" for word in mock_words())
     chat = [{"role": "user", "content": [{"type": "text", "text": text}]}]
     inline = TextModel.load_mock(pool=EncodePool(EncodeLimits(off_loop_chars=2 * len(text))))
@@ -76,7 +76,7 @@ async def test_a_long_chat_is_rendered_off_the_loop(watch_calls: WatchCalls) -> 
     model.pool.close()
 
 
-async def test_only_long_prompts_leave_the_loop_and_the_loop_goes_on() -> None:
+async def test_only_long_prompts_are_encoded_off_the_event_loop() -> None:
     pool = EncodePool(EncodeLimits(off_loop_chars=4), threads=1)
     gate = Gate()
     long = asyncio.create_task(pool.encode(gate.encode, "12345", field="prompt"))
@@ -89,7 +89,7 @@ async def test_only_long_prompts_leave_the_loop_and_the_loop_goes_on() -> None:
     pool.close()
 
 
-async def test_a_full_pool_refuses_and_takes_prompts_again_later() -> None:
+async def test_a_full_encode_pool_refuses_prompts_until_it_has_room() -> None:
     pool = EncodePool(EncodeLimits(off_loop_chars=0, waiting_max=1), threads=1)
     gate = Gate()
     tasks = [asyncio.create_task(pool.encode(gate.encode, "x", field="prompt")) for _ in range(2)]
@@ -106,7 +106,7 @@ async def test_a_full_pool_refuses_and_takes_prompts_again_later() -> None:
     pool.close()
 
 
-async def test_prompts_wait_in_line_for_memory() -> None:
+async def test_prompts_wait_in_order_for_encode_memory() -> None:
     pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * BYTES_PER_BYTE), threads=2)
     gate = Gate()
     first = asyncio.create_task(pool.encode(gate.encode, "x" * 6, field="prompt"))
@@ -122,7 +122,7 @@ async def test_prompts_wait_in_line_for_memory() -> None:
     pool.close()
 
 
-async def test_a_prompt_that_can_never_be_tokenized_is_refused_at_once() -> None:
+async def test_a_prompt_over_the_encode_budget_is_refused_at_once() -> None:
     pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * BYTES_PER_BYTE))
     gate = Gate()
     for text in ("x" * 11, "é" * 6, "\N{GRINNING FACE}" * 3):
@@ -135,7 +135,7 @@ async def test_a_prompt_that_can_never_be_tokenized_is_refused_at_once() -> None
     pool.close()
 
 
-async def test_a_prompt_that_waits_too_long_is_refused_and_one_that_leaves_holds_nothing() -> None:
+async def test_a_prompt_waiting_too_long_is_refused_and_cancelling_frees_memory() -> None:
     pool = EncodePool(EncodeLimits(off_loop_chars=0, wait_s=0.01), threads=1)
     gate = Gate()
     begun = asyncio.create_task(pool.encode(gate.encode, "x", field="prompt"))
@@ -152,7 +152,7 @@ async def test_a_prompt_that_waits_too_long_is_refused_and_one_that_leaves_holds
     pool.close()
 
 
-async def test_a_text_that_the_context_cannot_hold_is_not_tokenized(make_fail: MakeFail) -> None:
+async def test_a_text_too_long_for_the_context_is_not_tokenized(make_fail: MakeFail) -> None:
     model = TextModel.load_mock(context_length_tokens=100)
     long = "x" * (model.prompt_max_chars + 1)
     assert len(await model.encode_prompt(long[1:])) > 100
@@ -167,14 +167,14 @@ async def test_a_text_that_the_context_cannot_hold_is_not_tokenized(make_fail: M
     model.pool.close()
 
 
-def test_half_a_surrogate_pair_is_the_clients_fault() -> None:
+def test_half_a_surrogate_pair_is_an_invalid_prompt() -> None:
     tokenizer = Tokenizer.from_folder(MOCK_FOLDER)
     with pytest.raises(InvalidRequest) as refused:
         tokenizer.encode("\ud800")
     assert refused.value.param == "prompt"
 
 
-def test_a_model_without_a_template_takes_no_chat(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_refuses_chats(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((MOCK_FOLDER / "tokenizer.json").read_bytes())
     model = TextModel.load(tmp_path, context_length_tokens=1_024, pool=EncodePool())
     with pytest.raises(InvalidRequest, match="no chat template"):

@@ -35,13 +35,13 @@ async def test_a_model_is_loaded_when_its_first_worker_is_announced() -> None:
     assert loader.texts[ModelName("m")] is loaded
 
 
-async def test_this_hosts_own_folder_wins_over_the_workers() -> None:
+async def test_the_hosts_own_tokenizer_folder_wins_over_the_workers() -> None:
     loader = TextModelLoader({ModelName("m"): str(MOCK_FOLDER)}, EncodePool())
     await announce(loader, serving("m", 1, tokenizer="/of/another/host"))
     assert list(loader.texts) == ["m"]
 
 
-async def test_a_tokenizer_that_cannot_be_loaded_is_reported_and_tried_again(
+async def test_a_failed_tokenizer_load_is_reported_and_later_retried(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     loader = TextModelLoader({}, EncodePool())
@@ -51,7 +51,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_reported_and_tried_again(
     assert list(loader.texts) == ["m"]
 
 
-async def test_a_model_without_workers_makes_room_and_one_with_workers_does_not(
+async def test_only_models_without_workers_are_evicted_for_new_models(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_constants(text_models, TEXTS_MAX=2)
@@ -68,7 +68,7 @@ async def test_a_model_without_workers_makes_room_and_one_with_workers_does_not(
     assert list(loader.texts) == ["b", "c"]
 
 
-async def test_the_tokenizer_is_that_of_most_workers_and_no_single_one_changes_it(tmp_path: Path) -> None:
+async def test_the_tokenizer_of_most_workers_is_loaded(tmp_path: Path) -> None:
     loader = TextModelLoader({}, EncodePool())
     await announce(loader, serving("m", 1), serving("m", 2))
     loaded = loader.texts[ModelName("m")]
@@ -88,7 +88,7 @@ async def test_the_tokenizer_is_that_of_most_workers_and_no_single_one_changes_i
     assert loader.texts[ModelName("m")] is not loaded
 
 
-async def test_a_context_that_tokenizing_has_no_memory_for_is_logged_once(
+async def test_a_context_over_the_tokenize_budget_is_logged_once_per_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def logged() -> list[str]:

@@ -29,7 +29,7 @@ def behind_a_word(source: str) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_would_never_end_is_refused_when_it_is_loaded(name: str) -> None:
+def test_endless_templates_are_refused_at_load(name: str) -> None:
     before_s = time.thread_time()
     if name in ENDS_BY_ITSELF:
         ChatTemplate(TEMPLATES[name])
@@ -42,7 +42,7 @@ def test_a_template_that_would_never_end_is_refused_when_it_is_loaded(name: str)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_endless_template_behind_a_word_is_stopped(name: str) -> None:
+def test_a_template_endless_only_for_some_messages_is_stopped(name: str) -> None:
     try:
         template = ChatTemplate(behind_a_word(TEMPLATES[name]), name="/models/a")
     except ConfigError as refused:
@@ -70,7 +70,7 @@ def test_an_endless_template_behind_a_word_is_stopped(name: str) -> None:
         ('{{ "%s (a)2024 %5.2f" % (1, 2.5) }}', "1 (a)2024  2.50"),
     ],
 )
-def test_formats_of_a_bounded_width_are_made(source: str, text: str) -> None:
+def test_formats_of_bounded_width_are_rendered(source: str, text: str) -> None:
     assert ChatTemplate(source).render(GO) == text
 
 
@@ -93,7 +93,7 @@ def test_ordinary_templates_render_as_in_jinja2(source: str) -> None:
     assert ChatTemplate(source).render(messages) == expected
 
 
-def test_a_long_chat_may_make_more_than_a_short_one() -> None:
+def test_a_long_chat_may_render_long_text() -> None:
     source = (
         "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m.content %}{% endfor %}"
         "{{ ns.x }}"
@@ -103,6 +103,6 @@ def test_a_long_chat_may_make_more_than_a_short_one() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ 1 }}" * 100_000, "a" * 300_000])
-def test_a_template_has_a_longest_length(source: str) -> None:
+def test_a_template_over_its_longest_length_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="at most 262144"):
         ChatTemplate(source)

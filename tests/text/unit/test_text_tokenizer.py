@@ -33,7 +33,7 @@ def with_processor(single: str) -> Tokenizer:
     return Tokenizer(made)
 
 
-def test_ids_are_one_buffer_of_u32() -> None:
+def test_token_ids_are_one_u32_buffer() -> None:
     ids = Tokenizer(backend()).encode(" router token")
     assert isinstance(ids, array)
     assert memoryview(ids).format == "I"
@@ -41,7 +41,7 @@ def test_ids_are_one_buffer_of_u32() -> None:
     assert Tokenizer(backend()).encode("") == array("I")
 
 
-def test_a_completion_prompt_gets_the_post_processors_first_tokens() -> None:
+def test_completion_prompts_begin_with_the_post_processors_tokens() -> None:
     tokenizer = with_processor("<|im_start|> $A")
     assert list(tokenizer.bos_ids) == [4094]
     assert list(tokenizer.encode_prompt(" router")) == [4094, *tokenizer.encode(" router")]
@@ -60,7 +60,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off() -> None:
     assert len(Tokenizer(made).encode(" router token cache")) == 3
 
 
-def test_end_tokens_come_from_every_configuration(folder: Path) -> None:
+def test_end_tokens_are_collected_from_every_configuration_file(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert Tokenizer.from_folder(folder).eos_ids == {7, 8, 9, 4095}
@@ -77,7 +77,7 @@ def test_end_tokens_come_from_every_configuration(folder: Path) -> None:
         ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "no end token"),
     ],
 )
-def test_a_broken_folder_is_refused_with_the_reason(
+def test_a_broken_model_folder_is_refused_with_the_reason(
     folder: Path, name: str, content: str, message: str
 ) -> None:
     (folder / name).write_text(content)

@@ -42,7 +42,9 @@ def whole_calls() -> Iterator[tuple[Shape, str, str, Prompt]]:
     ("shape", "kind", "traits", "wanted"),
     [pytest.param(*case, id=f"{case[0].name}-{case[1]}-{case[2]}") for case in whole_calls()],
 )
-def test_the_engine_makes_the_same_prompt_of_it(shape: Shape, kind: str, traits: str, wanted: Prompt) -> None:
+def test_tokenize_bodies_make_the_same_prompt_as_the_call(
+    shape: Shape, kind: str, traits: str, wanted: Prompt
+) -> None:
     again = asked(fields_of(shape), kind)
     assert (again is not None) is wanted.is_complete
     assert again is None or prompt_maker(kind)(again, TRAITS[traits]) == wanted

@@ -71,7 +71,7 @@ class Refusals:
         self.heard.append((what, why))
 
 
-async def test_a_directory_that_cannot_be_written_fails_the_call_and_changes_nothing(tmp_path: Path) -> None:
+async def test_calls_to_an_unusable_cordon_directory_fail_and_change_nothing(tmp_path: Path) -> None:
     store = FileCordons(tmp_path / "cards", namespace="space", on_refused=ignore_reports)
     await store.put(ZONE)
     (tmp_path / "cards").rename(tmp_path / "aside")

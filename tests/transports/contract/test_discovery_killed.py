@@ -77,7 +77,7 @@ def command(store: FileStore | NatsStore) -> tuple[str, ...]:
     return (NATS_WORKER, store.server.url, store.namespace)
 
 
-async def test_a_worker_that_is_killed_expires(store: FileStore | NatsStore) -> None:
+async def test_killed_worker_expires(store: FileStore | NatsStore) -> None:
     recorder = await record_discovery(store.end())
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", *command(store))
     try:

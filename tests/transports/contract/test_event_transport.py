@@ -177,7 +177,7 @@ async def test_publishing_without_subscribers_does_not_fail(transport: EventTran
     transport.publisher.publish_load(LoadReport(RANK, 0, 1))
 
 
-async def test_recovery_is_answered_by_the_worker_itself(transport: EventTransportSetup) -> None:
+async def test_recovery_request_is_answered_by_the_worker(transport: EventTransportSetup) -> None:
     source = Source()
     transport.serve_recovery(RANK.worker_id, source)
     assert await transport.subscriber.recover_range(RANK, EventId(2), EventId(4)) == batch(2, 3)

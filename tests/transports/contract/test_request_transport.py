@@ -116,7 +116,7 @@ async def test_raw_engine_bytes_arrive_whole_and_in_order(setup: RequestTranspor
     assert chunks[-1].finish is FinishReason.STOP
 
 
-async def test_streams_do_not_mix(setup: RequestTransportSetup) -> None:
+async def test_concurrent_streams_do_not_mix(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     streams = [await setup.transport.open(address, leg(f"r{n}")) for n in range(5)]
@@ -143,7 +143,7 @@ async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(
     assert set(worker.streams[0].reasons) == {"client left"}
 
 
-async def test_a_leg_that_has_ended_can_still_be_cancelled(setup: RequestTransportSetup) -> None:
+async def test_ended_prefill_leg_can_still_be_cancelled(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     stream = await setup.transport.open(address, leg(which=Leg.PREFILL))

@@ -217,7 +217,7 @@ async def test_too_slow_reader_is_cut_off_and_others_go_on(far: RequestTransport
     assert (await read_all(waits))[0] == [7]
 
 
-async def test_a_prefill_that_waits_for_its_decode_is_freed_when_its_router_is_lost(
+async def test_ended_prefill_leg_is_cancelled_when_its_router_is_lost(
     far: RequestTransportSetup,
 ) -> None:
     worker = ScriptedWorker()

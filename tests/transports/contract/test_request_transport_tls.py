@@ -84,7 +84,7 @@ async def test_requests_go_over_tls(carry: RoundTrip, server: ssl.SSLContext, au
     assert await carry(server, trusting(authority)) == [4, 5]
 
 
-async def test_another_authoritys_certificate_is_not_trusted(
+async def test_certificate_of_another_authority_is_not_trusted(
     carry: RoundTrip, server: ssl.SSLContext
 ) -> None:
     with pytest.raises(WorkerUnreachable, match="certificate"):

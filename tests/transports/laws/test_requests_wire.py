@@ -72,12 +72,12 @@ chunks = st.builds(
 
 
 @given(requests)
-def test_a_request_is_read_as_it_was_sent(request: EngineRequest) -> None:
+def test_request_survives_encoding_and_decoding(request: EngineRequest) -> None:
     assert decode_request(encode_request(request)) == request
 
 
 @given(chunks)
-def test_a_chunk_is_read_as_it_was_sent(chunk: EngineChunk) -> None:
+def test_chunk_survives_encoding_and_decoding(chunk: EngineChunk) -> None:
     assert decode_chunk(encode_chunk(chunk)) == chunk
 
 

@@ -98,7 +98,7 @@ def test_object_with_name_of_another_fleet_or_worker_is_refused(folder: Path, na
         objects_of(folder, "a-1").opened(found_as(name, fleet="a-1"))
 
 
-def test_a_fleet_of_an_operators_deployment_has_objects_of_its_own(folder: Path) -> None:
+def test_fleet_of_an_operator_deployment_has_its_own_object_names(folder: Path) -> None:
     mine = objects_of(folder, "team_a-1")
     assert mine.name_of("5") == "team.a-1-5"
     found = found_as("team.a-1-5", fleet="team_a-1")
@@ -163,7 +163,7 @@ def test_api_server_refusal_is_reported_with_the_fix(code: int, fix: str) -> Non
     assert fix in reason(RequestRefused("how", status=code, reason="Why"), WORKERS)
 
 
-def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None:
+def test_retry_waits_double_up_to_a_limit_and_follow_retry_after() -> None:
     failures = Failures(Backoff(0.1, 1.0))
     waits = [wait_after(failures, TimeoutError()) for _ in range(6)]
     for least_s, wait_s in zip((0.1, 0.2, 0.4, 0.8, 1.0, 1.0), waits, strict=True):

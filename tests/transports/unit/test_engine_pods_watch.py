@@ -153,7 +153,7 @@ async def test_list_with_an_unreadable_pod_removes_no_pod() -> None:
         await until(lambda: made.gone == ["a"])
 
 
-async def test_pods_beyond_the_limit_are_reported_and_let_in_when_others_leave(
+async def test_pods_over_the_limit_are_reported_and_added_when_others_leave(
     set_constants: SetConstants,
 ) -> None:
     set_constants(pods, TICK_S=0.01)

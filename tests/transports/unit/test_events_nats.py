@@ -189,7 +189,7 @@ def test_special_characters_in_names_are_replaced_in_subjects(name: str, token: 
     assert recovery_subject(name, RANK.worker_id) == f"kvrouter.{token}.recovery.4"
 
 
-async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> None:
+async def test_events_and_recovery_do_not_cross_namespaces(shared_nats: NatsServer) -> None:
     async with two_ends(shared_nats) as here, two_ends(shared_nats) as there:
         heard: list[KvBatch] = []
         here.subscriber.subscribe(heard.append, lambda _report: None)

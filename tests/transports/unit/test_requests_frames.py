@@ -133,7 +133,9 @@ def test_proof_differs_by_token_connection_worker_and_side() -> None:
     worker_id=st.integers(0, 2**63 - 1),
     incarnation=st.integers(0, 2**63 - 1),
 )
-def test_an_address_is_read_as_it_was_written(host: str, port: int, worker_id: int, incarnation: int) -> None:
+def test_address_survives_formatting_and_parsing(
+    host: str, port: int, worker_id: int, incarnation: int
+) -> None:
     address = TcpAddress(host, port, WorkerId(worker_id), Epoch(incarnation))
     assert read_address(str(address)) == address
 
@@ -149,5 +151,5 @@ def test_invalid_address_is_refused(address: str) -> None:
 
 
 @given(n_failed=st.integers(1, 10**6))
-def test_waits_double_up_to_a_limit(n_failed: int) -> None:
+def test_backoff_doubles_up_to_a_limit(n_failed: int) -> None:
     assert Backoff(0.1, 5.0).delay_s(n_failed) == min(5.0, 0.1 * 2.0 ** min(n_failed - 1, 60))

@@ -53,7 +53,7 @@ async def behind() -> AsyncIterator[Behind]:
     assert of.mistakes.seen == []
 
 
-async def test_another_protocol_is_refused_by_its_first_byte(behind: Behind) -> None:
+async def test_peer_of_another_protocol_is_refused_with_a_reason(behind: Behind) -> None:
     peer = await RawRouter.connect(behind.acceptor.port)
     await peer.reader.readexactly(GREETING_BYTES)
     peer.send(b"GET / HTTP/1.1\r\n\r\n")
@@ -62,7 +62,7 @@ async def test_another_protocol_is_refused_by_its_first_byte(behind: Behind) -> 
     await peer.close()
 
 
-async def test_another_version_is_refused(behind: Behind) -> None:
+async def test_hello_of_another_version_is_refused(behind: Behind) -> None:
     peer = await RawRouter.connect(behind.acceptor.port)
     await peer.reader.readexactly(GREETING_BYTES)
     peer.send(b"kvrouter\x09\x00")
@@ -70,7 +70,7 @@ async def test_another_version_is_refused(behind: Behind) -> None:
     await peer.close()
 
 
-async def test_a_wrong_token_is_refused_before_anything_is_parsed(behind: Behind) -> None:
+async def test_hello_with_a_wrong_token_is_refused_before_its_requests(behind: Behind) -> None:
     for token in ("another", "", None):
         peer = await RawRouter.connect(behind.acceptor.port)
         await peer.say_hello(token=token)
