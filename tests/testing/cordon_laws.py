@@ -15,19 +15,19 @@ class CordonLaws:
     one store, each as another process has it.
     """
 
-    async def test_an_empty_store_has_none(self, end: Callable[[], CordonStore]) -> None:
+    async def test_an_empty_store_lists_no_cordons(self, end: Callable[[], CordonStore]) -> None:
         assert await end().read() == ()
         await end().remove(ZONE)
         assert await end().read() == ()
 
-    async def test_one_end_reads_what_another_wrote(self, end: Callable[[], CordonStore]) -> None:
+    async def test_one_client_reads_the_cordons_of_another(self, end: Callable[[], CordonStore]) -> None:
         one, other = end(), end()
         assert await other.read() == ()
         await one.put(ZONE)
         assert await other.read() == (ZONE,)
         assert await end().read() == (ZONE,), "and so does one that comes later"
 
-    async def test_the_same_place_has_one_cordon_of_a_source(self, end: Callable[[], CordonStore]) -> None:
+    async def test_a_source_has_one_cordon_for_each_place(self, end: Callable[[], CordonStore]) -> None:
         one, other = end(), end()
         await one.put(ZONE)
         changed = structs.replace(ZONE, reason="fans", by="bob")
@@ -39,7 +39,7 @@ class CordonLaws:
         await other.remove(ZONE)
         assert await one.read() == (annotated,)
 
-    async def test_what_is_removed_is_gone_for_all_and_may_come_back(
+    async def test_a_removed_cordon_is_gone_for_all_and_can_be_set_again(
         self, end: Callable[[], CordonStore]
     ) -> None:
         one, other = end(), end()
@@ -52,7 +52,9 @@ class CordonLaws:
         await one.put(ZONE)
         assert CordonRules(await other.read()) == CordonRules((ZONE, rest))
 
-    async def test_names_may_be_anything_that_is_printed(self, end: Callable[[], CordonStore]) -> None:
+    async def test_names_of_places_may_hold_any_printable_character(
+        self, end: Callable[[], CordonStore]
+    ) -> None:
         odd = [Cordon("rack", name, at_s=1.0) for name in ("a/b", "..", "a b", "ä>*", "x" * 256, "a.b")]
         odd.append(Cordon("topology.kubernetes.io/zone", "eu-1", at_s=1.0, reason="x" * 1024))
         for each in odd:

@@ -37,12 +37,14 @@ class CardLaws:
         await discovery.withdraw(ONE, OLD)
         await recorder.until_heard(card(1), card(2), card(3), (1, OLD, Gone.WITHDRAWN))
 
-    async def test_who_publishes_may_watch_too(self, discovery: Discovery) -> None:
+    async def test_a_publisher_can_watch_too(self, discovery: Discovery) -> None:
         recorder = await record_discovery(discovery)
         await discovery.publish(card())
         await recorder.until_heard(card())
 
-    async def test_the_same_incarnation_again_is_an_update(self, store: Store, discovery: Discovery) -> None:
+    async def test_a_card_of_the_same_incarnation_is_an_update(
+        self, store: Store, discovery: Discovery
+    ) -> None:
         recorder = await record_discovery(store.end())
         await discovery.publish(card())
         await recorder.until_heard(card())
@@ -52,7 +54,7 @@ class CardLaws:
         assert later.events == [card(draining=True)]
 
     @pytest.mark.parametrize("is_same_process", [True, False])
-    async def test_another_incarnation_is_another_worker(
+    async def test_a_card_of_another_incarnation_is_another_worker(
         self, store: Store, discovery: Discovery, is_same_process: bool
     ) -> None:
         recorder = await record_discovery(store.end())
@@ -62,7 +64,7 @@ class CardLaws:
         await recorder.until_heard(card(), (1, OLD, Gone.REPLACED), card(incarnation=NEW))
 
     @pytest.mark.parametrize("is_same_process", [True, False])
-    async def test_an_older_incarnation_takes_nothing_away_and_comes_not_back(
+    async def test_an_older_incarnation_replaces_and_removes_nothing(
         self, store: Store, discovery: Discovery, is_same_process: bool
     ) -> None:
         recorder = await record_discovery(store.end())
@@ -89,7 +91,7 @@ class CardLaws:
         await discovery.publish(card(2))
         await recorder.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card(2))
 
-    async def test_another_process_may_withdraw_a_worker(self, store: Store, discovery: Discovery) -> None:
+    async def test_another_process_can_withdraw_a_worker(self, store: Store, discovery: Discovery) -> None:
         await discovery.publish(card())
         recorder = await record_discovery(store.end())
         await store.end().withdraw(ONE, OLD)
@@ -97,7 +99,7 @@ class CardLaws:
         await discovery.publish(card(2))
         await recorder.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card(2))
 
-    async def test_a_withdrawn_worker_may_come_back(self, store: Store, discovery: Discovery) -> None:
+    async def test_a_withdrawn_worker_can_register_again(self, store: Store, discovery: Discovery) -> None:
         await discovery.publish(card())
         watching = await record_discovery(store.end())
         await discovery.withdraw(ONE, OLD)
@@ -108,7 +110,7 @@ class CardLaws:
         await late.until_heard(card())
         await watching.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card())
 
-    async def test_a_watch_that_is_cancelled_while_it_starts_hears_nothing(
+    async def test_a_watch_cancelled_during_its_start_reports_nothing(
         self, store: Store, discovery: Discovery
     ) -> None:
         recorder, other, watcher = DiscoveryRecorder(), await record_discovery(store.end()), store.end()
@@ -124,7 +126,7 @@ class CardLaws:
         await asyncio.sleep(3 * POLL_S)
         assert recorder.events == []
 
-    async def test_a_watch_that_ended_hears_nothing_and_may_end_twice(
+    async def test_an_ended_watch_reports_nothing_and_can_end_twice(
         self, store: Store, discovery: Discovery
     ) -> None:
         end = store.end()
@@ -135,7 +137,9 @@ class CardLaws:
         await hears.until_heard(card())
         assert deaf.events == []
 
-    async def test_a_thousand_workers_are_all_there_at_once(self, store: Store, discovery: Discovery) -> None:
+    async def test_a_watch_starts_with_all_of_a_thousand_workers(
+        self, store: Store, discovery: Discovery
+    ) -> None:
         cards = [card(number) for number in range(1000)]
         await asyncio.gather(*map(discovery.publish, cards))
         recorder = await record_discovery(store.end())
@@ -149,7 +153,7 @@ class CardLaws:
 class LeaseLaws:
     """Of a store that is outside of the processes that use it; each test may lose it."""
 
-    async def test_only_who_does_not_renew_expires_and_may_come_back(self, store: Store) -> None:
+    async def test_only_an_unrenewed_lease_expires_and_its_worker_can_return(self, store: Store) -> None:
         lives, dies = store.end(), store.end()
         await lives.publish(card(1))
         await dies.publish(card(2))
@@ -159,7 +163,7 @@ class LeaseLaws:
         await store.end().publish(card(2))
         await recorder.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED), card(2))
 
-    async def test_one_that_expired_and_starts_again_is_replaced(self, store: Store) -> None:
+    async def test_an_expired_worker_that_restarts_is_replaced(self, store: Store) -> None:
         dies = store.end()
         await dies.publish(card(2))
         recorder = await record_discovery(store.end())
@@ -169,7 +173,7 @@ class LeaseLaws:
         await recorder.until(lambda: card(2, 10) in recorder.events)
         assert set(recorder.losses[1:]) <= {(2, 9, Gone.REPLACED)}
 
-    async def test_nobody_vanishes_while_the_store_is_lost(self, store: Store) -> None:
+    async def test_no_worker_expires_while_the_store_is_unreachable(self, store: Store) -> None:
         lives, dies = store.end(), store.end()
         await lives.publish(card(1))
         await dies.publish(card(2))
@@ -184,7 +188,7 @@ class LeaseLaws:
         late = await record_discovery(store.end())
         assert card(1) in late.events
 
-    async def test_a_store_that_comes_back_empty_is_filled_by_the_workers(self, store: Store) -> None:
+    async def test_workers_register_again_in_a_store_that_returns_empty(self, store: Store) -> None:
         lives = store.end()
         await lives.publish(card(1))
         await lives.publish(card(2))

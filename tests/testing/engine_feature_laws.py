@@ -28,7 +28,7 @@ from tests.testing.waits import until
 class FullLaws:
     """An engine that has enough says so, and goes on."""
 
-    async def test_a_full_engine_says_so_and_goes_on_with_what_it_has(self, at: AttachedEngine) -> None:
+    async def test_a_full_engine_refuses_legs_and_continues_running_ones(self, at: AttachedEngine) -> None:
         taken: list[EngineStream] = []
         n_refused = 0
         for n in range(RUNNING_MAX + WAITING_MAX + 2):
@@ -51,7 +51,7 @@ class FullLaws:
 class SnapshotLaws:
     """An engine that says what it holds says what its events came to."""
 
-    async def test_a_snapshot_is_what_the_events_came_to(self, at: AttachedEngine) -> None:
+    async def test_a_snapshot_equals_the_state_after_its_events(self, at: AttachedEngine) -> None:
         engine = at.engine
         assert isinstance(engine, SnapshotEngine)
         assert engine.snapshot(R0) == ()
@@ -67,7 +67,7 @@ class SnapshotLaws:
 class RankLaws:
     """Two ranks have a cache, a load and events each."""
 
-    async def test_what_one_rank_holds_the_other_does_not(self, at: AttachedEngine) -> None:
+    async def test_each_rank_reports_only_its_own_blocks(self, at: AttachedEngine) -> None:
         size = at.block_size
         prompt = new_prompt(3 * size + 1)
         for rank in (R1, R0):
@@ -80,7 +80,7 @@ class RankLaws:
             )
         assert at.reported.wrong == []
 
-    async def test_a_leg_is_a_load_of_its_own_rank(self, at: AttachedEngine) -> None:
+    async def test_a_leg_counts_as_load_of_its_own_rank(self, at: AttachedEngine) -> None:
         stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS, dp_rank=R1))
         await anext(aiter(stream))
         await until(lambda: R1 in at.reported.loads and at.reported.loads[R1].running_requests == 1)
@@ -92,7 +92,7 @@ class RankLaws:
 class WatchedLaws:
     """An engine with a server of its own is watched."""
 
-    async def test_silence_and_its_end_are_reported_once_each(self, at: AttachedEngine) -> None:
+    async def test_an_engines_silence_and_its_end_are_reported_once_each(self, at: AttachedEngine) -> None:
         assert at.door is not None
         stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS))
         await anext(aiter(stream))
@@ -113,7 +113,7 @@ class WatchedLaws:
 class StartLaws:
     """An engine that tells its starts apart is reported of as a new one."""
 
-    async def test_a_new_start_is_reported(self, at: AttachedEngine) -> None:
+    async def test_a_restart_of_the_engine_is_reported(self, at: AttachedEngine) -> None:
         assert at.door is not None
         await until(lambda: bool(at.reported.n_loads))
         await at.door.close_door()
@@ -127,7 +127,9 @@ class StartLaws:
 class PairLaws:
     """Two engines share a request."""
 
-    async def test_a_pair_answers_as_one_engine_does(self, at: AttachedEngine, pair: EnginePair) -> None:
+    async def test_a_pair_gives_the_same_answer_as_one_engine(
+        self, at: AttachedEngine, pair: EnginePair
+    ) -> None:
         for n_prompt in (20, 100, 100):
             prompt = new_prompt(n_prompt)
             chunks = await both_legs(pair, prompt, max_tokens=15)
@@ -141,7 +143,7 @@ class PairLaws:
 class PairEndingLaws:
     """A client of two engines leaves."""
 
-    async def test_a_decode_leg_that_is_cancelled_is_gone(self, pair: EnginePair) -> None:
+    async def test_a_cancelled_decode_leg_ends(self, pair: EnginePair) -> None:
         request, _ = await prefilled(pair, new_prompt(70), max_tokens=LONG_TOKENS)
         stream = await pair.decode.engine.submit(request)
         await anext(aiter(stream))
@@ -155,7 +157,7 @@ class PairEndingLaws:
 class HandedLaws:
     """A prefill leg says where its KV waits."""
 
-    async def test_kv_that_nobody_has_is_lost_and_no_workers_fault(self, pair: EnginePair) -> None:
+    async def test_unknown_kv_is_reported_lost_without_blame(self, pair: EnginePair) -> None:
         request, params = await prefilled(pair, new_prompt(70), max_tokens=9)
         gone = engine_request(request.token_ids, Leg.DECODE, kv_transfer_params=elsewhere(params))
         (chunk,) = await answer(pair.decode, gone)
@@ -163,7 +165,7 @@ class HandedLaws:
         assert chunk.kv_lost is not None
         assert len(tokens_of(await answer(pair.decode, request))) == 9
 
-    async def test_kv_of_an_engine_that_died_is_lost(self, pair: EnginePair) -> None:
+    async def test_kv_of_a_dead_engine_is_reported_lost(self, pair: EnginePair) -> None:
         request, _ = await prefilled(pair, new_prompt(70), max_tokens=9)
         await (pair.prefill.door or pair.prefill.engine).stop()
         (chunk,) = await answer(pair.decode, request)
@@ -173,7 +175,7 @@ class HandedLaws:
 class MeetingLaws:
     """The legs of a request meet, and a decode engine waits for a while only."""
 
-    async def test_kv_that_nobody_brings_is_lost_and_no_workers_fault(self, pair: EnginePair) -> None:
+    async def test_kv_that_never_arrives_is_reported_lost_without_blame(self, pair: EnginePair) -> None:
         alone = engine_request(new_prompt(70), Leg.DECODE, bootstrap=pair.meeting())
         (chunk,) = await answer(pair.decode, alone)
         assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, ())

@@ -76,7 +76,7 @@ class AnswerLaws:
     """What an answer is."""
 
     @pytest.mark.parametrize("n_tokens", [1, 2, 40])
-    async def test_as_many_tokens_as_were_asked_for_and_one_end(
+    async def test_an_answer_has_the_requested_tokens_and_one_end(
         self, at: AttachedEngine, n_tokens: int
     ) -> None:
         stream = await at.engine.submit(engine_request(new_prompt(50), max_tokens=n_tokens))
@@ -88,16 +88,14 @@ class AnswerLaws:
             await anext(aiter(stream))
         stream.cancel("it has ended")
 
-    async def test_a_greedy_answer_is_the_same_again_and_goes_on_from_its_middle(
-        self, at: AttachedEngine
-    ) -> None:
+    async def test_a_greedy_answer_repeats_and_continues_from_its_middle(self, at: AttachedEngine) -> None:
         prompt = new_prompt(70)
         whole = tokens_of(await answer(at, engine_request(prompt, max_tokens=12)))
         assert tokens_of(await answer(at, engine_request(prompt, max_tokens=12))) == whole
         resumed = engine_request([*prompt, *whole[:5]], max_tokens=7, resumed_tokens=5)
         assert tokens_of(await answer(at, resumed)) == whole[5:]
 
-    async def test_legs_that_run_together_get_their_own_tokens(self, at: AttachedEngine) -> None:
+    async def test_concurrent_legs_get_their_own_tokens(self, at: AttachedEngine) -> None:
         prompts = [new_prompt(40 + n) for n in range(4)]
         alone = [tokens_of(await answer(at, engine_request(prompt, max_tokens=20))) for prompt in prompts]
         together = await asyncio.gather(
@@ -105,12 +103,12 @@ class AnswerLaws:
         )
         assert [tokens_of(chunks) for chunks in together] == alone
 
-    async def test_who_does_not_read_holds_nobody_else_back(self, at: AttachedEngine) -> None:
+    async def test_an_unread_leg_does_not_delay_others(self, at: AttachedEngine) -> None:
         slow = await at.engine.submit(engine_request(new_prompt(33), max_tokens=100))
         assert len(tokens_of(await answer(at, engine_request(new_prompt(34), max_tokens=20)))) == 20
         assert len(tokens_of(await read(slow))) == 100
 
-    async def test_a_second_leg_of_one_name_harms_the_first_in_nothing(self, at: AttachedEngine) -> None:
+    async def test_a_second_leg_of_the_same_id_leaves_the_first_intact(self, at: AttachedEngine) -> None:
         request = engine_request(new_prompt(45), max_tokens=60)
         first = await at.engine.submit(request)
         begun = await anext(aiter(first))
@@ -132,21 +130,21 @@ class RefusalLaws:
         assert "max_" in (error.param or error.message)
         assert not isinstance(error, ContextLengthExceeded)
 
-    async def test_what_is_too_long_is_reported_as_that(self, at: AttachedEngine) -> None:
+    async def test_a_prompt_beyond_the_context_is_reported_as_too_long(self, at: AttachedEngine) -> None:
         request = engine_request(new_prompt(at.context_tokens + 1), max_tokens=100)
         assert isinstance(await refusal_of(at, request), ContextLengthExceeded)
 
-    async def test_no_answer_goes_beyond_the_context(self, at: AttachedEngine) -> None:
+    async def test_no_answer_exceeds_the_context(self, at: AttachedEngine) -> None:
         try:
             chunks = await answer(at, engine_request(new_prompt(at.context_tokens - 8), max_tokens=100))
         except ContextLengthExceeded:
             return
         assert (len(tokens_of(chunks)) <= 8, chunks[-1].finish) == (True, FinishReason.LENGTH)
 
-    async def test_a_call_without_any_token_is_the_clients_mistake(self, at: AttachedEngine) -> None:
+    async def test_a_call_without_tokens_is_a_client_error(self, at: AttachedEngine) -> None:
         assert isinstance(await refusal_of(at, engine_request([])), InvalidRequest)
 
-    async def test_who_was_refused_leaves_nothing_behind(self, at: AttachedEngine) -> None:
+    async def test_a_refused_leg_leaves_nothing_behind(self, at: AttachedEngine) -> None:
         for _ in range(3):
             await refusal_of(at, engine_request(new_prompt(at.context_tokens + 1), max_tokens=100))
         await is_free(at)
@@ -155,7 +153,7 @@ class RefusalLaws:
 class CacheLaws:
     """What is cached is what the events say."""
 
-    async def test_whole_blocks_of_a_prompt_are_cached_but_for_its_last_token(
+    async def test_full_blocks_of_a_prompt_without_its_last_token_are_cached(
         self, at: AttachedEngine
     ) -> None:
         size = at.block_size
@@ -169,7 +167,7 @@ class CacheLaws:
         longer = engine_request([*request.token_ids, *new_prompt(40)], max_tokens=1)
         assert cached_tokens_of(await answer(at, longer)) == 4 * size
 
-    async def test_what_an_answer_wrote_is_cached_too(self, at: AttachedEngine) -> None:
+    async def test_the_blocks_of_an_answer_are_cached_too(self, at: AttachedEngine) -> None:
         size = at.block_size
         prompt = new_prompt(size + 3)
         tokens = tokens_of(await answer(at, engine_request(prompt, max_tokens=2 * size)))
@@ -177,7 +175,7 @@ class CacheLaws:
         await until(lambda: at.reported.overlap_blocks(after.token_ids) == 3)
         assert cached_tokens_of(await answer(at, after)) == 3 * size
 
-    async def test_what_is_evicted_is_reported(self, at: AttachedEngine) -> None:
+    async def test_evicted_blocks_are_reported(self, at: AttachedEngine) -> None:
         await answer(
             at, engine_request(new_prompt(3), max_tokens=1)
         )  # some engines tell no load before they ran
@@ -229,7 +227,7 @@ class EndingLaws:
             await anext(aiter(stream))
         await is_free(at)
 
-    async def test_legs_that_nobody_reads_leave_nothing_behind(self, at: AttachedEngine) -> None:
+    async def test_unread_legs_leave_nothing_behind(self, at: AttachedEngine) -> None:
         given_up = []
         for turns in range(4):
             stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS))
@@ -241,7 +239,7 @@ class EndingLaws:
         for stream in given_up:
             assert (await read(stream))[-1].finish is FinishReason.CANCELLED
 
-    async def test_who_leaves_in_the_middle_ends_the_work(self, at: AttachedEngine) -> None:
+    async def test_closing_a_stream_midway_ends_its_leg(self, at: AttachedEngine) -> None:
         before = engine_request(new_prompt(at.block_size), max_tokens=1)
         await answer(at, before)
         await at.settled(before)
@@ -253,7 +251,7 @@ class EndingLaws:
         await is_free(at)
         assert at.reported.n_stored - n_before < LONG_TOKENS // at.block_size
 
-    async def test_its_load_is_reported_and_falls_when_it_is_done(self, at: AttachedEngine) -> None:
+    async def test_a_legs_load_is_reported_and_falls_when_it_ends(self, at: AttachedEngine) -> None:
         streams = [
             await at.engine.submit(engine_request(new_prompt(64), max_tokens=LONG_TOKENS)) for _ in range(2)
         ]
@@ -263,7 +261,7 @@ class EndingLaws:
             stream.cancel("enough")
         await is_free(at)
 
-    async def test_after_a_stop_streams_break_and_nothing_is_taken(self, at: AttachedEngine) -> None:
+    async def test_a_stopped_engine_breaks_streams_and_accepts_nothing(self, at: AttachedEngine) -> None:
         stream = await at.engine.submit(engine_request(new_prompt(40), max_tokens=LONG_TOKENS))
         await anext(aiter(stream))
         await at.engine.stop()
@@ -278,7 +276,7 @@ class CallLaws:
     """A client's call goes as it was written, and its answer comes in the engine's own bytes."""
 
     @pytest.mark.parametrize("stream", [True, False])
-    async def test_the_bytes_are_an_answer(self, at: AttachedEngine, stream: bool) -> None:
+    async def test_the_passed_bytes_are_a_valid_answer(self, at: AttachedEngine, stream: bool) -> None:
         request = completion_request(new_prompt(40), stream=stream, max_tokens=6)
         chunks = await answer(at, request)
         raw = b"".join(chunk.raw for chunk in chunks)
@@ -287,13 +285,15 @@ class CallLaws:
         assert raw.count(b'"finish_reason":') >= 1
         assert b'token_ids":[' not in raw
 
-    async def test_a_call_at_fault_is_the_clients(self, at: AttachedEngine) -> None:
+    async def test_a_wrong_call_is_a_client_error(self, at: AttachedEngine) -> None:
         error = await refusal_of(at, completion_request(new_prompt(5), max_tokens=-1))
         assert isinstance(error, InvalidRequest)
         error = await refusal_of(at, completion_request(new_prompt(at.context_tokens + 1)))
         assert isinstance(error, ContextLengthExceeded)
 
-    async def test_cached_tokens_are_reported_whoever_asks_for_the_usage(self, at: AttachedEngine) -> None:
+    async def test_cached_tokens_are_reported_whether_or_not_usage_is_requested(
+        self, at: AttachedEngine
+    ) -> None:
         request = completion_request(new_prompt(2 * at.block_size + 1), max_tokens=2)
         chunks = await answer(at, request)
         assert cached_tokens_of(chunks) == 0
@@ -310,7 +310,7 @@ class CallEndingLaws:
     """A client that leaves is gone."""
 
     @pytest.mark.parametrize("stream", [True, False])
-    async def test_a_client_that_leaves_ends_its_leg(self, at: AttachedEngine, stream: bool) -> None:
+    async def test_a_disconnected_client_ends_its_leg(self, at: AttachedEngine, stream: bool) -> None:
         given_up = await at.engine.submit(
             completion_request(new_prompt(40), stream=stream, max_tokens=LONG_TOKENS)
         )

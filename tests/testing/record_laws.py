@@ -35,7 +35,7 @@ class RecordLaws:
     ends of a store that is empty.
     """
 
-    async def test_what_is_written_over_nothing_is_there_for_all(self, ends: RecordStores) -> None:
+    async def test_a_created_record_is_visible_to_all(self, ends: RecordStores) -> None:
         one, other = ends.cards(), ends.cards()
         assert await other.read("1") == (None, None)
         version = await one.put_over(record(), None)
@@ -45,7 +45,7 @@ class RecordLaws:
         assert found.keys() == {"1", "12"}
         assert found["1"] == (record(), version)
 
-    async def test_only_the_version_that_is_there_is_written_over(self, ends: RecordStores) -> None:
+    async def test_only_the_current_version_can_be_overwritten(self, ends: RecordStores) -> None:
         one, other = ends.cards(), ends.cards()
         first = await one.put_over(record(), None)
         with pytest.raises(VersionConflict):
@@ -55,7 +55,7 @@ class RecordLaws:
             await one.put_over(record(), first)
         assert await one.read("1") == (record(1, 10), second)
 
-    async def test_a_record_that_is_written_as_it_is_has_a_new_version(self, ends: RecordStores) -> None:
+    async def test_rewriting_an_unchanged_record_makes_a_new_version(self, ends: RecordStores) -> None:
         one, other = ends.cards(), ends.cards()
         versions = [await one.put_over(record(), None)]
         for _ in range(5):
@@ -63,7 +63,7 @@ class RecordLaws:
             assert await other.read("1") == (record(), versions[-1])
         assert len(set(versions)) == len(versions)
 
-    async def test_of_many_that_write_over_one_version_one_does(self, ends: RecordStores) -> None:
+    async def test_of_concurrent_writes_over_one_version_one_succeeds(self, ends: RecordStores) -> None:
         end = ends.cards()
         first = await end.put_over(record(), None)
         writes = [end.put_over(record(1, number), first) for number in range(10, 18)]
@@ -73,7 +73,7 @@ class RecordLaws:
         assert held is not None
         assert outcomes[held.card.incarnation - 10] == version
 
-    async def test_only_the_version_that_is_there_is_deleted(self, ends: RecordStores) -> None:
+    async def test_only_the_current_version_can_be_deleted(self, ends: RecordStores) -> None:
         one, other = ends.cards(), ends.cards()
         first = await one.put_over(record(), None)
         second = await one.put_over(record(draining=True), first)
@@ -88,7 +88,7 @@ class RecordLaws:
         await one.put_over(record(), (await one.read("1"))[1])
         assert [each.value for each in await other.list_all()] == [record()]
 
-    async def test_a_record_without_versions_is_put_over_whatever_is_there(self, ends: RecordStores) -> None:
+    async def test_an_unconditional_put_overwrites_any_version(self, ends: RecordStores) -> None:
         one, other = ends.cordons(), ends.cordons()
         assert await other.list_all() == []
         await one.put(ZONE)
@@ -102,7 +102,7 @@ class RecordLaws:
             await other.delete(each.key)
         assert await one.list_all() == []
 
-    async def test_a_watch_has_what_is_there_and_hears_every_change(self, ends: RecordStores) -> None:
+    async def test_a_watch_lists_the_records_and_reports_every_change(self, ends: RecordStores) -> None:
         end, recorder = ends.cards(), DiscoveryRecorder()
         first = await end.put_over(record(), None)
         watch = LeasedWatch(
