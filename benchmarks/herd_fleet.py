@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from benchmarks.herd_load import Arrival
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
+from kvrouter.core.replica_messages import SyncMessage
 from kvrouter.core.requests import GenerateRequest, Sampling
-from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet

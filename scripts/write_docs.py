@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.settings.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
+from kvrouter.settings.dynamo_settings import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
 from kvrouter.settings.setting import choices_of, limits_of, model_in, models_in
 from kvrouter.settings.setting_spec import SettingGroup, SettingKind, SettingSpec
 from kvrouter.settings.tree import SETTINGS, Settings

@@ -14,7 +14,6 @@ from kvrouter.core.timing import Timing
 from kvrouter.kernel.placement.speeds import LearnedSpeeds
 from kvrouter.kernel.routing.interface import Speeds
 from kvrouter.settings.problems import Document, parse_document
-from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.replay.simulation import Result, Simulation
@@ -22,6 +21,7 @@ from kvrouter.sim.replay.summary import summarize
 from kvrouter.sim.replay.timetable import TimetableEvent
 from kvrouter.sim.replay.tuning import merit, points, second_half
 from kvrouter.sim.replay.variant import OURS, Variant, variants
+from kvrouter.sim.rules.registry import RULES
 
 WORKERS = 8
 LOADS = (1.0, 3.0, 5.0)

@@ -25,7 +25,6 @@ from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.settings.problems import Document, parse_document
-from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcomes import Outcomes
 from kvrouter.sim.replay.simulation import Result
@@ -33,6 +32,7 @@ from kvrouter.sim.replay.summary import Summary, summarize
 from kvrouter.sim.replay.timetable import LinkEvent, TimetableEvent
 from kvrouter.sim.replay.tuning import merit, points, second_half
 from kvrouter.sim.replay.variant import OURS, variants
+from kvrouter.sim.rules.registry import RULES
 
 HOSTS = 32
 """Each has a prefill and a decode worker; 4 are a rack, 16 a zone."""

@@ -13,12 +13,12 @@ import msgspec
 from benchmarks.replay.cases import CASES, Cell, Tried, fleet, rows_of
 from benchmarks.replay.replays import OBJECTIVE, figures, over_seeds, replayed
 from kvrouter.core.workers import Role
-from kvrouter.sim.policies.registry import GRID_MAX, RULES
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import crossing_gb
 from kvrouter.sim.replay.summary import Summary, summarize
 from kvrouter.sim.replay.tuning import merit, points, second_half
 from kvrouter.sim.replay.variant import OURS, Variant, variants
+from kvrouter.sim.rules.registry import GRID_MAX, RULES
 
 REQUIRED = "required"
 TUNED = f"{OURS}, tuned"

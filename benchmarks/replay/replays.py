@@ -5,11 +5,11 @@ from typing import Any
 
 from benchmarks.replay.cases import Rows
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.replay.simulation import Result, Simulation
 from kvrouter.sim.replay.summary import Objective, Summary
 from kvrouter.sim.replay.timetable import TimetableEvent
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.traces.trace_request import TraceRequest
 
 OBJECTIVE = Objective(ttft_s=2.0, itl_s=0.05)

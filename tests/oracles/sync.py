@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import SyncMessage
+from kvrouter.core.replica_messages import SyncMessage
 from kvrouter.transports.sync.port import MessageSink
 
 

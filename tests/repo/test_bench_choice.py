@@ -24,8 +24,8 @@ from benchmarks.choice.aggregated import (
 from benchmarks.choice.page import Study, default_of, markdown, row_of
 from benchmarks.http_replay.machine import Commit, Machine
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.variant import OURS
+from kvrouter.sim.rules.registry import RULES
 
 RESULTS = Path(page.__file__).parent
 

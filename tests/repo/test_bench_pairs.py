@@ -35,7 +35,7 @@ from benchmarks.choice.pairs_page import (
     upper_bound,
 )
 from benchmarks.http_replay.machine import Commit, Machine
-from kvrouter.sim.policies.registry import RULES
+from kvrouter.sim.rules.registry import RULES
 
 RESULTS = Path(pairs_page.__file__).parent
 

@@ -17,8 +17,8 @@ from benchmarks.replay.policies import OURS_GRID, Contest, Job, jobs, published
 from benchmarks.replay.replays import over_seeds, replayed
 from benchmarks.replay.zones import ONE, SPLIT, ZoneJob, zone_cell, zone_jobs
 from kvrouter.fleetfile.fleet_checks import load_fleet
-from kvrouter.sim.policies.registry import GRID_MAX, RULES, parse_rule
 from kvrouter.sim.replay.summary import Objective, Summary, summarize
+from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule
 from kvrouter.sim.traces.trace_request import TraceRequest
 
 AGENTS = next(number for number, case in enumerate(CASES) if case.is_closed)

@@ -8,7 +8,7 @@ from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai import parse, passthrough
 from kvrouter.frontend.openai.body import BodyBounds, scanned
 from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, NvextReader
-from kvrouter.frontend.openai.passed import PASSED_ROUTES, parse_passed
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES, parse_passed
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.text.prompts.fields import PromptFields
 

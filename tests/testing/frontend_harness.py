@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.frontend.app import FrontendApp
 from kvrouter.frontend.engine_tokens import ModelTexts
+from kvrouter.frontend.http_app import FrontendApp
 from kvrouter.frontend.public_pages import SETTLE_S
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.traffic import TrafficRecorder

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import parse_document
-from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.dispatch import ByTimeStamp, Dispatch
 from kvrouter.sim.replay.outcome import Outcome
 from kvrouter.sim.replay.simulation import Result, Simulation
 from kvrouter.sim.replay.timetable import TimetableEvent
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.traces.trace_request import TraceRequest, Wait
 
 PIECE_TOKENS = 64

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from kvrouter.api.cordon_schema import CordonBody
-from kvrouter.api.page_schema import ModelList
+from kvrouter.api.health_schema import ModelList
 from kvrouter.api.paths import CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed

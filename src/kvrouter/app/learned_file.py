@@ -15,7 +15,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId
 from kvrouter.core.json import parsed_counted
-from kvrouter.core.sync import LinkUpdate
+from kvrouter.core.replica_messages import LinkUpdate
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event

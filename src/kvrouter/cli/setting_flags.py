@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvrouter.cli.output import TABLE, Output
-from kvrouter.settings.foreign import FOREIGN, Foreign
+from kvrouter.settings.dynamo_settings import FOREIGN, Foreign
 from kvrouter.settings.setting_spec import (
     SettingGroup,
     SettingKind,

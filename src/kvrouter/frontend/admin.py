@@ -11,7 +11,7 @@ from kvrouter.api import fleet_schema
 from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonList
 from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
 from kvrouter.api.fleet_schema import Refusals, RefusedAnswers, RefusedRanks
-from kvrouter.api.page_schema import BusyBody, ThresholdList, Thresholds
+from kvrouter.api.health_schema import BusyBody, ThresholdList, Thresholds
 from kvrouter.api.paths import CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS
 from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
@@ -24,9 +24,18 @@ from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import NvextReader, parse_either
 from kvrouter.frontend.openai.passthrough import parse_passthrough
+from kvrouter.frontend.page_route import (
+    DELETE,
+    POST,
+    AdminRoute,
+    Endpoint,
+    Page,
+    PageRequest,
+    Route,
+    json_page,
+)
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
-from kvrouter.frontend.routes import DELETE, POST, AdminRoute, Endpoint, Page, PageRequest, Route, json_page
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService

@@ -10,8 +10,8 @@ from kvrouter.api.fleet_schema import Cordoned, Discovery
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
+from kvrouter.frontend.page_route import Page, PageRequest, json_page
 from kvrouter.frontend.prepare import Bodies
-from kvrouter.frontend.routes import Page, PageRequest, json_page
 from kvrouter.router.fleet_cordons import CordonChange, CordonReading, Cordons
 
 _CORDON = msgspec.json.Decoder(api.CordonBody)

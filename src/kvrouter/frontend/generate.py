@@ -32,7 +32,7 @@ from kvrouter.frontend.openai.parse import (
     parse_chat,
     parse_completion,
 )
-from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_form, parse_passed
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES, PassedRoute, parse_form, parse_passed
 from kvrouter.frontend.openai.passthrough import (
     as_utf8,
     is_surely_unreadable,

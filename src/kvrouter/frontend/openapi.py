@@ -13,7 +13,7 @@ from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonList
 from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
 from kvrouter.api.error_schema import ErrorBody
 from kvrouter.api.fleet_schema import Fleet, Flows, Refusals
-from kvrouter.api.page_schema import (
+from kvrouter.api.health_schema import (
     BusyBody,
     Health,
     ModelList,
@@ -25,8 +25,8 @@ from kvrouter.api.page_schema import (
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.errors import JSON_HEADERS
 from kvrouter.frontend.openai.form import CONTENT_TYPE
-from kvrouter.frontend.openai.passed import PASSED_ROUTES
-from kvrouter.frontend.routes import NO_CONTENT_POLICY, AdminRoute, Page, PageRequest, PublicRoute, Route
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
+from kvrouter.frontend.page_route import NO_CONTENT_POLICY, AdminRoute, Page, PageRequest, PublicRoute, Route
 
 Json = dict[str, object]
 

@@ -8,7 +8,7 @@ from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.form import UnsupportedMediaType
-from kvrouter.frontend.routes import NO_CONTENT_POLICY, Route
+from kvrouter.frontend.page_route import NO_CONTENT_POLICY, Route
 from kvrouter.settings.sources import LOOPBACK_HOSTS
 from kvrouter.settings.tree import FrontendSettings
 

@@ -8,13 +8,21 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
-from kvrouter.api.page_schema import Health, ModelCard, ModelList, ModelPermission, Ready, ServerLoad, Version
+from kvrouter.api.health_schema import (
+    Health,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+    Ready,
+    ServerLoad,
+    Version,
+)
 from kvrouter.api.paths import METRICS, MODELS
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
+from kvrouter.frontend.page_route import GET, POST, Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.frontend.prepare import NamedModel, RequestPreparer
-from kvrouter.frontend.routes import GET, POST, Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.kernel.routing.interface import RouteRequest
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService

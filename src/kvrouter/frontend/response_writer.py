@@ -23,7 +23,7 @@ from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.keep_alive import KeepAliveStream
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
-from kvrouter.frontend.openai.passed import PassedRoute
+from kvrouter.frontend.openai.passed_routes import PassedRoute
 from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import prefilling

@@ -19,13 +19,13 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
 from kvrouter.frontend.admin import AdminRoutes
-from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS, trace_of
 from kvrouter.frontend.http import Disconnected, Request, Responder
+from kvrouter.frontend.http_app import HttpApp
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
     CacheSalt,
@@ -45,6 +45,7 @@ from kvrouter.frontend.openai.parse import (
     call_of,
     one_prompt,
 )
+from kvrouter.frontend.page_route import DELETE, POST, Page, PageRequest, Route, json_page
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.prepare import (
     Bodies,
@@ -54,7 +55,6 @@ from kvrouter.frontend.prepare import (
 )
 from kvrouter.frontend.public_pages import Pages
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
-from kvrouter.frontend.routes import DELETE, POST, Page, PageRequest, Route, json_page
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.interface import Decision, Pick

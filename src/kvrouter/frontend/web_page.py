@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from kvrouter.frontend.errors import UnknownPath
 from kvrouter.frontend.http.response import ResponseHeaders
-from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
+from kvrouter.frontend.page_route import Page, PageRequest, PublicRoute, Route
 
 PAGE = "index.html"
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta
 
-from kvrouter.api.page_schema import NonNegativeInt
+from kvrouter.api.health_schema import NonNegativeInt
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import RequestId

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from uuid import uuid4
 
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
+from kvrouter.core.replica_messages import Goodbye, StateQuestion, SyncMessage
 from kvrouter.kernel.ledger.journal import Journal
 from kvrouter.kernel.ledger.replicas import Asks, Counts, Replicas, Replication
 from kvrouter.transports.background import spawn

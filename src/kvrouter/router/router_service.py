@@ -13,7 +13,7 @@ from kvrouter.core.cordon_rules import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RouterId, WorkerId, WorkerRank
-from kvrouter.core.sync import LinkUpdate
+from kvrouter.core.replica_messages import LinkUpdate
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import FleetChange
 from kvrouter.kernel.topology.link_table import LinkTable

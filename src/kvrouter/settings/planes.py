@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.settings.foreign import FOREIGN_DISCOVERY
+from kvrouter.settings.dynamo_settings import FOREIGN_DISCOVERY
 from kvrouter.settings.setting import Positive, Secret, Section, Setting, Whole, refusing
 from kvrouter.settings.setting_spec import Aliases, SettingGroup
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from kvrouter.core.constraints import NearEnforcement, PdSelection, RouterMode
 from kvrouter.core.cost_rules import BLOCKS, COST_RULES, TIME
 from kvrouter.kernel.topology.policy import MismatchPolicy
-from kvrouter.settings.foreign import FOREIGN_FIELDS, FOREIGN_MODES
+from kvrouter.settings.dynamo_settings import FOREIGN_FIELDS, FOREIGN_MODES
 from kvrouter.settings.planes import PlainName
 from kvrouter.settings.setting import (
     Count,

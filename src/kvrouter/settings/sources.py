@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pydantic import SecretStr, ValidationError
 
-from kvrouter.settings.foreign import FOREIGN_VARIABLES
+from kvrouter.settings.dynamo_settings import FOREIGN_VARIABLES
 from kvrouter.settings.problems import (
     Document,
     Path,

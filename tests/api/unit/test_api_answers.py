@@ -9,7 +9,7 @@ from kvrouter.api.client import AskFailed, _error, decode_answer
 from kvrouter.api.cordon_schema import CordonList
 from kvrouter.api.decision_schema import Decisions, Explanation, LastDecisions
 from kvrouter.api.fleet_schema import Fleet, Flows
-from kvrouter.api.page_schema import ModelList
+from kvrouter.api.health_schema import ModelList
 from kvrouter.cli.doctor.findings import Problem, Severity
 from kvrouter.cli.doctor.place_checks import zones
 from kvrouter.cli.doctor.reading import Counts, Reading

@@ -7,7 +7,7 @@ from starlette.routing import compile_path
 
 from kvrouter.frontend.http import Request
 from kvrouter.frontend.http.response import RequestHead
-from kvrouter.frontend.routes import Page, PageRequest, Route
+from kvrouter.frontend.page_route import Page, PageRequest, Route
 
 TEMPLATES = (
     "/ui",

@@ -23,7 +23,7 @@ from kvrouter.frontend.openai.body import (
     BodyOverBounds,
     scanned,
 )
-from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget

@@ -6,7 +6,7 @@ import msgspec
 from jsonschema import validate
 
 from kvrouter.frontend.openapi import TYPES, docs_html, openapi
-from kvrouter.frontend.routes import Page, PageRequest, Route
+from kvrouter.frontend.page_route import Page, PageRequest, Route
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
 from tests.testing.mock_server import MODEL, mock_server, user, words
 

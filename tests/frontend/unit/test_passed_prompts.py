@@ -10,7 +10,7 @@ import pytest
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.body import BodyBounds, scanned
-from kvrouter.frontend.openai.passed import PASSED_ROUTES, PassedRoute, parse_passed
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES, PassedRoute, parse_passed
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_passthrough import PassthroughTokens, passthrough_tokens
 from kvrouter.text.prompts.fields import Prompt

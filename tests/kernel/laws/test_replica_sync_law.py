@@ -20,7 +20,7 @@ from kvrouter.core.ids import (
     WorkerId,
     WorkerRank,
 )
-from kvrouter.core.sync import Deltas, Goodbye, StateQuestion, SyncMessage
+from kvrouter.core.replica_messages import Deltas, Goodbye, StateQuestion, SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.journal import Journal, SharedLedger

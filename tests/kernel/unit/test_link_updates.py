@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import LINK_UPDATE_MAX, LinkName, LinkSample, LinkUpdate, LinkUse
+from kvrouter.core.replica_messages import LINK_UPDATE_MAX, LinkName, LinkSample, LinkUpdate, LinkUse
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.link_exchange import LinkExchange
 from kvrouter.kernel.placement.link_journal import LinkJournal, LinkTraffic, as_sample

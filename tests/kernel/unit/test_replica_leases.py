@@ -14,7 +14,7 @@ from kvrouter.core.ids import (
     WorkerId,
     WorkerRank,
 )
-from kvrouter.core.sync import (
+from kvrouter.core.replica_messages import (
     NAMED_BLOCKS_MAX,
     AddRequest,
     Delta,

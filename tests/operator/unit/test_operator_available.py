@@ -10,7 +10,7 @@ from kvrouter.kernel.topology.policy import Fallback, Required
 from kvrouter.kube.objects import FLEET_LABEL, Key, Manifest
 from kvrouter.operator.api.status import ConditionStatus
 from kvrouter.operator.labels.pods import Pod
-from kvrouter.operator.plan.serving import registers_elsewhere
+from kvrouter.operator.plan.containers import registers_elsewhere
 from kvrouter.operator.reconcile.cards import Cards, fleet_of
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes
 from kvrouter.operator.status.finding import events_of

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.operator.plan.containers import HEALTH_PORT, HTTP_PORT
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.network import nats_ports
-from kvrouter.operator.plan.serving import HEALTH_PORT, HTTP_PORT
 from kvrouter.settings.planes import DiscoveryBackend
 from tests.testing.helm_chart import of_kind as of_kind_in
 from tests.testing.helm_chart import shape

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.operator.plan.containers import HEALTH_PORT
 from kvrouter.operator.plan.manifest import Manifest, objects
-from kvrouter.operator.plan.serving import HEALTH_PORT
 from kvrouter.settings.problems import dotted
 from tests.testing.planned_deployments import at, deployment, environment, has, of_kind, planned, templates
 

@@ -7,8 +7,8 @@ from pydantic import JsonValue
 
 from kvrouter.operator.api.deployment import DynamoGraphDeployment, read_deployment
 from kvrouter.operator.plan.budgets import zone_budgets
+from kvrouter.operator.plan.containers import registers_elsewhere
 from kvrouter.operator.plan.plan import plan
-from kvrouter.operator.plan.serving import registers_elsewhere
 from kvrouter.settings.problems import dotted
 from tests.testing.operator_deployments import GROVE, validated
 from tests.testing.planned_deployments import DEFAULTS, FACTS, at, environment, has, planned, templates

@@ -11,7 +11,7 @@ from kvrouter.app import learned_file
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import LinkName, LinkSample, LinkUpdate
+from kvrouter.core.replica_messages import LinkName, LinkSample, LinkUpdate
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.placement.link_speeds import FORGET_S
 from kvrouter.kernel.topology.link_table import LinkTable

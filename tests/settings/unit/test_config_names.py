@@ -15,7 +15,7 @@ from kvrouter.cli.frontend.flags import frontend
 from kvrouter.cli.setting_flags import ForeignOption, SettingsCommand, given_flags
 from kvrouter.cli.up.flags import up
 from kvrouter.core.errors import ConfigError
-from kvrouter.settings.foreign import (
+from kvrouter.settings.dynamo_settings import (
     FOREIGN,
     FOREIGN_DISCOVERY,
     FOREIGN_FIELDS,

@@ -11,13 +11,13 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import FloatColumn
 from kvrouter.kernel.routing.interface import PickInput
-from kvrouter.sim.policies.balancers import RoundRobin
-from kvrouter.sim.policies.registry import RULES, parse_rule
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.replay.sim_fleet import SimFleet
 from kvrouter.sim.replay.simulation import check_room, longest_request
 from kvrouter.sim.replay.summary import Objective, interval, summarize
 from kvrouter.sim.replay.timetable import AddEvent, DieEvent, JoinEvent
+from kvrouter.sim.rules.balancers import RoundRobin
+from kvrouter.sim.rules.registry import RULES, parse_rule
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest, Wait
 from tests.testing.replays import TWO_ZONES, by_number, fleet, replayed, row
 

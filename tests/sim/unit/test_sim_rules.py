@@ -14,9 +14,9 @@ from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs
 from kvrouter.kernel.routing.interface import PickInput, RouteRequest, RoutingSettings, View
-from kvrouter.sim.policies.registry import GRID_MAX, RULES, parse_rule
-from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.sim_fleet import SlotLoads
+from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule
+from kvrouter.sim.rules.rule import PublishedRule
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 

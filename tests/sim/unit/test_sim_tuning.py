@@ -9,7 +9,6 @@ from kvrouter.cli import main
 from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
-from kvrouter.sim.policies.registry import GRID_MAX, RULES
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcome import Outcome
 from kvrouter.sim.replay.outcomes import Outcomes
@@ -18,6 +17,7 @@ from kvrouter.sim.replay.summary import Objective, summarize
 from kvrouter.sim.replay.timetable import DieEvent
 from kvrouter.sim.replay.tuning import candidates, merit, ours_grid, points, second_half
 from kvrouter.sim.replay.variant import DEFAULT_FLEET, OURS, parse_sweep
+from kvrouter.sim.rules.registry import GRID_MAX, RULES
 from tests.testing.replays import TWO_ZONES, fleet, replayed, row
 
 

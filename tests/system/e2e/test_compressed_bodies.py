@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import BodyTooLarge
 from kvrouter.frontend import compressed
-from kvrouter.frontend.app import HttpApp
 from kvrouter.frontend.compressed import ON_LOOP_BYTES, CompressedBodies, inflated, inflated_bytes
 from kvrouter.frontend.http import BodyLimit
+from kvrouter.frontend.http_app import HttpApp
 from kvrouter.settings.tree import FrontendSettings
 from tests.testing.calls import WatchCalls
 from tests.testing.constants import SetConstants

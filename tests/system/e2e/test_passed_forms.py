@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from tests.system.e2e.test_passed_routes import before, behind_loss, pieces, whole
 from tests.testing.mock_fleet import uniform_fleet
 from tests.testing.mock_server import MockServer, mock_server

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
 from tests.testing.mock_fleet import fleet_file, uniform_fleet

@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import SyncMessage
+from kvrouter.core.replica_messages import SyncMessage
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.sync.nats import NatsSyncTransport
 from kvrouter.transports.sync.port import MessageSink

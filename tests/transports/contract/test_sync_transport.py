@@ -7,7 +7,7 @@ import nats
 from nats.aio.msg import Msg
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
-from kvrouter.core.sync import (
+from kvrouter.core.replica_messages import (
     NAMED_BLOCKS_MAX,
     AddRequest,
     Deltas,

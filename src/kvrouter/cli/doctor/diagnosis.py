@@ -15,7 +15,7 @@ import msgspec
 
 from kvrouter.api.client import RouterClient
 from kvrouter.api.fleet_schema import Fleet, Worker
-from kvrouter.api.page_schema import ModelList
+from kvrouter.api.health_schema import ModelList
 from kvrouter.cli.doctor import (
     engine_checks,
     kv_event_checks,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import ServingApp, open_frontend
 from kvrouter.app.frontend_place import following_place, read_place
+from kvrouter.app.frontend_server import ServingApp, open_frontend
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import allow_many_files, claimed, stop_on_signals
 from kvrouter.app.router_build import build_service

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import uvloop
 
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import GOODBYE_S, ServingApp, serving
+from kvrouter.app.frontend_server import GOODBYE_S, ServingApp, serving
 from kvrouter.app.lifetime import allow_many_files, claimed, stop_on_signals
 from kvrouter.cli.frontend.run import connected, saving
 from kvrouter.cli.router.flags import StandaloneOptions

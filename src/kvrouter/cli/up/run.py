@@ -17,8 +17,8 @@ import uvloop
 
 from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import ServingApp, open_frontend
 from kvrouter.app.frontend_place import following_place, read_place
+from kvrouter.app.frontend_server import ServingApp, open_frontend
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on_signals, unless_stopping
 from kvrouter.app.mock_fleet import MockFleet, ProcessTransports

@@ -11,8 +11,8 @@ from kvrouter.app.attach.attachment import EngineWorkers
 from kvrouter.app.attach.pod_fleet import PodPolicy, account_of, pods_followed, policy_of
 from kvrouter.app.attach.transport_provider import MemoryTransports, network_transports
 from kvrouter.app.followed_links import following_links
-from kvrouter.app.frontend import ServingApp, open_frontend
 from kvrouter.app.frontend_place import following_place, read_place
+from kvrouter.app.frontend_server import ServingApp, open_frontend
 from kvrouter.app.learned_file import keeping_learned_links
 from kvrouter.app.lifetime import (
     StopRequested,

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvrouter.api.cordon_schema import NAME_CHARS_MAX, Name
-from kvrouter.api.page_schema import NonNegativeInt
+from kvrouter.api.health_schema import NonNegativeInt
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, UnknownModel
 from kvrouter.core.json import Unreadable, parsed_counted

@@ -8,7 +8,7 @@ from msgspec import structs
 from kvrouter.core.events import HASH_BYTES, count_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
-from kvrouter.core.sync import (
+from kvrouter.core.replica_messages import (
     DELTAS_MAX,
     MESSAGE_BLOCKS_MAX,
     NAMED_BLOCKS_MAX,

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 from msgspec import structs
 
 from kvrouter.core.ids import ModelName, RouterId
-from kvrouter.core.sync import LinkUpdate
+from kvrouter.core.replica_messages import LinkUpdate
 
 EARLY_MODELS_MAX: Final = 64
 EARLY_UPDATES_MAX: Final = 64

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, LeaseId, LeaseKey, ModelName, RouterId, Slot, WorkerRank
-from kvrouter.core.sync import (
+from kvrouter.core.replica_messages import (
     AddRequest,
     Delta,
     Deltas,

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvrouter.core.sync import LINK_UPDATE_MAX, LinkName, LinkSample, LinkUse
+from kvrouter.core.replica_messages import LINK_UPDATE_MAX, LinkName, LinkSample, LinkUse
 from kvrouter.kernel.placement.link_speeds import TransferSample
 from kvrouter.kernel.topology.link_table import Link, LinkLoad, SharedLink
 

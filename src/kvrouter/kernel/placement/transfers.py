@@ -6,7 +6,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvrouter.core.ids import RouterId, Slot
-from kvrouter.core.sync import LINK_UPDATE_MAX, LinkSample, LinkUpdate, LinkUse
+from kvrouter.core.replica_messages import LINK_UPDATE_MAX, LinkSample, LinkUpdate, LinkUse
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.engine_sums import EngineSums
 from kvrouter.kernel.placement.link_journal import LinkJournal, LinkTraffic, as_message, as_sample

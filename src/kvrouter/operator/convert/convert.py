@@ -27,7 +27,7 @@ from kvrouter.operator.convert.part import Json, Note, Notes, Part, named
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import mapping, objects
 from kvrouter.operator.plan.plan import plan
-from kvrouter.operator.plan.pod import read_pod_template
+from kvrouter.operator.plan.pod_template import read_pod_template
 from kvrouter.operator.plan.programs import unregistered
 from kvrouter.settings.problems import Path, Problem
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from kvrouter.operator.convert.part import Json, Notes
+from kvrouter.operator.plan.containers import HTTP_PORT_VARIABLE
 from kvrouter.operator.plan.manifest import objects
 from kvrouter.operator.plan.programs import ProgramProtocol, arguments_of, program_of
-from kvrouter.operator.plan.serving import HTTP_PORT_VARIABLE
 from kvrouter.settings.problems import Path
 from kvrouter.settings.setting_spec import SettingKind, SettingSpec, written_settings
 from kvrouter.settings.variables import OUR_PREFIX, SHARED_PREFIX, TOPOLOGY_VARIABLES, spellings

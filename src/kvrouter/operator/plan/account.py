@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from kvrouter.operator.api.deployment import ComponentType, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, labels_of, object_name
-from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.pod_template import PodDraft
 from kvrouter.operator.plan.workload import owned_metadata
 from kvrouter.settings.planes import DiscoveryBackend
 from kvrouter.settings.problems import Problem

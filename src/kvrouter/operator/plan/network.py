@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import JsonValue
 
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.plan.containers import HEALTH_PORT_VARIABLE, http_port
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import (
     DEPLOYMENT_LABEL,
@@ -17,8 +18,7 @@ from kvrouter.operator.plan.manifest import (
     selector,
     strings,
 )
-from kvrouter.operator.plan.pod import PodDraft, value_of
-from kvrouter.operator.plan.serving import HEALTH_PORT_VARIABLE, http_port
+from kvrouter.operator.plan.pod_template import PodDraft, value_of
 from kvrouter.operator.plan.workload import component_metadata
 
 DNS_PORT = 53

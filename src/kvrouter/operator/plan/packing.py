@@ -20,7 +20,7 @@ from kvrouter.operator.plan.manifest import (
     selector,
     strings,
 )
-from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.pod_template import PodDraft
 from kvrouter.operator.policy import DeploymentPolicy, RawLabel
 from kvrouter.settings.problems import Path, Problem, did_you_mean
 

@@ -12,6 +12,7 @@ from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.labels.level_labels import LevelLabels, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
+from kvrouter.operator.plan.containers import complete, http_port
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.frontend_links import (
     ASSUMED,
@@ -30,9 +31,8 @@ from kvrouter.operator.plan.packing import (
     packed_labels,
     read_packings,
 )
-from kvrouter.operator.plan.pod import PodDraft, overruled_sources, read_pod_template
+from kvrouter.operator.plan.pod_template import PodDraft, overruled_sources, read_pod_template
 from kvrouter.operator.plan.programs import unregistered
-from kvrouter.operator.plan.serving import complete, http_port
 from kvrouter.operator.plan.shared import OWN_LABEL, SharedEnv, give_shared, read_env, shared_problems
 from kvrouter.operator.plan.transfer_policy import (
     FrontendPlace,

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvrouter.operator.api.deployment import ComponentType
+from kvrouter.operator.plan.containers import is_sidecar
 from kvrouter.operator.plan.manifest import Manifest
-from kvrouter.operator.plan.pod import PodDraft
-from kvrouter.operator.plan.serving import is_sidecar
+from kvrouter.operator.plan.pod_template import PodDraft
 from kvrouter.settings.problems import Path, Problem
 
 ARGUMENTS_MAX = 4_096

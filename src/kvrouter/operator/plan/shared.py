@@ -13,7 +13,7 @@ from kvrouter.operator.api.deployment import (
 )
 from kvrouter.operator.api.names import LABEL_VALUE_CHARS_MAX, LABEL_VALUE_PATTERN, label_key_problem
 from kvrouter.operator.plan.manifest import Manifest, listed, mapping, objects
-from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.pod_template import PodDraft
 from kvrouter.settings.problems import Path, Problem
 from kvrouter.settings.variables import spellings
 

@@ -11,11 +11,12 @@ from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.operator.api.deployment import ComponentType, PrefillTopology
 from kvrouter.operator.api.names import topology_label
 from kvrouter.operator.labels.level_labels import LevelLabels, Resolution
-from kvrouter.operator.plan import pod
+from kvrouter.operator.plan import pod_template
+from kvrouter.operator.plan.containers import flag_of, is_sidecar, restricted
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.frontend_links import FrontendLinks, unknown_level
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
-from kvrouter.operator.plan.pod import (
+from kvrouter.operator.plan.pod_template import (
     OWNED_ON_FRONTENDS,
     OWNED_ON_WORKERS,
     PodDraft,
@@ -24,7 +25,6 @@ from kvrouter.operator.plan.pod import (
     value_of,
     variable,
 )
-from kvrouter.operator.plan.serving import flag_of, is_sidecar, restricted
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings
 from kvrouter.settings.problems import Path, Problem
 
@@ -40,20 +40,20 @@ def add_frontend_policy(draft: PodDraft, policy: DeploymentPolicy, links: Fronte
     The policy is for workers that publish none: a worker's own takes precedence. A router has no setting for
     ``preferred``; only the workers' own policies apply there.
     """
-    entries = [variable(pod.ROUTER_MODE, "kv")]
+    entries = [variable(pod_template.ROUTER_MODE, "kv")]
     if policy.enforcement is not Enforcement.PREFERRED:
         fails = policy.enforcement is Enforcement.REQUIRED
         mismatch = MismatchPolicy.FAIL if fails else MismatchPolicy.FALLBACK
-        entries.append(variable(pod.ROUTER_LEVEL, policy.domain))
-        entries.append(variable(pod.ROUTER_MISMATCH, mismatch.value))
+        entries.append(variable(pod_template.ROUTER_LEVEL, policy.domain))
+        entries.append(variable(pod_template.ROUTER_MISMATCH, mismatch.value))
     if links.weight is not None:
-        entries.append(variable(pod.LINKS_WEIGHT, str(links.weight)))
+        entries.append(variable(pod_template.LINKS_WEIGHT, str(links.weight)))
     assumes = False
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
         frontend_entries = [*entries]
         if links.table is not None and not (links.is_assumed and _has_links(container)):
-            frontend_entries.append(variable(pod.ROUTER_LINKS, links.table))
+            frontend_entries.append(variable(pod_template.ROUTER_LINKS, links.table))
             assumes |= links.is_assumed
         # A user's own values stay for variables that the deployment and its topology do not set.
         names = OWNED_ON_FRONTENDS | {str(entry["name"]) for entry in frontend_entries}
@@ -64,7 +64,10 @@ def add_frontend_policy(draft: PodDraft, policy: DeploymentPolicy, links: Fronte
 
 def _has_links(container: Manifest) -> bool:
     """Whether a user states a frontend's links."""
-    return entry_of(container, pod.ROUTER_LINKS) is not None or flag_of(container, LINKS_FLAG) is not None
+    return (
+        entry_of(container, pod_template.ROUTER_LINKS) is not None
+        or flag_of(container, LINKS_FLAG) is not None
+    )
 
 
 class FrontendPlace(NamedTuple):
@@ -82,14 +85,14 @@ def names_of_policy(
     """
     if policy is None:
         return set()
-    names = {*OWNED_ON_WORKERS, *OWNED_ON_FRONTENDS} - {pod.TOPOLOGY_MOUNT_PATH}
+    names = {*OWNED_ON_WORKERS, *OWNED_ON_FRONTENDS} - {pod_template.TOPOLOGY_MOUNT_PATH}
     if links.weight is not None:
-        names.add(pod.LINKS_WEIGHT)
+        names.add(pod_template.LINKS_WEIGHT)
     if links.table is not None and not links.is_assumed:
-        names.add(pod.ROUTER_LINKS)
+        names.add(pod_template.ROUTER_LINKS)
     if place is not None:
-        names |= {pod.PREFILL_LEVEL, pod.PREFILL_ENFORCEMENT}
-        names |= set() if place.prefill.weight is None else {pod.PREFILL_WEIGHT}
+        names |= {pod_template.PREFILL_LEVEL, pod_template.PREFILL_ENFORCEMENT}
+        names |= set() if place.prefill.weight is None else {pod_template.PREFILL_WEIGHT}
     return names
 
 
@@ -138,14 +141,14 @@ def place_frontend(
     resources = _take_back(draft, [*level_labels, place.level])
     prefill = place.prefill
     entries = [
-        variable(pod.TOPOLOGY_ENABLED, "true"),
-        variable(pod.TOPOLOGY_LEVELS, prefill.level),
-        variable(pod.PREFILL_LEVEL, prefill.level),
-        variable(pod.PREFILL_ENFORCEMENT, prefill.enforcement.value),
+        variable(pod_template.TOPOLOGY_ENABLED, "true"),
+        variable(pod_template.TOPOLOGY_LEVELS, prefill.level),
+        variable(pod_template.PREFILL_LEVEL, prefill.level),
+        variable(pod_template.PREFILL_ENFORCEMENT, prefill.enforcement.value),
     ]
     if prefill.weight is not None:
-        entries.append(variable(pod.PREFILL_WEIGHT, str(prefill.weight)))
-    names = {pod.TOPOLOGY_MOUNT_PATH, *(str(entry["name"]) for entry in entries)}
+        entries.append(variable(pod_template.PREFILL_WEIGHT, str(prefill.weight)))
+    names = {pod_template.TOPOLOGY_MOUNT_PATH, *(str(entry["name"]) for entry in entries)}
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
         draft.containers[index] = _with_files(draft, container, entries, names, at)
@@ -181,7 +184,9 @@ def _with_files(
 ) -> Manifest:
     """Return ``container`` with the files mounted, and ``entries`` as the only values of ``names``."""
     mount_path, problems = _mount_path(container, at)
-    wired, warnings = owned(container, [*entries, variable(pod.TOPOLOGY_MOUNT_PATH, mount_path)], names, at)
+    wired, warnings = owned(
+        container, [*entries, variable(pod_template.TOPOLOGY_MOUNT_PATH, mount_path)], names, at
+    )
     mounted, mounts = _mounted(wired, mount_path, at)
     draft.warnings += [*problems, *warnings, *mounts]
     return mounted
@@ -226,25 +231,25 @@ def _variables(
     their place, so that a new enforcement does not roll them.
     """
     found = [
-        variable(pod.TOPOLOGY_ENABLED, "true"),
-        variable(pod.TOPOLOGY_LEVELS, ",".join(level.domain for level in level_labels)),
-        variable(pod.TRANSFER_DOMAIN, policy.domain),
+        variable(pod_template.TOPOLOGY_ENABLED, "true"),
+        variable(pod_template.TOPOLOGY_LEVELS, ",".join(level.domain for level in level_labels)),
+        variable(pod_template.TRANSFER_DOMAIN, policy.domain),
     ]
     if kind is not ComponentType.DECODE:
-        found.append(variable(pod.TRANSFER_ENFORCEMENT, policy.enforcement.value))
+        found.append(variable(pod_template.TRANSFER_ENFORCEMENT, policy.enforcement.value))
         if policy.preferred_weight is not None:
-            found.append(variable(pod.TRANSFER_WEIGHT, str(policy.preferred_weight)))
+            found.append(variable(pod_template.TRANSFER_WEIGHT, str(policy.preferred_weight)))
     return found
 
 
 def _mount_path(container: Manifest, at: Path) -> tuple[str, list[Problem]]:
     """Return where a container mounts the files: its own path, if a volume can be mounted there."""
-    stated = value_of(container, pod.TOPOLOGY_MOUNT_PATH)
+    stated = value_of(container, pod_template.TOPOLOGY_MOUNT_PATH)
     if stated is None:
         return MOUNT_PATH, []
     if stated.startswith("/") and stated.strip("/") and ":" not in stated and "$(" not in stated:
         return stated, []
-    must = f"{pod.TOPOLOGY_MOUNT_PATH} must be an absolute path without ':', not {stated!r}"
+    must = f"{pod_template.TOPOLOGY_MOUNT_PATH} must be an absolute path without ':', not {stated!r}"
     return MOUNT_PATH, [Problem((*at, "env"), f"{must}; {MOUNT_PATH} is taken")]
 
 

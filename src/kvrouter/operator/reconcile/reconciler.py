@@ -23,13 +23,13 @@ from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.labels.binding import backfill_labels
 from kvrouter.operator.labels.pods import Pod, read_node, read_pod
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
+from kvrouter.operator.plan.containers import registers_elsewhere
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.frontend_links import read_qos
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL, fleet_name, object_name
 from kvrouter.operator.plan.node_cordons import cordon_manifests, node_cordon
 from kvrouter.operator.plan.packing import PACKING_ANNOTATION
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, QOS_ANNOTATION, Plan, plan, read_levels
-from kvrouter.operator.plan.serving import registers_elsewhere
 from kvrouter.operator.reconcile.apply import BUDGETS, OWNED, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.bindings import (
     Bindings,

@@ -9,7 +9,7 @@ from kvrouter.kube.objects import Key, Manifest, key_of, uid_of
 from kvrouter.operator.api.deployment import API_VERSION, KIND
 from kvrouter.operator.api.status import Condition, DeploymentStatus
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
-from kvrouter.operator.reconcile.recorder import Recorder
+from kvrouter.operator.reconcile.event_recorder import Recorder
 from kvrouter.operator.status.finding import events_of
 
 

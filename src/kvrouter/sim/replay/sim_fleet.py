@@ -32,11 +32,11 @@ from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.cache import EventCacheView
 from kvrouter.sim.replay.fleet_check import check_fleet
 from kvrouter.sim.replay.timetable import WorkersEvent
 from kvrouter.sim.replay.timetable_plan import Step, relabelled
+from kvrouter.sim.rules.rule import PublishedRule
 
 VOCABULARY = 16
 """Nobody reads the tokens of a replay."""
@@ -54,7 +54,7 @@ class SlotLoads:
         self.timing: npt.NDArray[np.int64] = np.zeros(16, np.int64)
         self.timings: list[Timing] = []
         self.session_of: Callable[[RequestId], str] = lambda _request_id: ""
-        """See :class:`~kvrouter.sim.policies.rule.Gateway`; a simulation sets it."""
+        """See :class:`~kvrouter.sim.rules.rule.Gateway`; a simulation sets it."""
         self._booked: dict[int, list[tuple[Slot, int]]] = {}
         """By placement: the slots that it loads, and the life of each."""
 

@@ -28,7 +28,6 @@ from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.kernel.index import PrefixSet
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.sim.policies.rule import PublishedRule
 from kvrouter.sim.replay.cache import EventCacheView
 from kvrouter.sim.replay.content import block_names, check_block_size
 from kvrouter.sim.replay.dispatch import Arrival, Dispatch
@@ -47,6 +46,7 @@ from kvrouter.sim.replay.timetable import (
     TimetableEvent,
 )
 from kvrouter.sim.replay.timetable_plan import Step, plan_timetable
+from kvrouter.sim.rules.rule import PublishedRule
 from kvrouter.sim.traces.trace_request import TraceRequest
 
 CEILING_BLOCKS_MAX = 7_000_000

@@ -13,11 +13,11 @@ from kvrouter.engines.mock_engine.mock_links import DomainPair
 from kvrouter.engines.mock_engine.network import Carried
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import Document
-from kvrouter.sim.policies.registry import RULES
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.outcomes import Outcomes
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.variant import OURS, Setting, Variant, variants
+from kvrouter.sim.rules.registry import RULES
 from kvrouter.sim.traces.read import Trace
 from kvrouter.sim.traces.trace_request import TraceRequest
 

@@ -12,8 +12,8 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import Document
-from kvrouter.sim.policies.registry import parse_rule
-from kvrouter.sim.policies.rule import PublishedRule
+from kvrouter.sim.rules.registry import parse_rule
+from kvrouter.sim.rules.rule import PublishedRule
 
 OURS = "kvrouter"
 """The router as the fleet file sets it."""

@@ -21,7 +21,7 @@ from nats.aio.subscription import Subscription
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.json import unpacked
-from kvrouter.core.sync import SyncMessage
+from kvrouter.core.replica_messages import SyncMessage
 from kvrouter.transports.background import spawn
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
 from kvrouter.transports.nats_client import flush, flush_subscriptions, subject_name

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kvrouter.core.ids import RouterId
-from kvrouter.core.sync import SyncMessage
+from kvrouter.core.replica_messages import SyncMessage
 
 MessageSink = Callable[[SyncMessage], None]
 """Called in the order of arrival; must not block."""

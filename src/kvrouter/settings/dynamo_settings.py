@@ -1,7 +1,7 @@
 """Settings of Dynamo that have no effect here: the reason for each, and what there is instead.
 
-A name with a value that asks for the existing behaviour is accepted. ``foreign.json`` holds them: a reason
-that several have is there once, under the key that they refer to.
+A name with a value that asks for the existing behaviour is accepted. ``dynamo_settings.json`` holds them; a
+reason that several share is there once, under the key that they refer to.
 """
 
 import json
@@ -57,7 +57,7 @@ class Foreign:
         return self.is_met_by(text)
 
 
-FOREIGN_FILE = Path(__file__).with_name("foreign.json")
+FOREIGN_FILE = Path(__file__).with_name("dynamo_settings.json")
 
 _written: Mapping[str, Any] = json.loads(FOREIGN_FILE.read_text("utf-8"))
 _reasons: Mapping[str, str] = _written["reasons"]

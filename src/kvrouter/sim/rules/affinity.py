@@ -9,7 +9,7 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.kernel.routing.interface import LegInput, PickInput
-from kvrouter.sim.policies.rule import PublishedRule, Scores, cached_tokens
+from kvrouter.sim.rules.rule import PublishedRule, Scores, cached_tokens
 
 SESSIONS_MAX = 100_000
 """How many sessions are remembered; the one idle for longest is forgotten first."""

@@ -37,13 +37,13 @@ from kvrouter.frontend.http import (
 )
 from kvrouter.frontend.http.response import CONNECTIONS_FULL, Headers, error_answer
 from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumentation
-from kvrouter.frontend.openai.passed import PASSED_ROUTES
+from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from kvrouter.frontend.openapi import DescriptionRoutes
 from kvrouter.frontend.origins import Cors, FleetGuard, page_headers
+from kvrouter.frontend.page_route import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.public_pages import SETTLE_S, AwaitedEngines, Pages, no_awaited_engines
 from kvrouter.frontend.response_writer import usable_request_id
-from kvrouter.frontend.routes import Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.router.router_service import RouterService
 from kvrouter.router.traffic import TrafficRecorder

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.problems import did_you_mean
-from kvrouter.sim.policies.affinity import AibrixPrefix, LlmdScorers, SglangCacheAware, StickySessions
-from kvrouter.sim.policies.balancers import LeastLoaded, PowerOfTwo, Random, RoundRobin
-from kvrouter.sim.policies.costs import DynamoCost, LMetric, PredictedTtft
-from kvrouter.sim.policies.rule import PublishedRule
+from kvrouter.sim.rules.affinity import AibrixPrefix, LlmdScorers, SglangCacheAware, StickySessions
+from kvrouter.sim.rules.balancers import LeastLoaded, PowerOfTwo, Random, RoundRobin
+from kvrouter.sim.rules.costs import DynamoCost, LMetric, PredictedTtft
+from kvrouter.sim.rules.rule import PublishedRule
 
 GRID_MAX = 12
 """How many points a rule is tuned over, its published values included."""

@@ -1,4 +1,4 @@
-"""A component's pod template: read, completed with defaults and rendered; its environment variables."""
+"""A component's pod template as a draft: read from the user's, and rendered; names of its variables."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field

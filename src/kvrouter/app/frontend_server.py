@@ -7,9 +7,9 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from kvrouter.app.lifetime import descriptors_for, explained
-from kvrouter.frontend.app import FrontendApp, HttpApp
 from kvrouter.frontend.engine_tokens import ModelTexts
 from kvrouter.frontend.http import HttpServer
+from kvrouter.frontend.http_app import FrontendApp, HttpApp
 from kvrouter.frontend.public_pages import AwaitedEngines, no_awaited_engines
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings

@@ -14,7 +14,14 @@ from kvrouter.operator.api.deployment import (
 from kvrouter.operator.api.names import is_nothing
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest, fleet_name, listed, mapping, objects
-from kvrouter.operator.plan.pod import PodDraft, entry_of, offered, read_pod_template, value_of, variable
+from kvrouter.operator.plan.pod_template import (
+    PodDraft,
+    entry_of,
+    offered,
+    read_pod_template,
+    value_of,
+    variable,
+)
 from kvrouter.settings.problems import Problem
 from kvrouter.settings.tree import AdminAccess
 

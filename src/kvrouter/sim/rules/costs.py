@@ -10,7 +10,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import FloatColumn, SlotColumn
 from kvrouter.kernel.routing.costs.lmetric import product
 from kvrouter.kernel.routing.interface import LegInput, PickInput
-from kvrouter.sim.policies.rule import PublishedRule, Scores, new_tokens
+from kvrouter.sim.rules.rule import PublishedRule, Scores, new_tokens
 
 
 class DynamoCost(PublishedRule):
