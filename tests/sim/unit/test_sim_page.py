@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
 import kvrouter
-from kvrouter.sim.replay.comparison import COLUMNS, COST
+from kvrouter.sim.replay.comparison import COLUMNS, COST, MEANINGS
 from kvrouter.sim.replay.summary import Carriage, ReplayReport
 from kvrouter.sim.replay.timetable import TimetableEntry
 from kvrouter.sim.replay.variant import VARIANTS_MAX
@@ -450,6 +450,11 @@ def test_templates_are_packaged_files_and_a_missing_variable_is_an_error() -> No
     assert tracked.stdout.split() == files
     with pytest.raises(UndefinedError, match="nowhere"):
         TEMPLATES.from_string("{{ nowhere }}").render()
+
+
+def test_every_group_of_columns_has_a_meaning_on_the_page() -> None:
+    groups = {re.sub(r" m?s$", "", column.group) for column in COLUMNS}
+    assert {group for group in groups if not any(name.startswith(group) for name, _ in MEANINGS)} == set()
 
 
 FINITE = st.floats(1e-3, 1e8)

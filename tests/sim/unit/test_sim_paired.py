@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.sim.worth.paired import difference, student_t
+from kvrouter.sim.replay.intervals import student_t
+from kvrouter.sim.worth.paired import difference
 
 T_95 = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The two-sided 95 % points of a printed table, by degrees of freedom."""

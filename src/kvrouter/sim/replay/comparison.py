@@ -100,6 +100,20 @@ COLUMNS = (
 )
 """The figures of the comparison, from left to right."""
 
+MEANINGS = (
+    ("TTFT, time to first token", "from a request's arrival to the first token of its answer"),
+    ("ITL, between tokens", "the mean over an answer's tokens, for each request"),
+    ("end to end", "from a request's arrival to the last token of its answer"),
+    ("good, goodput", "requests that met the objective: their share, and how many a second"),
+    ("cached", "the share of prompt tokens that engines found in their caches"),
+    ("ceiling", "what an endless cache shared by all workers would have held of the same requests"),
+    ("imbalance", "prefill tokens of the busiest worker over the mean of all that prefill; 1 is even"),
+    ("KV crossing", "KV cache that went from one domain, such as a zone, to another"),
+    ("cost", "what KV transfers cost by the prices of the fleet file's links, in its currency"),
+    ("failed", "requests that ended with an error, those that were refused among them"),
+)
+"""What the figures mean, for the page: the name of each group of columns begins one of these, unit apart."""
+
 
 def shown_columns(summaries: Iterable[Summary]) -> tuple[Column, ...]:
     """Return the columns for these replays; the cost is among them if a replay has one."""

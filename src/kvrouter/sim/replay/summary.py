@@ -8,10 +8,10 @@ import numpy as np
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.replay.carriage import Places
+from kvrouter.sim.replay.intervals import CONFIDENCE, student_t
 from kvrouter.sim.replay.outcomes import Flags, Floats, OutcomeTable
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.timetable import TimetableEntry
-from kvrouter.sim.worth.paired import CONFIDENCE, student_t
 
 PARTS = 24
 """How many parts of equal length a replay's time is cut into."""

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from kvrouter.sim.replay.comparison import NOTHING
+from kvrouter.sim.replay.comparison import MEANINGS, NOTHING
 from kvrouter.sim.replay.summary import PARTS, ReplayReport
 from kvrouter.sim.report.charts import courses, distributions
 from kvrouter.sim.report.glance import panels
@@ -59,4 +59,4 @@ TEMPLATES = Environment(
 )
 TEMPLATES.globals |= {
     each.__name__: each for each in (carried, comparison, courses, distributions, panels, reasons, style)
-} | {"NOTHING": NOTHING, "PARTS": PARTS}
+} | {"MEANINGS": MEANINGS, "NOTHING": NOTHING, "PARTS": PARTS}
