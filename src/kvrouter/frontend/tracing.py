@@ -126,7 +126,7 @@ class RequestSpans:
         decided_s: float | None,
     ) -> None:
         """End all spans of a standalone router's call. ``decided_s`` is the duration of the decision in
-        seconds; None for a prefill, whose leg took the rest of the time.
+        seconds; None for a prefill: one span covers decision and leg.
         """
         now_s = time.monotonic()
         if self._span.is_recording() and self._prepared_s is not None and decision is not None:

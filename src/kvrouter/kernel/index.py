@@ -40,7 +40,7 @@ class Applied(Protocol):
 
     @property
     def removed(self) -> int:
-        """Removals of a block that the rank held, including those that leave another store of it."""
+        """Removals of a block that the rank held, even if a repeated store keeps it held."""
 
     @property
     def unknown_removed(self) -> int:
@@ -126,7 +126,7 @@ class ApproximateStats(Protocol):
 
     @property
     def bytes(self) -> int:
-        """The memory of the index."""
+        """Its memory, in bytes."""
 
 
 class ApproximateIndex(Protocol):

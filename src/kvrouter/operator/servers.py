@@ -38,9 +38,9 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateSecret:
-    """A certificate that the operator issues itself, in a Secret that all replicas share. Its authority is
-    written into the ValidatingWebhookConfiguration ``webhook``, which calls the server by ``dns_names``, and
-    into the MutatingWebhookConfiguration ``webhook``-binding if the cluster has one.
+    """A certificate for ``dns_names`` that the operator issues itself, in a Secret of all replicas. Its CA
+    certificate is written into the ValidatingWebhookConfiguration ``webhook``, and into the
+    MutatingWebhookConfiguration ``webhook``-binding if the cluster has one.
     """
 
     secret: Key

@@ -28,7 +28,7 @@ class FeedCommands:
         self._clock = clock
 
     def begin(self, ingest: RankIngest, epoch: Epoch) -> Steps:
-        """Empty the slot, then start its feed."""
+        """Empty the slot; begin its new epoch."""
         yield from empty(self._index, ingest.slot, uncounted)
         yield from self.carry_out(ingest, ingest.feed.on_new_epoch(epoch, now_s=self._clock()))
 

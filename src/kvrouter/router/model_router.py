@@ -212,7 +212,7 @@ class ModelRouter:
         return self.placer.view(prompt, self._draws.next, now_s=self.clock(), has_media=has_media)
 
     def decide(self, request: RouteRequest, prompt: Prompt) -> Decision:
-        """Decide on a new view, without booking."""
+        """Decide without booking. Raises RoutingRefused."""
         return self.placer.decide(request, prompt, self._draws.next, now_s=self.clock())
 
     def explain(self, request: GenerateRequest) -> Decision:

@@ -88,11 +88,11 @@ class PrefillDispatch:
         return len(self._running)
 
     async def prefill(self, model: ModelRouter, request: GenerateRequest) -> Prefilled:
-        """Pick a prefill worker and send it the leg. Returns when the KV is ready; in a bootstrap handoff as
-        soon as the worker has accepted the leg, which then runs on.
+        """Pick a prefill worker and send it the leg. Returns when the KV is ready; in a bootstrap handoff,
+        once the worker has accepted the leg, which continues.
 
-        Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`PrefillsFull`, :class:`WorkerFailed`,
-        :class:`DeadlineExceeded`, and the worker's own refusal. Cancelling the call cancels the leg.
+        Raises :class:`ShuttingDown`, :class:`RoutingRefused`, :class:`RequestInUse`, :class:`PrefillsFull`,
+        :class:`WorkerFailed`, :class:`DeadlineExceeded`, the worker's refusal. Cancelling cancels the leg.
         """
         if self._is_closed:
             raise ShuttingDown("this router was closed: nothing more is prefilled")

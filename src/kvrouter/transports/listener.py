@@ -265,7 +265,7 @@ class Connections(Generic[T]):
         self._known: set[T] = set()
 
     def add(self, connection: T, *, now_s: float) -> None:
-        """Add a connection; drop the oldest unauthenticated one where there are too many."""
+        """Add a connection; of too many unauthenticated ones, drop the oldest."""
         self._since_s[connection] = now_s
         if len(self._since_s) > self._limits.unauthenticated_max:
             oldest = next(iter(self._since_s))

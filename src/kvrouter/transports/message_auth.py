@@ -37,7 +37,7 @@ class MessageAuth:
         self._keyed = hmac.new(key, digestmod="sha256")  # a copy of it costs a third of a new one
 
     def seal(self, subject: str, body: bytes | memoryview, *, number: int = 0) -> bytes:
-        """Return the message that carries ``body`` on ``subject``. ``number``: 0 to 2^64 - 1."""
+        """Return ``body`` with ``number`` (0 to 2^64 - 1) and a MAC of both and ``subject``."""
         numbered = b"".join((number.to_bytes(NUMBER_BYTES, "big"), body))
         return self._mac(subject, numbered) + numbered
 

@@ -97,12 +97,12 @@ class Sweep:
 class HttpServer:
     """Serves ``handler`` over HTTP/1.1 and 1.0: a task per request, one request at a time per connection.
 
-    When a handler raises before its answer has started, the client gets a 500; later, its connection is cut,
-    so that it cannot take the answer for complete. A handler is not cancelled when its client disconnects: it
-    is notified (:class:`Responder`). Only ``drain`` cancels handlers, at its end.
+    When a handler raises, or returns before its answer has ended, the client gets a 500; if the answer has
+    started, the connection is cut, so that it does not look complete. A handler is not cancelled when its
+    client disconnects: it is notified (:class:`Responder`). Only ``drain`` cancels handlers, at its end.
 
-    ``on_refused`` is called for requests and connections that are refused before a handler, ``on_failed`` for
-    requests whose handler failed. Both return the answer.
+    ``on_refused`` answers requests and connections that are refused before a handler, ``on_failed`` requests
+    whose handler failed before its answer started.
     """
 
     def __init__(

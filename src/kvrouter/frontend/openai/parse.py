@@ -412,7 +412,7 @@ def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER, *, model
 
 
 def one_prompt(scanned: ScannedBody) -> str | TokenBuffer:
-    """Return the only prompt of a body; raise :class:`InvalidRequest` for an empty or a second one."""
+    """Return a body's prompt; raise :class:`InvalidRequest` for a malformed, empty or second one."""
     begin, end, _, _ = scanned.fields["prompt"]
     prompt = read_prompt(scanned.data, begin, end, at="prompt")
     if not prompt.is_only:

@@ -97,7 +97,7 @@ PASSED_ROUTES: Sequence[PassedRoute] = (
 def parse_passed(
     route: PassedRoute, model: ModelName, scanned: ScannedBody, reader: NvextReader = READER
 ) -> PassthroughCall:
-    """Return the call for ``model`` in a body; raise :class:`InvalidRequest` naming the field."""
+    """Parse the body of a call of ``model``; raise :class:`InvalidRequest` naming the field."""
     fields = LaxFields(scanned)
     salt = fields.salt()
     nvext = reader.read(fields.raw("nvext"), salt)

@@ -211,8 +211,8 @@ def parse_unread(
 
 
 def is_surely_unreadable(data: bytes) -> bool:
-    """Whether engines, too, find no JSON object in the body. They use Python's parser, which accepts NaN and
-    UTF-16: otherwise they could find fields that only the router may set.
+    """Whether engines surely find no JSON object in a body; False for a long one. They use Python's parser,
+    which accepts NaN and UTF-16, and could find fields that only the router may set.
     """
     if len(data) > UNREAD_BYTES_MAX:
         return False

@@ -287,7 +287,7 @@ class Track:
         self.retry_s = self.now_s + self.limits.snapshot_retry_s
 
     def retire(self, epoch: Epoch) -> None:
-        """Mark an epoch as ended; the epoch from discovery ends only when discovery names another."""
+        """Drop an epoch's batches, and mark it as ended unless discovery names it."""
         self.inbox.drop(epoch)
         if epoch != self.confirmed and epoch not in self.retired:
             self.retired.append(epoch)

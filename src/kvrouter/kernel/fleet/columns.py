@@ -180,7 +180,7 @@ class DomainColumn:
             self._full = resized(self._full, capacity, UNKNOWN_VALUE)
 
     def set(self, slot: Slot, value: str | None) -> None:
-        """Set the value at ``slot``; None for no value."""
+        """Set the value at ``slot``; None clears it."""
         before = int(self._full[slot])
         self._full[slot] = UNKNOWN_VALUE if value is None else self._take(value)
         if before != UNKNOWN_VALUE:

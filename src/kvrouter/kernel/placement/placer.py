@@ -279,8 +279,8 @@ class Placer:
         return self._book(*last_resort, request, draw, now_s)
 
     def pick_decode_again(self, placement: Placement, *, now_s: float) -> bool:
-        """Decide decode again after a synchronous prefill, under its constraint, and move the lease. Return
-        whether the rank changed. Raises :class:`RoutingRefused`.
+        """Choose the decode rank again after a synchronous prefill, under the same constraint; move the
+        lease. Return whether the rank changed. Raises :class:`RoutingRefused`.
         """
         old = placement.decision
         self.circuits.give_back(placement, now_s=now_s)  # else its own trial would exclude its worker

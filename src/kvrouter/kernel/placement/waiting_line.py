@@ -50,7 +50,7 @@ class WaitingLine:
         return ticket
 
     def pulse(self) -> None:
-        """Call the waiting requests, after a change."""
+        """Schedule ``on_called`` of every ticket."""
         if self._line:
             self._has_changed = True
             self._set_call()

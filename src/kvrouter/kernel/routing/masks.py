@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The slots that ``reason`` refused first."""
+    """The slots first refused for ``reason``."""
 
     reason: Reason
     slots: BoolColumn

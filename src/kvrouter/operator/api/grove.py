@@ -114,7 +114,7 @@ class _QosReading:
             self._levels.append(link)
 
     def read_whole(self, found: object, levels: Mapping[str, Level], at: Path) -> None:
-        """Read the links that belong to no single level."""
+        """Read the topology's ``across`` and ``pairs``."""
         if found is not None and not isinstance(found, dict):
             self.problems.append(Problem(at, "must be an object"))
         fields = fields_of(found)

@@ -63,24 +63,24 @@ class Part:
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str:
-        """Take text; empty where it is left out, or is a problem."""
+        """Take text; empty if it is missing, or malformed (a problem)."""
         found = self.value(name)
         return found if isinstance(found, str) else self._wrong(name, found, "", "text")
 
     def number(self, name: str) -> int | None:
-        """Take a whole number; None where it is left out, or is a problem."""
+        """Take a whole number; None if it is missing, or malformed (a problem)."""
         found = self.value(name)
         if isinstance(found, int) and not isinstance(found, bool):
             return found
         return self._wrong(name, found, None, "a whole number")
 
     def switch(self, name: str) -> bool:
-        """Take true or false; false where it is left out, or is a problem."""
+        """Take true or false; false if it is missing, or malformed (a problem)."""
         found = self.value(name)
         return found if isinstance(found, bool) else self._wrong(name, found, False, "true or false")
 
     def mapping(self, name: str) -> Json:
-        """Take a mapping as it is; empty where it is left out, or is a problem."""
+        """Take a mapping as it is; empty if it is missing, or malformed (a problem)."""
         found = self.value(name)
         return {**found} if isinstance(found, dict) else self._wrong(name, found, {}, "a mapping")
 
@@ -92,14 +92,14 @@ class Part:
         return self._wrong(name, found, [], "a list of mappings")
 
     def texts(self, name: str) -> list[str]:
-        """Take a list of text; empty where it is left out, or is a problem."""
+        """Take a list of text; empty if missing, or malformed (a problem)."""
         found = self.value(name)
         if isinstance(found, list) and all(isinstance(entry, str) for entry in found):
             return [entry for entry in found if isinstance(entry, str)]
         return self._wrong(name, found, [], "a list of text")
 
     def part(self, name: str) -> "Part | None":
-        """Take a mapping whose own fields are taken too; None where it is left out."""
+        """Take a mapping as a part; None if missing, empty if malformed (a problem)."""
         return Part(self.mapping(name), (*self.at, name), self.notes) if name in self else None
 
     def parts(self, name: str) -> "list[Part]":
@@ -147,7 +147,7 @@ class Part:
 
 
 def listed(content: Json, name: str, at: Path, notes: Notes) -> list[Json]:
-    """Return a list of mappings in a part that is passed on; empty where it is left out, or is a problem."""
+    """Return a list of mappings that is passed on; empty if it is missing, or malformed (a problem)."""
     return Part({name: content.get(name)}, at, notes).objects(name)
 
 

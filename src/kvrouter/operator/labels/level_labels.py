@@ -129,8 +129,8 @@ def node_places(
     nodes: Iterable[Node],
     workloads: Mapping[str, Collection[str]],
 ) -> dict[str, JsonValue]:
-    """Return the object ``name``: each node's values in the order of ``level_labels``, empty where it has no
-    value, and the ``workloads`` that get them, names of Deployments by namespace.
+    """Return KvrouterNodePlaces ``name``: the values of each node, up to NODES_MAX nodes, in the order of
+    ``level_labels``, empty for none; and the ``workloads`` that get them, Deployments by namespace.
     """
     found = sorted(nodes, key=lambda node: node.name)[:NODES_MAX]
     values: dict[str, JsonValue] = {

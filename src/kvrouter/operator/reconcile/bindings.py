@@ -143,9 +143,9 @@ class Bindings:
         """The deployments with a policy that the API server refused at the last write, and its message."""
 
     async def write(self, wanted: Iterable[WantedLabels], nodes: Sequence[Node]) -> None:
-        """Make the cluster's policies be the wanted ones, for these nodes.
+        """Apply the wanted policies for these nodes, and remove this operator's others.
 
-        Raises ClusterError. A refused policy keeps no other from being written.
+        Raises ClusterError, for a refused policy after the others.
         """
         wanted = list(wanted)
         policies = policies_for(wanted, nodes, self._lease)

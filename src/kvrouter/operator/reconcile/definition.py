@@ -106,7 +106,7 @@ def definition_version(definition: Manifest) -> str | None:
 
 
 def why_not_ours(definition: Manifest | None) -> str | None:
-    """Return why the operator must not use a definition; None if it is kvrouter's."""
+    """Return why the operator must not use a CRD; None if it is kvrouter's."""
     if definition is None:
         return f"{CRD_NAME} is not installed"
     if definition_version(definition) is None:

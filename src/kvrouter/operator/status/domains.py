@@ -95,7 +95,7 @@ def balance_of(domains: Sequence[DomainStatus]) -> str | None:
 
 
 def domain_statuses(counts: DomainCounts) -> tuple[DomainStatus, ...]:
-    """Return the domains, up to the limit of a status."""
+    """Return the first :data:`DOMAINS_MAX` domains."""
     return counts.domains[:DOMAINS_MAX]
 
 

@@ -37,7 +37,7 @@ class MetricsEndpoint(NamedTuple):
 
 
 def metrics_endpoint(planned: Plan, pods: Iterable[Pod]) -> MetricsEndpoint | None:
-    """Return the endpoint of the first Ready frontend by name, at its Service's port; None without one."""
+    """Return the pod address and port of the first Ready frontend by name; None if there is none."""
     ports = dict(_port_of(each) for each in planned.manifests if each["kind"] == "Service")
     for pod in sorted(pods, key=lambda pod: pod.name):
         port = ports.get(pod.labels.get(COMPONENT_LABEL, ""))

@@ -190,7 +190,7 @@ def encode_question(question: Question) -> bytes:
 
 
 def decode_question(frame: bytes | memoryview) -> Question:
-    """Return the question in ``frame``; raise ProtocolError."""
+    """Decode ``frame``; raise ProtocolError if malformed."""
     return unpacked(_question, frame, "question")
 
 

@@ -18,7 +18,7 @@ OTHERS_WITHIN_S = 2.0
 
 
 def placed_in(cluster: str, card: WorkerCard) -> WorkerCard:
-    """Return ``card`` with ``cluster`` as the value of its broadest level, whatever the card has there."""
+    """Return ``card`` with :data:`CLUSTER_LEVEL` as its broadest level, set to ``cluster``."""
     config = card.runtime_config
     own = {domain: value for domain, value in config.topology_domains.items() if not _is_cluster(domain)}
     levels = [level for level in config.topology_levels if not _is_cluster(level)]

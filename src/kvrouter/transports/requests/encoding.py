@@ -72,7 +72,7 @@ class ErrorMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def refusal_of(error: Exception) -> ErrorMessage:
-    """Return ``error`` as a message. An error outside the core tree is a fault of the worker."""
+    """Encode ``error``; one without a code in ``_KINDS`` becomes :class:`StreamBroken`."""
     if isinstance(error, KvrouterError) and error.code in _KINDS:
         return ErrorMessage(error.code, error.message, error.param, error.answer)
     return ErrorMessage(StreamBroken.code, f"the worker failed: {type(error).__name__}: {error}")

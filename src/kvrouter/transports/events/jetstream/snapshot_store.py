@@ -321,9 +321,9 @@ class StoredIndex:
         return Baseline(claim.snapshot, claim.sequence, ranks, await self._stream.read())
 
     async def snapshot(self, baseline: Baseline, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
-        """Return a rank's snapshot; None when the rank is missing, or of another epoch.
+        """Return the rank's snapshot of ``epoch``; None if there is none.
 
-        Raises NotFoundError when the snapshot was replaced, and what the client raises.
+        Raises NotFoundError if it was replaced, ProtocolError if invalid, and the client's errors.
         """
         stored = baseline.ranks.get(rank)
         if stored is None or stored.epoch != epoch:

@@ -140,7 +140,7 @@ class PodsApi:
         return await self._client.everything(self._path, labels=self._selector)
 
     def watch(self, version: str) -> AbstractAsyncContextManager[AsyncIterator[list[WatchEvent]]]:
-        """Watch changes after ``version``. The watch is open when the context is entered; it times out."""
+        """Watch changes after ``version`` for about WATCH_S seconds; open once the context is entered."""
         return self._client.watch(self._path, version, labels=self._selector)
 
     async def write_event(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:

@@ -240,10 +240,10 @@ class BucketRecords(Generic[T]):
             raise ConnectionError("not connected to NATS")
 
     async def identify(self) -> datetime.datetime:
-        """Create the bucket where it is missing. Return its creation time, which identifies the bucket.
+        """Create the bucket if it is missing. Return its creation time, which identifies the bucket.
 
-        Raises ConnectionError, one of STORE_ERRORS, while most of its servers are unreachable, and
-        ProtocolError for a bucket with a foreign configuration.
+        Raises ProtocolError for a bucket of another configuration, and STORE_ERRORS: ConnectionError unless a
+        majority of its servers is reachable.
         """
         self._kv = await self._made()
         info = (await self._kv.status()).stream_info

@@ -222,7 +222,7 @@ class HttpRequestAcceptor:
         return f"{scheme}://{bracketed(self._advertise_host)}:{self._port}/{worker_id}/{incarnation}"
 
     def serve(self, address: str, server: RequestServer) -> LegServer:
-        """Make ``server`` reachable under an address from :meth:`address_of`, until it leaves."""
+        """Serve ``server`` at an address from :meth:`address_of`; raise ConfigError if it is in use."""
         path = "/" + "/".join(address.split("/")[3:])
         if path in self._leg_servers:
             raise ConfigError(f"{address} is served already", param="address")

@@ -77,7 +77,7 @@ class _HttpLeg:
         self._read_task = spawn(self._read(response), name="requests: read an answer")
 
     def check(self, now_s: float, dead_after_s: float, slow_stream_limit_s: float) -> None:
-        """Break the leg when its worker is silent, or when its reader is too slow."""
+        """Fail the leg if its worker is silent or its stream unread for too long."""
         if self._waits_since_s is not None and now_s - self._waits_since_s > dead_after_s:
             self._give_up(StreamBroken(f"{self.address} was not heard for {dead_after_s} s"))
         elif self.stream.unread_for_s(now_s) > slow_stream_limit_s:
@@ -226,9 +226,9 @@ class HttpRequestTransport:
         return leg.stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
-        """Report the liveness of the worker at ``address``; return the function that stops it, idempotent.
+        """Report the liveness of the worker at ``address``; return the idempotent function that stops it.
 
-        Raises WorkerUnreachable for another transport's address, and after :meth:`close`.
+        Raises WorkerUnreachable for an unusable address, and after :meth:`close`.
         """
         self._url(address, "/health")
         if self._closed:

@@ -143,7 +143,7 @@ class TcpAddress:
 
 
 def read_address(address: str) -> TcpAddress:
-    """Return ``address`` parsed; raise ConfigError for another form."""
+    """Parse ``address``; raise ConfigError for another form."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
