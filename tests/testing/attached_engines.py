@@ -25,9 +25,7 @@ from kvrouter.engines.vllm.events import decode as decode_vllm
 from kvrouter.engines.vllm.introspect import ask_info as ask_vllm
 from tests.testing.engine_recorder import EngineRecorder
 from tests.testing.small_engine import EngineProtocol, SmallEngine, small_engine, timing
-from tests.testing.small_engine_sglang import SglangProtocol
-from tests.testing.small_engine_trtllm import TrtllmProtocol
-from tests.testing.small_engine_vllm import VllmProtocol
+from tests.testing.small_engine_protocols import SglangProtocol, TrtllmProtocol, VllmProtocol
 from tests.testing.waits import until
 
 W = WorkerId(7)

@@ -5,25 +5,23 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.testing.attached_engines import KINDS, SERVED_KINDS, SLOW_MS, AttachedEngine, EnginePair
-from tests.testing.engine_feature_laws import (
-    FullLaws,
-    HandedLaws,
-    MeetingLaws,
-    PairEndingLaws,
-    PairLaws,
-    RankLaws,
-    SnapshotLaws,
-    StartLaws,
-    WatchedLaws,
-)
 from tests.testing.engine_laws import (
     AnswerLaws,
     CacheLaws,
     CallEndingLaws,
     CallLaws,
     EndingLaws,
+    FullLaws,
+    HandedLaws,
+    MeetingLaws,
+    PairEndingLaws,
+    PairLaws,
+    RankLaws,
     RefusalLaws,
     SaltLaws,
+    SnapshotLaws,
+    StartLaws,
+    WatchedLaws,
 )
 
 ALONE = sorted({*KINDS} - {"mock-meeting"})

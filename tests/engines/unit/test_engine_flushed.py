@@ -9,7 +9,7 @@ from tests.testing.attached_engines import CONTEXT_TOKENS, config
 from tests.testing.scripted_engine import ScriptedAnswer, scripted_engine
 from tests.testing.sglang_cache import flush_cache
 from tests.testing.small_engine import small_engine
-from tests.testing.small_engine_sglang import SglangProtocol
+from tests.testing.small_engine_protocols import SglangProtocol
 
 PROMPT = list(range(10, 74))
 

@@ -24,7 +24,7 @@ from tests.system.cluster.workers_store import install_definition, mounted
 from tests.testing.attached_engines import CONTEXT_TOKENS, config
 from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet
 from tests.testing.small_engine import SmallEngine, small_engine
-from tests.testing.small_engine_vllm import VllmProtocol
+from tests.testing.small_engine_protocols import VllmProtocol
 from tests.testing.tcp_proxy import TcpProxy
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes-engines"
