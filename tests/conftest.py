@@ -4,7 +4,8 @@ the fixtures that any test may take.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,18 +14,15 @@ from tests.testing.calls import make_fail, watch_calls
 from tests.testing.constants import set_constants
 from tests.testing.nats_server import own_nats, shared_nats
 from tests.testing.timings import pytest_runtest_protocol
-from tests.testing.trace_files import scratch_trace, write_trace
 
 __all__ = [
     "as_logging_was",
     "make_fail",
     "own_nats",
     "pytest_runtest_protocol",
-    "scratch_trace",
     "set_constants",
     "shared_nats",
     "watch_calls",
-    "write_trace",
 ]
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,3 +41,21 @@ def as_logging_was() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagates
+
+
+@pytest.fixture
+def write_trace(tmp_path: Path) -> Callable[[bytes], Path]:
+    """Writes a trace, each time into the same file, and returns its path."""
+
+    def write(content: bytes) -> Path:
+        path = tmp_path / "trace"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def scratch_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for every example of a property."""
+    return tmp_path_factory.mktemp("traces") / "trace"

@@ -13,14 +13,15 @@ import nats
 from msgspec import structs
 from nats.aio.client import Client
 
-from kvrouter.core.ids import Epoch, ModelName, WorkerId
-from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
 from kvrouter.transports.records.clusters import ClustersDiscovery, placed_in
 from kvrouter.transports.records.file import FileDiscovery
 from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.transports.records.nats import NatsDiscovery
 from kvrouter.transports.records.port import CardSink, Discovery, Gone, GoneSink, StoreSink
 from tests.testing.nats_server import NatsServer
+from tests.testing.plain_fleets import worker_card
 
 TOKEN = "t0p"
 LEASE_S = 1.2
@@ -33,13 +34,10 @@ DiscoveryEvent = WorkerCard | tuple[int, int, Gone] | bool
 
 
 def card(worker_id: int = 1, incarnation: int = 9, *, draining: bool = False) -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(worker_id),
+    return worker_card(
+        worker_id,
         incarnation=Epoch(incarnation),
-        model=ModelName("m"),
-        role=Role.BOTH,
         block_size=16,
-        context_length=1024,
         address=f"test://{worker_id}",
         draining=draining,
     )

@@ -26,6 +26,27 @@ def client_call(body: dict[str, object], *, resumable: bool = True) -> ClientCal
     )
 
 
+def plain_leg(
+    name: str = "x",
+    tokens: Iterable[int] = (1, 2, 3),
+    leg: Leg = Leg.AGGREGATED,
+    *,
+    max_tokens: int = 1,
+    sampling: Sampling | None = None,
+    **fields: Any,
+) -> EngineRequest:
+    """A leg for the model ``m`` that says nothing that it need not."""
+    return EngineRequest(
+        request_id=RequestId(name),
+        attempt=0,
+        leg=leg,
+        model=ModelName("m"),
+        token_ids=array("I", tokens),
+        sampling=sampling or Sampling(max_tokens=max_tokens),
+        **fields,
+    )
+
+
 def engine_request(
     tokens: Iterable[int] = (5, 6, 7),
     kind: Leg = Leg.AGGREGATED,

@@ -11,8 +11,8 @@ import nats
 from nats.aio.client import Client
 
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, WorkerId, WorkerRank
-from kvrouter.core.workers import EventSource, LoadReport, Role, WorkerCard
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import EventSource, LoadReport, WorkerCard
 from kvrouter.transports.events.encoding import encode_batch, encode_load
 from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.transports.events.jetstream.publisher import PublisherLimits
@@ -24,6 +24,7 @@ from kvrouter.transports.events.port import EventPublisher, EventSubscriber, For
 from kvrouter.transports.events.subjects import events_subject, loads_subject, message_auth_of
 from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
 from kvrouter.transports.events.zmq.sockets import BATCH, LOAD, worker_topic
+from tests.testing.plain_fleets import worker_card
 from tests.testing.waits import LIMIT_S
 
 TOKEN = "t0p"
@@ -36,16 +37,7 @@ OTHER_WORKER = WorkerId(99)
 
 
 def card(worker_id: int, source: EventSource, *, incarnation: int = 1) -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(worker_id),
-        incarnation=Epoch(incarnation),
-        model=ModelName("m"),
-        role=Role.BOTH,
-        block_size=16,
-        context_length=1024,
-        address="nowhere",
-        event_source=source,
-    )
+    return worker_card(worker_id, incarnation=Epoch(incarnation), block_size=16, event_source=source)
 
 
 async def until_delivered(

@@ -12,11 +12,36 @@ from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.settings.problems import read_document
 from tests.testing.fleet_checks import Prompts, wait_until_consistent
 from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import FleetTransports
 from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet
 
 LEASE_S = 3.0
 """A dead process is forgotten within a test."""
+
+
+@dataclass(frozen=True)
+class FleetTransports:
+    """``name`` says discovery, requests, events. Every process gets ``environ``, workers get ``flags``."""
+
+    name: str
+    environ: Mapping[str, str]
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FILE_TCP_ZMQ = FleetTransports("file-tcp-zmq", {})
+NATS_TCP_JETSTREAM_SYNC = FleetTransports(
+    "nats-tcp-jetstream-sync", {"DYN_DISCOVERY_BACKEND": "nats", "DYN_ROUTER_REPLICA_SYNC": "true"}
+)
+NATS_HTTP_JETSTREAM = FleetTransports(
+    "nats-http-jetstream", {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "http"}
+)
+NATS_NATS_CORE = FleetTransports(
+    "nats-nats-core",
+    {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "nats"},
+    ("--enable-local-indexer",),
+)
 
 
 @dataclass

@@ -4,7 +4,6 @@ The truth is what the engines find in their own caches.
 """
 
 import random
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from uuid import uuid4
@@ -12,9 +11,8 @@ from uuid import uuid4
 from nats.aio.client import Client
 
 from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
-from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
-from kvrouter.core.requests import EngineRequest, Leg, Sampling
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerRank
+from kvrouter.core.requests import EngineRequest
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.engine import MockEngine
 from kvrouter.kernel.feed.states import FeedState
@@ -29,7 +27,9 @@ from kvrouter.transports.events.jetstream.publisher import PublisherLimits
 from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.worker import KvPublisher
 from tests.testing.blocks import Blocks, blocks, blocks_of_cache
+from tests.testing.engine_requests import plain_leg
 from tests.testing.event_transports import TOKEN, TransportReports, connect
+from tests.testing.plain_fleets import worker_card
 from tests.testing.waits import until
 
 BLOCK_SIZE = 4
@@ -40,14 +40,10 @@ class Worker:
     """One start of a worker: an engine whose cache begins empty, and its publisher."""
 
     def __init__(self, fleet: "Fleet", worker_id: int, *, component: str, epoch: int) -> None:
-        self.card = WorkerCard(
-            worker_id=WorkerId(worker_id),
+        self.card = worker_card(
+            worker_id,
             incarnation=Epoch(epoch),
-            model=ModelName("m"),
-            role=Role.BOTH,
             block_size=BLOCK_SIZE,
-            context_length=1024,
-            address="nowhere",
             dp_size=DP_SIZE,
             component=component,
             event_source=fleet.publisher(component).source,
@@ -87,15 +83,8 @@ class Worker:
 
     def _request(self, rank: WorkerRank, prompt: list[int]) -> EngineRequest:
         self._served += 1
-        return EngineRequest(
-            request_id=RequestId(f"{self.card.worker_id}-{self._served}"),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=self.card.model,
-            token_ids=array("I", [*prompt, self._served]),
-            sampling=Sampling(max_tokens=3),
-            dp_rank=rank.dp_rank,
-        )
+        name = f"{self.card.worker_id}-{self._served}"
+        return plain_leg(name, [*prompt, self._served], max_tokens=3, dp_rank=rank.dp_rank)
 
 
 class WorkerPublisher:

@@ -8,13 +8,13 @@ params; the decode engine pulls over links on which no transfer ends. Both then 
 import asyncio
 import json
 import sys
-from array import array
 
-from kvrouter.core.ids import ModelName, RequestId, WorkerId
-from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
 from kvrouter.engines.mock_engine.config import MockConfig
+from tests.testing.engine_requests import plain_leg
 from tests.testing.mock_processes import N_PROMPT, SETTINGS, SLOW_LINKS, SPEEDUP, read_all, start
 
 
@@ -27,13 +27,11 @@ async def main() -> None:
     engine = cluster.add(MockConfig(role=role), worker_id=WorkerId(7), domains={"zone": "far"})
     await start(engine)
     stream = await engine.submit(
-        EngineRequest(
-            request_id=RequestId("x"),
-            attempt=0,
-            leg=leg,
-            model=ModelName("m"),
-            token_ids=array("I", range(N_PROMPT)),
-            sampling=Sampling(max_tokens=1 if leg is Leg.PREFILL else 20),
+        plain_leg(
+            "x",
+            range(N_PROMPT),
+            leg,
+            max_tokens=1 if leg is Leg.PREFILL else 20,
             kv_transfer_params=params or None,
         )
     )

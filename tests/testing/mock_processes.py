@@ -1,21 +1,21 @@
 """Two clusters of mock engines as two processes would have them: each its own, with sockets between them."""
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvrouter.core.ids import ModelName, RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import Bootstrap, EngineChunk, Leg
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.kernel.topology.link_table import Link
+from tests.testing.engine_requests import plain_leg
 from tests.testing.mock_engine import zone_links
 from tests.testing.waits import until
 
@@ -51,13 +51,11 @@ class Pair:
         first: int = 0,
     ) -> MockStream:
         """Send one leg to the engine that serves it."""
-        request = EngineRequest(
-            request_id=RequestId(name),
-            attempt=0,
-            leg=which,
-            model=ModelName("m"),
-            token_ids=array("I", range(first, first + n_prompt)),
-            sampling=Sampling(max_tokens=1 if which is Leg.PREFILL else max_tokens),
+        request = plain_leg(
+            name,
+            range(first, first + n_prompt),
+            which,
+            max_tokens=1 if which is Leg.PREFILL else max_tokens,
             bootstrap=None if room is None else Bootstrap(self.peer.host, self.peer.port, room),
             kv_transfer_params=params,
         )

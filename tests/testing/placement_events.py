@@ -1,13 +1,38 @@
 """Doubles for placement without a service."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.kernel.fleet.circuit import Fault
+from kvrouter.core.ids import RouterId, WorkerId, WorkerRank
+from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.waiting_line import WaitingLimits
+from kvrouter.kernel.routing.interface import RoutingSettings
 
 A_DRAW = Draw(seed=0, turn=0, room=0)
+
+
+def plain_placer(fleet: Fleet, **fields: Any) -> Placer:
+    """A placer without replicas or cache, whose events nobody reads but for what ``fields`` say."""
+    plain: dict[str, Any] = {
+        "cache": NoCacheView(),
+        "ledger": NativeLedger(1),
+        "router_id": RouterId("here"),
+        "settings": RoutingSettings(),
+        "tracks_active_blocks": True,
+        "circuits": CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
+        "circuit_seed": 1,
+        "events": RecordedPlacementEvents(),
+        "waiting": WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
+        "call_soon": lambda _call: None,
+        "now_s": 0.0,
+    }
+    return Placer(fleet=fleet, **plain | fields)
 
 
 @dataclass(slots=True)

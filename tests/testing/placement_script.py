@@ -19,7 +19,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
-from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
+from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex
 from kvrouter.kernel.journey import RetryPlan, Shape
@@ -29,10 +29,9 @@ from kvrouter.kernel.ledger.replicas import Replicas, Replication
 from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.cache_view import PredictedCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
-from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLimits
+from kvrouter.kernel.placement.waiting_line import Ticket
 from kvrouter.kernel.routing.interface import RoutingSettings
-from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.placement_events import RecordedPlacementEvents, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 WORKERS = 6
@@ -63,22 +62,17 @@ class PlacementScript:
         self.replicas = Replicas(RouterId("here"), silent_after_s=5.0, ask_again_s=1.0)
         self.journal = Journal(RouterId("here"), on_pending=lambda: None)
         modes, costs = tuple(RouterMode), tuple(COST_RULES)
-        self.placer = Placer(
-            fleet=self.fleet,
+        self.placer = plain_placer(
+            self.fleet,
             cache=PredictedCacheView(NativeApproximateIndex(ttl_s=20.0)),
-            ledger=NativeLedger(1),
-            router_id=RouterId("here"),
             settings=RoutingSettings(
                 mode=modes[seed % len(modes)],
                 cost=costs[seed // len(modes) % len(costs)],
                 temperature=(seed >> 2) % 3 / 2.0,
                 active_decode_blocks_threshold=0.05 if seed & 16 else None,
             ),
-            tracks_active_blocks=True,
-            circuits=CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
             circuit_seed=seed,
             events=self.events,
-            waiting=WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
             call_soon=self.due.append,
             now_s=self.now_s,
             replication=Replication(self.journal, self.replicas),

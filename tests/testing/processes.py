@@ -26,6 +26,21 @@ SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
 CLI = "kvrouter.cli"
 
 
+async def run_kvrouter(*arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run a command of ``kvrouter`` to its end; return its exit code and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", CLI, *arguments),
+        env=environ,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(READY_WITHIN_S):
+        printed, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, printed.decode()
+
+
 @dataclass
 class Running:
     """One process and what it wrote."""

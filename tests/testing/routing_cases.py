@@ -11,12 +11,13 @@ import numpy as np
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints
 from kvrouter.core.errors import Reason
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View
 from kvrouter.kernel.topology.policy import MismatchPolicy, RouterTopologyDefault
+from tests.testing.plain_fleets import fleet_of, worker_card
 
 ZONES = ("a", "b", "c")
 OWN_TAINTS = ("gpu", "fast")
@@ -59,18 +60,13 @@ def draw_card(rng: Random, worker_id: int) -> WorkerCard:
         taints=frozenset(Taint(taint) for taint in OWN_TAINTS if is_drawn(rng, 0.6)),
         total_kv_blocks=rng.choice((None, 10, 20)),
     )
-    return WorkerCard(
-        WorkerId(worker_id),
-        Epoch(1),
-        ModelName("m"),
+    return worker_card(
+        worker_id,
         rng.choice((Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)),
-        4,
-        4096,
-        "here",
+        config,
         dp_size=rng.choice((1, 1, 2)),
         draining=is_drawn(rng, 0.1),
         engine_silent=is_drawn(rng, 0.1),
-        runtime_config=config,
     )
 
 
@@ -128,10 +124,8 @@ def routing_cases(rng: Random, n_requests: int) -> Iterator[RoutingCase]:
         )
 
 
-def fleet_of(case: RoutingCase, cards: tuple[WorkerCard, ...]) -> Fleet:
-    fleet = Fleet(ModelName("m"), 4)
-    for card in cards:
-        fleet.join(card)
+def case_fleet(case: RoutingCase, cards: tuple[WorkerCard, ...]) -> Fleet:
+    fleet = fleet_of(*cards)
     for worker_id in case.dead:
         fleet.set_alive(worker_id, alive=False)
     for report in case.reports:

@@ -1,17 +1,20 @@
 """One worker on memory planes, next to an engine that does what the test says."""
 
 import asyncio
-from array import array
+
+from msgspec.structs import replace
 
 from kvrouter.core.events import KvBatch, KvEvent, Stored, pack_hashes
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
-from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
-from kvrouter.core.workers import LoadReport, Role, WorkerCard
+from kvrouter.core.ids import DpRank, Epoch, ModelName, WorkerId, WorkerRank
+from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.engines.port import EventsSink, LoadSink, StateSink
 from kvrouter.transports.events.memory import MemoryEventTransport
 from kvrouter.transports.records.memory import MemoryDiscovery
 from kvrouter.transports.requests.memory import MemoryRequestTransport, memory_address
 from kvrouter.worker import Worker, parse_topology_env
+from tests.testing.engine_requests import plain_leg
+from tests.testing.plain_fleets import worker_card
 
 WORKER, EPOCH = WorkerId(6), Epoch(123)
 RANK = WorkerRank(WORKER, DpRank(0))
@@ -89,11 +92,9 @@ class WorkerHarness:
         self.batches: asyncio.Queue[KvBatch] = asyncio.Queue(8)
         self.loads: list[LoadReport] = []
         self.events.subscribe(self.batches.put_nowait, self.loads.append)
-        card = WorkerCard(
-            worker_id=WORKER,
+        card = worker_card(
+            WORKER,
             incarnation=EPOCH,
-            model=ModelName("m"),
-            role=Role.BOTH,
             block_size=1,
             context_length=64,
             address=memory_address(WORKER, EPOCH),
@@ -114,12 +115,5 @@ class WorkerHarness:
         await self.worker.start()
 
     def request(self, *, model: str = "m", dp_rank: int = 0, request_id: str = "r") -> EngineRequest:
-        return EngineRequest(
-            request_id=RequestId(request_id),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=ModelName(model),
-            token_ids=array("I", [1, 2]),
-            sampling=Sampling(max_tokens=2),
-            dp_rank=DpRank(dp_rank),
-        )
+        leg = plain_leg(request_id, [1, 2], max_tokens=2, dp_rank=DpRank(dp_rank))
+        return replace(leg, model=ModelName(model))

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from kvrouter._native import BlockIndex
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.ids import DpRank, ModelName, RequestId, Slot, WorkerId
-from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.core.ids import DpRank, Slot, WorkerId
 from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.engine import MockEngine
 from kvrouter.kernel.index import Applied
 from tests.oracles.index import NaiveBlockIndex
+from tests.testing.engine_requests import plain_leg
 
 BLOCK_SIZE = 4
 PROMPTS = st.lists(
@@ -48,15 +48,7 @@ def test_overlap_equals_the_cached_tokens_that_the_engine_reports(
         index.overlap(Prompt(tokens, block_size=BLOCK_SIZE), overlap)
         # The last token is computed in any case, so a block that ends with it is not counted as cached.
         expected = min(int(overlap[0]), (len(prompt) - 1) // BLOCK_SIZE) * BLOCK_SIZE
-        request = EngineRequest(
-            request_id=RequestId(f"r{number}"),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=ModelName("m"),
-            token_ids=tokens,
-            sampling=Sampling(max_tokens=6),
-        )
-        engine.submit(now, request)
+        engine.submit(now, plain_leg(f"r{number}", tokens, max_tokens=6))
         now += 100.0
         engine.advance(now)
         outputs = engine.take_outputs()

@@ -1,21 +1,19 @@
 """Laws of the mock engines: honest books, true events, and tokens that no circumstance changes."""
 
-from array import array
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvrouter.core.events import KvEvent, Removed, Stored, unpack_hashes
-from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, KvTransferParams, Leg, Sampling
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.requests import EngineChunk, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric, FabricOutputs
 from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_engine import zone_links
+from tests.testing.mock_engine import leg, zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)
 ROLES = {PREFILL: Role.PREFILL, DECODE: Role.DECODE, BOTH: Role.BOTH}
@@ -26,29 +24,6 @@ PROMPTS = st.builds(
     st.integers(1, 24),
     st.lists(st.integers(0, 3), max_size=6),
 )
-
-
-def asked(
-    name: str,
-    leg: Leg,
-    tokens: list[int],
-    *,
-    max_tokens: int,
-    room: int | None = None,
-    params: KvTransferParams | None = None,
-    resumed_tokens: int = 0,
-) -> EngineRequest:
-    return EngineRequest(
-        request_id=RequestId(name),
-        attempt=0,
-        leg=leg,
-        model=ModelName("m"),
-        token_ids=array("I", tokens),
-        sampling=Sampling(max_tokens=max_tokens),
-        bootstrap=None if room is None else Bootstrap("10.0.0.1", 99, room),
-        kv_transfer_params=params,
-        resumed_tokens=resumed_tokens,
-    )
 
 
 class Cache:
@@ -143,7 +118,7 @@ class MockFleetMachine(RuleBasedStateMachine):
         where=st.sampled_from([DECODE, BOTH]),
     )
     def submit_aggregated(self, tokens: list[int], max_tokens: int, credit: int, where: WorkerId) -> None:
-        self.submit(where, asked(self.name(), Leg.AGGREGATED, tokens, max_tokens=max_tokens), credit)
+        self.submit(where, leg(self.name(), Leg.AGGREGATED, tokens, max_tokens=max_tokens), credit)
 
     @rule(
         tokens=PROMPTS,
@@ -158,8 +133,8 @@ class MockFleetMachine(RuleBasedStateMachine):
         name = self.name()
         room = self.n_submitted
         pair = [
-            (PREFILL, asked(name, Leg.PREFILL, tokens, max_tokens=1, room=room)),
-            (where, asked(name, Leg.DECODE, tokens, max_tokens=max_tokens, room=room)),
+            (PREFILL, leg(name, Leg.PREFILL, tokens, max_tokens=1, room=room)),
+            (where, leg(name, Leg.DECODE, tokens, max_tokens=max_tokens, room=room)),
         ]
         kept = {"both": pair, "prefill": pair[:1], "decode": pair[1:]}[legs]
         for worker_id, request in reversed(kept) if decode_first else kept:
@@ -169,14 +144,14 @@ class MockFleetMachine(RuleBasedStateMachine):
     def submit_prefill(self, tokens: list[int]) -> None:
         name = self.name()
         self.prompts[name] = tokens
-        self.submit(PREFILL, asked(name, Leg.PREFILL, tokens, max_tokens=1))
+        self.submit(PREFILL, leg(name, Leg.PREFILL, tokens, max_tokens=1))
 
     @rule(which=st.integers(0, 100), where=st.sampled_from([DECODE, BOTH]), max_tokens=st.integers(1, 12))
     def submit_decode(self, which: int, where: WorkerId, max_tokens: int) -> None:
         if self.params:
             params = self.params.pop(which % len(self.params))
             name = str(params["remote_request_id"]).split("-#")[0]
-            request = asked(name, Leg.DECODE, self.prompts[name], max_tokens=max_tokens, params=params)
+            request = leg(name, Leg.DECODE, self.prompts[name], max_tokens=max_tokens, kv_transfer_params=params)
             self.submit(where, request)
 
     @rule(which=st.integers(0, 100))
@@ -254,8 +229,8 @@ def generate(
     fabric = Fabric(Links())
     fabric.add(MockConfig(**sizes), worker_id=BOTH, domains={"zone": "a"})  # type: ignore[arg-type]
     for n in range(others):
-        fabric.submit(0.0, BOTH, asked(f"other{n}", Leg.AGGREGATED, [n] * 9, max_tokens=20))
-    fabric.submit(0.0, BOTH, asked("x", Leg.AGGREGATED, prompt, max_tokens=max_tokens))
+        fabric.submit(0.0, BOTH, leg(f"other{n}", Leg.AGGREGATED, [n] * 9, max_tokens=20))
+    fabric.submit(0.0, BOTH, leg("x", Leg.AGGREGATED, prompt, max_tokens=max_tokens))
     chunks: list[tuple[LegId, EngineChunk]] = []
     now = 0.0
     while not fabric.idle:

@@ -1,6 +1,5 @@
 """An engine that leaps over steps in which nothing changes ends up where one that makes every step does."""
 
-from array import array
 from typing import NamedTuple
 
 import pytest
@@ -9,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvEvent
-from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.requests import Bootstrap, EngineChunk, FinishReason, Leg
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePolicy, MockConfig
@@ -19,6 +18,7 @@ from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.sequence import LegStamps
 from kvrouter.kernel.topology.link_table import Link
+from tests.testing.engine_requests import plain_leg
 from tests.testing.mock_engine import zone_links
 
 PREFILL, DECODE, BOTH = WorkerId(1), WorkerId(2), WorkerId(3)
@@ -175,15 +175,8 @@ def done(
     ) -> None:
         if worker_id not in alive:
             return
-        request = EngineRequest(
-            request_id=RequestId(f"r{number}"),
-            attempt=0,
-            leg=leg,
-            model=ModelName("m"),
-            token_ids=array("I", step.tokens),
-            sampling=Sampling(max_tokens=max_tokens),
-            dp_rank=DpRank(rank),
-            bootstrap=bootstrap,
+        request = plain_leg(
+            f"r{number}", step.tokens, leg, max_tokens=max_tokens, dp_rank=DpRank(rank), bootstrap=bootstrap
         )
         try:
             parties.append(fabric.submit(now, worker_id, request, credit_tokens=step.credit))
@@ -263,15 +256,7 @@ def test_long_answer_takes_fewer_than_40_leaps(plans_ahead: bool) -> None:
     for leaps in (False, True):
         fabric = Fabric(Links(), leaps=leaps)
         fabric.add(config, worker_id=BOTH, domains={})
-        request = EngineRequest(
-            request_id=RequestId("r"),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=ModelName("m"),
-            token_ids=array("I", range(100)),
-            sampling=Sampling(max_tokens=640),
-        )
-        fabric.submit(0.0, BOTH, request)
+        fabric.submit(0.0, BOTH, plain_leg("r", range(100), max_tokens=640))
         moments = 0
         while (time := fabric.next_time()) is not None:
             fabric.advance(time)

@@ -21,8 +21,7 @@ from kvrouter.engines.mock_engine.handoff import LegId, RemoteSink
 from kvrouter.engines.mock_engine.remote import Failed, Peer, PullId, SinkMessage, SourceMessage, ToSource
 from kvrouter.engines.mock_engine.sequence import sequence_key
 from kvrouter.kernel.topology.link_table import Link
-from tests.testing.mock_engine import TIMING, zone_links
-from tests.testing.mock_fabric import leg
+from tests.testing.mock_engine import TIMING, leg, zone_links
 
 PREFILL, DECODE, FAR_DECODE = WorkerId(1), WorkerId(2), WorkerId(3)
 HERE = Peer("10.0.0.1", 99)
@@ -233,7 +232,7 @@ def play(world: World, requests: list[Request], acts: list[Act]) -> None:
             wanted.prompt,
             max_tokens=5,
             room=room,
-            params=params if isinstance(params, dict) else None,
+            kv_transfer_params=params if isinstance(params, dict) else None,
         )
         sink = LegId(wanted.decode_at, sequence_key(decode))
         may_decode = sink not in world.submitted and (wanted.bootstrap or params is not None)

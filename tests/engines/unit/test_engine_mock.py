@@ -9,10 +9,10 @@ from kvrouter.app.mock_fleet import mock_summary
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
+from kvrouter.engines.mock import MockCluster, MockEngineHandle
 from kvrouter.engines.mock import cluster as mock_cluster
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.engines.port import Engine
@@ -20,6 +20,7 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.testing.constants import SetConstants
 from tests.testing.engine_requests import engine_request
 from tests.testing.mock_engine import zone_links
+from tests.testing.mock_processes import read_all
 
 IN_TIME_S = 60.0
 
@@ -65,14 +66,6 @@ def a_leg(
     return engine_request(
         range(n_prompt), kind, max_tokens=max_tokens, bootstrap=bootstrap, kv_transfer_params=params
     )
-
-
-async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:
-    chunks: list[EngineChunk] = []
-    async with asyncio.timeout(IN_TIME_S):
-        async for chunk in stream:
-            chunks.append(chunk)
-    return tuple(token for chunk in chunks for token in chunk.token_ids), chunks[-1]
 
 
 async def test_tokens_events_and_load_reach_their_sinks() -> None:

@@ -7,18 +7,19 @@ from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, 
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.engine import EngineFull
 from kvrouter.engines.mock_engine.sequence import sequence_key
-from tests.testing.mock_engine import config, engine, request, tokens_of
+from tests.testing.engine_requests import plain_leg
+from tests.testing.mock_engine import config, engine, tokens_of
 
 
 @pytest.mark.parametrize(
     ("param", "asked"),
     [
-        ("token_ids", request("x", range(250), max_tokens=8)),
-        ("token_ids", request("x", [])),
-        ("leg", request("x", range(4), leg=Leg.PREFILL)),
-        ("dp_rank", request("x", range(4), dp_rank=1)),
-        ("max_tokens", request("x", range(4), max_tokens=0)),
-        ("bootstrap", request("x", range(4), leg=Leg.DECODE)),
+        ("token_ids", plain_leg("x", range(250), max_tokens=8)),
+        ("token_ids", plain_leg("x", [])),
+        ("leg", plain_leg("x", range(4), leg=Leg.PREFILL)),
+        ("dp_rank", plain_leg("x", range(4), dp_rank=1)),
+        ("max_tokens", plain_leg("x", range(4), max_tokens=0)),
+        ("bootstrap", plain_leg("x", range(4), leg=Leg.DECODE)),
     ],
 )
 def test_unservable_request_is_refused_with_its_field(param: str, asked: EngineRequest) -> None:
@@ -31,7 +32,7 @@ def test_unservable_request_is_refused_with_its_field(param: str, asked: EngineR
 
 def test_request_that_needs_exactly_all_memory_is_served() -> None:
     mock = engine(config())
-    mock.submit(0.0, request("x", range(250), max_tokens=7))
+    mock.submit(0.0, plain_leg("x", range(250), max_tokens=7))
     mock.advance(9.0)
     assert len(tokens_of(mock.take_outputs(), "x")) == 7
 
@@ -40,7 +41,7 @@ def test_prefill_leg_needs_one_token_and_the_rank_of_its_room() -> None:
     mock = engine(config(role=Role.PREFILL, dp_size=2, dp_start=4, bootstrap_port=9))
 
     def leg(room: int, dp_rank: int, max_tokens: int = 1) -> EngineRequest:
-        return request(
+        return plain_leg(
             "x",
             range(4),
             leg=Leg.PREFILL,
@@ -60,21 +61,21 @@ def test_prefill_leg_needs_one_token_and_the_rank_of_its_room() -> None:
 def test_full_queue_refuses_a_request() -> None:
     mock = engine(config(max_waiting_seqs=2))
     for n in range(2):
-        mock.submit(0.0, request(f"r{n}", range(4)))
+        mock.submit(0.0, plain_leg(f"r{n}", range(4)))
     with pytest.raises(EngineFull):
-        mock.submit(0.0, request("one too many", range(4)))
+        mock.submit(0.0, plain_leg("one too many", range(4)))
 
 
 def test_repeated_leg_is_refused() -> None:
     mock = engine(config())
-    mock.submit(0.0, request("x", range(4)))
+    mock.submit(0.0, plain_leg("x", range(4)))
     with pytest.raises(InvalidRequest):
-        mock.submit(0.0, request("x", range(4)))
+        mock.submit(0.0, plain_leg("x", range(4)))
 
 
 def test_cancel_frees_at_once_and_ends_as_cancelled() -> None:
     mock = engine(config())
-    running = mock.submit(0.0, request("a", range(40), max_tokens=50))
+    running = mock.submit(0.0, plain_leg("a", range(40), max_tokens=50))
     mock.advance(0.3)
     mock.take_outputs()
     assert mock.cancel(0.3, running, "client left")
@@ -88,7 +89,7 @@ def test_cancel_frees_at_once_and_ends_as_cancelled() -> None:
 
 def test_stop_token_ends_the_answer_only_after_min_tokens() -> None:
     plain = engine(config())
-    plain.submit(0.0, request("x", range(8), max_tokens=20))
+    plain.submit(0.0, plain_leg("x", range(8), max_tokens=20))
     plain.advance(9.0)
     tokens = tokens_of(plain.take_outputs(), "x")
     stop = tokens[3]
@@ -96,7 +97,7 @@ def test_stop_token_ends_the_answer_only_after_min_tokens() -> None:
     for min_tokens, expected in ((0, first_index + 1), (10, 20 if stop not in tokens[10:] else None)):
         mock = engine(config())
         sampling = Sampling(max_tokens=20, min_tokens=min_tokens, stop_token_ids=(stop,))
-        mock.submit(0.0, request("x", range(8), sampling=sampling))
+        mock.submit(0.0, plain_leg("x", range(8), sampling=sampling))
         mock.advance(9.0)
         outputs = mock.take_outputs()
         if expected is not None:
@@ -108,7 +109,7 @@ def test_stop_token_ends_the_answer_only_after_min_tokens() -> None:
 def test_end_of_sequence_ends_the_answer_unless_ignored() -> None:
     def ended(sampling: Sampling) -> tuple[int, FinishReason | None]:
         mock = engine(config(eos_every=5))
-        mock.submit(0.0, request("x", range(8), sampling=sampling))
+        mock.submit(0.0, plain_leg("x", range(8), sampling=sampling))
         mock.advance(99.0)
         outputs = mock.take_outputs()
         return len(tokens_of(outputs, "x")), outputs.chunks[-1][1].finish
@@ -123,8 +124,8 @@ def test_end_of_sequence_ends_the_answer_unless_ignored() -> None:
 
 def test_a_reader_without_credit_stops_its_own_sequence_only() -> None:
     mock = engine(config(max_num_seqs=1))
-    slow = mock.submit(0.0, request("slow", range(8), max_tokens=10), credit_tokens=3)
-    mock.submit(0.0, request("quick", range(50, 58), max_tokens=10))
+    slow = mock.submit(0.0, plain_leg("slow", range(8), max_tokens=10), credit_tokens=3)
+    mock.submit(0.0, plain_leg("quick", range(50, 58), max_tokens=10))
     mock.advance(5.0)
     outputs = mock.take_outputs()
     assert len(tokens_of(outputs, "slow")) == 3
@@ -137,14 +138,14 @@ def test_a_reader_without_credit_stops_its_own_sequence_only() -> None:
 
 def test_sequence_without_credit_gives_up_memory_and_ends_the_same() -> None:
     whole = engine(config())
-    whole.submit(0.0, request("slow", range(8), max_tokens=10))
+    whole.submit(0.0, plain_leg("slow", range(8), max_tokens=10))
     whole.advance(9.0)
     expected = tokens_of(whole.take_outputs(), "slow")
 
     mock = engine(config(total_kv_blocks=6))
-    slow = mock.submit(0.0, request("slow", range(8), max_tokens=10), credit_tokens=4)
+    slow = mock.submit(0.0, plain_leg("slow", range(8), max_tokens=10), credit_tokens=4)
     mock.advance(5.0)
-    mock.submit(5.0, request("big", range(100, 120), max_tokens=4))
+    mock.submit(5.0, plain_leg("big", range(100, 120), max_tokens=4))
     mock.advance(6.0)
     outputs = mock.take_outputs()
     assert len(tokens_of(outputs, "big")) == 4
@@ -152,4 +153,4 @@ def test_sequence_without_credit_gives_up_memory_and_ends_the_same() -> None:
     mock.advance(9.0)
     assert tokens_of(outputs, "slow") + tokens_of(mock.take_outputs(), "slow") == expected
     assert mock.check_integrity() == []
-    assert sequence_key(request("slow", [0])) == slow
+    assert sequence_key(plain_leg("slow", [0])) == slow

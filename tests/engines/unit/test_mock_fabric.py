@@ -1,15 +1,14 @@
 """Prefill and decode legs at mock engines: both handoffs, the links between them, and rooms."""
 
-from array import array
-
 import pytest
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import DpRank, ModelName, RequestId
-from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.core.ids import DpRank
+from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers
 from kvrouter.engines.mock_engine.config import MockConfig
-from tests.testing.mock_fabric import (
+from tests.testing.engine_requests import plain_leg
+from tests.testing.mock_engine import (
     D2,
     PREFILL_S,
     PROMPT,
@@ -170,16 +169,4 @@ def test_advance_stops_after_moments_max() -> None:
 def test_request_for_an_unknown_dp_rank_is_refused() -> None:
     fleet = Fleet()
     with pytest.raises(InvalidRequest):
-        fleet.fabric.submit(
-            0.0,
-            D,
-            EngineRequest(
-                request_id=RequestId("x"),
-                attempt=0,
-                leg=Leg.AGGREGATED,
-                model=ModelName("m"),
-                token_ids=array("I", PROMPT),
-                sampling=Sampling(max_tokens=1),
-                dp_rank=DpRank(3),
-            ),
-        )
+        fleet.fabric.submit(0.0, D, plain_leg("x", PROMPT, dp_rank=DpRank(3)))

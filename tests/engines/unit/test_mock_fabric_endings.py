@@ -5,8 +5,7 @@ import pytest
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
-from tests.testing.mock_engine import TIMING
-from tests.testing.mock_fabric import D2, PREFILL_S, D, Fleet, P, aggregated_tokens
+from tests.testing.mock_engine import D2, PREFILL_S, TIMING, D, Fleet, P, aggregated_tokens
 
 # Moments of a request's life at which its client may leave: before, during and after each stage.
 MOMENTS = [0.0, 0.05, 0.2, 0.6, 1.111, 1.115, 1.3]

@@ -12,7 +12,7 @@ from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import Reason, RoutingRefused
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, View, route
-from tests.testing.routing_cases import RoutingCase, fleet_of, routing_cases, view_of
+from tests.testing.routing_cases import RoutingCase, case_fleet, routing_cases, view_of
 
 
 def outcome(case: RoutingCase, view: View) -> Decision | tuple[type[RoutingRefused], object]:
@@ -29,7 +29,7 @@ def drawn(seed: int) -> tuple[Random, RoutingCase, Fleet]:
     settings = structs.replace(case.settings, mode=mode)
     request = structs.replace(case.request, last_resort=rng.random() < 0.5, aggregated=rng.random() < 0.2)
     case = case._replace(settings=settings, request=request)
-    fleet = fleet_of(case, case.cards)
+    fleet = case_fleet(case, case.cards)
     for card in case.cards:
         if rng.random() < 0.2:
             fleet.set_circuit_open(card.worker_id, True)
@@ -48,7 +48,7 @@ def some_rules(rng: Random, case: RoutingCase) -> CordonRules:
 @given(st.integers(0, 2**32))
 def test_a_cordoned_rank_is_treated_like_a_dead_rank(seed: int) -> None:
     rng, case, fleet = drawn(seed)
-    dead = fleet_of(case, case.cards)
+    dead = case_fleet(case, case.cards)
     for card in case.cards:
         dead.set_circuit_open(
             card.worker_id, bool(fleet.columns.circuit_open[fleet.slots_of(card.worker_id)[0]])
@@ -96,7 +96,7 @@ def test_a_worker_that_joins_later_is_cordoned_too(seed: int, cost: str) -> None
     case = next(routing_cases(rng, 1))
     case = case._replace(settings=structs.replace(case.settings, cost=cost))
     rules = some_rules(rng, case)
-    here, later = fleet_of(case, case.cards), Fleet(case.cards[0].model, case.cards[0].block_size or 0)
+    here, later = case_fleet(case, case.cards), Fleet(case.cards[0].model, case.cards[0].block_size or 0)
     here.set_cordons(rules)
     later.set_cordons(rules)
     for card in case.cards:

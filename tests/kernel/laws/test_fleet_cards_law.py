@@ -12,6 +12,7 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.transports.records.encoding import CardRecord, decode_record, encode_record
+from tests.testing.plain_fleets import worker_card
 
 MODEL = ModelName("m")
 EXTREMES = [edge + step for edge in (0, 2**16, 2**31, 2**53, 2**63, 2**64, 10**400) for step in (-1, 0, 1)]
@@ -20,16 +21,7 @@ COUNTS = st.none() | INTEGERS
 
 
 def card(worker_id: int, config: ModelRuntimeConfig | None = None) -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(worker_id),
-        incarnation=Epoch(1),
-        model=MODEL,
-        role=Role.BOTH,
-        block_size=16,
-        context_length=4096,
-        address="here",
-        runtime_config=config or ModelRuntimeConfig(),
-    )
+    return worker_card(worker_id, config=config, block_size=16)
 
 
 @st.composite

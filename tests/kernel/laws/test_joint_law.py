@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvrouter.core.constraints import PdSelection, Pin, RoutingConstraints
 from kvrouter.core.errors import RoutingRefused
-from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
+from kvrouter.core.ids import ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.taints import topology_taint
-from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.kernel.routing.fleet_links import links_of
@@ -31,6 +31,7 @@ from kvrouter.kernel.topology.policy import (
 )
 from tests.oracles.pairs import NaivePairs, Option, Refused, Worker
 from tests.oracles.prediction import RankLoad
+from tests.testing.plain_fleets import worker_card
 
 BLOCK = 16
 LEVELS = ("zone", "rack")
@@ -155,16 +156,8 @@ def fleet_of(workers: list[Worker]) -> Fleet:
             prompt_tokens_max=None if worker.prompts[1] == inf else int(worker.prompts[1]),
         )
         fleet.join(
-            WorkerCard(
-                worker.worker_id,
-                Epoch(1),
-                fleet.model,
-                worker.role,
-                BLOCK,
-                100_000,
-                "here",
-                decode_only=worker.decode_only,
-                runtime_config=config,
+            worker_card(
+                worker.worker_id, worker.role, config, block_size=BLOCK, decode_only=worker.decode_only
             )
         )
         fleet.set_alive(worker.worker_id, worker.is_alive)

@@ -17,6 +17,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import RouteRequest, RoutingSettings, View, route
 from kvrouter.kernel.routing.interface import CostInput, Pick, Speeds, Times
 from tests.oracles.prediction import RankLoad, predicted
+from tests.testing.plain_fleets import worker_card
 
 BLOCK = 16
 TIMINGS = (
@@ -55,11 +56,7 @@ def view_of(
             total_kv_blocks=None if load.total_blocks == inf else int(load.total_blocks),
             max_num_seqs=None if load.seats == inf else int(load.seats),
         )
-        fleet.join(
-            WorkerCard(
-                WorkerId(worker_id), Epoch(1), fleet.model, role, BLOCK, 100_000, "a", runtime_config=config
-            )
-        )
+        fleet.join(worker_card(worker_id, role, config, block_size=BLOCK))
     return View(
         fleet=fleet,
         settings=settings,

@@ -21,13 +21,14 @@ from kvrouter.core.ids import (
     WorkerRank,
 )
 from kvrouter.core.replica_messages import Deltas, Goodbye, StateQuestion, SyncMessage
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.journal import Journal, SharedLedger
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.ledger.replicas import Asks, Replicas
 from kvrouter.transports.sync.nats import decode_message, encode_message
 from tests.oracles.ledger import NaiveLedger
+from tests.testing.plain_fleets import worker_card
 
 MODEL = ModelName("m")
 SEATS = 3
@@ -110,16 +111,7 @@ class Router:
 
 
 def _card(worker: WorkerId, incarnation: Epoch) -> WorkerCard:
-    return WorkerCard(
-        worker_id=worker,
-        incarnation=incarnation,
-        model=MODEL,
-        role=Role.BOTH,
-        block_size=2,
-        context_length=1024,
-        address=f"memory://{worker}",
-        dp_size=2,
-    )
+    return worker_card(worker, incarnation=incarnation, block_size=2, dp_size=2)
 
 
 class Routers(RuleBasedStateMachine):

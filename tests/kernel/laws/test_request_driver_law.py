@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import RoutingRefused
-from kvrouter.core.ids import RequestId, RouterId, WorkerId
+from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import FinishReason, GenerateRequest, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Role
-from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
+from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import (
     Abandon,
@@ -30,12 +30,8 @@ from kvrouter.kernel.journey import (
 )
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.attempt_request import attempt_request, prompt_of
-from kvrouter.kernel.placement.cache_view import NoCacheView
-from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
-from kvrouter.kernel.routing.interface import RoutingSettings
-from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
+from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, decode_card, prefill_card
 
 PROMPT = array("I", range(40))
@@ -58,20 +54,7 @@ class Drive:
             fleet.join(each)
         self.now_s = 100.0
         self.events = RecordedPlacementEvents()
-        self.placer = Placer(
-            fleet=fleet,
-            cache=NoCacheView(),
-            ledger=NativeLedger(),
-            router_id=RouterId("here"),
-            settings=RoutingSettings(),
-            tracks_active_blocks=True,
-            circuits=CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
-            circuit_seed=1,
-            events=self.events,
-            waiting=WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
-            call_soon=lambda _call: None,
-            now_s=self.now_s,
-        )
+        self.placer = plain_placer(fleet, ledger=NativeLedger(), events=self.events, now_s=self.now_s)
         self.driver: RequestDriver[Attempt] = RequestDriver(REQUEST.sampling, self.placer, redispatches_max=2)
         self.failures: list[tuple[WorkerId, Fault]] = []
         self.ended: list[Command] = []

@@ -11,7 +11,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, View, route
-from tests.testing.routing_cases import BruteForceRouter, RoutingCase, fleet_of, routing_cases, view_of
+from tests.testing.routing_cases import BruteForceRouter, RoutingCase, case_fleet, routing_cases, view_of
 
 
 def outcome(case: RoutingCase, view: View) -> Decision | type[RoutingRefused]:
@@ -24,7 +24,7 @@ def outcome(case: RoutingCase, view: View) -> Decision | type[RoutingRefused]:
 def drawn(seed: int) -> tuple[Random, RoutingCase, Fleet]:
     rng = Random(seed)
     case = next(routing_cases(rng, 1))
-    return rng, case, fleet_of(case, case.cards)
+    return rng, case, case_fleet(case, case.cards)
 
 
 def some(rng: Random, case: RoutingCase) -> list[WorkerId]:
@@ -35,7 +35,7 @@ def some(rng: Random, case: RoutingCase) -> list[WorkerId]:
 def test_open_circuits_count_as_dead_except_as_last_resort(seed: int) -> None:
     rng, case, fleet = drawn(seed)
     plain = outcome(case, view_of(case, fleet))
-    dead = fleet_of(case, case.cards)
+    dead = case_fleet(case, case.cards)
     for worker_id in some(rng, case):
         fleet.set_circuit_open(worker_id, True)
         dead.set_alive(worker_id, False)

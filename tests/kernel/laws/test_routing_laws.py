@@ -13,7 +13,7 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.requests import Leg
 from kvrouter.kernel.routing import Candidate, Decision, RouteRequest, View, route, route_decode
 from kvrouter.kernel.topology.policy import Required
-from tests.testing.routing_cases import BruteForceRouter, RoutingCase, fleet_of, routing_cases, view_of
+from tests.testing.routing_cases import BruteForceRouter, RoutingCase, case_fleet, routing_cases, view_of
 
 
 def check_accepted(brute: BruteForceRouter, decision: Decision) -> None:
@@ -162,7 +162,7 @@ def check_nobody_again(request: RouteRequest, view: View, decision: Decision) ->
 
 def check_join_order(case: RoutingCase, decision: Decision, rng: Random) -> None:
     shuffled = rng.sample(case.cards, len(case.cards))
-    fleet = fleet_of(case, tuple(shuffled))
+    fleet = case_fleet(case, tuple(shuffled))
     other = route(case.request, view_of(case, fleet))
     assert other.decode.rank == decision.decode.rank
     assert (other.prefill and other.prefill.rank) == (decision.prefill and decision.prefill.rank)
@@ -173,7 +173,7 @@ def check_all(rng: Random, n_requests: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     fleet = None
     for case in routing_cases(rng, n_requests):
-        fleet = fleet or fleet_of(case, case.cards)
+        fleet = fleet or case_fleet(case, case.cards)
         view, brute = view_of(case, fleet), BruteForceRouter(case)
         try:
             decision = route(case.request, view)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, RoutingRefused
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
-from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.ids import DpRank, ModelName, RequestId, Taint, WorkerId, WorkerRank
+from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, Pick, RouteRequest, RoutingSettings, View, route
+from tests.testing.plain_fleets import worker_card
 
 BLOCK = 8
 TAINTS = (Taint("gpu"), Taint("fast"), Taint("spot"))
@@ -182,18 +183,7 @@ def fleet_of(rng: Random, ranks: list[Rank]) -> Fleet:
             taints=rank.taints,
             total_kv_blocks=rank.total_blocks,
         )
-        fleet.join(
-            WorkerCard(
-                rank.rank.worker_id,
-                Epoch(1),
-                fleet.model,
-                rank.role,
-                BLOCK,
-                4096,
-                "here",
-                runtime_config=config,
-            )
-        )
+        fleet.join(worker_card(rank.rank.worker_id, rank.role, config, block_size=BLOCK))
         fleet.set_alive(rank.rank.worker_id, rank.ready)
     return fleet
 

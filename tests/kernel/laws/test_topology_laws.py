@@ -14,6 +14,7 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.fleet_links import FleetLinks, links_of
 from kvrouter.kernel.topology.link_table import Link, LinkState, LinkTable, SharedLink, distance
 from kvrouter.kernel.topology.policy import policy_of
+from tests.testing.plain_fleets import worker_card
 
 LEVELS = ("zone", "rack", "host")
 places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("abc"))
@@ -21,18 +22,14 @@ levels = st.permutations(LEVELS).flatmap(lambda order: st.integers(0, 3).map(lam
 
 
 def card(worker_id: int, config: ModelRuntimeConfig, **fields: int) -> WorkerCard:
-    return WorkerCard(
-        WorkerId(worker_id),
-        Epoch(fields.get("incarnation", 1)),
-        ModelName("m"),
+    return worker_card(
+        worker_id,
         (Role.PREFILL, Role.DECODE, Role.BOTH)[fields.get("role", 2)],
-        4,
-        4096,
-        "here",
+        config,
+        incarnation=Epoch(fields.get("incarnation", 1)),
         dp_size=fields.get("dp_size", 1),
         draining=bool(fields.get("draining", 0)),
         engine_silent=bool(fields.get("engine_silent", 0)),
-        runtime_config=config,
     )
 
 

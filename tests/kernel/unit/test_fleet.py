@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec import structs
@@ -10,6 +12,7 @@ from kvrouter.core.workers import Enforcement, KvTransfers, LoadReport, ModelRun
 from kvrouter.kernel.fleet.columns import UNKNOWN, hash_rank
 from kvrouter.kernel.fleet.fleet import MAX_SLOTS, Fleet
 from kvrouter.kernel.routing.masks import ready
+from tests.testing.plain_fleets import worker_card
 
 MODEL = ModelName("m")
 
@@ -19,24 +22,14 @@ def card(
     role: Role = Role.BOTH,
     *,
     incarnation: int = 1,
-    dp_size: int = 1,
-    dp_start: int = 0,
-    draining: bool = False,
-    block_size: int = 16,
     config: ModelRuntimeConfig | None = None,
+    **fields: Any,
 ) -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(worker_id),
-        incarnation=Epoch(incarnation),
-        model=MODEL,
-        role=role,
-        block_size=block_size,
-        context_length=4096,
-        address="here",
-        dp_size=dp_size,
-        dp_start=dp_start,
-        draining=draining,
-        runtime_config=config or ModelRuntimeConfig(),
+    return worker_card(
+        worker_id,
+        role,
+        config,
+        **{"incarnation": Epoch(incarnation), "block_size": 16, "context_length": 4096, **fields},
     )
 
 

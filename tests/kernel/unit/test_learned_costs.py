@@ -10,21 +10,16 @@ import pytest
 from msgspec import structs
 
 from kvrouter.core.constraints import Pin
-from kvrouter.core.ids import RouterId, Slot, WorkerId
+from kvrouter.core.ids import Slot, WorkerId
 from kvrouter.core.requests import CallRoute, ClientCall, GenerateRequest
 from kvrouter.core.workers import Role
-from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan
-from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
-from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
-from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import LinkTable
-from tests.testing.placement_events import RecordedPlacementEvents
+from tests.testing.placement_events import RecordedPlacementEvents, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
@@ -57,20 +52,8 @@ class Engines:
             )
             fleet.join(structs.replace(joins, runtime_config=config))
         self.events = RecordedPlacementEvents()
-        self.placer = Placer(
-            fleet=fleet,
-            cache=NoCacheView(),
-            ledger=NativeLedger(1),
-            router_id=RouterId("here"),
-            settings=RoutingSettings(cost=cost, links=LinkTable()),
-            tracks_active_blocks=True,
-            circuits=CircuitSettings(2, 1.0, 30.0),
-            circuit_seed=1,
-            events=self.events,
-            waiting=WaitingLimits(8, 5.0, 5.0),
-            call_soon=lambda _call: None,
-            now_s=0.0,
-        )
+        settings = RoutingSettings(cost=cost, links=LinkTable())
+        self.placer = plain_placer(fleet, settings=settings, events=self.events)
         self.now_s = 0.0
         self._free_s = Counter[int]()
         self._numbers = count()

@@ -11,20 +11,17 @@ from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker
-from kvrouter.core.ids import Epoch, RouterId, WorkerId
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan
-from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
-from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
+from tests.testing.placement_events import A_DRAW, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 
@@ -34,20 +31,7 @@ def placer_of(
     fleet = Fleet(MODEL, BLOCK_SIZE)
     for worker_id, role in workers:
         fleet.join(card(worker_id, role))
-    return Placer(
-        fleet=fleet,
-        cache=NoCacheView(),
-        ledger=NativeLedger(1),
-        router_id=RouterId("here"),
-        settings=settings or RoutingSettings(mode=mode),
-        tracks_active_blocks=True,
-        circuits=CircuitSettings(2, 1.0, 30.0),
-        circuit_seed=1,
-        events=RecordedPlacementEvents(),
-        waiting=WaitingLimits(8, 5.0, 5.0),
-        call_soon=lambda _call: None,
-        now_s=0.0,
-    )
+    return plain_placer(fleet, settings=settings or RoutingSettings(mode=mode))
 
 
 def place(placer: Placer, draw: Draw = A_DRAW) -> Placement:

@@ -12,9 +12,9 @@ from kvrouter import _native
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, Taint, WorkerId
+from kvrouter.core.ids import ModelName, RequestId, Slot, Taint
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.fleetfile.routing_settings import routing_settings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
@@ -23,6 +23,7 @@ from kvrouter.kernel.routing.fleet_links import links_of
 from kvrouter.kernel.routing.interface import CostInput, Speeds
 from kvrouter.kernel.topology.link_table import Link, LinkState, LinkTable
 from kvrouter.settings.router_settings import KvRouterConfig
+from tests.testing.plain_fleets import worker_card
 
 BLOCK = 16
 
@@ -37,11 +38,7 @@ def fleet_of(*roles: Role, config: ModelRuntimeConfig | None = None, slow_links:
                 topology_levels=("zone",),
                 kv_bytes_per_token=100_000,
             )
-        fleet.join(
-            WorkerCard(
-                WorkerId(worker_id), Epoch(1), fleet.model, role, BLOCK, 100_000, "a", runtime_config=its
-            )
-        )
+        fleet.join(worker_card(worker_id, role, its, block_size=BLOCK))
     return fleet
 
 
@@ -179,18 +176,8 @@ def test_a_loaded_link_loses_to_a_slower_idle_link() -> None:
 
 def test_preferred_taints_multiply_the_cost_of_time() -> None:
     fleet = fleet_of(*TWO)
-    fleet.join(
-        WorkerCard(
-            WorkerId(3),
-            Epoch(1),
-            fleet.model,
-            Role.BOTH,
-            BLOCK,
-            100_000,
-            "a",
-            runtime_config=ModelRuntimeConfig(taints=frozenset({Taint("gpu")})),
-        )
-    )
+    config = ModelRuntimeConfig(taints=frozenset({Taint("gpu")}))
+    fleet.join(worker_card(3, config=config, block_size=BLOCK))
     constraints = RoutingConstraints(preferred_taints={Taint("gpu"): 2.0})
     decision = route(asked(constraints=constraints), view(fleet, tokens=[0, 0, 4000]))
     assert worker(decision) == 3

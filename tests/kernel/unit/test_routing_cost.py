@@ -8,35 +8,22 @@ import pytest
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
-from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.ids import RequestId, Taint, WorkerId, WorkerRank
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.kernel.topology.link_table import Link, LinkTable
+from tests.testing.plain_fleets import fleet_of, idle_view, worker_card
 
 BLOCK = 4
 
 
-def fleet_of(configs: Sequence[tuple[Role, ModelRuntimeConfig]]) -> Fleet:
-    fleet = Fleet(ModelName("m"), BLOCK)
-    for worker_id, (role, config) in enumerate(configs, start=1):
-        fleet.join(
-            WorkerCard(
-                WorkerId(worker_id),
-                Epoch(1),
-                ModelName("m"),
-                role,
-                BLOCK,
-                4096,
-                "here",
-                runtime_config=config,
-            )
-        )
-    return fleet
+def fleet_with(configs: Sequence[tuple[Role, ModelRuntimeConfig]]) -> Fleet:
+    return fleet_of(*(worker_card(number, *each) for number, each in enumerate(configs, start=1)))
 
 
 def alike(count: int, *taints: str) -> Fleet:
-    return fleet_of([(Role.BOTH, ModelRuntimeConfig(taints=frozenset(map(Taint, taints))))] * count)
+    return fleet_with([(Role.BOTH, ModelRuntimeConfig(taints=frozenset(map(Taint, taints))))] * count)
 
 
 def view(
@@ -50,13 +37,13 @@ def view(
     seed: int = 0,
     turn: int = 0,
 ) -> View:
-    n_slots = fleet.n_slots
-    return View(
-        fleet=fleet,
-        settings=settings,
+    nothing = [0] * fleet.n_slots
+    return idle_view(
+        fleet,
+        settings,
         overlap_blocks=None if overlap is None else np.array(overlap, np.uint32),
-        prefill_tokens=np.array(prefill_tokens or [0] * n_slots, np.int64),
-        active_blocks=np.array(active or [0] * n_slots, np.uint32),
+        prefill_tokens=np.array(prefill_tokens or nothing, np.int64),
+        active_blocks=np.array(active or nothing, np.uint32),
         not_active=None if fresh is None else np.array(fresh, np.uint32),
         seed=seed,
         turn=turn,
@@ -123,7 +110,7 @@ def test_untracked_load_costs_nothing() -> None:
 
 @pytest.mark.parametrize(("weight", "worker_id"), [(0.226, 1), (0.228, 2)])
 def test_a_preferred_taint_turns_8_against_10_blocks_at_weight_0_227(weight: float, worker_id: int) -> None:
-    fleet = fleet_of(
+    fleet = fleet_with(
         [
             (Role.BOTH, ModelRuntimeConfig()),
             (Role.BOTH, ModelRuntimeConfig(taints=frozenset({Taint("fast")}))),
@@ -177,7 +164,7 @@ def test_softmax_shares_follow_the_normalised_range(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-3, 1.0, 1e300])
 @pytest.mark.parametrize("weight", [0.0, 1.0, 1e308])
 def test_extreme_finite_inputs_give_a_decision(temperature: float, weight: float) -> None:
-    fleet = fleet_of([(Role.BOTH, ModelRuntimeConfig()), (Role.PREFILL, ModelRuntimeConfig())] * 2)
+    fleet = fleet_with([(Role.BOTH, ModelRuntimeConfig()), (Role.PREFILL, ModelRuntimeConfig())] * 2)
     for worker_id in (2, 4):
         fleet.set_alive(WorkerId(worker_id), alive=False)
     for number in range(8):
@@ -202,7 +189,7 @@ def test_round_robin_goes_through_every_rank_in_turn() -> None:
 
 
 def test_round_robin_picks_every_pair_equally_often() -> None:
-    fleet = fleet_of([(Role.PREFILL, ModelRuntimeConfig())] * 2 + [(Role.DECODE, ModelRuntimeConfig())] * 2)
+    fleet = fleet_with([(Role.PREFILL, ModelRuntimeConfig())] * 2 + [(Role.DECODE, ModelRuntimeConfig())] * 2)
     settings = RoutingSettings(mode=RouterMode.ROUND_ROBIN)
     pairs: Counter[tuple[WorkerRank, WorkerRank]] = Counter()
     for turn in range(8):
@@ -237,7 +224,7 @@ def test_a_kv_transfer_costs_the_links_time() -> None:
             topology_domains={"zone": zone}, topology_levels=("zone",), kv_bytes_per_token=100
         )
 
-    fleet = fleet_of([at(Role.PREFILL, "a"), at(Role.DECODE, "a"), at(Role.DECODE, "b")])
+    fleet = fleet_with([at(Role.PREFILL, "a"), at(Role.DECODE, "a"), at(Role.DECODE, "b")])
     links = LinkTable(by_level={"zone": Link(0.001, 1e6)}, otherwise=Link(0.01, 1e5))
     settings = RoutingSettings(kv_transfer_weight=50.0, links=links)
     reading = view(fleet, overlap=[0, 2, 0], active=[0, 2, 0], fresh=[0, 0, 0], settings=settings)
@@ -257,7 +244,7 @@ def test_a_topology_weight_overrides_the_requests_for_the_same_taint() -> None:
         kv_transfer_enforcement=Enforcement.PREFERRED,
         kv_transfer_preferred_weight=0.85,
     )
-    fleet = fleet_of([(Role.PREFILL, here), (Role.DECODE, here)])
+    fleet = fleet_with([(Role.PREFILL, here), (Role.DECODE, here)])
     asked = request(constraints=prefer(**{"dynamo.topology/zone=a": -3.0}))
     decision = route(asked, view(fleet))
     assert decision.decode.multiplier == exp(-tanh(0.85))

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, route, route_decode
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from kvrouter.kernel.topology.policy import Fallback, Required, TransferConstraint
+from tests.testing.plain_fleets import idle_view, worker_card
 
 REQUEST = RouteRequest(RequestId("r"), 8, 2)
 MISMATCH, BUSY = Reason.DOMAIN_MISMATCH, Reason.BUSY
@@ -18,23 +19,15 @@ MISMATCH, BUSY = Reason.DOMAIN_MISMATCH, Reason.BUSY
 
 def worker(worker_id: int, role: Role, zone: str | None) -> WorkerCard:
     prefill = role is Role.PREFILL
-    return WorkerCard(
-        WorkerId(worker_id),
-        Epoch(1),
-        ModelName("m"),
-        role,
-        4,
-        4096,
-        "here",
-        runtime_config=ModelRuntimeConfig(
-            topology_domains={} if zone is None else {"zone": zone},
-            topology_levels=("zone",),
-            kv_transfer_domain="zone" if prefill else None,
-            kv_transfer_enforcement=Enforcement.REQUIRED if prefill else None,
-            kv_bytes_per_token=1000,
-            total_kv_blocks=100,
-        ),
+    config = ModelRuntimeConfig(
+        topology_domains={} if zone is None else {"zone": zone},
+        topology_levels=("zone",),
+        kv_transfer_domain="zone" if prefill else None,
+        kv_transfer_enforcement=Enforcement.REQUIRED if prefill else None,
+        kv_bytes_per_token=1000,
+        total_kv_blocks=100,
     )
+    return worker_card(worker_id, role, config)
 
 
 def fleet_of(*, prefill: str, decode: str) -> Fleet:
@@ -50,14 +43,8 @@ def view(fleet: Fleet, *busy: int, settings: RoutingSettings | None = None) -> V
     active = np.zeros(fleet.n_slots, np.int64)
     for worker_id in busy:
         active[list(fleet.slots_of(WorkerId(worker_id)))] = 90
-    return View(
-        fleet=fleet,
-        settings=settings or RoutingSettings(active_decode_blocks_threshold=0.5),
-        overlap_blocks=None,
-        prefill_tokens=np.zeros(fleet.n_slots, np.int64),
-        active_blocks=active,
-        not_active=None,
-    )
+    chosen = settings or RoutingSettings(active_decode_blocks_threshold=0.5)
+    return idle_view(fleet, chosen, active_blocks=active)
 
 
 def rows_of(refused: RoutingRefused) -> list[Candidate]:

@@ -5,7 +5,7 @@ import pytest
 
 from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason
-from kvrouter.core.ids import Epoch, ModelName, RequestId, Taint, WorkerId
+from kvrouter.core.ids import Epoch, RequestId, Taint, WorkerId
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route, route_decode
@@ -17,6 +17,7 @@ from kvrouter.kernel.topology.policy import (
     RouterTopologyDefault,
     TransferConstraint,
 )
+from tests.testing.plain_fleets import fleet_of, idle_view, worker_card
 
 REQUIRED, FALLBACK, PREFERRED = Enforcement.REQUIRED, Enforcement.FALLBACK, Enforcement.PREFERRED
 EVERY_MODE = pytest.mark.parametrize("mode", list(RouterMode))
@@ -33,23 +34,15 @@ def worker(
     weight: float | None = None,
     taints: tuple[str, ...] = (),
 ) -> WorkerCard:
-    return WorkerCard(
-        WorkerId(worker_id),
-        Epoch(1),
-        ModelName("m"),
-        role,
-        4,
-        4096,
-        "here",
-        runtime_config=ModelRuntimeConfig(
-            topology_domains={} if zone is None else {"zone": zone},
-            kv_transfer_domain=domain or ("zone" if enforcement else None),
-            kv_transfer_enforcement=enforcement,
-            kv_transfer_preferred_weight=weight,
-            taints=frozenset(map(Taint, taints)),
-            total_kv_blocks=100,
-        ),
+    config = ModelRuntimeConfig(
+        topology_domains={} if zone is None else {"zone": zone},
+        kv_transfer_domain=domain or ("zone" if enforcement else None),
+        kv_transfer_enforcement=enforcement,
+        kv_transfer_preferred_weight=weight,
+        taints=frozenset(map(Taint, taints)),
+        total_kv_blocks=100,
     )
+    return worker_card(worker_id, role, config)
 
 
 def prefill(worker_id: int, zone: str | None, enforcement: Enforcement | None = REQUIRED) -> WorkerCard:
@@ -66,13 +59,6 @@ def decode(worker_id: int, zone: str | None, *taints: str) -> WorkerCard:
     return worker(worker_id, Role.DECODE, zone, taints=taints)
 
 
-def fleet_of(*cards: WorkerCard) -> Fleet:
-    fleet = Fleet(ModelName("m"), 4)
-    for card in cards:
-        fleet.join(card)
-    return fleet
-
-
 def view(
     fleet: Fleet,
     active: dict[int, int] | None = None,
@@ -85,17 +71,8 @@ def view(
     blocks = np.zeros(fleet.n_slots, np.int64)
     for worker_id, count in (active or {}).items():
         blocks[list(fleet.slots_of(WorkerId(worker_id)))] = count
-    return View(
-        fleet=fleet,
-        settings=RoutingSettings(
-            mode=mode, active_decode_blocks_threshold=threshold, topology_default=default
-        ),
-        overlap_blocks=None,
-        prefill_tokens=np.zeros(fleet.n_slots, np.int64),
-        active_blocks=blocks,
-        not_active=None,
-        turn=turn,
-    )
+    settings = RoutingSettings(mode=mode, active_decode_blocks_threshold=threshold, topology_default=default)
+    return idle_view(fleet, settings, active_blocks=blocks, turn=turn)
 
 
 def request(

@@ -1,5 +1,7 @@
 """Who may not take a request, and what is said about it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -12,38 +14,14 @@ from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, Role, WorkerCa
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Candidate, RouteRequest, RoutingSettings, View, explain, route
 from tests.testing.calls import MakeFail
+from tests.testing.plain_fleets import fleet_of, idle_view, worker_card
 
 EVERY_MODE = pytest.mark.parametrize("mode", list(RouterMode))
 
 
-def fleet_of(*cards: WorkerCard) -> Fleet:
-    fleet = Fleet(ModelName("m"), 4)
-    for card in cards:
-        fleet.join(card)
-    return fleet
-
-
-def worker(
-    worker_id: int,
-    *taints: str,
-    role: Role = Role.BOTH,
-    draining: bool = False,
-    engine_silent: bool = False,
-    dp_size: int = 1,
-) -> WorkerCard:
-    return WorkerCard(
-        WorkerId(worker_id),
-        Epoch(1),
-        ModelName("m"),
-        role,
-        4,
-        4096,
-        "here",
-        dp_size=dp_size,
-        draining=draining,
-        engine_silent=engine_silent,
-        runtime_config=ModelRuntimeConfig(taints=frozenset(map(Taint, taints)), total_kv_blocks=100),
-    )
+def worker(worker_id: int, *taints: str, role: Role = Role.BOTH, **fields: Any) -> WorkerCard:
+    config = ModelRuntimeConfig(taints=frozenset(map(Taint, taints)), total_kv_blocks=100)
+    return worker_card(worker_id, role, config, **fields)
 
 
 def view(
@@ -55,16 +33,14 @@ def view(
     active: int = 0,
     prefill_tokens: int = 0,
 ) -> View:
-    n_slots = fleet.n_slots
-    return View(
-        fleet=fleet,
-        settings=RoutingSettings(
-            mode=mode, active_decode_blocks_threshold=fraction, active_prefill_tokens_threshold=tokens
-        ),
-        overlap_blocks=None,
-        prefill_tokens=np.full(n_slots, prefill_tokens, np.int64),
-        active_blocks=np.full(n_slots, active, np.int64),
-        not_active=None,
+    settings = RoutingSettings(
+        mode=mode, active_decode_blocks_threshold=fraction, active_prefill_tokens_threshold=tokens
+    )
+    return idle_view(
+        fleet,
+        settings,
+        prefill_tokens=np.full(fleet.n_slots, prefill_tokens, np.int64),
+        active_blocks=np.full(fleet.n_slots, active, np.int64),
     )
 
 

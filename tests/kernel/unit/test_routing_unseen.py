@@ -8,8 +8,9 @@ from msgspec import structs
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import route
-from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, View
+from kvrouter.kernel.routing.interface import RouteRequest, View
 from kvrouter.kernel.routing.pick import UNSEEN_MAX, draw_unseen
+from tests.testing.plain_fleets import idle_view
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 
@@ -17,17 +18,7 @@ def view(*active_blocks: int, unseen: float = 0.0, seed: int = 0) -> View:
     fleet = Fleet(MODEL, BLOCK_SIZE)
     for worker in range(len(active_blocks)):
         fleet.join(card(worker))
-    zeros = np.zeros(len(active_blocks), np.int64)
-    return View(
-        fleet=fleet,
-        settings=RoutingSettings(),
-        overlap_blocks=None,
-        prefill_tokens=zeros,
-        active_blocks=np.array(active_blocks, np.int64),
-        not_active=None,
-        seed=seed,
-        unseen=unseen,
-    )
+    return idle_view(fleet, active_blocks=np.array(active_blocks, np.int64), seed=seed, unseen=unseen)
 
 
 def request(n_blocks: int, name: str = "r") -> RouteRequest:

@@ -8,7 +8,6 @@ again at any time. The truth is what the engine finds in its own cache, not what
 
 import asyncio
 import random
-from array import array
 from collections.abc import Callable, Iterator
 
 from hypothesis import given, settings
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
-from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
-from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, EventTransport, LoadReport, WorkerCard
 from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.engine import MockEngine
@@ -36,6 +34,7 @@ from kvrouter.transports.events.recovery import (
 )
 from kvrouter.worker import KvPublisher
 from tests.testing.blocks import Blocks, blocks, blocks_of_cache
+from tests.testing.engine_requests import plain_leg
 from tests.testing.virtual_time import run_in_virtual_time
 
 WORKER = WorkerId(1)
@@ -135,15 +134,8 @@ class Worker:
     def serve(self, rank: WorkerRank, prompt: list[int], max_tokens: int, *, for_s: float) -> None:
         """Let the engine run a request for a while; some events are reported before others happen."""
         now_s = asyncio.get_running_loop().time()
-        request = EngineRequest(
-            request_id=RequestId(f"r{next(self._numbers)}"),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=ModelName("m"),
-            token_ids=array("I", prompt),
-            sampling=Sampling(max_tokens=max_tokens),
-            dp_rank=rank.dp_rank,
-        )
+        name = f"r{next(self._numbers)}"
+        request = plain_leg(name, prompt, max_tokens=max_tokens, dp_rank=rank.dp_rank)
         self.engine.submit(now_s, request)
         self.engine.advance(now_s + for_s)
 

@@ -7,16 +7,17 @@ from contextlib import suppress
 
 import pytest
 
-from tests.testing.fleet_processes import FleetProcesses, fleet_processes
-from tests.testing.load_generator import LoadGenerator
-from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import (
+from tests.testing.fleet_processes import (
     FILE_TCP_ZMQ,
     NATS_HTTP_JETSTREAM,
     NATS_NATS_CORE,
     NATS_TCP_JETSTREAM_SYNC,
+    FleetProcesses,
     FleetTransports,
+    fleet_processes,
 )
+from tests.testing.load_generator import LoadGenerator
+from tests.testing.nats_server import NatsServer
 
 FLEET = """
 version: 1

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.testing.fleet_processes import fleet_processes
-from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import (
+from tests.testing.fleet_processes import (
     FILE_TCP_ZMQ,
     NATS_NATS_CORE,
     NATS_TCP_JETSTREAM_SYNC,
     FleetTransports,
+    fleet_processes,
 )
+from tests.testing.nats_server import NatsServer
 from tests.testing.request_phases import ANSWER_TOKENS, RequestPhase, slow_fleet, wait_for_phase
 from tests.testing.streaming_client import StreamingClient
 

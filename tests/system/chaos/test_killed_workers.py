@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.testing.fleet_processes import fleet_processes
-from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import (
+from tests.testing.fleet_processes import (
     FILE_TCP_ZMQ,
     NATS_HTTP_JETSTREAM,
     NATS_NATS_CORE,
     FleetTransports,
+    fleet_processes,
 )
+from tests.testing.nats_server import NatsServer
 from tests.testing.request_phases import RequestPhase, slow_fleet, wait_for_phase
 
 PLANES = [

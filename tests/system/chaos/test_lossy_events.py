@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.testing.fleet_processes import fleet_processes
+from tests.testing.fleet_processes import FILE_TCP_ZMQ, FleetTransports, fleet_processes
 from tests.testing.load_generator import LoadGenerator
 from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import FILE_TCP_ZMQ, FleetTransports
 
 FLEET = """
 version: 1

@@ -4,14 +4,15 @@ import re
 
 import pytest
 
-from tests.testing.fleet_processes import FleetProcesses, fleet_processes
-from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import (
+from tests.testing.fleet_processes import (
     FILE_TCP_ZMQ,
     NATS_HTTP_JETSTREAM,
     NATS_NATS_CORE,
+    FleetProcesses,
     FleetTransports,
+    fleet_processes,
 )
+from tests.testing.nats_server import NatsServer
 from tests.testing.request_phases import RequestPhase, wait_for_phase
 from tests.testing.streaming_client import StreamingClient
 

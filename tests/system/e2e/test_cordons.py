@@ -1,7 +1,6 @@
 """A cordon holds at every replica, over restarts of them, and for workers that join later: real processes."""
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.testing.mock_server import words
 from tests.testing.nats_server import NatsServer
-from tests.testing.processes import Fleet, Frontend, eventually, fleet
+from tests.testing.processes import Fleet, Frontend, eventually, fleet, run_kvrouter
 
 STORES = [
     pytest.param({}, id="file"),
@@ -19,19 +18,7 @@ STORES = [
 
 async def kvrouter(frontend: Frontend, *arguments: str) -> tuple[int, str]:
     """Run a command against a frontend; return its exit code and what it printed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvrouter.cli",
-        *arguments,
-        "--url",
-        frontend.url,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    printed, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, printed.decode()
+    return await run_kvrouter(*arguments, "--url", frontend.url)
 
 
 async def complete(frontend: Frontend, **more: object) -> tuple[int, str, Mapping[str, Any]]:

@@ -11,7 +11,15 @@ import pytest
 
 from tests.testing.mock_server import words
 from tests.testing.nats_server import NatsServer
-from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, Frontend, eventually, fleet, free_ports
+from tests.testing.processes import (
+    ENDS_WITHIN_S,
+    READY_WITHIN_S,
+    Frontend,
+    eventually,
+    fleet,
+    free_ports,
+    run_kvrouter,
+)
 
 PROMPT = words(n=200)
 PLANES = [
@@ -77,30 +85,16 @@ async def test_a_worker_without_its_topology_place_exits_with_1(tmp_path: Path) 
             "DYN_TOPOLOGY_TIMEOUT_S": "0.1",
             "DYN_TOPOLOGY_POLL_S": "0.05",
         }
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.cli", "worker", "mock"),
-            env={**processes.environ, **environ},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(READY_WITHIN_S):
-            _, errors = await process.communicate()
-        assert process.returncode == 1
-        assert f"{tmp_path}" in errors.decode()
+        code, printed = await run_kvrouter("worker", "mock", environ={**processes.environ, **environ})
+        assert (code, f"{tmp_path}" in printed) == (1, True)
 
 
 async def test_a_missing_nats_server_is_one_line_and_exit_code_1() -> None:
     async with fleet({"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": "nats://me:hidden@127.0.0.1:1"}) as it:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.cli", "frontend", "--http-port", "0"),
-            env=it.environ,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(READY_WITHIN_S):
-            _, errors = await process.communicate()
-        assert process.returncode == 1
-        last = errors.decode().splitlines()[-1]
-        assert last.startswith("kvrouter: no NATS server lets us in at 127.0.0.1:1 ")
-        assert "hidden" not in errors.decode()
+        code, printed = await run_kvrouter("frontend", "--http-port", "0", environ=it.environ)
+        assert code == 1
+        assert printed.splitlines()[-1].startswith("kvrouter: no NATS server lets us in at 127.0.0.1:1 ")
+        assert "hidden" not in printed
 
 
 @pytest.mark.parametrize("with_nats", [False, True])

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from kvrouter.text.source import DOWNLOAD_MAX_BYTES, MOCK_FOLDER
 from tests.testing.local_hub import LocalHub, local_hub
-from tests.testing.processes import fleet
+from tests.testing.processes import fleet, run_kvrouter
 from tests.testing.tokenizer_files import write_tiktoken
 
 REPOSITORY = "acme/small"
@@ -34,18 +33,11 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 async def check(
     path: Path, tokenizer: str, environ: Mapping[str, str], hub: LocalHub | None, **more: str
-) -> tuple[int | None, str]:
+) -> tuple[int, str]:
     """Run ``kvrouter fleet check``; return its exit code and what it printed."""
     await asyncio.to_thread(path.write_text, FLEET.format(tokenizer=tokenizer))
     endpoint = {} if hub is None else {"HF_ENDPOINT": hub.url}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrouter.cli", "fleet", "check", str(path)),
-        env={**environ, **endpoint, **more},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    out, _ = await process.communicate()
-    return process.returncode, out.decode()
+    return await run_kvrouter("fleet", "check", str(path), environ={**environ, **endpoint, **more})
 
 
 async def test_a_repository_is_downloaded_once_and_without_its_weights(

@@ -1,14 +1,11 @@
 """Processes among Services that are called as they are: kubelets tell every container of each of them."""
 
-import asyncio
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from functools import partial
 
 import pytest
 
 from tests.testing.mock_server import word_ids
-from tests.testing.processes import Frontend, eventually, fleet
+from tests.testing.processes import Frontend, eventually, fleet, run_kvrouter
 from tests.testing.service_variables import Service, ServicePort, service_variables
 from tests.testing.streaming_client import expected_text
 
@@ -56,15 +53,8 @@ async def is_served(frontend: Frontend) -> bool:
 async def test_a_misspelt_setting_is_reported_among_service_variables(command: tuple[str, ...]) -> None:
     async with fleet(SERVICE_LINKS) as processes:
         wrong = {"KVROUTER_RETRY_MAX": "1", "KVROUTER_FRONTEND_SERVICE_PORT_HTTPS": "443"}
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.cli", *command),
-            env={**processes.environ, **wrong},
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-        )
-        said, _ = await process.communicate()
-    assert process.returncode
-    reported = [line for line in said.decode().splitlines() if "unknown variable" in line]
+        code, printed = await run_kvrouter(*command, environ={**processes.environ, **wrong})
+    assert code
+    reported = [line for line in printed.splitlines() if "unknown variable" in line]
     assert [name for name in wrong if not any(name in line for line in reported)] == []
     assert len(reported) == len(wrong)

@@ -28,11 +28,11 @@ from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import MetricsFormat
 from tests.system.monitoring.prometheus import Prometheus
 from tests.testing.constants import SetConstants
+from tests.testing.fleet_processes import NATS_TCP_JETSTREAM_SYNC
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
 from tests.testing.mock_server import MODEL, MockServer, leave_recovery_unanswered, mock_server, user, words
 from tests.testing.nats_server import NatsServer
 from tests.testing.planned_deployments import DEFAULTS, deployment
-from tests.testing.process_transports import NATS_TCP_JETSTREAM_SYNC
 from tests.testing.processes import eventually, fleet
 from tests.testing.router_harness import RouterHarness, decode_card, prefill_card, read_all
 from tests.testing.scripted_engine import VLLM_PAGES, scripted_engine

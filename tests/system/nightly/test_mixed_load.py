@@ -15,10 +15,9 @@ from contextlib import suppress
 import aiohttp
 
 from tests.system.hostile.meter import MIB, Meter
-from tests.testing.fleet_processes import FleetProcesses, fleet_processes
+from tests.testing.fleet_processes import NATS_TCP_JETSTREAM_SYNC, FleetProcesses, fleet_processes
 from tests.testing.load_generator import LoadGenerator
 from tests.testing.nats_server import NatsServer
-from tests.testing.process_transports import NATS_TCP_JETSTREAM_SYNC
 from tests.testing.processes import Frontend
 
 LASTS_S = float(os.environ.get("NIGHTLY_LOAD_S", "3600"))

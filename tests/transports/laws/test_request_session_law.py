@@ -1,6 +1,5 @@
 """The session of requests, whatever its peer sends: no error but the protocol's, no token twice or lost."""
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
-from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
 from kvrouter.transports.requests.frames import (
     TO_WORKER,
     FrameKind,
@@ -40,6 +39,7 @@ from kvrouter.transports.requests.worker_session import (
     WorkerSession,
     WorkerSide,
 )
+from tests.testing.engine_requests import plain_leg
 from tests.testing.tcp_peers import encode_open
 
 CREDIT_TOKENS = 8
@@ -54,15 +54,7 @@ ROUTER_LIMITS = RouterLimits(
 )
 WORKER_LIMITS = WorkerLimits(heartbeat_s=1.0, dead_after_s=3.0, streams_max=4)
 SECRET = Secret("t")
-REQUEST = EngineRequest(
-    request_id=RequestId("x"),
-    attempt=0,
-    leg=Leg.AGGREGATED,
-    model=ModelName("m"),
-    token_ids=array("I", [1, 2, 3]),
-    sampling=Sampling(max_tokens=5),
-    time_left_s=60.0,
-)
+REQUEST = plain_leg(max_tokens=5, time_left_s=60.0)
 
 
 @dataclass
