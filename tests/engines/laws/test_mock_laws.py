@@ -151,7 +151,9 @@ class MockFleetMachine(RuleBasedStateMachine):
         if self.params:
             params = self.params.pop(which % len(self.params))
             name = str(params["remote_request_id"]).split("-#")[0]
-            request = leg(name, Leg.DECODE, self.prompts[name], max_tokens=max_tokens, kv_transfer_params=params)
+            request = leg(
+                name, Leg.DECODE, self.prompts[name], max_tokens=max_tokens, kv_transfer_params=params
+            )
             self.submit(where, request)
 
     @rule(which=st.integers(0, 100))
