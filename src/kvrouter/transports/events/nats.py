@@ -7,7 +7,6 @@ from collections.abc import Callable
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
@@ -32,7 +31,7 @@ from kvrouter.transports.events.subjects import (
     message_auth_of,
 )
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason
 from kvrouter.transports.registered import registered
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
@@ -120,7 +119,7 @@ class NatsEventPublisher:
                 subject, frame, is_batch = self._queue.popleft()
                 try:
                     await self._client.publish(subject, frame)
-                except (NatsError, OSError) as error:
+                except CLIENT_ERRORS as error:
                     self._drop(reason(error), is_batch=is_batch)
                 self._queued_bytes -= len(frame)
             self._more.clear()
@@ -180,7 +179,7 @@ class NatsEventSubscriber(EventSinks):
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()
-            except NatsError:
+            except CLIENT_ERRORS:
                 continue  # the connection is closed, and the subscription with it
         self._subscriptions.clear()
         self._sinks.clear()

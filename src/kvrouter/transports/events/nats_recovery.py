@@ -11,7 +11,6 @@ from collections.abc import Callable
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from kvrouter.core.errors import ProtocolError
@@ -26,7 +25,7 @@ from kvrouter.transports.events.recovery import (
 )
 from kvrouter.transports.events.subjects import message_auth_of, recovery_subject
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, ReplayGuard
-from kvrouter.transports.nats_client import unsubscribe
+from kvrouter.transports.nats_client import CLIENT_ERRORS, unsubscribe
 
 QUESTIONS_UNREAD_MAX = 1_024
 
@@ -117,7 +116,7 @@ class NatsRecovery:
             answer = await self._client.request(subject, message, timeout=self._answer_timeout_s)
         except NoRespondersError:
             raise
-        except (NatsError, OSError):  # the connection broke, or the answer is late
+        except CLIENT_ERRORS:  # the connection broke, or the answer is late
             return None
         try:
             return bytes(self._auth.opened(_answer_subject(subject, nonce), answer.data))
@@ -136,7 +135,7 @@ class NatsRecovery:
             return
         try:
             await message.respond(answer)
-        except (NatsError, OSError):
+        except CLIENT_ERRORS:
             return  # the connection broke; the router asks again
 
     def _answer(self, subject: str, message: bytes) -> bytes:

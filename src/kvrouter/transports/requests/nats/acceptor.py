@@ -6,7 +6,6 @@ from collections.abc import Callable
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.clock import AwakeClock
@@ -14,7 +13,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.message_auth import MessageAuth, ReplayGuard
-from kvrouter.transports.nats_client import flush_subscriptions, subject_name, unsubscribe
+from kvrouter.transports.nats_client import CLIENT_ERRORS, flush_subscriptions, subject_name, unsubscribe
 from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.nats.transport import (
     NatsPipe,
@@ -124,7 +123,7 @@ class _NatsLegServer(LegServer):
         try:
             await asyncio.shield(self.subscribing)
             await flush_subscriptions(self.client)
-        except (NatsError, OSError) as error:
+        except CLIENT_ERRORS as error:
             raise ConfigError(f"NATS: {self.address} cannot be served: {error}", param="client") from error
 
 
