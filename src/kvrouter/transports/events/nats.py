@@ -33,6 +33,7 @@ from kvrouter.transports.events.subjects import (
 )
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
 from kvrouter.transports.nats_client import reason
+from kvrouter.transports.registered import registered
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
 """Bytes of published messages that may wait to be sent."""
@@ -186,14 +187,7 @@ class NatsEventSubscriber(EventSinks):
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Restrict the worker's messages to its component's subjects; all workers are delivered anyway."""
-        worker_id = card.worker_id
-        self._followed[worker_id] = card
-
-        def end() -> None:
-            if self._followed.get(worker_id) is card:
-                del self._followed[worker_id]
-
-        return end
+        return registered(self._followed, card.worker_id, card)
 
     def _is_of_its_component(self, subject: str, rank: WorkerRank) -> bool:
         """Whether the rank's worker, if followed, is of the subject's component; report it if not."""

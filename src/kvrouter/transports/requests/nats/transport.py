@@ -22,7 +22,7 @@ from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
-from kvrouter.transports.nats_client import subject_name
+from kvrouter.transports.nats_client import subject_name, unsubscribe
 from kvrouter.transports.requests.frames import FrameKind, frame
 from kvrouter.transports.requests.leg_stream import SessionStream
 from kvrouter.transports.requests.legs import CONNECTION_CLOSED
@@ -348,8 +348,7 @@ class NatsRequestTransport:
             await asyncio.gather(self._beating, return_exceptions=True)
         await self._publisher.close()
         if self._listening is not None:
-            with suppress(NatsError, OSError):  # where the connection is gone, the subscription is too
-                await (await self._listening).unsubscribe()
+            await unsubscribe(self._listening)
 
     def _link(self, address: str) -> NatsLink:
         """Return the link to a worker and mark it as used; raise WorkerUnreachable for a foreign address."""
