@@ -18,7 +18,7 @@ from kvrouter.core.secret import SECRET_MAX_BYTES, secret_bytes
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.logs import LogThrottle
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason
 
 CONNECT_LIMIT_S = 10.0
 RECONNECT_WAIT_S = 1
@@ -164,7 +164,7 @@ async def nats_connection(
                 ping_interval=PING_S,
                 max_outstanding_pings=PINGS_UNANSWERED_MAX,
             )
-    except (NatsError, OSError, TimeoutError) as error:
+    except CLIENT_ERRORS as error:
         if isinstance(error, TimeoutError):  # else connect() has closed it
             await client.close()
         why = "; ".join(watch.reasons) or reason(error)
@@ -179,7 +179,7 @@ async def nats_connection(
         if client.is_connected:
             try:
                 await client.flush(timeout=FLUSH_S)
-            except (NatsError, OSError, TimeoutError):
+            except CLIENT_ERRORS:
                 log_event(_log, Event.PLANE_LOST, plane="nats", reason="the last messages may be lost")
         with suppress(OSError):  # the server may be gone
             await client.close()

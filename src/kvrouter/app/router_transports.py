@@ -183,11 +183,7 @@ async def open_router_transports(
         cordons = MemoryCordons() if static else _cordons(planes, nats, telemetry, stack)
         requests = _requests(planes, nats, tls, telemetry)
         stack.push_async_callback(requests.close)
-        subscribers = await _subscribers(settings, nats, telemetry, stack)
-        stream: JetStreamSubscriber | None = None
-        if nats is not None:
-            stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
-            subscribers[EventTransport.JETSTREAM] = stream
+        events, stream = await _events(settings, nats, telemetry, stack, http_port=http_port)
         new_sync: Callable[[], SyncTransport] | None = None
         if settings.router.replica_sync:
             new_sync = partial(
@@ -197,7 +193,6 @@ async def open_router_transports(
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
             )
-        events = _all_events(subscribers, telemetry)
         yield RouterTransports(discovery, cordons, requests, events, stream, new_sync)
 
 
@@ -341,15 +336,15 @@ def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: T
     )
 
 
-async def _subscribers(
-    settings: Settings,
-    nats: Client | None,
-    telemetry: Telemetry,
-    stack: AsyncExitStack,
-) -> dict[EventTransport, EventSubscriber]:
-    """Subscribers for every event transport without replay, since workers may publish on any of them."""
+async def _events(
+    settings: Settings, nats: Client | None, telemetry: Telemetry, stack: AsyncExitStack, *, http_port: int
+) -> tuple[CombinedSubscriber, JetStreamSubscriber | None]:
+    """A subscriber on every event transport, since workers may publish on any of them; and the one among
+    them that replays, None without NATS.
+    """
     planes = settings.planes
     subscribers: dict[EventTransport, EventSubscriber] = {}
+    stream: JetStreamSubscriber | None = None
     zmq = ZmqEventSubscriber(
         token=revealed(planes.plane_token),
         on_malformed=malformed_on("zmq", telemetry),
@@ -357,52 +352,39 @@ async def _subscribers(
     )
     stack.push_async_callback(zmq.close)
     subscribers[EventTransport.ZMQ] = zmq
-    if nats is None:
-        return subscribers
-    on_malformed = malformed_on("nats", telemetry)
-    namespace, token = planes.namespace, token_of(planes)
-    recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
-    stack.push_async_callback(recovery.close)
-    core = NatsEventSubscriber(
-        nats,
-        recovery,
-        namespace=namespace,
-        token=token,
-        on_malformed=on_malformed,
-        on_foreign=foreign_on("nats", telemetry),
-    )
-    stack.push_async_callback(core.close)
-    await core.start()
-    subscribers[EventTransport.NATS] = core
-    return subscribers
-
-
-def _all_events(
-    subscribers: Mapping[EventTransport, EventSubscriber], telemetry: Telemetry
-) -> CombinedSubscriber:
+    if nats is not None:
+        namespace, token = planes.namespace, token_of(planes)
+        on_malformed = malformed_on("nats", telemetry)
+        recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
+        stack.push_async_callback(recovery.close)
+        core = NatsEventSubscriber(
+            nats,
+            recovery,
+            namespace=namespace,
+            token=token,
+            on_malformed=on_malformed,
+            on_foreign=foreign_on("nats", telemetry),
+        )
+        stack.push_async_callback(core.close)
+        await core.start()
+        subscribers[EventTransport.NATS] = core
+        on_malformed = malformed_on("jetstream", telemetry)
+        recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
+        stack.push_async_callback(recovery.close)
+        stream = JetStreamSubscriber(
+            nats,
+            recovery,
+            namespace=namespace,
+            token=token,
+            replica_name=replica_name(settings, http_port=http_port),
+            limits=stream_limits(planes),
+            observer=StreamHooks(telemetry),
+            resets_states=settings.router.reset_states,
+        )
+        stack.push_async_callback(stream.close)
+        subscribers[EventTransport.JETSTREAM] = stream
     foreign = {name: foreign_on(name.value, telemetry) for name in subscribers}
-    return CombinedSubscriber(subscribers, on_foreign=lambda name, error: foreign[name](error))
-
-
-def _stream(
-    settings: Settings, nats: Client, telemetry: Telemetry, stack: AsyncExitStack, *, http_port: int
-) -> JetStreamSubscriber:
-    namespace, token = settings.planes.namespace, token_of(settings.planes)
-    on_malformed = malformed_on("jetstream", telemetry)
-    recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
-    stack.push_async_callback(recovery.close)
-    stream = JetStreamSubscriber(
-        nats,
-        recovery,
-        namespace=namespace,
-        token=token,
-        replica_name=replica_name(settings, http_port=http_port),
-        limits=stream_limits(settings.planes),
-        observer=StreamHooks(telemetry),
-        resets_states=settings.router.reset_states,
-    )
-    stack.push_async_callback(stream.close)
-    return stream
+    return CombinedSubscriber(subscribers, on_foreign=lambda name, error: foreign[name](error)), stream
 
 
 def replica_name(settings: Settings, *, http_port: int) -> str:

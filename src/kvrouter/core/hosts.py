@@ -1,5 +1,7 @@
 """Host names and addresses: loopback, IPv6 brackets."""
 
+from ipaddress import ip_address
+
 from kvrouter.core.errors import ConfigError
 
 EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared with, not bound to
@@ -17,6 +19,15 @@ def advertised_host(host: str, advertise_host: str | None) -> str:
             param="advertise_host",
         )
     return advertised
+
+
+def is_address(host: str) -> bool:
+    """Whether ``host`` is an IP address, without brackets."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def bracketed(host: str) -> str:

@@ -1,9 +1,9 @@
 """Cross-origin rules for browsers: CORS, and the guard of routes that show or change the fleet."""
 
-import ipaddress
 import re
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import is_address
 from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request
 from kvrouter.frontend.http.response import ResponseHeaders
@@ -191,10 +191,4 @@ def _plain_name(host: str) -> str:
 
 def _is_local(name: str) -> bool:
     """Whether no foreign page can have this host name: an IP address, localhost, or an empty name."""
-    if name in ("", "localhost") or name.endswith(".localhost"):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    return name in ("", "localhost") or name.endswith(".localhost") or is_address(name)

@@ -2,7 +2,6 @@
 
 import ssl
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import aiohttp
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.http_client import HttpClient
 from kvrouter.core.secret import secret_file
-from kvrouter.kube.client import ClusterLost, Query
+from kvrouter.kube.client import ApiRequest, ClusterLost
 
 TOKEN_GOOD_S = 60.0
 """How long a token is used after it was read: the kubelet writes a new one long before it expires."""
@@ -103,16 +102,7 @@ class AccountConnection:
         self._token = Token(account)
         self._session: HttpClient | None = None
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Query,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        limits: aiohttp.ClientTimeout,
-    ) -> aiohttp.ClientResponse:
+    async def send(self, request: ApiRequest) -> aiohttp.ClientResponse:
         """Send a request. Raises ClusterLost where the account's files cannot be read."""
         try:
             token = self._token.read()
@@ -129,12 +119,12 @@ class AccountConnection:
             )
             self._session = HttpClient(connector=connector)
         return await self._session.request(
-            method,
-            f"{self._account.url}{path}",
-            params=query,
-            data=body,
-            headers={**headers, "Authorization": f"Bearer {token}"},
-            limits=limits,
+            request.method,
+            f"{self._account.url}{request.path}",
+            params=request.query,
+            data=request.body,
+            headers={**request.headers, "Authorization": f"Bearer {token}"},
+            limits=request.limits,
         )
 
     def refused(self) -> None:

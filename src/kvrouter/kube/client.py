@@ -17,9 +17,18 @@ import msgspec
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.http_client import connection_failure
+from kvrouter.core.http_client import DEFAULT_LIMITS, connection_failure
 from kvrouter.core.json import Unreadable, parsed
-from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, fields_of, key_of, metadata_of
+from kvrouter.kube.objects import (
+    Key,
+    Manifest,
+    ResourceKind,
+    WatchEvent,
+    fields_of,
+    key_of,
+    metadata_of,
+    objects_in,
+)
 
 ANSWER_S = 10.0
 """The default time for an answer of the API server."""
@@ -139,20 +148,22 @@ def warnings_in(headers: Iterable[str]) -> list[str]:
     return [*found][:WARNINGS_MAX]
 
 
+class ApiRequest(NamedTuple):
+    """A request to an API server, with a JSON body if any."""
+
+    method: str
+    path: str
+    query: Query
+    headers: Mapping[str, str]
+    body: bytes | None
+    limits: aiohttp.ClientTimeout
+
+
 class Connection(Protocol):
     """Sends authenticated requests to one API server."""
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Query,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        limits: aiohttp.ClientTimeout,
-    ) -> aiohttp.ClientResponse:
-        """Send a request, with a JSON body if any; return its response with the body unread.
+    async def send(self, request: ApiRequest) -> aiohttp.ClientResponse:
+        """Send a request; return its response with the body unread.
 
         Raises ClusterLost, OSError or aiohttp.ClientError.
         """
@@ -305,24 +316,12 @@ class KubeClient:
 
     async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
         """Return one object; None when it does not exist."""
-        try:
-            return await self._call("GET", kind.path(*key))
-        except RequestRefused as refused:
-            if refused.status == NOT_FOUND:
-                return None
-            raise
+        return await self._found(kind.path(*key))
 
     async def served(self, group_version: str) -> frozenset[str]:
         """Return the plurals that are served in a group's version; an empty set where it is not served."""
-        try:
-            answer = await self._call("GET", f"/apis/{group_version}")
-        except RequestRefused as refused:
-            if refused.status == NOT_FOUND:
-                return frozenset()
-            raise
-        found = answer.get("resources")
-        entries = found if isinstance(found, list) else []
-        return frozenset(str(entry.get("name")) for entry in entries if isinstance(entry, dict))
+        answer = await self._found(f"/apis/{group_version}") or {}
+        return frozenset(str(entry.get("name")) for entry in objects_in(answer.get("resources")))
 
     async def version(self) -> tuple[int, int]:
         """Return the version of Kubernetes: (1, 36); (0, 0) for an unreadable one."""
@@ -382,6 +381,15 @@ class KubeClient:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 raise
 
+    async def _found(self, path: str) -> Manifest | None:
+        """Return the JSON object at ``path``; None when it does not exist."""
+        try:
+            return await self._call("GET", path)
+        except RequestRefused as refused:
+            if refused.status == NOT_FOUND:
+                return None
+            raise
+
     async def _call(
         self,
         method: str,
@@ -410,14 +418,9 @@ class KubeClient:
         if body is not None:
             headers["Content-Type"] = content_type
         try:
-            response = await self._connection.send(
-                method,
-                path,
-                query=[(key, value) for key, value in query if value],
-                headers=headers,
-                body=body,
-                limits=limits or aiohttp.ClientTimeout(total=None),
-            )
+            asked = [(key, value) for key, value in query if value]
+            request = ApiRequest(method, path, asked, headers, body, limits or DEFAULT_LIMITS)
+            response = await self._connection.send(request)
             self._collect_warnings(f"{method} {path}", response)
             if response.status >= 400:
                 if response.status == UNAUTHORIZED:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from kubernetes.aio.config import ConfigException, load_kube_config
 from kubernetes.aio.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.kube.client import ASKED_AT_ONCE, ClusterLost, Query
+from kvrouter.kube.client import ASKED_AT_ONCE, ApiRequest, ClusterLost
 
 CONNECTIONS_MAX = 2 * ASKED_AT_ONCE
 """Requests, and watches."""
@@ -31,26 +31,18 @@ class LoaderConnection:
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Query,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        limits: aiohttp.ClientTimeout,
-    ) -> aiohttp.ClientResponse:
+    async def send(self, request: ApiRequest) -> aiohttp.ClientResponse:
         """Send a request with a JSON body.
 
         Raises ClusterLost where the user's token or certificate cannot be had.
         """
+        body = request.body
         try:
             method, url, signed, _, _ = await self._api.param_serialize(
-                method,
-                path,
-                query_params=list(query),
-                header_params=dict(headers),
+                request.method,
+                request.path,
+                query_params=list(request.query),
+                header_params=dict(request.headers),
                 auth_settings=["BearerToken"],
             )
             answered = await self._api.call_api(
@@ -58,10 +50,10 @@ class LoaderConnection:
                 url,
                 header_params=signed,
                 body=None if body is None else json.loads(body),  # the official client encodes it itself
-                _request_timeout=limits,
+                _request_timeout=request.limits,
             )
         except ConfigException as error:  # what a plugin of the file raises
-            raise ClusterLost(f"{method} {path}: {error}") from error
+            raise ClusterLost(f"{request.method} {request.path}: {error}") from error
         return cast(aiohttp.ClientResponse, answered.response)
 
     def refused(self) -> None:
@@ -124,19 +116,9 @@ class KubeconfigConnection:
         self._is_refused = False
         self._signing_in = asyncio.Lock()
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Query,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        limits: aiohttp.ClientTimeout,
-    ) -> aiohttp.ClientResponse:
+    async def send(self, request: ApiRequest) -> aiohttp.ClientResponse:
         """Send a request with a JSON body. Raises ClusterLost where signing in fails."""
-        connection = LoaderConnection(await self._signed_in())
-        return await connection.send(method, path, query=query, headers=headers, body=body, limits=limits)
+        return await LoaderConnection(await self._signed_in()).send(request)
 
     def refused(self) -> None:
         """Sign in again at the next request: the API server rejected the user."""

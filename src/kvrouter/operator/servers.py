@@ -14,7 +14,7 @@ from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
 from kvrouter.kube.objects import Key
 from kvrouter.operator.admission.certificates import ServingCertificate
-from kvrouter.operator.admission.server import AdmissionServer
+from kvrouter.operator.admission.server import AdmissionServer, probe
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.binding_labels import BindingLabels
@@ -57,18 +57,12 @@ async def serve_probes(
     Raises OSError when the port is taken.
     """
 
-    async def healthz(_request: web.Request) -> web.Response:
-        return _health_response(health.why_not_well())
-
-    async def readyz(_request: web.Request) -> web.Response:
-        return _health_response(health.why_not_ready())
-
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=telemetry.render(), headers={"Content-Type": MetricsFormat.TEXT.value})
 
     app = web.Application()
-    app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/healthz", probe(health.why_not_well))
+    app.router.add_get("/readyz", probe(health.why_not_ready))
     app.router.add_get("/metrics", metrics)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
@@ -169,7 +163,3 @@ async def _ensured(
             await asyncio.sleep(wait_after(failures, error))
         else:
             return
-
-
-def _health_response(wrong: str | None) -> web.Response:
-    return web.Response(text="ok\n") if wrong is None else web.Response(status=503, text=f"{wrong}\n")

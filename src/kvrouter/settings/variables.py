@@ -14,10 +14,10 @@ the others are there too: whatever says something else is somebody's own word.
 
 import re
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Literal, NamedTuple, get_args
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import is_address
 
 FLEET_VARIABLE = "KVROUTER_FLEET"
 """The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
@@ -87,7 +87,7 @@ def without_service_links(environ: Mapping[str, str]) -> dict[str, str]:
     links: set[str] = set()
     for name, host in environ.items():
         found = _HOST.fullmatch(name)
-        if found is not None and name.startswith((OUR_PREFIX, SHARED_PREFIX)) and _is_address(host):
+        if found is not None and name.startswith((OUR_PREFIX, SHARED_PREFIX)) and is_address(host):
             links |= _links_of(found["service"], host, environ)
     return {name: value for name, value in environ.items() if name not in links}
 
@@ -130,11 +130,3 @@ def _ports_of(service: str, host: str, environ: Mapping[str, str]) -> list[_Port
         if all(environ.get(each) == value for each, value in says.items()):
             found.append(_Port(number, url, frozenset(says)))
     return found
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""Shared helpers for NATS: names in subjects, flush, error messages.
+"""Shared helpers for NATS: names in subjects, flush, unsubscribe, errors and their messages.
 
 When the client's own ``flush`` is cancelled, it leaves a cancelled future for the server's answer. That
 answer ends the client's reading, and the connection receives nothing until it is found to be stale.
@@ -6,9 +6,18 @@ answer ends the client's reading, and the connection receives nothing until it i
 
 import asyncio
 import re
+from contextlib import suppress
 
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
 from nats.js.errors import APIError, ServiceUnavailableError
+
+CLIENT_ERRORS = (NatsError, OSError)
+"""Errors of NATS calls: the client's and the socket's; a timeout is among both."""
+
+STREAM_EXISTS = 10058
+"""The server's code for a stream of that name with another configuration."""
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -30,6 +39,12 @@ async def flush_subscriptions(client: Client) -> None:
     """Return once the server knows every subscription; raise what the client's ``flush`` raises."""
     for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
         await flush(client)
+
+
+async def unsubscribe(subscribing: asyncio.Task[Subscription]) -> None:
+    """End a subscription. Where the connection is gone, so is the subscription."""
+    with suppress(*CLIENT_ERRORS):
+        await (await subscribing).unsubscribe()
 
 
 NO_JETSTREAM = "this NATS server has no JetStream: start nats-server with -js"

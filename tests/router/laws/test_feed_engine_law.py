@@ -29,8 +29,7 @@ from kvrouter.transports.events.port import BatchSink, LoadSink
 from kvrouter.transports.events.recovery import (
     ENVELOPE_BYTES,
     RecoveryAnswers,
-    recover_range,
-    recover_snapshot,
+    RecoveryQuestions,
 )
 from kvrouter.worker import KvPublisher
 from tests.testing.blocks import Blocks, blocks, blocks_of_cache
@@ -51,6 +50,7 @@ class BadWire:
     def __init__(self, chance: random.Random) -> None:
         self.is_bad = True
         self.desk = RecoveryAnswers()
+        self._questions = RecoveryQuestions(lambda _rank: self._ask)
         self.source = EventSource(EventTransport.MEMORY)
         self._chance = chance
         self._held_back: list[bytes] = []
@@ -82,10 +82,10 @@ class BadWire:
         return lambda: None
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        return await recover_range(self._ask, rank, first, last)
+        return await self._questions.recover_range(rank, first, last)
 
     async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
-        return await recover_snapshot(self._ask, rank)
+        return await self._questions.recover_snapshot(rank)
 
     def _deliver(self, frame: bytes) -> None:
         for on_batch in tuple(self._sinks):

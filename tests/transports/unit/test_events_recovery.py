@@ -31,9 +31,9 @@ from kvrouter.transports.events.port import AnswerTooLarge
 from kvrouter.transports.events.recovery import (
     ENVELOPE_BYTES,
     TRANSFER_IDLE_S,
+    Ask,
     RecoveryAnswers,
-    recover_range,
-    recover_snapshot,
+    RecoveryQuestions,
 )
 from tests.testing.virtual_time import run_in_virtual_time
 
@@ -78,11 +78,15 @@ class Wire:
         return self.answer(encode_question(SnapshotQuestion(RANK)))
 
 
+def questions_by(ask: Ask) -> RecoveryQuestions:
+    return RecoveryQuestions(lambda _rank: ask, timeout_s=5.0)
+
+
 @given(st.integers(0, 200))
 def test_an_answer_of_any_size_arrives_whole(n_blocks: int) -> None:
     wire = Wire(n_blocks)
-    assert asyncio.run(recover_snapshot(wire.ask, RANK)) == wire.source.snapshot
-    assert asyncio.run(recover_snapshot(wire.ask, RANK)) == wire.source.snapshot
+    assert asyncio.run(questions_by(wire.ask).recover_snapshot(RANK)) == wire.source.snapshot
+    assert asyncio.run(questions_by(wire.ask).recover_snapshot(RANK)) == wire.source.snapshot
     for _ in range(2):
         assert isinstance(wire.begin(), WholeAnswer | FirstPiece), "the transfers before are over"
 
@@ -101,7 +105,7 @@ def test_an_answer_of_any_size_arrives_whole(n_blocks: int) -> None:
 async def test_wrong_piece_is_a_protocol_error(wrong: Answer) -> None:
     wire = Wire(change=lambda answer: wrong if isinstance(answer, Piece) and answer.number == 1 else answer)
     with pytest.raises(ProtocolError, match="piece 1 of 100 bytes"):
-        await recover_snapshot(wire.ask, RANK)
+        await questions_by(wire.ask).recover_snapshot(RANK)
 
 
 async def test_pieces_with_a_wrong_checksum_are_a_protocol_error() -> None:
@@ -109,7 +113,7 @@ async def test_pieces_with_a_wrong_checksum_are_a_protocol_error() -> None:
         return Piece(answer.number, answer.body[::-1]) if isinstance(answer, Piece) else answer
 
     with pytest.raises(ProtocolError) as caught:
-        await recover_snapshot(Wire(change=turned).ask, RANK)
+        await questions_by(Wire(change=turned).ask).recover_snapshot(RANK)
     assert caught.value.param == "crc32"
 
 
@@ -124,7 +128,7 @@ async def test_pieces_with_a_wrong_checksum_are_a_protocol_error() -> None:
 )
 async def test_impossible_total_sizes_are_a_protocol_error(first: FirstPiece) -> None:
     with pytest.raises(ProtocolError) as caught:
-        await recover_snapshot(Wire(change=lambda _: first).ask, RANK)
+        await questions_by(Wire(change=lambda _: first).ask).recover_snapshot(RANK)
     assert caught.value.param == "total_bytes"
 
 
@@ -133,14 +137,14 @@ async def test_impossible_total_sizes_are_a_protocol_error(first: FirstPiece) ->
 )
 async def test_invalid_answer_is_a_protocol_error(answer: Answer) -> None:
     with pytest.raises(ProtocolError):
-        await recover_snapshot(Wire(change=lambda _: answer).ask, RANK)
+        await questions_by(Wire(change=lambda _: answer).ask).recover_snapshot(RANK)
 
 
 async def test_transfer_that_ends_midway_returns_none() -> None:
     wire = Wire(
         change=lambda answer: TransferGone() if isinstance(answer, Piece) and answer.number == 3 else answer
     )
-    assert await recover_snapshot(wire.ask, RANK) is None
+    assert await questions_by(wire.ask).recover_snapshot(RANK) is None
 
 
 def test_missing_answer_returns_none_after_the_timeout() -> None:
@@ -149,7 +153,7 @@ def test_missing_answer_returns_none_after_the_timeout() -> None:
         return None
 
     async def timed() -> float:
-        assert await recover_snapshot(never, RANK, timeout_s=5.0) is None
+        assert await questions_by(never).recover_snapshot(RANK) is None
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(timed()) == pytest.approx(5.0)
@@ -166,12 +170,12 @@ def test_timeout_of_a_large_answer_applies_to_each_piece() -> None:
         return await wire.ask(question)
 
     async def timed() -> float:
-        assert await recover_snapshot(slow, RANK, timeout_s=5.0) is None
+        assert await questions_by(slow).recover_snapshot(RANK) is None
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(timed()) == pytest.approx(17.0), "it falls silent after the third piece"
     n_pieces = 10_000
-    assert run_in_virtual_time(recover_snapshot(slow, RANK, timeout_s=5.0)) == wire.source.snapshot
+    assert run_in_virtual_time(questions_by(slow).recover_snapshot(RANK)) == wire.source.snapshot
 
 
 def test_worker_with_too_many_transfers_is_busy_and_asked_again() -> None:
@@ -181,7 +185,7 @@ def test_worker_with_too_many_transfers_is_busy_and_asked_again() -> None:
     assert wire.source.asked == 2
 
     async def ask_again() -> KvSnapshot | None:
-        asking = asyncio.create_task(recover_snapshot(wire.ask, RANK))
+        asking = asyncio.create_task(questions_by(wire.ask).recover_snapshot(RANK))
         await asyncio.sleep(2.0)
         assert not asking.done()
         wire.now_s += TRANSFER_IDLE_S + 1.0
@@ -229,13 +233,14 @@ async def test_too_large_snapshot_is_refused_at_its_first_piece() -> None:
         return await wire.ask(question)
 
     with pytest.raises(AnswerTooLarge):
-        await recover_snapshot(ask, RANK, blocks_max=2_000)
+        await questions_by(ask).recover_snapshot(RANK, blocks_max=2_000)
     assert n_asked == 1
 
 
 async def test_too_large_range_returns_none() -> None:
     first = FirstPiece(1, RANGE_MAX_BYTES + 1, 0, b"x" * 100)
-    assert await recover_range(Wire(change=lambda _: first).ask, RANK, EventId(0), EventId(3)) is None
+    wire = Wire(change=lambda _: first)
+    assert await questions_by(wire.ask).recover_range(RANK, EventId(0), EventId(3)) is None
 
 
 @given(st.lists(st.integers(1, 3_000), max_size=60))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from msgspec import structs
 
@@ -353,17 +353,20 @@ def account_of(settings: Settings, wanted_by: str) -> Account:
     )
 
 
+class WatchedPods(NamedTuple):
+    """The pods to follow, the account that lists them, and the policy of their workers."""
+
+    account: Account
+    pods: EnginePods
+    policy: PodPolicy
+
+
 @asynccontextmanager
 async def pods_followed(
-    account: Account,
-    pods: EnginePods,
-    policy: PodPolicy,
-    workers: EngineWorkers,
-    *,
-    drain_limit_s: float,
-    on_store: StoreSink,
+    watched: WatchedPods, workers: EngineWorkers, *, drain_limit_s: float, on_store: StoreSink
 ) -> AsyncIterator[PodFleet]:
     """Follow the pods that the API server lists, and run their workers."""
+    account, pods, policy = watched
     api = PodsApi(
         account,
         namespace=pods.namespace or account.namespace,

@@ -292,7 +292,7 @@ def _identity() -> str:
 
 
 def _defaults(options: RunOptions) -> "PlanDefaults":
-    from kvrouter.operator.plan.defaults import (  # noqa: PLC0415  # noqa: PLC0415
+    from kvrouter.operator.plan.defaults import (  # noqa: PLC0415
         FRONTEND_RESOURCES,
         WAIT_RESOURCES,
         PlanDefaults,

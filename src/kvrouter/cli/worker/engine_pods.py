@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import uvloop
 
 from kvrouter.app.attach.attachment import EngineWorkers
-from kvrouter.app.attach.pod_fleet import PodPolicy, account_of, pods_followed, policy_of
+from kvrouter.app.attach.pod_fleet import WatchedPods, account_of, pods_followed, policy_of
 from kvrouter.app.attach.transport_provider import MemoryTransports, network_transports
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
@@ -31,7 +31,6 @@ from kvrouter.cli.up.run import serve_until
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_pages
 from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.worker_options import EnginePods
-from kvrouter.kube.account import Account
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, Telemetry, log_event
@@ -78,11 +77,7 @@ class PodsDiscovery(MemoryDiscovery):
 
 @asynccontextmanager
 async def pods_served(
-    settings: Settings,
-    account: Account,
-    pods: EnginePods,
-    policy: PodPolicy,
-    sources: Mapping[ModelName, str],
+    settings: Settings, watched: WatchedPods, sources: Mapping[ModelName, str]
 ) -> AsyncIterator[ServingApp]:
     """Serve the engines of labelled pods behind one frontend, on this event loop; ``sources`` are the local
     tokenizers, by model.
@@ -118,14 +113,7 @@ async def pods_served(
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))
         workers = EngineWorkers(settings, MemoryTransports(transports))
         fleet = await stack.enter_async_context(
-            pods_followed(
-                account,
-                pods,
-                policy,
-                workers,
-                drain_limit_s=front.drain_limit_s,
-                on_store=discovery.on_store,
-            )
+            pods_followed(watched, workers, drain_limit_s=front.drain_limit_s, on_store=discovery.on_store)
         )
         yield await stack.enter_async_context(
             open_frontend(
@@ -144,26 +132,20 @@ def serve_engine_pods(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
     policy, warnings = policy_of(environ)
-    account = account_of(settings, "--engine-pods")
+    watched = WatchedPods(account_of(settings, "--engine-pods"), pods, policy)
     for warning in warnings:
         log_event(_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
-    return uvloop.run(_serve(settings, account, pods, policy, sources))
+    return uvloop.run(_serve(settings, watched, sources))
 
 
-async def _serve(
-    settings: Settings,
-    account: Account,
-    pods: EnginePods,
-    policy: PodPolicy,
-    sources: Mapping[ModelName, str],
-) -> int:
+async def _serve(settings: Settings, watched: WatchedPods, sources: Mapping[ModelName, str]) -> int:
     log_event(_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(stop_on_signals())
         try:
             async with unless_stopping(stopping):
-                app = await stack.enter_async_context(pods_served(settings, account, pods, policy, sources))
+                app = await stack.enter_async_context(pods_served(settings, watched, sources))
         except StopRequested:
             log_event(_log, Event.STOP)
             return 0
@@ -178,11 +160,11 @@ def serve_pod_workers(
     NatsUnreachable, ConfigError.
     """
     policy, warnings = policy_of(environ)
-    account = account_of(settings, "kvrouter worker pods")
+    watched = WatchedPods(account_of(settings, "kvrouter worker pods"), pods, policy)
     for warning in (*warnings, *address_warnings(settings)):
         log_event(_worker_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
-    return uvloop.run(_announce(settings, account, pods, policy, drain_limit_s=drain_limit_s))
+    return uvloop.run(_announce(settings, watched, drain_limit_s=drain_limit_s))
 
 
 class _Following:
@@ -210,14 +192,7 @@ class _Following:
         self.health = WorkerHealth.DRAINING
 
 
-async def _announce(
-    settings: Settings,
-    account: Account,
-    pods: EnginePods,
-    policy: PodPolicy,
-    *,
-    drain_limit_s: float,
-) -> int:
+async def _announce(settings: Settings, watched: WatchedPods, *, drain_limit_s: float) -> int:
     following = _Following()
     log_event(_worker_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
@@ -227,9 +202,7 @@ async def _announce(
             async with unless_stopping(stopping):
                 transports = await stack.enter_async_context(network_transports(settings))
                 followed = pods_followed(
-                    account,
-                    pods,
-                    policy,
+                    watched,
                     EngineWorkers(settings, transports),
                     drain_limit_s=drain_limit_s,
                     on_store=following.on_store,

@@ -59,6 +59,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _T = TypeVar("_T")
 
 
+def probe(why_not: Callable[[], str | None]) -> Handler:
+    """Return the handler of a probe: 200 while ``why_not`` returns None, else 503 and the reason."""
+
+    async def answer_probe(_request: web.Request) -> web.Response:
+        wrong = why_not()
+        return web.Response(text="ok\n") if wrong is None else web.Response(status=503, text=f"{wrong}\n")
+
+    return answer_probe
+
+
 class AdmissionServer:
     """``POST /validate``, ``POST /bind``, ``GET /healthz`` and ``GET /readyz`` over TLS.
 
@@ -90,7 +100,7 @@ class AdmissionServer:
         bindings_max: int = BINDINGS_MAX,
     ) -> None:
         self._read_cluster_info, self._labels, self._tried = read_cluster_info, labels, tried
-        self._defaults, self._instrumentation, self._not_ready = defaults, instrumentation, not_ready
+        self._defaults, self._instrumentation = defaults, instrumentation
         self._certificate, self._is_ours, self._class_name = certificate, is_ours, class_name
         self._info_timeout_s, self._body_s, self._reread_s = info_timeout_s, body_s, reread_s
         self._labels_s = labels_s
@@ -98,8 +108,8 @@ class AdmissionServer:
         app = web.Application(client_max_size=body_bytes_max)
         app.router.add_post("/validate", self._at_most(reviews_max, self._validate))
         app.router.add_post("/bind", self._at_most(bindings_max, self._bind))
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/healthz", probe(lambda: None))
+        app.router.add_get("/readyz", probe(not_ready))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=info_timeout_s + body_s)
         self._rereading: asyncio.Task[None] | None = None
 
@@ -131,13 +141,6 @@ class AdmissionServer:
                     self._instrumentation.certificate_changed()
             except ConfigError as error:
                 self._instrumentation.certificate_refused(error.message)
-
-    async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def _readyz(self, _request: web.Request) -> web.Response:
-        reason = self._not_ready()
-        return web.Response(text="ok\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
     def _at_most(self, questions: int, answer_one: Handler) -> Handler:
         """Limit ``answer_one`` to so many requests at a time: a further one is refused at once."""

@@ -3,11 +3,11 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from ipaddress import ip_address
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from kvrouter.core.hosts import is_address
 from kvrouter.operator.api.status import LINKS_MAX, LinkStatus
 from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, Manifest
@@ -41,7 +41,7 @@ def metrics_endpoint(planned: Plan, pods: Iterable[Pod]) -> MetricsEndpoint | No
     ports = dict(_port_of(each) for each in planned.manifests if each["kind"] == "Service")
     for pod in sorted(pods, key=lambda pod: pod.name):
         port = ports.get(pod.labels.get(COMPONENT_LABEL, ""))
-        if port and pod.is_ready and not pod.is_over and pod.address and _is_address(pod.address):
+        if port and pod.is_ready and not pod.is_over and pod.address and is_address(pod.address):
             return MetricsEndpoint(pod.address, port)
     return None
 
@@ -149,11 +149,3 @@ def _port_of(service: Manifest) -> tuple[str, int]:
         }:
             return str(labels.get(COMPONENT_LABEL)), port
     raise TypeError(f"no Service as they are planned: {service}")
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True

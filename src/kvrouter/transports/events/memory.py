@@ -8,6 +8,7 @@ from kvrouter.core.workers import EventSource, EventTransport, LoadReport, Worke
 from kvrouter.transports.events.port import BLOCKS_MAX, RecoverySource
 from kvrouter.transports.events.recovery import answer_for
 from kvrouter.transports.events.sinks import EventSinks
+from kvrouter.transports.registered import registered
 
 
 class MemoryEventTransport(EventSinks):
@@ -42,13 +43,7 @@ class MemoryEventTransport(EventSinks):
 
         A later source, of the worker's newer incarnation, replaces an earlier one.
         """
-        self._sources[worker_id] = source
-
-        def end() -> None:
-            if self._sources.get(worker_id) is source:
-                del self._sources[worker_id]
-
-        return end
+        return registered(self._sources, worker_id, source)
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """Return the events ``first`` to ``last`` (inclusive), or None when the worker no longer has them."""

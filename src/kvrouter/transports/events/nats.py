@@ -7,7 +7,6 @@ from collections.abc import Callable
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
@@ -32,7 +31,8 @@ from kvrouter.transports.events.subjects import (
     message_auth_of,
 )
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason
+from kvrouter.transports.registered import registered
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
 """Bytes of published messages that may wait to be sent."""
@@ -119,7 +119,7 @@ class NatsEventPublisher:
                 subject, frame, is_batch = self._queue.popleft()
                 try:
                     await self._client.publish(subject, frame)
-                except (NatsError, OSError) as error:
+                except CLIENT_ERRORS as error:
                     self._drop(reason(error), is_batch=is_batch)
                 self._queued_bytes -= len(frame)
             self._more.clear()
@@ -179,21 +179,14 @@ class NatsEventSubscriber(EventSinks):
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()
-            except NatsError:
+            except CLIENT_ERRORS:
                 continue  # the connection is closed, and the subscription with it
         self._subscriptions.clear()
         self._sinks.clear()
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Restrict the worker's messages to its component's subjects; all workers are delivered anyway."""
-        worker_id = card.worker_id
-        self._followed[worker_id] = card
-
-        def end() -> None:
-            if self._followed.get(worker_id) is card:
-                del self._followed[worker_id]
-
-        return end
+        return registered(self._followed, card.worker_id, card)
 
     def _is_of_its_component(self, subject: str, rank: WorkerRank) -> bool:
         """Whether the rank's worker, if followed, is of the subject's component; report it if not."""

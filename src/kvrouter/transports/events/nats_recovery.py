@@ -11,23 +11,21 @@ from collections.abc import Callable
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.transports.events.port import BLOCKS_MAX, MalformedSink, RecoverySource
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.transports.events.port import MalformedSink, RecoverySource
 from kvrouter.transports.events.recovery import (
     ANSWER_TIMEOUT_S,
     QUESTION_MAX_BYTES,
     Ask,
     RecoveryAnswers,
-    recover_range,
-    recover_snapshot,
+    RecoveryQuestions,
 )
 from kvrouter.transports.events.subjects import message_auth_of, recovery_subject
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, ReplayGuard
+from kvrouter.transports.nats_client import CLIENT_ERRORS, unsubscribe
 
 QUESTIONS_UNREAD_MAX = 1_024
 
@@ -59,35 +57,31 @@ class NatsRecovery:
         self._on_malformed = on_malformed
         self._answer_timeout_s = answer_timeout_s
         self._recovery_answers = RecoveryAnswers()
-        self._subscribing: dict[WorkerId, asyncio.Task[Subscription | None]] = {}
+        questions = RecoveryQuestions(self._ask_of, timeout_s=answer_timeout_s)
+        self.recover_range, self.recover_snapshot = questions.recover_range, questions.recover_snapshot
+        self._subscribing: dict[WorkerId, asyncio.Task[Subscription]] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         """Let ``source`` answer for the worker; return the function that ends it."""
         end_source = self._recovery_answers.serve(worker_id, source)
         if worker_id not in self._subscribing:
-            self._subscribing[worker_id] = asyncio.get_running_loop().create_task(self._subscribe(worker_id))
+            self._subscribing[worker_id] = asyncio.create_task(
+                self._client.subscribe(
+                    recovery_subject(self._namespace, worker_id),
+                    cb=self._asked,
+                    pending_msgs_limit=QUESTIONS_UNREAD_MAX,
+                )
+            )
 
         def end() -> None:
             end_source()
             if not self._recovery_answers.serves(worker_id) and worker_id in self._subscribing:
-                ending = asyncio.get_running_loop().create_task(
-                    _unsubscribe(self._subscribing.pop(worker_id))
-                )
+                ending = asyncio.create_task(unsubscribe(self._subscribing.pop(worker_id)))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
 
         return end
-
-    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """Return the events ``first`` to ``last``; None when they are gone, or the worker does not answer."""
-        return await recover_range(self._ask(rank), rank, first, last, timeout_s=self._answer_timeout_s)
-
-    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """Return the rank's state, or None when its worker does not answer."""
-        return await recover_snapshot(
-            self._ask(rank), rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
-        )
 
     async def close(self) -> None:
         """Stop answering."""
@@ -96,9 +90,9 @@ class NatsRecovery:
         await asyncio.gather(*self._ending, return_exceptions=True)
         subscribing = list(self._subscribing.values())
         self._subscribing.clear()
-        await asyncio.gather(*map(_unsubscribe, subscribing))
+        await asyncio.gather(*map(unsubscribe, subscribing))
 
-    def _ask(self, rank: WorkerRank) -> Ask:
+    def _ask_of(self, rank: WorkerRank) -> Ask:
         subject = recovery_subject(self._namespace, rank.worker_id)
 
         async def ask(question: bytes) -> bytes | None:
@@ -122,23 +116,13 @@ class NatsRecovery:
             answer = await self._client.request(subject, message, timeout=self._answer_timeout_s)
         except NoRespondersError:
             raise
-        except (NatsError, OSError):  # the connection broke, or the answer is late
+        except CLIENT_ERRORS:  # the connection broke, or the answer is late
             return None
         try:
             return bytes(self._auth.opened(_answer_subject(subject, nonce), answer.data))
         except ProtocolError as error:
             self._on_malformed(error.message)
             raise
-
-    async def _subscribe(self, worker_id: WorkerId) -> Subscription | None:
-        try:
-            return await self._client.subscribe(
-                recovery_subject(self._namespace, worker_id),
-                cb=self._asked,
-                pending_msgs_limit=QUESTIONS_UNREAD_MAX,
-            )
-        except NatsError:
-            return None  # the connection is closed for good
 
     async def _asked(self, message: Msg) -> None:
         if len(message.data) > MESSAGE_AUTH_BYTES + NONCE_BYTES + QUESTION_MAX_BYTES or not message.reply:
@@ -151,7 +135,7 @@ class NatsRecovery:
             return
         try:
             await message.respond(answer)
-        except (NatsError, OSError):
+        except CLIENT_ERRORS:
             return  # the connection broke; the router asks again
 
     def _answer(self, subject: str, message: bytes) -> bytes:
@@ -170,13 +154,3 @@ class NatsRecovery:
 def _answer_subject(subject: str, nonce: bytes) -> str:
     """Return the subject for which the answer to a request is sealed."""
     return f"{subject} {nonce.hex()}"
-
-
-async def _unsubscribe(subscribing: "asyncio.Task[Subscription | None]") -> None:
-    subscription = await subscribing
-    if subscription is None:
-        return
-    try:
-        await subscription.unsubscribe()
-    except NatsError:
-        return  # the connection is closed, and the subscription with it

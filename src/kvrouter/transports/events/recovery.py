@@ -1,8 +1,7 @@
 """Recovery: questions to a worker about lost events, and answers in pieces of bounded size.
 
-The worker has :class:`RecoveryAnswers`, the router calls :func:`recover_range` and :func:`recover_snapshot`.
-A transport carries one frame there and one back. Large answers are pulled piece by piece at the router's
-pace, so that they need no queue.
+The worker has :class:`RecoveryAnswers`, the router :class:`RecoveryQuestions`. A transport carries one frame
+there and one back. Large answers are pulled piece by piece at the router's pace, so that they need no queue.
 """
 
 import asyncio
@@ -38,6 +37,7 @@ from kvrouter.transports.events.encoding import (
     snapshot_max_bytes,
 )
 from kvrouter.transports.events.port import BLOCKS_MAX, AnswerTooLarge, RecoverySource, foreign
+from kvrouter.transports.registered import registered
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a router waits for an answer, and for each further piece of it."""
@@ -84,13 +84,7 @@ class RecoveryAnswers:
 
     def serve(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         """Let ``source`` answer for the worker; return what ends it. A later source replaces it."""
-        self._sources[worker_id] = source
-
-        def end() -> None:
-            if self._sources.get(worker_id) is source:
-                del self._sources[worker_id]
-
-        return end
+        return registered(self._sources, worker_id, source)
 
     def serves(self, worker_id: WorkerId) -> bool:
         """Whether there is a source for the worker."""
@@ -142,31 +136,39 @@ class RecoveryAnswers:
         return len(self._transfers) >= self._transfers_max
 
 
-async def recover_range(
-    ask: Ask, rank: WorkerRank, first: EventId, last: EventId, *, timeout_s: float = ANSWER_TIMEOUT_S
-) -> KvBatch | None:
-    """Ask for the events ``first`` to ``last``; None when they are gone, too large, or get no answer."""
-    try:
-        body = await _recover(ask, RangeQuestion(rank, first, last), timeout_s, max_bytes=RANGE_MAX_BYTES)
-    except AnswerTooLarge:
-        return None
-    batch = None if body is None else decode_range(body)
-    return None if batch is None else answer_for(rank, batch)
+class RecoveryQuestions:
+    """Asks workers. ``ask_of`` returns what carries questions to a rank's worker; None without one to ask."""
 
+    def __init__(
+        self, ask_of: Callable[[WorkerRank], Ask | None], *, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
+        self._ask_of = ask_of
+        self._timeout_s = timeout_s
 
-async def recover_snapshot(
-    ask: Ask, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX, timeout_s: float = ANSWER_TIMEOUT_S
-) -> KvSnapshot | None:
-    """Ask for the rank's state; None without a worker to ask, or when it does not answer.
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """Ask for the events ``first`` to ``last``; None when they are gone, too large, or get no answer."""
+        try:
+            body = await self._recover(rank, RangeQuestion(rank, first, last), max_bytes=RANGE_MAX_BYTES)
+        except AnswerTooLarge:
+            return None
+        batch = None if body is None else decode_range(body)
+        return None if batch is None else answer_for(rank, batch)
 
-    Raises AnswerTooLarge for more bytes than ``blocks_max`` blocks need.
-    """
-    body = await _recover(ask, SnapshotQuestion(rank), timeout_s, max_bytes=snapshot_max_bytes(blocks_max))
-    if body is None:
-        return None
-    await asyncio.sleep(0)  # joining a large answer took a while, and so does decoding it
-    snapshot = decode_snapshot(body)
-    return None if snapshot is None else answer_for(rank, snapshot)
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
+        """Ask for the rank's state; None without a worker to ask, or when it does not answer.
+
+        Raises AnswerTooLarge for more bytes than ``blocks_max`` blocks need.
+        """
+        body = await self._recover(rank, SnapshotQuestion(rank), max_bytes=snapshot_max_bytes(blocks_max))
+        if body is None:
+            return None
+        await asyncio.sleep(0)  # joining a large answer took a while, and so does decoding it
+        snapshot = decode_snapshot(body)
+        return None if snapshot is None else answer_for(rank, snapshot)
+
+    async def _recover(self, rank: WorkerRank, question: Question, *, max_bytes: int) -> bytes | None:
+        ask = self._ask_of(rank)
+        return None if ask is None else await _recovered(ask, question, self._timeout_s, max_bytes=max_bytes)
 
 
 def answer_for(rank: WorkerRank, answer: BatchOrSnapshot) -> BatchOrSnapshot:
@@ -176,7 +178,7 @@ def answer_for(rank: WorkerRank, answer: BatchOrSnapshot) -> BatchOrSnapshot:
     return answer
 
 
-async def _recover(ask: Ask, question: Question, timeout_s: float, *, max_bytes: int) -> bytes | None:
+async def _recovered(ask: Ask, question: Question, timeout_s: float, *, max_bytes: int) -> bytes | None:
     clock_s = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(timeout_s) as limit:

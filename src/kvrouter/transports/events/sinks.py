@@ -15,6 +15,7 @@ from kvrouter.transports.events.port import (
 )
 from kvrouter.transports.events.subjects import is_from_rank
 from kvrouter.transports.message_auth import MessageAuth, ReplayGuard
+from kvrouter.transports.registered import registered
 
 
 class EventSinks:
@@ -25,13 +26,7 @@ class EventSinks:
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
         """Begin to deliver; return the function that ends it."""
-        key = object()
-        self._sinks[key] = (on_batch, on_load)
-
-        def end() -> None:
-            self._sinks.pop(key, None)
-
-        return end
+        return registered(self._sinks, object(), (on_batch, on_load))
 
     def _deliver(self, batch: KvBatch) -> None:
         for on_batch, _ in tuple(self._sinks.values()):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from msgspec import structs
 
@@ -67,8 +68,8 @@ class ClustersDiscovery:
         ends: list[Callable[[], None]] = []
 
         async def begin(name: str) -> None:
-            sinks = _ClusterSinks(name, watch)
-            ends.append(await self._clusters[name].watch(sinks.card, sinks.gone, sinks.store))
+            on_card, on_gone = partial(watch.card, name), partial(watch.gone, name)
+            ends.append(await self._clusters[name].watch(on_card, on_gone, partial(watch.store, name)))
 
         own, *others = self._clusters
         beginning = [spawn(begin(name), name=f"discovery: watch cluster {name}") for name in others]
@@ -94,23 +95,6 @@ class ClustersDiscovery:
             await discovery.close()
 
 
-class _ClusterSinks:
-    """The sinks of one watch for one cluster."""
-
-    def __init__(self, cluster: str, watch: "_Watch") -> None:
-        self._cluster = cluster
-        self._watch = watch
-
-    def card(self, card: WorkerCard) -> None:
-        self._watch.card(self._cluster, placed_in(self._cluster, card))
-
-    def gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
-        self._watch.gone(self._cluster, worker_id, incarnation, why)
-
-    def store(self, is_reachable: bool, why: str) -> None:
-        self._watch.store(self._cluster, is_reachable, why)
-
-
 class _Watch:
     """Merges the changes of all clusters for one watcher."""
 
@@ -131,7 +115,7 @@ class _Watch:
         holder = self._cluster_of.setdefault(worker_id, cluster)
         if holder == cluster:
             self._refusals.forget(_key(cluster, worker_id))
-            self._on_card(card)
+            self._on_card(placed_in(cluster, card))
             return
         self._passed_over.setdefault(worker_id, {})[cluster] = card
         self._refusals.report(

@@ -7,6 +7,7 @@ from kvrouter.core.cordon_rules import Cordon, CordonSource
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.transports.registered import registered
 
 REPLACED_MAX = 1024
 """How many replaced incarnations are remembered, over all workers."""
@@ -51,13 +52,7 @@ class MemoryDiscovery:
         """Deliver the present cards, then every change, in order; return the function that ends the watch."""
         for card in tuple(self._cards.values()):
             on_card(card)
-        key = object()
-        self._watchers[key] = (on_card, on_gone)
-
-        def end() -> None:
-            self._watchers.pop(key, None)
-
-        return end
+        return registered(self._watchers, object(), (on_card, on_gone))
 
     async def close(self) -> None:
         """Stop all watches."""

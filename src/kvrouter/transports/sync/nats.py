@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
-import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -24,7 +23,7 @@ from kvrouter.core.json import unpacked
 from kvrouter.core.replica_messages import SyncMessage
 from kvrouter.transports.background import spawn
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
-from kvrouter.transports.nats_client import flush, flush_subscriptions, subject_name
+from kvrouter.transports.nats_client import CLIENT_ERRORS, flush, flush_subscriptions, subject_name
 from kvrouter.transports.sync.port import MessageSink
 
 VERSION = 1
@@ -125,7 +124,7 @@ class NatsSyncTransport:
                     for subscription in subscriptions:
                         await subscription.unsubscribe()
                     await flush(self._client)
-            except (TimeoutError, nats.errors.Error, OSError):
+            except CLIENT_ERRORS:
                 pass  # the connection is gone, and the subscriptions with it
 
         try:
@@ -159,6 +158,6 @@ class NatsSyncTransport:
             self._outbox_bytes -= len(frame)
             try:
                 await self._client.publish(subject, frame)
-            except (nats.errors.Error, OSError):
+            except CLIENT_ERRORS:
                 self._outbox.clear()  # the connection was lost meanwhile: the others notice the gap
                 self._outbox_bytes = 0

@@ -12,7 +12,7 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import NotFoundError
 
 from kvrouter.core.clock import AwakeClock
-from kvrouter.transports.events.jetstream.stream import CLIENT_ERRORS
+from kvrouter.transports.nats_client import CLIENT_ERRORS
 
 HEARTBEAT_S = 2.0
 """How often an idle server sends a heartbeat."""

@@ -18,7 +18,6 @@ from kvrouter.core.workers import EventSource, EventTransport, LoadReport
 from kvrouter.transports.background import spawn
 from kvrouter.transports.events.encoding import encode_parts
 from kvrouter.transports.events.jetstream.stream import (
-    CLIENT_ERRORS,
     ComponentNames,
     EventStream,
     EventTransportObserver,
@@ -27,7 +26,7 @@ from kvrouter.transports.events.jetstream.stream import (
 from kvrouter.transports.events.loads import Drops, LatestLoads, LoadEncoder
 from kvrouter.transports.events.subjects import message_auth_of
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason
 
 QUEUE_BATCHES_MAX = 8192
 """Unsent batches, over all ranks of the process."""

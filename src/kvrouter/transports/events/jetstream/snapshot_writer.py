@@ -31,10 +31,9 @@ from kvrouter.transports.events.jetstream.snapshot_store import (
     part_name,
     ranks_name,
 )
-from kvrouter.transports.events.jetstream.stream import CLIENT_ERRORS
 from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber
 from kvrouter.transports.events.port import SnapshotFailed
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason
 
 LEASE_S = 30.0
 """Time without a renewal after which another replica may take over a claim."""

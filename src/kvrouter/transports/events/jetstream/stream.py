@@ -3,16 +3,12 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import nats.errors
 from nats.js import JetStreamContext, api
 from nats.js.errors import BadRequestError, NotFoundError
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.transports.events.port import ForeignRank
-from kvrouter.transports.nats_client import subject_name
-
-CLIENT_ERRORS = (nats.errors.Error, OSError)
-"""Errors of NATS calls: the client's and the socket's; a timeout is among both."""
+from kvrouter.transports.nats_client import STREAM_EXISTS, subject_name
 
 STREAM_MAX_BYTES = 1 << 30
 """The size of one component's stream; beyond it the oldest messages are removed, and routers ask workers."""
@@ -86,10 +82,6 @@ class EventTransportObserver(Protocol):
         """The stream and the snapshots of the component were cleared, as asked."""
 
 
-STREAM_NAME_IN_USE = 10058
-"""The server's code for a stream that exists with other limits."""
-
-
 @dataclass(frozen=True, slots=True)
 class StreamReading:
     """The state of a stream: its first and last sequence, and how many messages it holds.
@@ -139,7 +131,7 @@ class EventStream:
                 )
             )
         except BadRequestError as error:
-            if error.err_code != STREAM_NAME_IN_USE:
+            if error.err_code != STREAM_EXISTS:
                 raise
             return await self.read()  # another process has just created it, with other limits
         return _reading(info)

@@ -34,7 +34,6 @@ from kvrouter.transports.events.jetstream.snapshot_store import (
     StoredIndex,
 )
 from kvrouter.transports.events.jetstream.stream import (
-    CLIENT_ERRORS,
     ComponentNames,
     EventStream,
     EventTransportObserver,
@@ -43,7 +42,7 @@ from kvrouter.transports.events.jetstream.stream import (
 from kvrouter.transports.events.port import BLOCKS_MAX, BatchSink, LoadSink, RecoveryClient
 from kvrouter.transports.events.sinks import OpenedMessages
 from kvrouter.transports.message_auth import MessageAuth
-from kvrouter.transports.nats_client import reason, subject_name
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason, subject_name
 
 RETRY_S = 0.5
 

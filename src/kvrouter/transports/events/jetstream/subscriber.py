@@ -10,11 +10,7 @@ from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.transports.events.jetstream.consumer import HEARTBEAT_S
 from kvrouter.transports.events.jetstream.snapshot_writer import LEASE_S, SnapshotWriter
-from kvrouter.transports.events.jetstream.stream import (
-    CLIENT_ERRORS,
-    EventTransportObserver,
-    StreamLimits,
-)
+from kvrouter.transports.events.jetstream.stream import EventTransportObserver, StreamLimits
 from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber, SubscriberContext
 from kvrouter.transports.events.port import (
     BLOCKS_MAX,
@@ -26,7 +22,7 @@ from kvrouter.transports.events.port import (
 )
 from kvrouter.transports.events.sinks import EventSinks
 from kvrouter.transports.events.subjects import message_auth_of
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, reason
 
 COMPONENTS_MAX = 64
 """Components that one router subscribes to."""

@@ -11,18 +11,11 @@ from itertools import count
 import zmq
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import EventTransport, WorkerCard
 from kvrouter.transports.events.encoding import BATCH_MAX_BYTES, decode_batch, decode_load
-from kvrouter.transports.events.port import (
-    BLOCKS_MAX,
-    ForeignRank,
-    ForeignSink,
-    MalformedSink,
-    foreign,
-)
-from kvrouter.transports.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
+from kvrouter.transports.events.port import ForeignRank, ForeignSink, MalformedSink, foreign
+from kvrouter.transports.events.recovery import ANSWER_TIMEOUT_S, Ask, RecoveryQuestions
 from kvrouter.transports.events.sinks import EventSinks
 from kvrouter.transports.events.zmq.sockets import (
     BATCH,
@@ -137,7 +130,8 @@ class ZmqEventSubscriber(EventSinks):
         super().__init__()
         self._on_malformed = on_malformed
         self._on_foreign = on_foreign
-        self._answer_timeout_s = answer_timeout_s
+        questions = RecoveryQuestions(self._ask_of, timeout_s=answer_timeout_s)
+        self.recover_range, self.recover_snapshot = questions.recover_range, questions.recover_snapshot
         self._keys = None if token is None else TokenKeys(token)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, sockets_max)
@@ -174,22 +168,6 @@ class ZmqEventSubscriber(EventSinks):
             self._unfollow(card)
 
         return end
-
-    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """Return the events ``first`` to ``last``; None when they are gone, or the worker does not answer."""
-        questions = self._questions_to(rank)
-        if questions is None:
-            return None
-        return await recover_range(questions.ask, rank, first, last, timeout_s=self._answer_timeout_s)
-
-    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
-        """Return the rank's state, or None when its worker does not answer."""
-        questions = self._questions_to(rank)
-        if questions is None:
-            return None
-        return await recover_snapshot(
-            questions.ask, rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
-        )
 
     async def close(self) -> None:
         """Close all sockets."""
@@ -260,9 +238,9 @@ class ZmqEventSubscriber(EventSinks):
         if not is_followed and self._recovery_endpoints.get(card.worker_id) == source.recovery:
             del self._recovery_endpoints[card.worker_id]
 
-    def _questions_to(self, rank: WorkerRank) -> _Questions | None:
-        endpoint = self._recovery_endpoints.get(rank.worker_id)
-        return None if endpoint is None else self._questions.get(endpoint)
+    def _ask_of(self, rank: WorkerRank) -> Ask | None:
+        questions = self._questions.get(self._recovery_endpoints.get(rank.worker_id, ""))
+        return None if questions is None else questions.ask
 
     def _arrived(self, message: bytes) -> None:
         worker_id, kind = topic_of(message)

@@ -16,7 +16,6 @@ from typing import Generic, NamedTuple, TypeVar
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 from nats.js.api import ClusterInfo, KeyValueConfig, RePublish, StreamInfo
 from nats.js.errors import (
     APIError,
@@ -30,7 +29,7 @@ from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth
-from kvrouter.transports.nats_client import reason
+from kvrouter.transports.nats_client import CLIENT_ERRORS, STREAM_EXISTS, reason
 from kvrouter.transports.records.card_tracker import RENEWALS_PER_LEASE, StoreRefusals, TroubleSink
 from kvrouter.transports.records.encoding import CardRecord, checked_namespace
 from kvrouter.transports.records.leased_watch import LeasedWatch
@@ -68,9 +67,6 @@ UNREAD_MAX_BYTES = 64 * 1024 * 1024
 READS_AT_ONCE = 128
 """How many keys are read concurrently."""
 
-STORE_ERRORS = (NatsError, TimeoutError, OSError)
-"""Errors of NATS operations."""
-
 EntrySink = Callable[[str, bytes | None, int], None]
 """(key, value or None where it was deleted, revision)."""
 
@@ -87,9 +83,6 @@ QUIET_LEASES = 0.5
 
 REMEMBERED_LEASES = 10
 """For how many leases a gone worker is remembered. Its key expires after one."""
-
-_EXISTS = 10058
-"""The server's code for a stream of that name with another configuration."""
 
 _OTHER_REVISION = frozenset({10071, 10164})
 """The server's codes for a key that is at another revision."""
@@ -114,7 +107,7 @@ class BucketRecords(Generic[T]):
     """
 
     unit = "key"
-    errors: tuple[type[Exception], ...] = (*STORE_ERRORS, ProtocolError)
+    errors: tuple[type[Exception], ...] = (*CLIENT_ERRORS, ProtocolError)
 
     def __init__(
         self,
@@ -235,15 +228,15 @@ class BucketRecords(Generic[T]):
     # Called by the feed
 
     def check_connected(self) -> None:
-        """Raise ConnectionError, one of STORE_ERRORS, while there is no connection."""
+        """Raise ConnectionError, one of CLIENT_ERRORS, while there is no connection."""
         if not self.client.is_connected:
             raise ConnectionError("not connected to NATS")
 
     async def identify(self) -> datetime.datetime:
         """Create the bucket if it is missing. Return its creation time, which identifies the bucket.
 
-        Raises ProtocolError for a bucket of another configuration, and STORE_ERRORS: ConnectionError unless a
-        majority of its servers is reachable.
+        Raises ProtocolError for a bucket of another configuration, and CLIENT_ERRORS: ConnectionError unless
+        a majority of its servers is reachable.
         """
         self._kv = await self._made()
         info = (await self._kv.status()).stream_info
@@ -260,14 +253,14 @@ class BucketRecords(Generic[T]):
 
     async def check_writes(self) -> None:
         """Check by a test write that the store takes writes as long as a card. Raises ConnectionError, one of
-        STORE_ERRORS, when it does not, because its disk is or was full.
+        CLIENT_ERRORS, when it does not, because its disk is or was full.
 
         The write deletes a key that no worker has, so watchers ignore it.
         """
         subject = f"$KV.{self.name}.{CHECK_KEY}"
         try:
             await self._js.publish(subject, bytes(CHECK_BYTES), headers={KV_OP: "DEL"})
-        except STORE_ERRORS as error:
+        except CLIENT_ERRORS as error:
             raise ConnectionError(
                 f"NATS answers and takes no writes ({reason(error)}): when its disk has room, restart it"
             ) from error
@@ -354,7 +347,7 @@ class BucketRecords(Generic[T]):
             try:
                 return await self._js.create_key_value(self._config)
             except APIError as error:
-                if error.err_code != _EXISTS:
+                if error.err_code != STREAM_EXISTS:
                     raise
                 return await self._js.key_value(self.name)
 
@@ -396,7 +389,7 @@ class BucketFeed(PolledFeed):
             return
         try:
             await self._listening.unsubscribe()
-        except STORE_ERRORS:
+        except CLIENT_ERRORS:
             # Closing the connection has ended the subscription already.
             self._listening = None
 

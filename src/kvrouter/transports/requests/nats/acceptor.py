@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.clock import AwakeClock
@@ -15,7 +13,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.message_auth import MessageAuth, ReplayGuard
-from kvrouter.transports.nats_client import flush_subscriptions, subject_name
+from kvrouter.transports.nats_client import CLIENT_ERRORS, flush_subscriptions, subject_name, unsubscribe
 from kvrouter.transports.requests.legs import LegServer, SessionLegs
 from kvrouter.transports.requests.nats.transport import (
     NatsPipe,
@@ -125,7 +123,7 @@ class _NatsLegServer(LegServer):
         try:
             await asyncio.shield(self.subscribing)
             await flush_subscriptions(self.client)
-        except (NatsError, OSError) as error:
+        except CLIENT_ERRORS as error:
             raise ConfigError(f"NATS: {self.address} cannot be served: {error}", param="client") from error
 
 
@@ -204,13 +202,9 @@ class NatsRequestAcceptor:
 
     def _leave(self, address: str, leg_server: _NatsLegServer, why: str) -> None:
         self._endpoints.pop(address).close(why)
-        task = asyncio.create_task(self._unsubscribe(leg_server.subscribing))
+        task = asyncio.create_task(unsubscribe(leg_server.subscribing))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
-
-    async def _unsubscribe(self, subscribing: asyncio.Task[Subscription]) -> None:
-        with suppress(NatsError, OSError):  # where the connection is gone, the subscription is too
-            await (await subscribing).unsubscribe()
 
     async def _check(self) -> None:
         while True:

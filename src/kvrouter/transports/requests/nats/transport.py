@@ -13,7 +13,6 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ProtocolError
@@ -22,7 +21,7 @@ from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
-from kvrouter.transports.nats_client import subject_name
+from kvrouter.transports.nats_client import CLIENT_ERRORS, subject_name, unsubscribe
 from kvrouter.transports.requests.frames import FrameKind, frame
 from kvrouter.transports.requests.leg_stream import SessionStream
 from kvrouter.transports.requests.legs import CONNECTION_CLOSED
@@ -348,8 +347,7 @@ class NatsRequestTransport:
             await asyncio.gather(self._beating, return_exceptions=True)
         await self._publisher.close()
         if self._listening is not None:
-            with suppress(NatsError, OSError):  # where the connection is gone, the subscription is too
-                await (await self._listening).unsubscribe()
+            await unsubscribe(self._listening)
 
     def _link(self, address: str) -> NatsLink:
         """Return the link to a worker and mark it as used; raise WorkerUnreachable for a foreign address."""
@@ -403,7 +401,7 @@ class NatsRequestTransport:
             self._listening = asyncio.create_task(self._client.subscribe(subject, cb=self._on_message))
         try:
             await asyncio.shield(self._listening)
-        except (NatsError, OSError) as error:
+        except CLIENT_ERRORS as error:
             raise WorkerUnreachable(f"NATS: {error}") from error
 
     async def _on_message(self, message: Msg) -> None:
