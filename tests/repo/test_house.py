@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import kvrouter
+from kvrouter.engines.openai.pages import OWNERS
 from kvrouter.engines.registry import ENGINES
 from kvrouter.operator.plan.programs import DYNAMO_ENGINES, ENGINE_LABELS, HTTP_IMAGES, HTTP_PROGRAMS
 from kvrouter.text.prompts import PROMPT_MAKERS
@@ -56,6 +57,7 @@ def test_each_engine_kind_has_a_row_in_every_table_by_kind() -> None:
         "PROMPT_MAKERS of text/prompts/__init__.py": set(PROMPT_MAKERS),
         "CHAT_READERS of text/prompts/tokenize.py": set(CHAT_READERS),
         "ENGINE_LABELS of operator/plan/programs.py": set(ENGINE_LABELS),
+        "OWNERS of engines/openai/pages.py": {name.replace("tensorrt_llm", "trtllm") for name in OWNERS},
         "HTTP_PROGRAMS of operator/plan/programs.py": {kind for kind in HTTP_PROGRAMS.values() if kind},
     }
     assert {table: set(ENGINES) ^ kinds for table, kinds in tables.items() if kinds != set(ENGINES)} == {}

@@ -16,7 +16,8 @@
     │   ├── ModelNotReady            the model is loading, or this router does not know the models yet
     │   ├── RetryBodiesFull          the bodies kept for retries hold as much as they may
     │   ├── CordonsUnavailable       the store of cordons cannot be read or written
-    │   └── ShuttingDown             this router drains
+    │   ├── ShuttingDown             this router drains
+    │   └── in other packages: the limits of frontend, text and router, each with its ``code``
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
     ├── ProtocolError           502  a peer sent an invalid message; names the field

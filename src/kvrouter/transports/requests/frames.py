@@ -4,7 +4,8 @@
 
     length of the body (4 bytes, little-endian)   kind (1 byte)   body
 
-Every pipe between a router and a worker carries these frames.
+Every pipe between a router and a worker, over tcp and NATS, carries these frames; ``http/frames.py`` has
+those of http.
 """
 
 from collections.abc import Mapping
