@@ -27,10 +27,13 @@ TIMES = ("time_s", "decided_at", "created", "stale_s", "silent_s", "clock_ahead_
 
 @dataclass(frozen=True, slots=True)
 class GoldenAnswers:
-    """The answers of one scene. ``volatile``: more fields whose numbers differ from run to run."""
+    """The answers of one scene. ``volatile``: more fields whose numbers differ from run to run. ``polled``:
+    fields that are null until an engine is polled for the first time; they are shown as null.
+    """
 
     address: tuple[str, int]
     volatile: tuple[str, ...] = ()
+    polled: tuple[str, ...] = ()
 
     async def ask(
         self, method: str, target: str, body: object = None, *, shows_body: bool = True, **headers: str
@@ -80,6 +83,8 @@ class GoldenAnswers:
         text = text.replace(f'"{installed_version()}"', '"<version>"')
         for name in (*TIMES, *self.volatile):
             text = re.sub(rf'("{name}":){NUMBER}(?=[,}}\]])', r"\1<number>", text)
+        for name in self.polled:
+            text = re.sub(rf'("{name}":)\{{[^{{}}]*\}}', r"\1null", text)
         text = re.sub(r'("index":\{"blocks":\{[^}]*\},"bytes":)[0-9]+', r"\1<number>", text)
         text = re.sub(r'("at":)"[0-9T:-]+Z"', r'\1"<time>"', text)
         text = re.sub(r'("request_id":)"[0-9a-f]{32}"', r'\1"<id>"', text)

@@ -274,7 +274,7 @@ async def test_http_answers_of_passed_through_calls_are_unchanged(tmp_path: Path
         assert (await here.http.post("/v1/completions", json=call)).status_code == 200
         chat = {"model": "tiny", "messages": CHAT["messages"], "stream": True}
         assert (await here.http.post("/v1/chat/completions", json=chat)).status_code == 200
-        g = GoldenAnswers(here.system.address, (*TIMED, "requests"))
+        g = GoldenAnswers(here.system.address, (*TIMED, "requests"), ("report", "kv_events_skipped"))
         answers = [await g.ask("GET", path) for path in ("/v1/models", "/version", "/ready", "/v1/fleet")]
         answers.append(await g.ask("POST", "/v1/route/explain", call, x_request_id="asked"))
     check("passed", answers)
