@@ -189,7 +189,10 @@ class RequestPreparer:
         call, written = passthrough.call, passthrough.client_call
         model, adapter, router = called
         check_pins(call, router)
-        required = call.constraints.required_taints | adapter_taints([adapter])
+        constraints = call.constraints
+        if adapter is not None:
+            required = constraints.required_taints | adapter_taints([adapter])
+            constraints = replace(constraints, required_taints=required)
         began_s = time.perf_counter()
         with self._counting_refusals():
             tokens, shape = await self.tokenizer.tokens_of(passthrough, router, text)
@@ -206,7 +209,7 @@ class RequestPreparer:
             model=model,
             token_ids=tokens.token_ids,
             sampling=Sampling(max_tokens=min(call.max_tokens or room_tokens, room_tokens)),
-            constraints=replace(call.constraints, required_taints=required),
+            constraints=constraints,
             override=call.override,
             pin=call.pin,
             prefill_pin=call.prefill_pin,
