@@ -340,7 +340,8 @@ class FrontendApp(HttpApp):
         generate = GenerateRoutes(
             service, preparer, bodies, instrumentation, tracing, keep_alive_s=settings.sse_keep_alive_s
         )
-        admin = AdminRoutes(service, preparer, bodies, instrumentation, settings=settings)
+        stats = instrumentation.stats
+        admin = AdminRoutes(service, preparer, bodies, instrumentation, settings=settings, stats=stats)
         super().__init__(
             {
                 "/v1/chat/completions": generate.chat,
