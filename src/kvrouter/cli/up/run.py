@@ -30,7 +30,7 @@ from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
-from kvrouter.frontend.public_pages import no_awaited_engines
+from kvrouter.frontend.fleet_state import no_expected_engines
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
@@ -97,7 +97,7 @@ async def embedded(
                         settings=front,
                         telemetry=telemetry,
                         sockets=sockets,
-                        awaited=no_awaited_engines if attached is None else attached.awaited,
+                        expected=no_expected_engines if attached is None else attached.expected,
                         tracing=spans,
                     ) as app,
                     following_place(place, service),
