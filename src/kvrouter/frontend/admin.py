@@ -148,7 +148,6 @@ class AdminRoutes:
         try:
             body = await self._bodies.scan(request.take_body())
             called = self._preparer.called_model(body)
-            request.model = called.name
             reader = self._preparer.nvext_reader(request.headers)
             generate_request = await self._generate_request(body, called, reader, request_id)
         finally:

@@ -41,7 +41,7 @@ from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumenta
 from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from kvrouter.frontend.openapi import DescriptionRoutes
 from kvrouter.frontend.origins import Cors, FleetGuard, page_headers
-from kvrouter.frontend.page_route import Page, PageRequest, PublicRoute, Route
+from kvrouter.frontend.page_route import AdminRoute, Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.frontend.public_pages import SETTLE_S, Pages
 from kvrouter.frontend.response_writer import usable_request_id
@@ -281,15 +281,19 @@ class HttpApp:
         try:
             page = await route.endpoint(page_request)
         except KvrouterError as error:
-            page = self._failed_page(error, page_request)
+            page = self._failed_page(error, route)
         except Exception:
-            page = self._failed_page(KvrouterError("the server failed to answer this request"), page_request)
+            failure = KvrouterError("the server failed to answer this request")
+            page = self._failed_page(failure, route)
             await responder.send(page.status, page.headers, page.body)
             raise
         await responder.send(page.status, page.headers, page.body)
 
-    def _failed_page(self, error: KvrouterError, page_request: PageRequest) -> Page:
-        self.instrumentation.failed(error, model=page_request.model)
+    def _failed_page(self, error: KvrouterError, route: Route) -> Page:
+        if isinstance(route, AdminRoute):
+            self.instrumentation.admin_failed(route.path, error)
+        else:
+            self.instrumentation.failed(error)
         return Page(error_body(error), error.status_hint, error_headers(error))
 
     async def _options(self, methods: set[str], request: Request, responder: Responder) -> None:

@@ -131,6 +131,16 @@ async def test_engine_given_by_its_url_alone_serves_with_its_own_facts(
             assert engine.calls[0].body == CALL
 
 
+async def test_engines_of_a_model_without_a_name_serve_each_its_own() -> None:
+    async with scripted_engine() as one, scripted_engine() as other:
+        models = other.json("/v1/models")
+        models["data"][0]["id"] = "large"
+        other.set_json("/v1/models", models)
+        async with up(file_of(VLLM.format(url=one.url), VLLM.format(url=other.url), model="{}")) as here:
+            models = (await here.http.get("/v1/models")).json()["data"]
+            assert sorted(each["id"] for each in models) == ["large", "tiny"]
+
+
 async def test_kv_events_of_an_engine_are_known_to_the_router() -> None:
     async with scripted_engine() as engine, publisher() as events:
         line = (

@@ -108,7 +108,7 @@ class AttachedFleet:
         if self._mistakes is not None:
             self._mistakes.append(error)
             return
-        worker, model = str(engine.spec.worker_id), self._fleet.model_of(engine.group).name
+        worker, model = str(engine.spec.worker_id), self._fleet.shown_name(self._fleet.model_of(engine.group))
         log_event(_log, Event.WORKER_REFUSED, worker=worker, model=model, reason=error.message)
 
 

@@ -79,6 +79,18 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _ignore) -> Atta
         await asyncio.sleep(PROBE_EVERY_S)
 
 
+async def probe(spec: AttachSpec) -> Attached:
+    """Return what an engine says of itself, asked once: model, tokenizer, block size, context length, ranks,
+    whether it publishes KV events, and warnings. No worker is started, and its adapter is stopped already.
+
+    Raises NotAnswered, whose cause has the reason, where it does not answer, and ConfigError as
+    :func:`attach` does. It needs a ``kind`` and a ``url`` of ``spec``; further fields are compared.
+    """
+    attached = await attach(replace(spec, wait_s=0.0))
+    await attached.engine.stop()
+    return attached
+
+
 def _about_key(spec: AttachSpec) -> str:
     at = spec.key_at or ENGINE_KEY_VARIABLE
     return f"give its key in {at}" if spec.api_key is None else f"it takes another key than that of {at}"
@@ -398,12 +410,11 @@ class EngineAttachment:
                 pass
             if attached_worker.worker.card.engine_silent:
                 try:
-                    attached = await attach(replace(self.spec, wait_s=0.0))
+                    attached = await probe(self.spec)
                 except KvrouterError as error:
                     if self.spec.is_contradicted_by(error):
                         raise self.spec.mistake(error.message, param=error.param) from error
                     continue  # it may be the same engine with running legs: the worker logs the reason
-                await attached.engine.stop()
                 if not attached.is_same_as(attached_worker.attached):
                     return "it was restarted as another engine, and is attached again"
 

@@ -292,7 +292,7 @@ class PodFleet:
             fields_at=PLACES,
         )
         spec = with_key(spec, described.engine, self._policy.keys)
-        return replace(spec, model=described.model, start=described.start, pod=pod.name, node=pod.node)
+        return replace(spec, start=described.start, pod=pod.name, node=pod.node)
 
 
 ANSWER_S = 5.0

@@ -136,7 +136,7 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
         logger,
         Event.START,
         version=installed_version(),
-        models=",".join(model.name for model in fleet.models),
+        models=",".join(map(fleet.shown_name, fleet.models)),
         workers=sum(group.n_workers for group in fleet.workers),
     )
     async with AsyncExitStack() as stack:
@@ -170,7 +170,7 @@ def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
     where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
     n_workers = sum(places.values())
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
-    models = [model.name or "the engine's model" for model in fleet.models]
+    models = [*map(fleet.shown_name, fleet.models)]
     call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
     return (
         f"kvrouter {installed_version()} serves {', '.join(models)} at {url}/v1: {workers}\n"
