@@ -28,6 +28,7 @@ TIMES = (
     "stale_s",
     "silent_s",
     "clock_ahead_s",
+    "since_s",
     "window_s",
     "ttft_p50_s",
     "ttft_p99_s",

@@ -19,7 +19,12 @@ from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.frontend.cordon_routes import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
-from kvrouter.frontend.fleet_state import fleet_state, flows_state
+from kvrouter.frontend.fleet_state import (
+    ExpectedEngines,
+    fleet_state,
+    flows_state,
+    no_expected_engines,
+)
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import NvextReader, parse_either
@@ -69,9 +74,11 @@ class AdminRoutes:
         instrumentation: FrontendInstrumentation,
         *,
         settings: FrontendSettings,
+        expected: ExpectedEngines = no_expected_engines,
         stats: RequestStatistics | None = None,
     ) -> None:
         self._service = service
+        self._expected = expected
         self._stats = stats
         self._preparer = preparer
         self._bodies = bodies
@@ -146,7 +153,6 @@ class AdminRoutes:
         try:
             body = await self._bodies.scan(request.take_body())
             called = self._preparer.called_model(body)
-            request.model = called.name
             reader = self._preparer.nvext_reader(request.headers)
             generate_request = await self._generate_request(body, called, reader, request_id)
         finally:
@@ -199,7 +205,8 @@ class AdminRoutes:
 
     async def fleet(self, _: PageRequest) -> Page:
         """``GET /v1/fleet``: the router's view of every worker and model."""
-        return json_page(fleet_state(self._service, self._preparer.tokenizer, self._stats))
+        state = fleet_state(self._service, self._preparer.tokenizer, self._expected, self._stats)
+        return json_page(state)
 
     async def flows(self, _: PageRequest) -> Page:
         """``GET /v1/flows``: the KV that this router handed over between domains."""

@@ -1,7 +1,7 @@
 """Reads the state of workers and models, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -139,11 +139,23 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
+ExpectedEngines = Callable[[], Sequence[api.ExpectedEngine]]
+"""Returns the engines that this process is to attach, those that have workers too."""
+
+
+def no_expected_engines() -> Sequence[api.ExpectedEngine]:
+    """Return no engines: workers come from discovery, so none is expected."""
+    return ()
+
+
 def fleet_state(
-    service: RouterService, tokenizer: PromptTokenizer | None = None, stats: RequestStatistics | None = None
+    service: RouterService,
+    tokenizer: PromptTokenizer | None = None,
+    expected: ExpectedEngines = no_expected_engines,
+    stats: RequestStatistics | None = None,
 ) -> api.Fleet:
-    """Return every worker with its ranks, every model with its queue, index and requests, and the running
-    requests.
+    """Return every worker with its ranks, every model with its queue and index, the running requests, the
+    expected engines, and the statistics of requests that ended.
     """
     served = None if stats is None else stats.reading()
     models: list[api.Model] = []
@@ -169,6 +181,7 @@ def fleet_state(
         models=models,
         workers=workers,
         refused_workers=[_refused_state(refused) for refused in service.refused()],
+        expected_engines=expected(),
     )
 
 

@@ -87,6 +87,10 @@ class FrontendInstrumentation:
         """One request was answered with this error, as a status or as the last event of its stream."""
         self._telemetry.errors.inc(model or UNKNOWN_MODEL, error.code)
 
+    def admin_failed(self, route: str, error: KvrouterError) -> None:
+        """An operator's call was answered with this error: it is no request of a client."""
+        self._telemetry.admin_errors.inc(route, error.code)
+
     def error_answered(self, code: str) -> None:
         """The HTTP server answered with an error without a handler."""
         self._telemetry.errors.inc(UNKNOWN_MODEL, code)
