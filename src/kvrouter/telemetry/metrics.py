@@ -39,6 +39,13 @@ class Telemetry(MetricsPage):
         "model",
         "code",
     )
+    admin_errors = counter(
+        "kvrouter_admin_errors",
+        "Calls of operators' routes (decisions, explain, cordons, thresholds, fleet) that were answered with "
+        "an error, by route and code. They are no requests: kvrouter_errors_total does not count them.",
+        "route",
+        "code",
+    )
     cancellations = counter(
         "kvrouter_cancellations",
         "Requests whose client left, by how far they were: queued, prefill or decode.",
