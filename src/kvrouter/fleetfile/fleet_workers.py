@@ -61,7 +61,7 @@ def worker_card(
     return WorkerCard(
         worker_id=worker_id,
         incarnation=incarnation,
-        model=ModelName(model.name),
+        model=ModelName(model.mock_name),
         role=group.role,
         block_size=model.mock_block_size,
         context_length=model.mock_context_length,

@@ -32,7 +32,7 @@ from kvrouter.core.hosts import in_container
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
-from kvrouter.frontend.public_pages import no_awaited_engines
+from kvrouter.frontend.fleet_state import no_expected_engines
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
@@ -99,7 +99,7 @@ async def embedded(
                         settings=front,
                         telemetry=telemetry,
                         sockets=sockets,
-                        awaited=no_awaited_engines if attached is None else attached.awaited,
+                        expected=no_expected_engines if attached is None else attached.expected,
                         tracing=spans,
                     ) as app,
                     following_place(place, service),
@@ -138,7 +138,7 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
         logger,
         Event.START,
         version=installed_version(),
-        models=",".join(model.name for model in fleet.models),
+        models=",".join(map(fleet.shown_name, fleet.models)),
         workers=sum(group.n_workers for group in fleet.workers),
     )
     async with AsyncExitStack() as stack:
@@ -172,7 +172,7 @@ def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
     where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
     n_workers = sum(places.values())
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
-    models = [model.name or "the engine's model" for model in fleet.models]
+    models = [*map(fleet.shown_name, fleet.models)]
     call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
     return (
         f"kvrouter {installed_version()} serves {', '.join(models)} at {url}/v1: {workers}\n"

@@ -131,7 +131,7 @@ async def mock_worker(
     topology = _topology(group, environ)
     domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
     pool = EncodePool()
-    text = load_texts(fleet, pool)[ModelName(fleet.model_of(group).name)]
+    text = load_texts(fleet, pool)[ModelName(fleet.model_of(group).mock_name)]
     cluster = _cluster(settings, fleet)
     try:
         planes = settings.planes
