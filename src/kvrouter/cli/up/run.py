@@ -24,10 +24,12 @@ from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on
 from kvrouter.app.mock_fleet import MockFleet, ProcessTransports
 from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
+from kvrouter.app.tls import loopback_warning
 from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.engine_lines import engines_line, write_changes, write_text
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
+from kvrouter.core.hosts import in_container
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
@@ -195,6 +197,9 @@ async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s
     """Log that the server listens, wait for the end, and drain."""
     settle_memory()
     host, port = app.address
+    if in_container(os.environ):
+        for warning in loopback_warning("http_host", "--http-host", host):
+            log_event(logger, Event.CONFIG_WARNING, detail=warning)
     log_event(logger, Event.READY, host=host, port=port)
     await stopping.wait()
     loop = asyncio.get_running_loop()
