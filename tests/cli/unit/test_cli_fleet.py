@@ -375,7 +375,22 @@ async def test_fleet_show_groups_equal_workers_of_a_running_router() -> None:
 
 
 def test_fleet_show_takes_either_a_file_or_a_url(capsys: Captured) -> None:
-    for arguments in ([], ["f.yaml", "--url", "http://h:1"]):
-        assert main(["fleet", "show", *arguments]) == 2
-        assert "give FILE, or --url URL, and not both" in capsys.readouterr().err
+    assert main(["fleet", "show", "f.yaml", "--url", "http://h:1"]) == 2
+    assert "give FILE, or --url URL, and not both" in capsys.readouterr().err
     assert main(["fleet", "show", "--url", "http://127.0.0.1:1"]) == 1
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_fleet_file_of_the_current_folder_is_the_default(
+    command: str, folder: Path, capsys: Captured
+) -> None:
+    assert main(["fleet", command]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvrouter: no fleet.yaml in this folder: give FILE")
+    assert "kvrouter fleet init" in said
+    assert main(["fleet", "init"]) == 0
+    capsys.readouterr()
+    assert main(["fleet", command]) == 0
+    shown = capsys.readouterr().out
+    assert main(["fleet", command, "fleet.yaml"]) == 0
+    assert capsys.readouterr().out == shown != ""

@@ -11,7 +11,7 @@ import click
 
 from kvrouter.cli.options import takes
 from kvrouter.cli.process_settings import begin, begun, model_sources, warn
-from kvrouter.cli.setting_flags import SettingsCommand, given_flags, setting_options
+from kvrouter.cli.setting_flags import FIRST_TO_SERVE, SettingsCommand, given_flags, setting_options
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.settings.option import option
 from kvrouter.settings.variables import FLEET_VARIABLE
@@ -101,6 +101,10 @@ def up(options: UpOptions, **flags: object) -> None:
     settled_fleet = settled(of_file, loaded.settings)
     begin(loaded)
     warn(settled_fleet.warnings)
+    if loaded.settings.router.replica_sync and not options.takes_many_processes:
+        warn(
+            ["router.replica_sync has no effect in one process: it is between frontends, as --replicas runs"]
+        )
     if options.takes_many_processes:
         from kvrouter.cli.up.multi_process import serve_processes  # noqa: PLC0415
 
@@ -115,7 +119,7 @@ def up(options: UpOptions, **flags: object) -> None:
     sys.exit(serve(loaded.settings, settled_fleet.fleet, options.events))
 
 
-up.params.extend(setting_options())
+up.params.extend(setting_options(first=FIRST_TO_SERVE))
 
 
 def _serve_engine_pods(
