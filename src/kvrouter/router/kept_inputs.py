@@ -11,7 +11,7 @@ from kvrouter.kernel.routing.decision_input import DecisionInput
 
 INPUTS_BYTES_MAX = 32 << 20
 """The most bytes of the inputs of decisions, and as many again of refusals; the oldest are dropped first.
-With 16 worker ranks an input has about 6 kB, with 1,000 ranks 85 kB.
+With 16 worker ranks an input has about 5 kB, with 1,000 ranks 70 kB.
 """
 
 InputKey = tuple[RequestId, float]

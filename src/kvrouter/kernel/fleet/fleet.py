@@ -44,7 +44,9 @@ class FleetChange(NamedTuple):
 
 
 class _Member:
-    """One worker: its card, slots by rank, liveness, circuit state and cordons."""
+    """One worker: its card, slots by rank, liveness, circuit state and cordons. A snapshot shares it, so that
+    another card or other slots make another member.
+    """
 
     __slots__ = ("alive", "card", "circuit_open", "cordons", "slots")
 
@@ -54,13 +56,6 @@ class _Member:
         self.circuit_open = False
         self.cordons: tuple[Cordon, ...] = ()
         self.slots: Mapping[DpRank, Slot] = {}
-        """Replaced when it changes, because snapshots share it."""
-
-    def copy(self) -> "_Member":
-        copied = _Member(self.card)
-        copied.alive, copied.circuit_open = self.alive, self.circuit_open
-        copied.cordons, copied.slots = self.cordons, self.slots
-        return copied
 
 
 def _answering(fleet: "Fleet") -> list[WorkerCard]:
@@ -265,20 +260,20 @@ class Fleet:
 
     @property
     def snapshot(self) -> "Fleet":
-        """A copy of this fleet without later changes, the same object until the fleet changes. The loads that
-        workers report are not such changes, except a new number of blocks.
+        """The columns, places, slots and cards of this fleet without later changes, the same object until the
+        fleet changes. The loads that workers report are not such changes, except a new number of blocks.
         """
         if self._snapshot is None:
             self._snapshot = self._copy()
         return self._snapshot
 
     def _copy(self) -> "Fleet":
-        """Return a copy, which shares the cards and no column."""
+        """Return a copy, which shares the members and no column."""
         copied = Fleet(self.model, self.block_size)
         copied._slots = self._slots.copy()
         copied.columns, copied.places = copied._slots.columns, copied._slots.places
         copied.policies, copied.broken_pairs = copied._slots.policies, self.broken_pairs.copy()
-        copied._members = {worker_id: member.copy() for worker_id, member in self._members.items()}
+        copied._members = dict(self._members)
         copied._kv_bytes_per_token, copied._cordons = self._kv_bytes_per_token, self._cordons
         copied._last_took_calls, copied._last_names = self._last_took_calls, self._last_names
         return copied
@@ -321,8 +316,6 @@ class Fleet:
         if member is not None and member.card.incarnation != card.incarnation:
             freed += self._drop(member)
             member = None
-        if member is None:
-            member = self._members[card.worker_id] = _Member(card)
         joined = self._apply(member, card, freed)
         self._changed()
         return FleetChange(joined, tuple(freed), tuple(warnings))
@@ -426,14 +419,18 @@ class Fleet:
         self._derived.clear()
         self._snapshot = None
 
-    def _apply(self, member: _Member, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
+    def _apply(self, before: _Member | None, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
         wanted = {rank.dp_rank for rank in card.ranks()}
-        slots = dict(member.slots)
+        member = self._members[card.worker_id] = _Member(card)
+        slots: dict[DpRank, Slot] = {}
+        same_blocks, is_elsewhere = True, False
+        if before is not None:
+            member.alive, member.circuit_open = before.alive, before.circuit_open
+            slots.update(before.slots)
+            same_blocks = before.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
+            is_elsewhere = _place_of(before.card) != _place_of(card)
         gone = [dp_rank for dp_rank in slots if dp_rank not in wanted]
         freed.extend(self._slots.free(slots.pop(dp_rank)) for dp_rank in gone)
-        same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
-        is_elsewhere = _place_of(member.card) != _place_of(card)
-        member.card = card
         member.cordons = self._cordons.on(card, card.runtime_config.domains)
         joined = []
         for rank in card.ranks():
@@ -475,7 +472,6 @@ class Fleet:
 
     def _drop(self, member: _Member) -> list[Slot]:
         freed = [self._slots.free(slot) for slot in member.slots.values()]
-        member.slots = {}
         self._derived_from_places.clear()
         return freed
 
