@@ -13,6 +13,7 @@ from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import Worker
@@ -36,6 +37,7 @@ class AttachedFleet:
         transports: ProcessTransports,
         *,
         environ: Mapping[str, str],
+        place: FieldPlace = dotted,
     ) -> None:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
@@ -46,7 +48,7 @@ class AttachedFleet:
         workers = EngineWorkers(settings, MemoryTransports(transports))
         self._engines = [
             (engine.group, self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers))
-            for engine in file_engines(fleet)
+            for engine in file_engines(fleet, place)
         ]
         self._unattempted = {each.spec.worker_id for _, each in self._engines}
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -27,10 +28,12 @@ from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
 from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
+from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.frontend.public_pages import no_awaited_engines
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
@@ -53,10 +56,16 @@ class Embedded(ServingApp):
 
 @asynccontextmanager
 async def embedded(
-    settings: Settings, fleet: FleetFile, *, environ: Mapping[str, str] = os.environ
+    settings: Settings,
+    fleet: FleetFile,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    sources: Mapping[ModelName, str] = MappingProxyType({}),
+    place: FieldPlace = dotted,
 ) -> AsyncIterator[Embedded]:
     """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process, and
-    a worker for each running engine, which gets its key of ``environ`` if it has one.
+    a worker for each running engine, which gets its key of ``environ`` if it has one. ``sources`` are further
+    tokenizers, by model; ``place`` names where a field of the file is written.
 
     Raises CannotListen, before any worker starts, if the frontend's address is not available, and ConfigError
     for engines that contradict the file.
@@ -64,8 +73,8 @@ async def embedded(
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
     telemetry.build_info.set(1, installed_version())
-    sources = tokenizer_sources(fleet)
-    place = await read_place(settings.router, os.environ)
+    sources = {**tokenizer_sources(fleet), **sources}
+    frontend_place = await read_place(settings.router, os.environ)
     async with (
         claimed(front.http_host, front.http_port) as sockets,
         recording(settings.recording, telemetry) as traffic,
@@ -80,14 +89,14 @@ async def embedded(
             telemetry=telemetry,
             links=link_table(fleet),
             traffic=traffic,
-            place=place.domains,
+            place=frontend_place.domains,
         )
         loader = TextModelLoader(
             sources, mock.encode_pool, mock.texts, fallback=settings.frontend.tokenize_fallback
         )
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
-            async with _attached(settings, fleet, mock.transports, environ) as attached:
+            async with _attached(settings, fleet, mock.transports, environ, place) as attached:
                 await loader.loaded(limit_s=LOG_AFTER_S)
                 async with (
                     keeping_learned_links(settings.router, service),
@@ -100,7 +109,7 @@ async def embedded(
                         awaited=no_awaited_engines if attached is None else attached.awaited,
                         tracing=spans,
                     ) as app,
-                    following_place(place, service),
+                    following_place(frontend_place, service),
                     following_links(settings.router, service),
                 ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
@@ -111,7 +120,11 @@ async def embedded(
 
 @asynccontextmanager
 async def _attached(
-    settings: Settings, fleet: FleetFile, transports: ProcessTransports, environ: Mapping[str, str]
+    settings: Settings,
+    fleet: FleetFile,
+    transports: ProcessTransports,
+    environ: Mapping[str, str],
+    place: FieldPlace,
 ) -> AsyncIterator["AttachedFleet | None"]:
     """Yield the workers of running engines; their modules are imported only if there are any."""
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
@@ -119,19 +132,33 @@ async def _attached(
         return
     from kvrouter.app.attach.attached_fleet import AttachedFleet  # noqa: PLC0415
 
-    async with AttachedFleet(fleet, settings, transports, environ=environ) as attached:
+    async with AttachedFleet(fleet, settings, transports, environ=environ, place=place) as attached:
         yield attached
 
 
-def serve(settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile.
+def serve(
+    settings: Settings,
+    fleet: FleetFile,
+    events: Path | None,
+    sources: Mapping[ModelName, str],
+    place: FieldPlace,
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile. The others are
+    those of :func:`embedded`.
 
     Returns the exit code; raises CannotListen, ConfigError.
     """
-    return uvloop.run(_serve(settings, fleet, () if events is None else read_link_events(events, fleet)))
+    steps = () if events is None else read_link_events(events, fleet)
+    return uvloop.run(_serve(settings, fleet, steps, sources, place))
 
 
-async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]) -> int:
+async def _serve(
+    settings: Settings,
+    fleet: FleetFile,
+    steps: Sequence[LinkStep],
+    sources: Mapping[ModelName, str],
+    place: FieldPlace,
+) -> int:
     log_event(
         logger,
         Event.START,
@@ -144,7 +171,9 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
         show_joined = stack.enter_context(joined_as_table())
         try:
             async with unless_stopping(stopping):
-                system = await stack.enter_async_context(embedded(settings, fleet))
+                system = await stack.enter_async_context(
+                    embedded(settings, fleet, sources=sources, place=place)
+                )
         except StopRequested:
             log_event(logger, Event.STOP)
             return 0
