@@ -19,7 +19,12 @@ from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.frontend.cordon_routes import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
-from kvrouter.frontend.fleet_state import fleet_state, flows_state
+from kvrouter.frontend.fleet_state import (
+    ExpectedEngines,
+    fleet_state,
+    flows_state,
+    no_expected_engines,
+)
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import NvextReader, parse_either
@@ -66,8 +71,10 @@ class AdminRoutes:
         instrumentation: FrontendInstrumentation,
         *,
         settings: FrontendSettings,
+        expected: ExpectedEngines = no_expected_engines,
     ) -> None:
         self._service = service
+        self._expected = expected
         self._preparer = preparer
         self._bodies = bodies
         self._instrumentation = instrumentation
@@ -193,7 +200,7 @@ class AdminRoutes:
 
     async def fleet(self, _: PageRequest) -> Page:
         """``GET /v1/fleet``: the router's view of every worker and model."""
-        return json_page(fleet_state(self._service, self._preparer.tokenizer))
+        return json_page(fleet_state(self._service, self._preparer.tokenizer, self._expected))
 
     async def flows(self, _: PageRequest) -> Page:
         """``GET /v1/flows``: the KV that this router handed over between domains."""

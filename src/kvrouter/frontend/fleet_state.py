@@ -1,7 +1,7 @@
 """Reads the state of workers and models, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -138,8 +138,23 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
-def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None) -> api.Fleet:
-    """Return every worker with its ranks, every model with its queue and index, and the running requests."""
+ExpectedEngines = Callable[[], Sequence[api.ExpectedEngine]]
+"""Returns the engines that this process is to attach, those that have workers too."""
+
+
+def no_expected_engines() -> Sequence[api.ExpectedEngine]:
+    """Return no engines: workers come from discovery, so none is expected."""
+    return ()
+
+
+def fleet_state(
+    service: RouterService,
+    tokenizer: PromptTokenizer | None = None,
+    expected: ExpectedEngines = no_expected_engines,
+) -> api.Fleet:
+    """Return every worker with its ranks, every model with its queue and index, the running requests, and
+    the expected engines.
+    """
     models: list[api.Model] = []
     workers: list[api.Worker] = []
     for model in service.models():
@@ -161,6 +176,7 @@ def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None
         models=models,
         workers=workers,
         refused_workers=[_refused_state(refused) for refused in service.refused()],
+        expected_engines=expected(),
     )
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Self
 
+from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.app.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.app.attach.spec import FileEngine, file_engines
 from kvrouter.app.attach.transport_provider import MemoryTransports
@@ -47,27 +48,23 @@ class AttachedFleet:
         self._tasks: list[asyncio.Task[None]] = []
         workers = EngineWorkers(settings, MemoryTransports(transports))
         self._engines = [
-            (engine.group, self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers))
+            self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers)
             for engine in file_engines(fleet, place)
         ]
-        self._unattempted = {each.spec.worker_id for _, each in self._engines}
+        self._unattempted = {each.spec.worker_id for each in self._engines}
 
     @property
     def workers(self) -> dict[WorkerId, Worker]:
         """The workers that have joined."""
-        return {each.spec.worker_id: each.worker for _, each in self._engines if each.worker is not None}
+        return {each.spec.worker_id: each.worker for each in self._engines if each.worker is not None}
 
-    def awaited(self) -> list[str]:
-        """A line for each engine without a worker; without addresses, because clients may read it."""
-        return [
-            f"the engine of {each.spec.written_at} (group {group.name!r}) {each.awaited}"
-            for group, each in self._engines
-            if each.worker is None
-        ]
+    def expected(self) -> list[ExpectedEngine]:
+        """Every engine, with or without a worker."""
+        return [each.expected for each in self._engines]
 
     async def __aenter__(self) -> Self:
         try:
-            self._tasks = [asyncio.create_task(each.run()) for _, each in self._engines]
+            self._tasks = [asyncio.create_task(each.run()) for each in self._engines]
             if self._engines:
                 await self._all_attempted.wait()
             mistakes, self._mistakes = self._mistakes, None
@@ -85,7 +82,7 @@ class AttachedFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = await asyncio.gather(*(each.leave() for _, each in self._engines), return_exceptions=True)
+        left = await asyncio.gather(*(each.leave() for each in self._engines), return_exceptions=True)
         for error in left:
             if isinstance(error, BaseException):
                 raise error

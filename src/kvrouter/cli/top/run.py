@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
-from kvrouter.api.fleet_schema import Fleet, Flow, Flows, Worker
+from kvrouter.api.fleet_schema import ExpectedEngine, Fleet, Flow, Flows, Worker
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
@@ -102,6 +102,9 @@ def drawn(frame: Frame, url: str) -> RenderableType:
         ("  draining" if fleet.draining else "", BAD),
     )
     parts: list[RenderableType] = [head, _workers(fleet.workers)]
+    problems = [engine for engine in fleet.expected_engines or () if engine.has_problem]
+    if problems:
+        parts.append(_engines(problems, fleet.time_s))
     if frame.flows:
         parts.append(_flows(frame.flows))
     parts.append(_decisions(frame.decisions))
@@ -135,6 +138,25 @@ def _workers(workers: Sequence[Worker]) -> Table:
         table.add_row(*(each if isinstance(each, Text) else Text(each) for each in row))
     if len(workers) > WORKERS_SHOWN:
         table.caption = f"and {len(workers) - WORKERS_SHOWN} more"
+    return table
+
+
+def _engines(problems: Sequence[ExpectedEngine], now_s: float | None) -> Table:
+    """Return the engines without a worker, and those with a wrong URL."""
+    table = _table("engine", "role", "named at", "state", "for", "why")
+    for engine in problems[:WORKERS_SHOWN]:
+        known = None not in (now_s, engine.since_s)
+        for_s = (now_s or 0.0) - (engine.since_s or 0.0)
+        table.add_row(
+            Text(engine.engine_url or engine.pod or "–"),
+            Text(engine.role or "–"),
+            Text(engine.written_at or "–"),
+            Text(engine.state, BAD),
+            f"{max(for_s, 0.0):,.0f} s" if known else "–",
+            Text(engine.reason or "–"),
+        )
+    if len(problems) > WORKERS_SHOWN:
+        table.caption = f"and {len(problems) - WORKERS_SHOWN} more"
     return table
 
 

@@ -32,7 +32,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
-from kvrouter.frontend.public_pages import no_awaited_engines
+from kvrouter.frontend.fleet_state import no_expected_engines
 from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
@@ -106,7 +106,7 @@ async def embedded(
                         settings=front,
                         telemetry=telemetry,
                         sockets=sockets,
-                        awaited=no_awaited_engines if attached is None else attached.awaited,
+                        expected=no_expected_engines if attached is None else attached.expected,
                         tracing=spans,
                     ) as app,
                     following_place(frontend_place, service),
@@ -143,8 +143,8 @@ def serve(
     sources: Mapping[ModelName, str],
     place: FieldPlace,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile. The others are
-    those of :func:`embedded`.
+    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile. ``sources``
+    and ``place`` are those of :func:`embedded`.
 
     Returns the exit code; raises CannotListen, ConfigError.
     """

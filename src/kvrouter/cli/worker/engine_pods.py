@@ -122,7 +122,7 @@ async def pods_served(
                 settings=front,
                 telemetry=telemetry,
                 sockets=sockets,
-                awaited=fleet.awaited,
+                expected=fleet.expected,
             )
         )
 
