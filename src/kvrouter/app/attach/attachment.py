@@ -216,22 +216,22 @@ class EngineWorkers:
         for other, its in self._engines.values():
             if other.model != attached.model or its.worker_id == spec.worker_id:
                 continue
-            kind, its_kind = spec.kind, its.kind
+            kind, its_kind, at = spec.kind, its.kind, f"{its.written_at} ({its.url})"
             if Role.PREFILL in (spec.role, its.role) and kind != its_kind:
                 raise spec.mistake(
-                    f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
+                    f"must be {its_kind!r}, as that of {at}: KV goes between engines of one kind",
                     param="kind",
                 )
             if _differ(other.block_size, attached.block_size):
                 raise spec.mistake(
                     f"the engine's blocks have {attached.block_size} tokens, and those of "
-                    f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
+                    f"{at} have {other.block_size}: engines of one model have blocks of one size",
                     param="block_size",
                 )
             if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
-                    f"{its.written_at} {other.context_length}: say the smaller one, for both",
+                    f"{at} {other.context_length}: say the smaller one, for both",
                     param="context_length",
                 )
 

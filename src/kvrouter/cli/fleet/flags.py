@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvrouter.cli.fleet.check import FleetCheck
 
 FILE = click.Path(path_type=Path)
+DEFAULT_FILE = Path("fleet.yaml")
 
 GOOD, UNREACHABLE, MISTAKEN = 0, 1, 2
 """Exit codes of ``kvrouter fleet check``."""
@@ -49,7 +50,7 @@ def fleet() -> None:
 
 
 @fleet.command("init", short_help="Write a fleet file to begin with.")
-@click.argument("file", type=FILE, default=Path("fleet.yaml"))
+@click.argument("file", type=FILE, default=DEFAULT_FILE)
 @takes(EngineUrls, FleetTemplate)
 @click.option("--force", is_flag=True, help="Replace FILE where it is there already.")
 def fleet_init(engines: EngineUrls, template: FleetTemplate, file: Path, *, force: bool) -> None:
@@ -81,30 +82,32 @@ def fleet_init(engines: EngineUrls, template: FleetTemplate, file: Path, *, forc
 @click.option("--url", metavar="URL", help="Show the workers of the router there, instead of FILE.")
 @output_option
 def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
-    """Show what FILE means after defaults: models, workers with their roles, places and room for KV, how many
-    there are in each place, links, and the settings that it sets. Where it says "asked", engines are asked.
+    """Show what FILE (fleet.yaml by default) means after defaults: models, workers with their roles, places
+    and room for KV, how many there are in each place, links, and the settings that it sets. Where it says
+    "asked", engines are asked.
 
     With --url: the workers that a running router has, those that are alike in one row. Their load is in
     `kvrouter top`. Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    if (file is None) == (url is None):
+    if file is not None and url is not None:
         raise click.UsageError("give FILE, or --url URL, and not both")
     from kvrouter.cli.fleet.show import draw_fleet, file_shown, running_shown  # noqa: PLC0415
     from kvrouter.fleetfile.fleet_checks import load_fleet  # noqa: PLC0415
     from kvrouter.settings.problems import read_document  # noqa: PLC0415
 
-    if file is not None:
+    if url is None:
+        file = file or _default_file("give FILE, or --url URL")
         shown = file_shown(str(file), load_fleet(read_document(file)).fleet)
     else:
         from kvrouter.api.client import decode_answer  # noqa: PLC0415
         from kvrouter.api.fleet_schema import Fleet  # noqa: PLC0415
 
-        shown = running_shown(str(url), decode_answer(router_at(str(url)).fleet(), Fleet))
+        shown = running_shown(url, decode_answer(router_at(url).fleet(), Fleet))
     output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))
 
 
 @fleet.command("check", short_help="Validate a fleet file, and start nothing.")
-@click.argument("file", type=FILE)
+@click.argument("file", type=FILE, required=False)
 @click.option(
     "--strict",
     is_flag=True,
@@ -118,21 +121,31 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
     f"ranks. A key that they ask for is read from {ENGINE_KEY_VARIABLE}, or from where FILE says.",
 )
 @output_option
-def fleet_check(file: Path, *, strict: bool, connect: bool, output: Output) -> None:
-    """Validate FILE, its settings and topology contracts too, read the tokenizers that it names, and start
-    nothing. All mistakes are shown at once, by line.
+def fleet_check(file: Path | None, *, strict: bool, connect: bool, output: Output) -> None:
+    """Validate FILE (fleet.yaml by default), its settings and topology contracts too, read the tokenizers
+    that it names, and start nothing. All mistakes are shown at once, by line.
 
     It ends with 0 for a good file, with 2 for one with mistakes, and with 1 where nothing is wrong but that
     an engine does not answer (--connect).
     """
     from kvrouter.cli.fleet.check import check_fleet  # noqa: PLC0415
 
+    file = file or _default_file("give FILE")
     found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
     output.show(lambda: json_text(found), lambda: _show_check(found, strict=strict))
     if found.is_good:
         sys.exit(GOOD)
     is_mistaken = any(not mistake.is_unreachable for mistake in found.mistakes)
     sys.exit(MISTAKEN if is_mistaken or (strict and found.warnings) else UNREACHABLE)
+
+
+def _default_file(otherwise: str) -> Path:
+    """Return the fleet file of the current folder; without one, a mistake says what to do ``otherwise``."""
+    if not DEFAULT_FILE.exists():
+        raise click.UsageError(
+            f"no {DEFAULT_FILE} in this folder: {otherwise}; kvrouter fleet init writes a file to begin with"
+        )
+    return DEFAULT_FILE
 
 
 def _show_check(found: "FleetCheck", *, strict: bool) -> None:

@@ -11,7 +11,7 @@ import click
 
 from kvrouter.cli.options import takes
 from kvrouter.cli.process_settings import begin, begun, model_sources, warn
-from kvrouter.cli.setting_flags import SettingsCommand, given_flags, setting_options
+from kvrouter.cli.setting_flags import FIRST_TO_SERVE, SettingsCommand, given_flags, setting_options
 from kvrouter.fleetfile.worker_options import EnginePods, EngineUrls
 from kvrouter.settings.option import option
 from kvrouter.settings.variables import FLEET_VARIABLE
@@ -134,7 +134,7 @@ def up(engines: EngineUrls, options: UpOptions, **flags: object) -> None:
     sys.exit(serve(loaded.settings, settled_fleet.fleet, options.events, sources, place))
 
 
-up.params.extend(setting_options())
+up.params.extend(setting_options(first=FIRST_TO_SERVE))
 
 
 def _is_of_urls(engines: EngineUrls) -> bool:
