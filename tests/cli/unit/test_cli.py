@@ -69,6 +69,14 @@ def test_up_serves_the_default_fleet_with_settings_of_flags_and_variables(
     assert capsys.readouterr() == ("", "")
 
 
+def test_up_in_one_process_says_that_replica_sync_has_no_effect(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--router-replica-sync"]) == 0
+    assert served.calls
+    assert "router.replica_sync has no effect in one process" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_up_takes_a_fleet_file_and_its_settings(
     how: str,

@@ -42,6 +42,9 @@ class AttachedFleet:
     ) -> None:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when the state of an expected engine changes; its reader clears it."""
+
         self._mistakes: list[KvrouterError] | None = []
         """Errors of the first probes; None once the start is over."""
 
@@ -104,6 +107,7 @@ class AttachedFleet:
             topology=topology_env_of(engine.group),
             on_refused=on_refused,
             on_attempt_ended=on_attempt_ended,
+            on_state=self.changed.set,
         )
 
     def _refused(self, engine: FileEngine, error: KvrouterError) -> None:

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit, urlunsplit
 from msgspec.structs import replace
 
 from kvrouter.app.fleet_build import stated_context_length
-from kvrouter.app.tls import LOOPBACK
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import LOOPBACK
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.secret import secret_file, secret_variable
 from kvrouter.core.taints import adapter_taints
-from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
+from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard, component_of
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
@@ -51,7 +51,7 @@ def engine_card(
         dp_size=attached.dp_size,
         dp_start=attached.dp_start,
         namespace=namespace,
-        component="prefill" if spec.role is Role.PREFILL else "backend",
+        component=component_of(spec.role, spec.component),
         serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=attached.publishes_kv_events,
         event_source=event_source,

@@ -118,6 +118,10 @@ def up(engines: EngineUrls, options: UpOptions, **flags: object) -> None:
     settled_fleet = settled(of_file, loaded.settings)
     begin(loaded)
     warn(settled_fleet.warnings)
+    if loaded.settings.router.replica_sync and not options.takes_many_processes:
+        warn(
+            ["router.replica_sync has no effect in one process: it is between frontends, as --replicas runs"]
+        )
     if options.takes_many_processes:
         from kvrouter.cli.up.multi_process import serve_processes  # noqa: PLC0415
 

@@ -5,10 +5,9 @@ import json
 import logging
 import os
 import shlex
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
@@ -25,12 +25,15 @@ from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on
 from kvrouter.app.mock_fleet import MockFleet, ProcessTransports
 from kvrouter.app.router_build import build_service
 from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
+from kvrouter.app.tls import loopback_warning
 from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
+from kvrouter.cli.up.engine_lines import engines_line, write_changes, write_text
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
+from kvrouter.core.hosts import in_container
 from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
-from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.fleetfile.fleet_file import ENGINES_OWN, FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.frontend.fleet_state import no_expected_engines
 from kvrouter.settings.problems import FieldPlace, dotted
@@ -52,6 +55,10 @@ class Embedded(ServingApp):
     fleet: MockFleet
     attached: "AttachedFleet | None"
     """None where the fleet file has no engines that run already."""
+
+    def expected(self) -> Sequence[ExpectedEngine]:
+        """The engines that run already, with or without a worker."""
+        return () if self.attached is None else self.attached.expected()
 
 
 @asynccontextmanager
@@ -179,16 +186,19 @@ async def _serve(
             return 0
         show_joined()
         if settings.log.log_format is LogFormat.TEXT:
-            with suppress(OSError):  # nobody reads it
-                sys.stdout.write(first_screen(system.address, fleet))
-                sys.stdout.flush()
+            write_text(first_screen(system.address, fleet, system.expected()))
+            if system.attached is not None:
+                changes = asyncio.create_task(write_changes(system.attached))
+                stack.callback(changes.cancel)
         async with happening(steps, system.fleet.cluster):
             await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
     return 0
 
 
-def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
-    """Return three lines for the user who has just started it: the model, its address, and a first call."""
+def first_screen(address: tuple[str, int], fleet: FleetFile, expected: Sequence[ExpectedEngine] = ()) -> str:
+    """Return three lines for the user who has just started it: the model, its address and who has joined, and
+    a first call.
+    """
     host, port = address
     shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{shown}:{port}"
@@ -199,20 +209,37 @@ def first_screen(address: tuple[str, int], fleet: FleetFile) -> str:
     where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
     n_workers = sum(places.values())
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
-    models = [*map(fleet.shown_name, fleet.models)]
-    call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+    if expected:
+        is_plain = not where and len(expected) == n_workers
+        workers = engines_line(expected) if is_plain else f"{workers}, {engines_line(expected)}"
+    models = _model_names(fleet, expected)
+    call = {
+        "model": "".join(models[:1]),
+        "max_tokens": 16,
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
+    chat = f"/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(call))}"
     return (
-        f"kvrouter {installed_version()} serves {', '.join(models)} at {url}/v1: {workers}\n"
+        f"kvrouter {installed_version()} serves {', '.join(models) or ENGINES_OWN} at {url}/v1: {workers}\n"
         f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
-        f"Try it: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f"-d {shlex.quote(json.dumps(call))}\n"
+        f"Try it: curl {url}{chat if models else '/v1/models'}\n"
     )
+
+
+def _model_names(fleet: FleetFile, expected: Sequence[ExpectedEngine]) -> list[str]:
+    """Return the names of the models, as far as the file or an engine has said them."""
+    stated = (fleet.stated_name(model) for model in fleet.models)
+    told = (engine.model for engine in expected)
+    return [*dict.fromkeys(name for name in (*stated, *told) if name is not None)]
 
 
 async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s: float) -> None:
     """Log that the server listens, wait for the end, and drain."""
     settle_memory()
     host, port = app.address
+    if in_container(os.environ):
+        for warning in loopback_warning("http_host", "--http-host", host):
+            log_event(logger, Event.CONFIG_WARNING, detail=warning)
     log_event(logger, Event.READY, host=host, port=port)
     await stopping.wait()
     loop = asyncio.get_running_loop()
