@@ -213,16 +213,14 @@ def first_screen(address: tuple[str, int], fleet: FleetFile, expected: Sequence[
         is_plain = not where and len(expected) == n_workers
         workers = engines_line(expected) if is_plain else f"{workers}, {engines_line(expected)}"
     models = _model_names(fleet, expected)
-    call = {
-        "model": "".join(models[:1]),
-        "max_tokens": 16,
-        "messages": [{"role": "user", "content": "Hello"}],
-    }
-    chat = f"/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(call))}"
+    tried = "/v1/models"
+    if models:
+        call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+        tried = f"/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(call))}"
     return (
         f"kvrouter {installed_version()} serves {', '.join(models) or ENGINES_OWN} at {url}/v1: {workers}\n"
         f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
-        f"Try it: curl {url}{chat if models else '/v1/models'}\n"
+        f"Try it: curl {url}{tried}\n"
     )
 
 
