@@ -31,7 +31,7 @@ class Served:
         self.events: Path | None = None
         self.ends_with: int | BaseException = 0
 
-    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
+    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None, *_: object) -> int:
         self.calls.append((settings, fleet))
         self.events = events
         if isinstance(self.ends_with, BaseException):
@@ -67,6 +67,14 @@ def test_up_serves_the_default_fleet_with_settings_of_flags_and_variables(
     assert settings.router.track_active_blocks
     assert [group.name for group in fleet.workers] == ["prefill-a", "decode-a", "prefill-b", "decode-b"]
     assert capsys.readouterr() == ("", "")
+
+
+def test_up_in_one_process_says_that_replica_sync_has_no_effect(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--router-replica-sync"]) == 0
+    assert served.calls
+    assert "router.replica_sync has no effect in one process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])

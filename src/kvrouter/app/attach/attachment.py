@@ -216,22 +216,22 @@ class EngineWorkers:
         for other, its in self._engines.values():
             if other.model != attached.model or its.worker_id == spec.worker_id:
                 continue
-            kind, its_kind = spec.kind, its.kind
+            kind, its_kind, at = spec.kind, its.kind, f"{its.written_at} ({its.url})"
             if Role.PREFILL in (spec.role, its.role) and kind != its_kind:
                 raise spec.mistake(
-                    f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
+                    f"must be {its_kind!r}, as that of {at}: KV goes between engines of one kind",
                     param="kind",
                 )
             if _differ(other.block_size, attached.block_size):
                 raise spec.mistake(
                     f"the engine's blocks have {attached.block_size} tokens, and those of "
-                    f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
+                    f"{at} have {other.block_size}: engines of one model have blocks of one size",
                     param="block_size",
                 )
             if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
-                    f"{its.written_at} {other.context_length}: say the smaller one, for both",
+                    f"{at} {other.context_length}: say the smaller one, for both",
                     param="context_length",
                 )
 
@@ -251,6 +251,10 @@ is no ConfigError comes from the transports, or is an internal error.
 
 Joined = Callable[[Worker], None]
 """Called with each worker that the engine gets."""
+
+
+StateChanged = Callable[[], None]
+"""Called when the state of :attr:`EngineAttachment.expected` changes."""
 
 
 SERVED_ELSEWHERE = "it is served by another process"
@@ -297,6 +301,7 @@ class EngineAttachment:
         topology: TopologyEnv | None = None,
         on_attempt_ended: AttemptEnded = _ignore,
         on_joined: Joined = _ignore,
+        on_state: StateChanged = _ignore,
         drain_limit_s: float = 0.0,
     ) -> None:
         self.spec = spec
@@ -309,6 +314,7 @@ class EngineAttachment:
         self._on_refused = on_refused
         self._on_attempt_ended = on_attempt_ended
         self._on_joined = on_joined
+        self._on_state = on_state
         self._drain_limit_s = drain_limit_s
         self._draining = False
         self._refusal = ""
@@ -443,6 +449,8 @@ class EngineAttachment:
             model=model or before.model,
             since_s=before.since_s if before.state == state else round(time.time(), 3),
         )
+        if before.state != state:
+            self._on_state()
 
     def _mistaken(self, error: Exception) -> None:
         worker = str(self.spec.worker_id)
