@@ -63,6 +63,11 @@ class AttachSpec:
     fields_at: Mapping[str, str] = field(default_factory=dict)
     """Where that is written, or may be, which an engine may contradict: by the name of the field."""
 
+    @property
+    def place(self) -> str:
+        """Where the engine is written, else its URL."""
+        return self.written_at or self.url
+
     def is_contradicted_by(self, error: KvrouterError) -> bool:
         """Whether an engine was refused for a field that is set here: not for an unreadable page, nor for a
         value that the engine does not report just now.
