@@ -69,9 +69,9 @@ kvrouter fleet init                       # writes fleet.yaml, with comments: fo
 kvrouter fleet init --zone a --zone b     # prefill and decode workers in two zones, which KV does not leave
 kvrouter fleet init --engine vllm --model my-model --url prefill@a=http://10.0.1.1:8000 \\
   --url decode@a=http://10.0.1.2:8000     # engines that run already
-kvrouter fleet show fleet.yaml            # what it means after defaults, as tables
+kvrouter fleet show                       # what fleet.yaml means after defaults, as tables; or name a file
 kvrouter fleet show --url http://127.0.0.1:8000   # the workers that a running router has
-kvrouter fleet check --strict --connect fleet.yaml
+kvrouter fleet check --strict --connect   # fleet.yaml too, or the file that is named
 ```
 
 `init` replaces a file only with `--force`. `check` validates the file, its settings and the topology

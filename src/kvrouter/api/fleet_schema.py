@@ -104,6 +104,42 @@ class UnrenderedChats(Struct, frozen=True, kw_only=True):
     detail: str
 
 
+class CacheHits(Struct, frozen=True, kw_only=True):
+    """Prompt tokens of some requests, and how many of them were cached, by one count."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class ServedRequests(Struct, frozen=True, kw_only=True):
+    """Calls that ended in the last ``window_s`` seconds. Prompt tokens and times are of the ``first_tokens``
+    calls whose first token came; ``predicted`` hits are the router's, where it knows the prompt, ``reported``
+    ones the engines', where they count them. Times are None without a first token, and since the start.
+    """
+
+    window_s: float
+    requests: int
+    errors: int
+    first_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    predicted: CacheHits
+    reported: CacheHits
+
+
+class RequestStats(Struct, frozen=True, kw_only=True):
+    """The calls that ended in the last minute, in the last five, and since the router began. At most the last
+    4,096 calls are in the first two, whose ``window_s`` says how far they reach.
+    """
+
+    last_minute: ServedRequests
+    last_5_minutes: ServedRequests
+    since_start: ServedRequests
+
+
 class Model(Struct, frozen=True, kw_only=True):
     """A model that workers registered. ``routing_reason`` says why its calls are routed by load alone; None
     when they are not.
@@ -127,6 +163,7 @@ class Model(Struct, frozen=True, kw_only=True):
     index: Index | None = None
     prompt_shapes: Sequence[PromptShape] = ()
     unrendered_chats: Sequence[UnrenderedChats] = ()
+    request_stats: RequestStats | None = None
     kv_transfer_default: Policy | None = None
     active_decode_blocks_threshold: float | None = None
     active_prefill_tokens_threshold: int | None = None
@@ -352,6 +389,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     discovery: Discovery = Discovery()
     draining: bool = False
     running_requests: int = 0
+    request_stats: RequestStats | None = None
     recording: str | None = None
     replicas: Replicas | None = None
     models: Sequence[Model]

@@ -48,6 +48,8 @@ class AttachSpec:
     publishes_kv_events: bool = True
     api_key: str | None = field(default=None, repr=False)
     runtime_config: ModelRuntimeConfig = field(default_factory=ModelRuntimeConfig)
+    component: str | None = None
+    """The component of its worker; None for that of its role."""
     enable_local_indexer: bool = False
     is_standby: bool = False
     pod: str = ""
@@ -65,8 +67,8 @@ class AttachSpec:
 
     @property
     def place(self) -> str:
-        """Where the engine is written, else its URL."""
-        return self.written_at or self.url
+        """Where the engine is written, and its URL."""
+        return f"{self.written_at} ({self.url})" if self.written_at else self.url
 
     def is_contradicted_by(self, error: KvrouterError) -> bool:
         """Whether an engine was refused for a field that is set here: not for an unreadable page, nor for a

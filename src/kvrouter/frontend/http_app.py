@@ -345,7 +345,15 @@ class FrontendApp(HttpApp):
         generate = GenerateRoutes(
             service, preparer, bodies, instrumentation, tracing, keep_alive_s=settings.sse_keep_alive_s
         )
-        admin = AdminRoutes(service, preparer, bodies, instrumentation, settings=settings, expected=expected)
+        admin = AdminRoutes(
+            service,
+            preparer,
+            bodies,
+            instrumentation,
+            settings=settings,
+            expected=expected,
+            stats=instrumentation.stats,
+        )
         super().__init__(
             {
                 "/v1/chat/completions": generate.chat,

@@ -166,8 +166,9 @@ class Pages:
         reasons = self._why_not_ready()
         if reasons is None:
             return json_page(Ready("ready", awaited or (), problems or ()))
-        reasons += [f"awaited: {line}" for line in awaited]
-        raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here", problems)
+        raise NotReady(
+            "; ".join((*reasons, *awaited)) or "no model has both workers and a tokenizer here", problems
+        )
 
     async def accepting(self, _: PageRequest) -> Page:
         """``GET /accepting``: 200 while the router takes requests, even if none can be placed.

@@ -146,10 +146,15 @@ class Runtime:
         loaded = load_settings(flags={}, environ=os.environ, document=document)
         refuse_clusters(loaded.settings.planes, "a runtime of a fleet file discovers no workers")
         fleet, warnings = settled(load_fleet(document).fleet, loaded.settings)
-        for warning in (*loaded.warnings, *warnings):
-            log_event(_log, Event.CONFIG_WARNING, detail=warning)
-        async with program_engines(loaded.settings, fleet, environ=os.environ) as engines:
-            yield cls._before(engines, loaded.settings, link_table(fleet))
+        settings, notes = loaded.settings, [*loaded.warnings, *warnings]
+        if settings.router.replica_sync:
+            notes.append("router.replica_sync has no effect here: Runtime.connect joins other routers")
+            router = settings.router.model_copy(update={"replica_sync": False})
+            settings = settings.model_copy(update={"router": router})
+        for note in notes:
+            log_event(_log, Event.CONFIG_WARNING, detail=note)
+        async with program_engines(settings, fleet, environ=os.environ) as engines:
+            yield cls._before(engines, settings, link_table(fleet))
 
     @classmethod
     def _before(cls, engines: ProgramEngines, settings: Settings, links: LinkTable | None = None) -> Self:

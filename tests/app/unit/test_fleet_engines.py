@@ -359,7 +359,7 @@ async def test_fleet_of_one_absent_engine_is_not_ready_until_it_answers() -> Non
         status, text = await here.ready()
         error = json.loads(text)["error"]
         assert (status, error["engine_problems"]) == (503, await here.expected())
-        awaited = f"awaited: the engine of workers[0].engine.url at {late.url} is awaited: /v1/models: "
+        awaited = f"the engine of workers[0].engine.url at {late.url} is awaited: /v1/models: "
         assert awaited + CONNECTION_REFUSED in error["message"]
         await late.start()
         try:

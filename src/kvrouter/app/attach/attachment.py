@@ -252,6 +252,10 @@ Joined = Callable[[Worker], None]
 """Called with each worker that the engine gets."""
 
 
+StateChanged = Callable[[], None]
+"""Called when the state of :attr:`EngineAttachment.expected` changes."""
+
+
 SERVED_ELSEWHERE = "it is served by another process"
 
 
@@ -296,6 +300,7 @@ class EngineAttachment:
         topology: TopologyEnv | None = None,
         on_attempt_ended: AttemptEnded = _ignore,
         on_joined: Joined = _ignore,
+        on_state: StateChanged = _ignore,
         drain_limit_s: float = 0.0,
     ) -> None:
         self.spec = spec
@@ -308,6 +313,7 @@ class EngineAttachment:
         self._on_refused = on_refused
         self._on_attempt_ended = on_attempt_ended
         self._on_joined = on_joined
+        self._on_state = on_state
         self._drain_limit_s = drain_limit_s
         self._draining = False
         self._refusal = ""
@@ -442,6 +448,8 @@ class EngineAttachment:
             model=model or before.model,
             since_s=before.since_s if before.state == state else round(time.time(), 3),
         )
+        if before.state != state:
+            self._on_state()
 
     def _mistaken(self, error: Exception) -> None:
         worker = str(self.spec.worker_id)

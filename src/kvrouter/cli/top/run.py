@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
-from kvrouter.api.fleet_schema import ExpectedEngine, Fleet, Flow, Flows, Worker
+from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState, Fleet, Flow, Flows, Worker
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
@@ -95,14 +95,16 @@ def drawn(frame: Frame, url: str) -> RenderableType:
     fleet = frame.fleet
     able = sum(_state(worker) == ("ok", GOOD) for worker in fleet.workers)
     waiting = sum(model.waiting_requests for model in fleet.models)
+    problems = [engine for engine in fleet.expected_engines or () if engine.has_problem]
+    missing = sum(engine.state != ExpectedState.JOINED for engine in problems)
     head = Text.assemble(
         ("kvrouter ", "bold"),
         f"{url}  {able} of {len(fleet.workers)} workers take requests, {fleet.running_requests} run, ",
         (f"{waiting} wait", BAD if waiting else ""),
+        (f", {missing} of {len(fleet.expected_engines or ())} engines not joined" if missing else "", BAD),
         ("  draining" if fleet.draining else "", BAD),
     )
     parts: list[RenderableType] = [head, _workers(fleet.workers)]
-    problems = [engine for engine in fleet.expected_engines or () if engine.has_problem]
     if problems:
         parts.append(_engines(problems, fleet.time_s))
     if frame.flows:
@@ -143,7 +145,8 @@ def _workers(workers: Sequence[Worker]) -> Table:
 
 def _engines(problems: Sequence[ExpectedEngine], now_s: float | None) -> Table:
     """Return the engines without a worker, and those with a wrong URL."""
-    table = _table("engine", "role", "named at", "state", "for", "why")
+    table = _table("engine", "role", "named at", "state", "for")
+    table.add_column("why", overflow="fold")
     for engine in problems[:WORKERS_SHOWN]:
         known = None not in (now_s, engine.since_s)
         for_s = (now_s or 0.0) - (engine.since_s or 0.0)
