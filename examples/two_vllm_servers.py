@@ -19,13 +19,11 @@ async def main(*urls: str) -> None:
             print(f"worker {card.worker_id}: {card.model} at {url}, blocks of {card.block_size} tokens")
         endpoint = runtime.namespace("default").component("backend").endpoint("generate")
         async with KvRouter(endpoint) as router:
-            prompt = list(range(20, 20 + 256))
+            prompt, stop = list(range(20, 20 + 256)), {"max_tokens": 16}
             for _ in range(2):
                 worker_id, _, blocks = await router.best_worker(prompt)
                 print(f"worker {worker_id}, {blocks} blocks of the prompt are there:", end="")
-                answer = await router.generate(
-                    prompt, worker_id=worker_id, stop_conditions={"max_tokens": 16}
-                )
+                answer = await router.generate(prompt, worker_id=worker_id, stop_conditions=stop)
                 async for piece in answer:
                     print("", *piece["token_ids"], end="", flush=True)
                 print()
