@@ -134,9 +134,12 @@ def test_a_kept_input_has_the_load_of_links_at_the_time_of_its_decision() -> Non
     placer = joint(*PAIR)
     kept: list[DecisionInput] = []
 
-    def keep(request: RouteRequest, view: View, _: Decision, *, prefill: WorkerRank | None) -> None:
+    def keep(
+        route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+    ) -> None:
+        assert decision.prefill is not None
         assert prefill is None
-        kept.append(decision_input(request, view))
+        kept.append(decision_input(route_request, view))
 
     placer.on_decided = keep
     going = [place(placer, Draw(number, number, number)) for number in range(4)]
