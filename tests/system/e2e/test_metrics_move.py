@@ -34,6 +34,8 @@ ASSERTED_HERE = {
     "kvrouter_prompt_tokens_total",
     "kvrouter_completion_tokens_total",
     "kvrouter_cached_tokens_total",
+    "kvrouter_cache_reports_total",
+    "kvrouter_cache_reported_prompt_tokens_total",
     "kvrouter_overlap_tokens_total",
     "kvrouter_time_to_first_token_seconds",
     "kvrouter_time_to_first_token_by_cache_hit_seconds",
@@ -116,6 +118,9 @@ OF_TRANSFERS = {
 OF_ENGINE_EVENTS = {"kvrouter_kv_events_skipped_total"}
 """Asserted where an engine's events are not passed on."""
 
+OF_OPERATORS_CALLS = {"kvrouter_admin_errors_total"}
+"""Asserted where errors are counted."""
+
 OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
 """Asserted where an engine of a fleet file is not up yet."""
 
@@ -156,7 +161,7 @@ def test_every_metric_is_covered_by_a_test_list() -> None:
     elsewhere = (
         OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     )
-    elsewhere |= OF_RECORDINGS | OF_THE_COST_OF_TIME
+    elsewhere |= OF_RECORDINGS | OF_THE_COST_OF_TIME | OF_OPERATORS_CALLS
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
@@ -191,6 +196,8 @@ async def test_every_answer_moves_its_metrics() -> None:
         assert after.value("prompt_tokens_total") > 200
         assert after.value("completion_tokens_total") == 16
         assert after.value("cached_tokens_total") == after.value("overlap_tokens_total") >= 96
+        assert after.value("cache_reports_total", route="tokens", told="yes") == 2
+        assert after.value("cache_reported_prompt_tokens_total") == after.value("prompt_tokens_total")
         assert after.value("index_predictions_total", prediction="right") >= 1
         assert after.value("index_predictions_total", prediction="too_many") == 0
         for histogram in ("time_to_first_token", "request_duration"):

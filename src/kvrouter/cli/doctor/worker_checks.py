@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvrouter.api.fleet_schema import Model, Worker
-from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
+from kvrouter.cli.doctor.findings import Check, Compared, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
 from kvrouter.core.workers import Role
 
@@ -18,6 +18,8 @@ def refused(reading: Reading) -> Iterator[Outcome]:
     if reading.fleet.refused_workers is None:
         yield NotMade("refused workers", "this router is too old to list them")
         return
+    n_announced = len(reading.fleet.workers) + len(reading.fleet.refused_workers)
+    yield Compared(f"{counted(n_announced, 'announced worker')}")
     for worker in reading.fleet.refused_workers:
         if worker.field != "block_size":
             yield Problem(
@@ -32,6 +34,7 @@ def refused(reading: Reading) -> Iterator[Outcome]:
 
 def answering(reading: Reading) -> Iterator[Outcome]:
     """Workers that do not answer, have a silent engine, leave, or are cordoned."""
+    yield Compared(reading.workers_compared)
     for worker in reading.fleet.workers:
         if not worker.alive:
             yield Problem(
@@ -81,6 +84,8 @@ def answering(reading: Reading) -> Iterator[Outcome]:
 
 def circuits(reading: Reading) -> Iterator[Outcome]:
     """Workers, and pairs of workers, that are passed over because requests failed there."""
+    failures = reading.counts.total("kvrouter_worker_failures_total")
+    yield Compared(f"{reading.workers_compared}, {counted(failures, 'failed leg')} {reading.period}")
     for worker in reading.fleet.workers:
         if worker.circuit != "closed":
             yield Problem(
@@ -105,6 +110,8 @@ def circuits(reading: Reading) -> Iterator[Outcome]:
 
 def capacity(reading: Reading) -> Iterator[Outcome]:
     """Workers without a known number of KV blocks, and contexts that differ."""
+    n_ranks = sum(len(worker.ranks) for worker in reading.fleet.workers)
+    yield Compared(f"{counted(n_ranks, 'rank')} of {reading.workers_compared}")
     for worker in reading.fleet.workers:
         if any(rank.total_blocks is None for rank in worker.ranks):
             yield Problem(
@@ -142,6 +149,9 @@ def _contexts(model: Model, workers: list[Worker]) -> Iterator[Outcome]:
 
 def roles(reading: Reading) -> Iterator[Outcome]:
     """Models with requests that no worker takes, or a leg that no worker takes; a router without models."""
+    n_able = sum(worker.takes_requests for worker in reading.fleet.workers)
+    n_models = counted(len(reading.fleet.models), "model")
+    yield Compared(f"{n_able} of {reading.workers_compared} of {n_models} take requests")
     if not reading.fleet.models and not reading.fleet.refused_workers:
         yield Problem(
             Severity.CRITICAL,
