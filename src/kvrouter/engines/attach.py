@@ -48,6 +48,8 @@ class AttachSpec:
     publishes_kv_events: bool = True
     api_key: str | None = field(default=None, repr=False)
     runtime_config: ModelRuntimeConfig = field(default_factory=ModelRuntimeConfig)
+    component: str | None = None
+    """The component of its worker; None for that of its role."""
     enable_local_indexer: bool = False
     is_standby: bool = False
     pod: str = ""

@@ -28,6 +28,7 @@ from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, L
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
+from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.library.inputs import (
     AnswerPieces,
     answers_of,
@@ -66,6 +67,9 @@ class Runtime:
 
     cordons: CordonStore | None = None
     """The store of the cordons that a :class:`KvRouter` of this runtime obeys; None: a store in memory."""
+
+    links: LinkTable | None = None
+    """The links between workers, as a fleet file has them."""
 
     @classmethod
     @asynccontextmanager
@@ -273,12 +277,12 @@ def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRe
 
 
 @asynccontextmanager
-async def mock_fleet(path: Path | None = None) -> AsyncIterator[Runtime]:
+async def mock_fleet(path: str | os.PathLike[str] | None = None) -> AsyncIterator[Runtime]:
     """Run the fleet of a fleet file (by default two zones, 1 prefill and 2 decode workers each).
 
     Raises ConfigError with a line for each mistake in the file, such as an engine that is not a mock engine.
     """
-    document = default_fleet_document() if path is None else read_document(path)
+    document = default_fleet_document() if path is None else read_document(Path(path))
     described = load_fleet(document).fleet
     for position, group in enumerate(described.workers):
         if not isinstance(group.engine, MockEngineSpec):

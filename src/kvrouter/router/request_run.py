@@ -351,6 +351,7 @@ class RequestRun:
         driver, attempt, now_s = self.driver, self.driver.current_attempt, time.monotonic()
         if self._times.first_token_s is None:
             self._times.first_token_s = now_s
+            self._model.note_ttft(attempt.placement.decision.request_id, now_s - self._times.begun_s)
         if self._first_attempt is None:
             self._first_attempt = attempt
         if not attempt.prefill_runs_in_parallel:

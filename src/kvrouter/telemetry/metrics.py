@@ -453,6 +453,17 @@ class Telemetry(MetricsPage):
         "version",
         "zone",
     )
+    worker_kv_transfer = gauge(
+        "kvrouter_worker_kv_transfer_info",
+        "1 for a worker that published its place or a policy of KV transfers, with both: every domain with "
+        "its value, the domain that its transfers keep to, how strictly, and the weight of a preference. A "
+        "label is empty where the worker published none.",
+        "worker",
+        "topology_domains",
+        "kv_transfer_domain",
+        "kv_transfer_enforcement",
+        "kv_transfer_preferred_weight",
+    )
     worker_requests = counter(
         "kvrouter_worker_requests",
         "Legs of requests that a worker was picked for: prefill, decode, or aggregated for a whole one. "

@@ -123,7 +123,7 @@ class SimFleet:
         self.file = file
         self.block_size = model.mock_block_size
         self.fabric = Fabric(mock_links(file), leaps=True)
-        self.fleet = Fleet(ModelName(model.name), self.block_size)
+        self.fleet = Fleet(ModelName(model.mock_name), self.block_size)
         self.loads = SlotLoads()
         if rule is not None:
             rule.gateway = self.loads
