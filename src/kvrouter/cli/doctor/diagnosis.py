@@ -200,7 +200,8 @@ async def _accepting(router: RouterClient) -> Accepting:
     try:
         await asyncio.to_thread(router.accepting)
     except AskFailed as error:
-        return Accepting(router.url, is_asked=error.status in (200, 503), why_not=error.message)
+        why = error.message.removeprefix(f"{router.url}: ")
+        return Accepting(router.url, is_asked=error.status == 503, why_not=why)
     return Accepting(router.url)
 
 

@@ -36,7 +36,6 @@ COUNTERS = (
 """The counts that are read of a router's metrics; with two readings, what came between them."""
 
 GAUGES = (
-    "kvrouter_engines_awaited",
     "kvrouter_worker_prompt_tokens_total",
     "kvrouter_worker_requests_total",
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet_schema import Model, Worker
+from kvrouter.api.fleet_schema import ExpectedState, Model, Worker
 from kvrouter.cli.doctor.findings import Check, Compared, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
 from kvrouter.core.workers import Role
@@ -30,6 +30,51 @@ def refused(reading: Reading) -> Iterator[Outcome]:
                 f"correct {worker.field or 'what the message names'} in what starts it, and restart it; the "
                 "router's log has the event worker_refused",
             )
+
+
+def expected_engines(reading: Reading) -> Iterator[Outcome]:
+    """Engines that were named and have no worker, or whose address is wrong."""
+    engines = reading.fleet.expected_engines
+    if engines is None:
+        yield NotMade(reading.url, "this router is too old to list the engines that it waits for")
+        return
+    joined = sum(engine.state == ExpectedState.JOINED for engine in engines)
+    yield Compared(f"{joined} of {counted(len(engines), 'expected engine')} joined")
+    for engine in engines:
+        if not engine.has_problem:
+            continue
+        where = f" ({engine.written_at})" if engine.written_at else ""
+        severity, seen, why, remedy = _EXPECTED.get(engine.state, _EXPECTED[ExpectedState.AWAITED])
+        yield Problem(
+            severity,
+            f"{engine.engine_url or 'the engine'}{where}",
+            f"{seen}: {engine.reason or 'no reason is known'}",
+            why,
+            remedy,
+        )
+
+
+_EXPECTED: dict[str, tuple[Severity, str, str, str]] = {
+    ExpectedState.AWAITED: (
+        Severity.WARNING,
+        "it has no worker yet",
+        "it gets no requests",
+        "start the engine, or correct its URL; it joins by itself once it answers",
+    ),
+    ExpectedState.REFUSED: (
+        Severity.CRITICAL,
+        "it answers, and is refused",
+        "it gets no requests, and is idle",
+        "correct what the reason names, in the fleet file or in what starts the engine",
+    ),
+    ExpectedState.JOINED: (
+        Severity.WARNING,
+        "it has a worker, and its URL is wrong",
+        "what the router knows of one engine is taken for another's: load, KV events and cached blocks mix",
+        "name each engine by its own address (its pod or host), and not by that of a service before several",
+    ),
+}
+"""Of each state of an engine with a problem: how bad it is, what was seen, why it matters, and the remedy."""
 
 
 def answering(reading: Reading) -> Iterator[Outcome]:
@@ -192,15 +237,6 @@ def roles(reading: Reading) -> Iterator[Outcome]:
                 "start prefill workers, or let these have the role both",
             )
     yield from _not_served(reading)
-    awaited = reading.gauges.total("kvrouter_engines_awaited")
-    if awaited:
-        yield Problem(
-            Severity.WARNING,
-            "engines of the fleet file",
-            f"no worker yet for {counted(awaited, 'engine')}",
-            "they get no requests",
-            "GET /ready names each of them and why; start the engine, or correct its line in the fleet file",
-        )
 
 
 def _not_served(reading: Reading) -> Iterator[Outcome]:
@@ -218,6 +254,7 @@ def _not_served(reading: Reading) -> Iterator[Outcome]:
 
 CHECKS = (
     Check("refused-workers", "every worker that is announced can be routed to", refused),
+    Check("expected-engines", "every engine that was named has a worker", expected_engines),
     Check("answering", "every worker and its engine answer", answering),
     Check("circuits", "no worker and no pair is passed over", circuits),
     Check("capacity", "every worker says what it can hold", capacity),
