@@ -121,8 +121,8 @@ workers: [{{name: a, engine: {{kind: vllm, url: "http://10.0.0.7:8000"}}}}]
 `examples/fleet-engines.yaml` has two zones of prefill and decode engines. Roles, domains, taints and the
 transfer policy mean what they mean for every worker.
 
-- **What an engine can be asked is asked**: the model's name where the file has none, block size, context length, ranks, capacity, event sources. What
-  the file says of these is checked.
+- **What an engine can be asked is asked**: the model's name where the file has none, block size, context
+  length, ranks, capacity, event sources. What the file says of these is checked.
 - **An engine that contradicts the file** ends the start with exit code 2 and a line that names the engine,
   the field and the fix: `workers[0].engine.url: http://10.0.0.7:8000: models[0].block_size: the engine's
   blocks have 16 tokens, not 32: …`. One that answers only later is left out, reported in the log
