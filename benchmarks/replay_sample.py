@@ -91,7 +91,7 @@ def run_mode(
         log_file=fleet_file.with_name(f"{mode}.log"),
     ) as process:
         before = handoffs(fetch(f"{process.base_url}/metrics").decode())
-        target = Target(base_url=process.base_url, model=fleet.models[0].name, speedup=fleet.speedup)
+        target = Target(base_url=process.base_url, model=fleet.models[0].mock_name, speedup=fleet.speedup)
         start_s = time.perf_counter()
         answers = asyncio.run(replay(target, conversations, on_answer=on_answer))
         duration_s = time.perf_counter() - start_s

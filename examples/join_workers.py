@@ -34,7 +34,7 @@ async def main() -> None:
 
 async def send(directory: Path) -> None:
     """Be a router of these workers, as ``kvrouter frontend --discovery file`` would be."""
-    planes = PlaneSettings.model_validate({"discovery": "file", "discovery_dir": str(directory)})
+    planes = PlaneSettings.model_validate({"discovery": "file", "discovery_dir": directory})
     async with Runtime.connect(Settings(planes=planes)) as runtime:
         endpoint = runtime.namespace("default").component("backend").endpoint("generate")
         client = await endpoint.client()

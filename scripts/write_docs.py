@@ -69,9 +69,9 @@ kvrouter fleet init                       # writes fleet.yaml, with comments: fo
 kvrouter fleet init --zone a --zone b     # prefill and decode workers in two zones, which KV does not leave
 kvrouter fleet init --engine vllm --model my-model --url prefill@a=http://10.0.1.1:8000 \\
   --url decode@a=http://10.0.1.2:8000     # engines that run already
-kvrouter fleet show fleet.yaml            # what it means after defaults, as tables
+kvrouter fleet show                       # what fleet.yaml means after defaults, as tables; or name a file
 kvrouter fleet show --url http://127.0.0.1:8000   # the workers that a running router has
-kvrouter fleet check --strict --connect fleet.yaml
+kvrouter fleet check --strict --connect   # fleet.yaml too, or the file that is named
 ```
 
 `init` replaces a file only with `--force`. `check` validates the file, its settings and the topology
@@ -123,10 +123,12 @@ transfer policy mean what they mean for every worker.
 - **An engine that contradicts the file** ends the start with exit code 2 and a line that names the engine,
   the field and the fix: `workers[0].engine.url: http://10.0.0.7:8000: models[0].block_size: the engine's
   blocks have 16 tokens, not 32: …`. One that answers only later is left out, reported in the log
-  (`worker_refused`), and asked again every ten seconds: it may be restarted as it should be.
+  (`worker_refused`) and on [`/ready`](http-api.md#expected-engines), and asked again every ten seconds: it
+  may be restarted as it should be.
 - **An engine that is not up yet** holds nobody up: HTTP is served, `/ready` names the engines that are
-  awaited, and each joins once it answers. One that comes back as another one, with other ranks or a longer
-  context, gets another worker; one that then contradicts the file has none, and is logged as such.
+  awaited, with their URLs and why, and each joins once it answers. One that comes back as another one, with
+  other ranks or a longer context, gets another worker; one that then contradicts the file has none, and is
+  logged as such.
 - **A key** that engines ask for is read from `KVROUTER_ENGINE_API_KEY`, and from nowhere else.
 - Groups of several kinds may share a file, and a model too where all its engines have blocks of one size. A
   model's prefill and decode engines must be of one kind: KV goes between engines that understand each other.

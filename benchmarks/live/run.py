@@ -90,7 +90,7 @@ class Prepared:
             longest_request(self.rows)[1], simulation_of(self.rows, self.fleet, speedup=of.speedup).fleet
         )
         self.requests: Sequence[Planned] = plan(
-            self.rows, model=self.fleet.models[0].name, speedup=of.speedup
+            self.rows, model=self.fleet.models[0].mock_name, speedup=of.speedup
         )
 
     @property

@@ -21,7 +21,19 @@ UNSHOWN = ("date",)
 """Headers that say the time."""
 
 NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?"
-TIMES = ("time_s", "decided_at", "created", "stale_s", "silent_s", "clock_ahead_s")
+TIMES = (
+    "time_s",
+    "decided_at",
+    "created",
+    "stale_s",
+    "silent_s",
+    "clock_ahead_s",
+    "since_s",
+    "window_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "ttft_ms",
+)
 """What differs from run to run in every scene: numbers by the names of their fields."""
 
 

@@ -54,6 +54,11 @@ class Metrics:
         found = self._samples.get(f"kvrouter_{metric}", [])
         return sum(value for carried, value in found if labels.items() <= carried.items())
 
+    def bounds(self, histogram: str) -> list[str]:
+        """The upper bounds of a histogram's buckets, in order."""
+        labels = (carried["le"] for carried, _ in self._samples.get(f"kvrouter_{histogram}_bucket", ()))
+        return sorted(set(labels), key=float)
+
 
 @dataclass(frozen=True, slots=True)
 class MockServer:

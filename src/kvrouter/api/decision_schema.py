@@ -134,7 +134,8 @@ class Decisions(Struct, frozen=True, kw_only=True):
 
 class LastDecision(Struct, frozen=True, kw_only=True):
     """The last decision of a request: an :class:`Attempt` without candidates; ``has_table`` says whether
-    they are kept.
+    they are kept. ``expected_cached_tokens`` is None where the router does not know the prompt,
+    ``cached_tokens``, which the engine counts, and ``ttft_ms``, which is measured, before they are known.
     """
 
     request_id: str
@@ -150,6 +151,10 @@ class LastDecision(Struct, frozen=True, kw_only=True):
     fallback_used: bool
     cross_domain: bool
     last_resort: bool = False
+    isl_tokens: int = 0
+    expected_cached_tokens: int | None = None
+    cached_tokens: int | None = None
+    ttft_ms: float | None = None
     has_table: bool = False
 
 

@@ -1,12 +1,16 @@
 """Errors in OpenAI's form."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kvrouter.api.fleet_schema import ExpectedEngine
+
 
 class ApiError(Struct, frozen=True, kw_only=True):
-    """An error; ``param`` is the field at fault. A refusal adds its role, its domain and its counts."""
+    """An error; ``param`` is the field at fault. A refusal adds its role, its domain and its counts;
+    ``GET /ready`` the engines that have no worker or a wrong URL.
+    """
 
     message: str
     type: str = ""
@@ -15,6 +19,7 @@ class ApiError(Struct, frozen=True, kw_only=True):
     refusals: Mapping[str, int] | UnsetType = UNSET
     role: str | UnsetType | None = UNSET
     domain: str | UnsetType | None = UNSET
+    engine_problems: Sequence[ExpectedEngine] | UnsetType = UNSET
 
 
 class ErrorBody(Struct, frozen=True):

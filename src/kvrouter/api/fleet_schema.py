@@ -1,6 +1,7 @@
 """Answers of ``GET /v1/fleet``, ``/v1/flows`` and ``/v1/refusals``: a router's view of workers and models."""
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -103,6 +104,42 @@ class UnrenderedChats(Struct, frozen=True, kw_only=True):
     detail: str
 
 
+class CacheHits(Struct, frozen=True, kw_only=True):
+    """Prompt tokens of some requests, and how many of them were cached, by one count."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class ServedRequests(Struct, frozen=True, kw_only=True):
+    """Calls that ended in the last ``window_s`` seconds. Prompt tokens and times are of the ``first_tokens``
+    calls whose first token came; ``predicted`` hits are the router's, where it knows the prompt, ``reported``
+    ones the engines', where they count them. Times are None without a first token, and since the start.
+    """
+
+    window_s: float
+    requests: int
+    errors: int
+    first_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    predicted: CacheHits
+    reported: CacheHits
+
+
+class RequestStats(Struct, frozen=True, kw_only=True):
+    """The calls that ended in the last minute, in the last five, and since the router began. At most the last
+    4,096 calls are in the first two, whose ``window_s`` says how far they reach.
+    """
+
+    last_minute: ServedRequests
+    last_5_minutes: ServedRequests
+    since_start: ServedRequests
+
+
 class Model(Struct, frozen=True, kw_only=True):
     """A model that workers registered. ``routing_reason`` says why its calls are routed by load alone; None
     when they are not.
@@ -126,6 +163,7 @@ class Model(Struct, frozen=True, kw_only=True):
     index: Index | None = None
     prompt_shapes: Sequence[PromptShape] = ()
     unrendered_chats: Sequence[UnrenderedChats] = ()
+    request_stats: RequestStats | None = None
     kv_transfer_default: Policy | None = None
     active_decode_blocks_threshold: float | None = None
     active_prefill_tokens_threshold: int | None = None
@@ -301,6 +339,48 @@ class RefusedWorker(Struct, frozen=True, kw_only=True):
         return f"worker {self.worker_id} ({self.role}, {where})"
 
 
+class ExpectedState(StrEnum):
+    """Whether an expected engine has a worker. ``awaited``: it did not answer yet; ``refused``: it answered,
+    and contradicts what is asked for; ``joined``: it has a worker.
+    """
+
+    AWAITED = "awaited"
+    REFUSED = "refused"
+    JOINED = "joined"
+
+
+ExpectedStateName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in ExpectedState]})]
+
+
+class ExpectedEngine(Struct, frozen=True, kw_only=True):
+    """An engine that this process is to attach. ``written_at`` is where it is named, as
+    ``workers[0].engine.url``; ``reason`` is why it has no worker, in the words of the log, or what is wrong
+    with its URL; ``since_s`` is when the state began, in seconds since 1970. Unknown values are None.
+    """
+
+    written_at: str = ""
+    engine_url: str | None = None
+    worker_id: int | None = None
+    kind: str | None = None
+    role: RoleName | None = None
+    model: str | None = None
+    pod: str | None = None
+    state: ExpectedStateName
+    reason: str | None = None
+    since_s: float | None = None
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether the engine has no worker, or something is wrong with its URL."""
+        return self.state != ExpectedState.JOINED or self.reason is not None
+
+    def __str__(self) -> str:
+        """Where the engine is named, its URL, its state and the reason."""
+        of = f" of {self.written_at}" if self.written_at else ""
+        at = f" at {self.engine_url}" if self.engine_url else ""
+        return f"the engine{of}{at} is {self.state}: {self.reason or 'no reason is known'}"
+
+
 class Fleet(Struct, frozen=True, kw_only=True):
     """``GET /v1/fleet``. Fields that older routers omit are None."""
 
@@ -309,11 +389,13 @@ class Fleet(Struct, frozen=True, kw_only=True):
     discovery: Discovery = Discovery()
     draining: bool = False
     running_requests: int = 0
+    request_stats: RequestStats | None = None
     recording: str | None = None
     replicas: Replicas | None = None
     models: Sequence[Model]
     workers: Sequence[Worker]
     refused_workers: Sequence[RefusedWorker] | None = None
+    expected_engines: Sequence[ExpectedEngine] | None = None
 
     def workers_of(self, model: Model) -> list[Worker]:
         """The workers of one model."""

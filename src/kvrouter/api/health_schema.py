@@ -6,6 +6,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvrouter.api.cordon_schema import Name
+from kvrouter.api.fleet_schema import ExpectedEngine
 
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -18,10 +19,13 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    """``GET /ready`` and ``/accepting``; ``awaited`` has a line for each engine not registered yet."""
+    """``GET /ready`` and ``/accepting``; ``awaited`` has a line for each engine without a worker, and
+    ``engine_problems`` a record for each, and for each whose URL is wrong.
+    """
 
     status: str
     awaited: Sequence[str] = ()
+    engine_problems: Sequence[ExpectedEngine] = ()
 
 
 class ServerLoad(Struct, frozen=True):

@@ -35,23 +35,26 @@ def tokenizer_sources(fleet: FleetFile) -> dict[ModelName, str]:
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
         source = fleet.stated_tokenizer(model) if is_attached else None
+        name = fleet.stated_name(model)
         if source is not None:
             with _naming(position):
-                sources[ModelName(model.name)] = checked_source(source)
+                checked = checked_source(source)
+            if name is not None:  # else the cards name it
+                sources[ModelName(name)] = checked
     return sources
 
 
 def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]:
     """Load tokenizer and chat template of each model of mock engines. Raises ConfigError without them."""
-    served = {fleet.model_of(group).name for _, group in mock_workers(fleet)}
+    served = {fleet.model_of(group).mock_name for _, group in mock_workers(fleet)}
     return {
-        ModelName(model.name): TextModel.load(
+        ModelName(model.mock_name): TextModel.load(
             _folder_of(model.mock_tokenizer, position),
             context_length_tokens=model.mock_context_length,
             pool=pool,
         )
         for position, model in enumerate(fleet.models)
-        if model.name in served
+        if model.mock_name in served
     }
 
 
@@ -122,7 +125,8 @@ def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
         except (KvrouterError, OSError, ValueError) as error:
             why = str(error)
         if why is not None:
-            yield f"models[{position}].tokenizer: {why}: calls of {model.name!r} are routed by load alone"
+            name = fleet.shown_name(model)
+            yield f"models[{position}].tokenizer: {why}: calls of {name!r} are routed by load alone"
 
 
 def _read_text(model: ModelSpec, source: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:

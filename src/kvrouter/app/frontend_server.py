@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from socket import socket
 from typing import TYPE_CHECKING
 
+from kvrouter.api.fleet_schema import ExpectedState
 from kvrouter.app.lifetime import descriptors_for, explained
 from kvrouter.frontend.engine_tokens import ModelTexts
+from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.http_app import FrontendApp, HttpApp
-from kvrouter.frontend.public_pages import AwaitedEngines, no_awaited_engines
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings
 from kvrouter.telemetry import Telemetry
@@ -54,21 +55,26 @@ async def open_frontend(
     settings: FrontendSettings,
     telemetry: Telemetry,
     sockets: list[socket],
-    awaited: AwaitedEngines = no_awaited_engines,
+    expected: ExpectedEngines = no_expected_engines,
     tracing: "RequestTracing | None" = None,
 ) -> AsyncIterator[ServingApp]:
-    """Start the router and serve it on ``sockets``, which are bound already. ``awaited`` returns the engines
-    without a worker; ``tracing`` begins the spans of requests. Raises CannotListen.
+    """Start the router and serve it on ``sockets``, which are bound already. ``expected`` returns the engines
+    that this process is to attach; ``tracing`` begins the spans of requests. Raises CannotListen.
     """
     app = FrontendApp(
         service,
         texts,
         settings=settings,
         telemetry=telemetry,
-        awaited=awaited,
+        expected=expected,
         tracing=tracing,
     )
-    end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
+
+    def count_awaited() -> None:
+        missing = sum(engine.state != ExpectedState.JOINED for engine in expected())
+        telemetry.engines_awaited.set(missing)
+
+    end = telemetry.before_scrape(count_awaited)
     try:
         async with serving(service, app, settings=settings, sockets=sockets) as server:
             yield ServingApp(service, server, telemetry)

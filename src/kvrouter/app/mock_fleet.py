@@ -133,7 +133,7 @@ class MockFleet:
         bootstrap = Peer(f"mock-{worker_id}", BOOTSTRAP_PORT) if bootstraps(group) else None
         incarnation = new_incarnation()
         config = text_mock_config(
-            self.fleet, group, worker_id, self.texts[ModelName(model.name)], bootstrap=bootstrap
+            self.fleet, group, worker_id, self.texts[ModelName(model.mock_name)], bootstrap=bootstrap
         )
         engine = self._engines[worker_id] = self.cluster.add(config, worker_id=worker_id, domains=domains)
         return Worker(

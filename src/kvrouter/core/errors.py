@@ -76,6 +76,12 @@ class KvrouterError(Exception):
         self.param = param
         self.answer = answer
 
+    def add(self, detail: str, *, param: str | None) -> None:
+        """Add a detail to the message; ``param`` becomes the field if none is named yet."""
+        self.message = f"{self.message}; {detail}"
+        self.args = (self.message,)
+        self.param = self.param or param
+
     @property
     def http_status(self) -> int:
         """The HTTP status that a client gets: the engine's own, except for an error inside a stream."""

@@ -114,7 +114,8 @@ class HttpClient:
 _ADDRESS = "is the address right, and does a firewall let it through?"
 
 _PLAIN_WORDS: Mapping[int, str] = {
-    errno.ECONNREFUSED: "nothing listens at its host and port: is it running, and is the URL right?",
+    errno.ECONNREFUSED: "connection refused, nothing listens at its host and port: is it running, and is the "
+    "URL right?",
     errno.ECONNRESET: "it closed the connection",
     errno.EPIPE: "it closed the connection",
     errno.ECONNABORTED: "it closed the connection",

@@ -30,8 +30,6 @@ KUBERNETES_LABELS: Mapping[str, str] = {
 """Labels that a pod gets from its node by Kubernetes itself, by the domain; the broadest first."""
 
 PORTS = range(1, 2**16)
-_UNNAMED = "asked"
-"""Stands for the model's name where the engine is asked for it."""
 
 
 def _text(text: str) -> object:
@@ -87,12 +85,11 @@ PLACES: Mapping[str, str] = {
 class PodEngine(NamedTuple):
     """An engine as its pod describes it.
 
-    ``fleet`` is a fleet file of this one engine, with a placeholder for a ``model`` that is None. ``start``
-    differs between two starts of the engine's container; empty if the container is unknown.
+    ``fleet`` is a fleet file of this one engine. ``start`` differs between two starts of the engine's
+    container; empty if the container is unknown.
     """
 
     fleet: FleetFile
-    model: str | None
     url: str
     start: str
 
@@ -147,7 +144,7 @@ def engine_of(
     places: dict[Path, str] = {(*_ENGINE, "url"): f"annotation {PORT_ANNOTATION}"}
     content: dict[str, object] = {
         "version": 1,
-        "models": [{"name": _UNNAMED}],
+        "models": [{}],
         "workers": [{"name": "engine", "engine": {"kind": kind, "url": url}}],
     }
     for name, annotation in ANNOTATIONS.items():
@@ -166,8 +163,7 @@ def engine_of(
     fleet = _checked(content, places)
     if policy is not None and policy.domain not in domains:
         raise ConfigError(_unplaced(policy.domain), param=policy.domain)
-    model = fleet.models[0].name if f"{PREFIX}model" in pod.annotations else None
-    return PodEngine(fleet, model, url, pod.starts.get(port.container, ""))
+    return PodEngine(fleet, url, pod.starts.get(port.container, ""))
 
 
 def _checked(content: Mapping[str, object], places: Mapping[Path, str]) -> FleetFile:

@@ -168,7 +168,7 @@ def pair_problems(fleet: FleetFile) -> Iterator[Problem]:
             if group.engine.kind != prefill.engine.kind:
                 must = (
                     f"must be {prefill.engine.kind!r}, not {group.engine.kind!r}: {prefill.name!r} prefills "
-                    f"for {model.name!r}, and KV goes between engines of one kind"
+                    f"for {fleet.shown_name(model)!r}, and KV goes between engines of one kind"
                 )
                 yield Problem(("workers", fleet.workers.index(group), "engine", "kind"), must)
 
@@ -181,7 +181,7 @@ def engine_warnings(fleet: FleetFile) -> Iterator[str]:
         kinds = {group.engine.kind for group in fleet.groups_of(model)}
         if "mock" in kinds and len(kinds) > 1:
             yield (
-                f"model {model.name!r} has mock engines and others: its calls reach nobody as they were "
+                f"model {model.mock_name!r} has mock engines and others: its calls reach nobody as they were "
                 "written, and tools, grammars and log probabilities are refused"
             )
 
@@ -193,10 +193,10 @@ def _group_warnings(fleet: FleetFile, group: WorkerGroup) -> Iterator[str]:
         if room_tokens < model.mock_context_length:
             yield (
                 f"group {group.name!r} has room for {room_tokens} tokens, "
-                f"less than the context length of {model.name!r} ({model.mock_context_length})"
+                f"less than the context length of {model.mock_name!r} ({model.mock_context_length})"
             )
     if not engine.kv_events and fleet.router.kv_events:
-        yield f"group {group.name!r} publishes no KV events: the router takes its caches for empty"
+        yield f"group {group.name!r} publishes no KV events: the router predicts its caches from decisions"
 
 
 RANKS_MAX = 65_536
@@ -318,16 +318,21 @@ def _with_warnings(fleet: FleetFile) -> LoadedFleet:
 
 
 def _repeated_names(fleet: FleetFile) -> Iterator[Problem]:
-    yield from _repeated("models", [model.name for model in fleet.models])
+    yield from _repeated("models", [model.name for model in fleet.models if model.name is not None])
     yield from _repeated("workers", [group.name for group in fleet.workers])
 
 
 def _model_problems(fleet: FleetFile) -> Iterator[Problem]:
-    names = [model.name for model in fleet.models]
+    names = [model.name for model in fleet.models if model.name is not None]
+    if len(fleet.models) > 1:
+        for position, model in enumerate(fleet.models):
+            if model.name is None:
+                must = f"is required: the file has {len(fleet.models)} models"
+                yield Problem(("models", position, "name"), must)
     for position, group in enumerate(fleet.workers):
         path = ("workers", position, "model")
-        if group.model is None and len(names) > 1:
-            yield Problem(path, f"is required: the file has {len(names)} models")
+        if group.model is None and len(fleet.models) > 1:
+            yield Problem(path, f"is required: the file has {len(fleet.models)} models")
         elif group.model is not None and group.model not in names:
             yield Problem(
                 path, f"must be a model of this file, not {group.model!r}{did_you_mean(group.model, names)}"
@@ -420,7 +425,10 @@ def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
     for position, model in enumerate(fleet.models):
         roles = {group.role for group in fleet.groups_of(model)}
         if not roles & {Role.DECODE, Role.BOTH}:
-            yield Problem(("models", position), f"no worker decodes {model.name!r}: add role decode or both")
+            yield Problem(
+                ("models", position),
+                f"no worker decodes {fleet.shown_name(model)!r}: add role decode or both",
+            )
 
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
@@ -441,11 +449,11 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
             yield from unbound_blocks(router, link_table(fleet)) if has_links else ()
         return
     for model in fleet.models:
-        groups = fleet.groups_of(model)
+        groups, name = fleet.groups_of(model), fleet.shown_name(model)
         if all(group.role is not Role.PREFILL for group in groups):
-            yield f"{source} has no effect on model {model.name!r}: no worker of it has role prefill"
+            yield f"{source} has no effect on model {name!r}: no worker of it has role prefill"
         elif is_required and not any(group.topology_env for group in groups):
-            yield from _domain_warnings(groups, model.name, domain)
+            yield from _domain_warnings(groups, name, domain)
 
 
 def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> Iterator[str]:

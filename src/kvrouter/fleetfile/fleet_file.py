@@ -62,6 +62,9 @@ DomainName = Annotated[str, MaxLen(63), AfterValidator(_check_domain_name)]
 DomainValue = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=189)]
 TaintText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=253)]
 
+ENGINES_OWN = "the engines' own model"
+"""Stands for the name of a model that the engines are asked for."""
+
 REPLICAS_MAX = 1024
 """How many workers one group may have."""
 
@@ -69,8 +72,10 @@ REPLICAS_MAX = 1024
 class ModelSpec(FleetPart):
     """A model that the fleet serves."""
 
-    name: ModelText
-    """What clients put into ``model``, and the name under which engines that run already serve it."""
+    name: ModelText | None = None
+    """What clients put into ``model``, and the name under which engines that run already serve it. Unset:
+    ``mock`` for mock engines, and the first name of each engine that runs already, which is asked; required
+    where the file has several models."""
 
     tokenizer: Annotated[str, MinLen(1)] | None = None
     """``mock``, a folder with ``tokenizer.json`` and ``tokenizer_config.json``, or a Hugging Face repository,
@@ -86,6 +91,11 @@ class ModelSpec(FleetPart):
     context_length: Annotated[Whole, Interval(ge=1, le=16_777_216)] | None = None
     """Tokens of prompt and answer together; a longer prompt is refused. Unset: 32,768 for mock engines, and
     what engines that run already say; here it may be less."""
+
+    @property
+    def mock_name(self) -> str:
+        """Its name with mock engines."""
+        return self.name or MOCK
 
     @property
     def mock_block_size(self) -> int:
@@ -276,6 +286,14 @@ class FleetFile(FleetPart):
     def has_mocks(self, model: ModelSpec) -> bool:
         """Whether mock engines serve ``model``: their defaults then apply to it."""
         return any(isinstance(group.engine, MockEngineSpec) for group in self.groups_of(model))
+
+    def stated_name(self, model: ModelSpec) -> str | None:
+        """Return the name of ``model``; None if its engines are asked."""
+        return model.mock_name if self.has_mocks(model) else model.name
+
+    def shown_name(self, model: ModelSpec) -> str:
+        """Return the name of ``model`` for people."""
+        return self.stated_name(model) or ENGINES_OWN
 
     def stated_tokenizer(self, model: ModelSpec) -> str | None:
         """Return the tokenizer of ``model`` in the file; None if its engines are asked."""

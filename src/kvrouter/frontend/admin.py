@@ -19,7 +19,12 @@ from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.frontend.cordon_routes import CordonRoutes
 from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
-from kvrouter.frontend.fleet_state import fleet_state, flows_state
+from kvrouter.frontend.fleet_state import (
+    ExpectedEngines,
+    fleet_state,
+    flows_state,
+    no_expected_engines,
+)
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import NvextReader, parse_either
@@ -35,6 +40,7 @@ from kvrouter.frontend.page_route import (
     json_page,
 )
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
+from kvrouter.frontend.request_stats import RequestStatistics
 from kvrouter.frontend.response_writer import RequestIds
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.router.model_router import ModelRouter
@@ -56,7 +62,9 @@ def _busy(scanned: ScannedBody) -> BusyBody:
 
 
 class AdminRoutes:
-    """The routes that require the admin token, if one is set."""
+    """The routes that require the admin token, if one is set. ``stats`` are those of the calls that this
+    process serves; None where it only decides.
+    """
 
     def __init__(
         self,
@@ -66,8 +74,12 @@ class AdminRoutes:
         instrumentation: FrontendInstrumentation,
         *,
         settings: FrontendSettings,
+        expected: ExpectedEngines = no_expected_engines,
+        stats: RequestStatistics | None = None,
     ) -> None:
         self._service = service
+        self._expected = expected
+        self._stats = stats
         self._preparer = preparer
         self._bodies = bodies
         self._instrumentation = instrumentation
@@ -141,7 +153,6 @@ class AdminRoutes:
         try:
             body = await self._bodies.scan(request.take_body())
             called = self._preparer.called_model(body)
-            request.model = called.name
             reader = self._preparer.nvext_reader(request.headers)
             generate_request = await self._generate_request(body, called, reader, request_id)
         finally:
@@ -194,7 +205,8 @@ class AdminRoutes:
 
     async def fleet(self, _: PageRequest) -> Page:
         """``GET /v1/fleet``: the router's view of every worker and model."""
-        return json_page(fleet_state(self._service, self._preparer.tokenizer))
+        state = fleet_state(self._service, self._preparer.tokenizer, self._expected, self._stats)
+        return json_page(state)
 
     async def flows(self, _: PageRequest) -> Page:
         """``GET /v1/flows``: the KV that this router handed over between domains."""

@@ -60,8 +60,17 @@ def latest_of(kept: KeptDecision) -> api.LastDecision:
     """Return the last decision of a request, without its candidates."""
     fields = structs.asdict(attempt_of(kept, lambda _: None))
     del fields["table"]
-    request_id = kept.decision.request_id
-    return api.LastDecision(request_id=request_id, model=kept.model, has_table=bool(kept.rows), **fields)
+    seen = kept.seen
+    return api.LastDecision(
+        request_id=kept.decision.request_id,
+        model=kept.model,
+        isl_tokens=kept.isl_tokens,
+        expected_cached_tokens=kept.overlap_tokens,
+        cached_tokens=seen.cached_tokens,
+        ttft_ms=None if seen.ttft_s is None else round(1e3 * seen.ttft_s, 3),
+        has_table=bool(kept.rows),
+        **fields,
+    )
 
 
 def _table(kept: KeptDecision, fleet_of: FleetOf) -> api.Legs | None:

@@ -1,11 +1,12 @@
 """The frontend's own errors, and the JSON form of every error."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from kvrouter.api.error_schema import ApiError, ErrorBody
+from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.core.errors import InvalidRequest, KvrouterError, NotFound, RoutingRefused, Unavailable
 from kvrouter.frontend import http
 
@@ -66,9 +67,16 @@ class UnknownHost(KvrouterError):
 
 
 class NotReady(Unavailable):
-    """No model has a worker, or a pair of workers, that can take a request."""
+    """No model has a worker, or a pair of workers, that can take a request.
+
+    ``engine_problems`` are the engines that have no worker or a wrong URL.
+    """
 
     code = "not_ready"
+
+    def __init__(self, message: str, engine_problems: Sequence[ExpectedEngine] = ()) -> None:
+        super().__init__(message)
+        self.engine_problems = engine_problems
 
 
 def refusal_counts(error: RoutingRefused) -> Mapping[str, int]:
@@ -81,6 +89,8 @@ def error_body(error: KvrouterError) -> bytes:
     api_error = ApiError(message=error.message, type=error.type, param=error.param, code=error.code)
     if isinstance(error, RoutingRefused):
         api_error = replace(api_error, refusals=refusal_counts(error), role=error.role, domain=error.domain)
+    if isinstance(error, NotReady) and error.engine_problems:
+        api_error = replace(api_error, engine_problems=error.engine_problems)
     return msgspec.json.encode(ErrorBody(api_error))
 
 

@@ -1,7 +1,7 @@
 """Reads the state of workers and models, for ``GET /v1/fleet`` and the gauges."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,6 +17,7 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.cordon_routes import cordoned
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
+from kvrouter.frontend.request_stats import RequestStatistics
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.kernel.fleet.columns import UNKNOWN, Columns
@@ -138,13 +139,31 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
-def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None) -> api.Fleet:
-    """Return every worker with its ranks, every model with its queue and index, and the running requests."""
+ExpectedEngines = Callable[[], Sequence[api.ExpectedEngine]]
+"""Returns the engines that this process is to attach, those that have workers too."""
+
+
+def no_expected_engines() -> Sequence[api.ExpectedEngine]:
+    """Return no engines: workers come from discovery, so none is expected."""
+    return ()
+
+
+def fleet_state(
+    service: RouterService,
+    tokenizer: PromptTokenizer | None = None,
+    expected: ExpectedEngines = no_expected_engines,
+    stats: RequestStatistics | None = None,
+) -> api.Fleet:
+    """Return every worker with its ranks, every model with its queue and index, the running requests, the
+    expected engines, and the statistics of requests that ended.
+    """
+    served = None if stats is None else stats.reading()
     models: list[api.Model] = []
     workers: list[api.Worker] = []
     for model in service.models():
         of_model = list(read_workers(model))
-        models.append(_model_state(model, workers=len(of_model), tokenizer=tokenizer))
+        requests = None if served is None else served.by_model.get(model.fleet.model)
+        models.append(_model_state(model, requests, workers=len(of_model), tokenizer=tokenizer))
         default = model.placer.settings.topology_default
         workers.extend(
             _worker_state(worker, default, lapsed=service.liveness.has_lapsed(worker.card.worker_id))
@@ -156,11 +175,13 @@ def fleet_state(service: RouterService, tokenizer: PromptTokenizer | None = None
         discovery=api.Discovery(reachable=service.store_lost is None, why=service.store_lost),
         draining=service.requests.is_draining,
         running_requests=service.requests.running,
+        request_stats=None if served is None else served.all_models,
         recording=_recording_state(service.requests.traffic),
         replicas=_replicas_state(service.sync),
         models=models,
         workers=workers,
         refused_workers=[_refused_state(refused) for refused in service.refused()],
+        expected_engines=expected(),
     )
 
 
@@ -194,7 +215,13 @@ def _refused_state(refused: RefusedCard) -> api.RefusedWorker:
     )
 
 
-def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer | None) -> api.Model:
+def _model_state(
+    model: ModelRouter,
+    requests: api.RequestStats | None,
+    *,
+    workers: int,
+    tokenizer: PromptTokenizer | None,
+) -> api.Model:
     why_by_load = None if tokenizer is None else tokenizer.why_by_load(model)
     settings, index = model.placer.settings, read_index(model)
     near = settings.near
@@ -232,6 +259,7 @@ def _model_state(model: ModelRouter, *, workers: int, tokenizer: PromptTokenizer
         kv_transfer_default=None if default is None else policy_state(default.policy),
         active_decode_blocks_threshold=settings.active_decode_blocks_threshold,
         active_prefill_tokens_threshold=settings.active_prefill_tokens_threshold,
+        request_stats=requests,
     )
 
 

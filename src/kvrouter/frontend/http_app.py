@@ -20,6 +20,7 @@ from kvrouter.frontend.errors import (
     error_headers,
     failure_body,
 )
+from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines
 from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.generate import GenerateRoutes, trace_of
 from kvrouter.frontend.http import (
@@ -40,9 +41,9 @@ from kvrouter.frontend.instrumentation import UNKNOWN_ROUTE, FrontendInstrumenta
 from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from kvrouter.frontend.openapi import DescriptionRoutes
 from kvrouter.frontend.origins import Cors, FleetGuard, page_headers
-from kvrouter.frontend.page_route import Page, PageRequest, PublicRoute, Route
+from kvrouter.frontend.page_route import AdminRoute, Page, PageRequest, PublicRoute, Route
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
-from kvrouter.frontend.public_pages import SETTLE_S, AwaitedEngines, Pages, no_awaited_engines
+from kvrouter.frontend.public_pages import SETTLE_S, Pages
 from kvrouter.frontend.response_writer import usable_request_id
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.router.router_service import RouterService
@@ -280,15 +281,19 @@ class HttpApp:
         try:
             page = await route.endpoint(page_request)
         except KvrouterError as error:
-            page = self._failed_page(error, page_request)
+            page = self._failed_page(error, route)
         except Exception:
-            page = self._failed_page(KvrouterError("the server failed to answer this request"), page_request)
+            failure = KvrouterError("the server failed to answer this request")
+            page = self._failed_page(failure, route)
             await responder.send(page.status, page.headers, page.body)
             raise
         await responder.send(page.status, page.headers, page.body)
 
-    def _failed_page(self, error: KvrouterError, page_request: PageRequest) -> Page:
-        self.instrumentation.failed(error, model=page_request.model)
+    def _failed_page(self, error: KvrouterError, route: Route) -> Page:
+        if isinstance(route, AdminRoute):
+            self.instrumentation.admin_failed(route.path, error)
+        else:
+            self.instrumentation.failed(error)
         return Page(error_body(error), error.status_hint, error_headers(error))
 
     async def _options(self, methods: set[str], request: Request, responder: Responder) -> None:
@@ -330,7 +335,7 @@ class FrontendApp(HttpApp):
         *,
         settings: FrontendSettings,
         telemetry: Telemetry,
-        awaited: AwaitedEngines = no_awaited_engines,
+        expected: ExpectedEngines = no_expected_engines,
         settle_s: float = SETTLE_S,
         tracing: "RequestTracing | None" = None,
     ) -> None:
@@ -340,7 +345,15 @@ class FrontendApp(HttpApp):
         generate = GenerateRoutes(
             service, preparer, bodies, instrumentation, tracing, keep_alive_s=settings.sse_keep_alive_s
         )
-        admin = AdminRoutes(service, preparer, bodies, instrumentation, settings=settings)
+        admin = AdminRoutes(
+            service,
+            preparer,
+            bodies,
+            instrumentation,
+            settings=settings,
+            expected=expected,
+            stats=instrumentation.stats,
+        )
         super().__init__(
             {
                 "/v1/chat/completions": generate.chat,
@@ -348,7 +361,7 @@ class FrontendApp(HttpApp):
                 **generate.passed(),
             },
             [
-                *Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(),
+                *Pages(service, preparer, telemetry, expected, settle_s=settle_s).routes(),
                 *admin.routes(),
                 *WebPage().routes(),
             ],

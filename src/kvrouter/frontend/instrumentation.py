@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute, TraceContext
 from kvrouter.frontend.http import HttpServer
+from kvrouter.frontend.request_stats import EndedCall, RequestStatistics
 from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import prefilling
 from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
@@ -39,6 +40,7 @@ class FrontendInstrumentation:
         self._telemetry = telemetry
         self._hints_logged: set[str] = set()
         self._by_engine_throttle = LogThrottle(again_after_s=inf)
+        self.stats = RequestStatistics()
         self.tokenized = telemetry.tokenization_duration.observe
         """Records one templating and tokenization: seconds, and the model."""
         self.http_events, self.http_connections = telemetry.http_events, telemetry.http_connections
@@ -59,6 +61,8 @@ class FrontendInstrumentation:
         error. ``generation`` is None when no engine was asked.
         """
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
+        if route in _CALL_ROUTES:
+            self.stats.ended(model, _ended_call(generation, is_error=code is not None))
         if self._telemetry.gen_ai is not None and generation is not None:
             operation = _OPERATIONS.get(route, route)
             _observe_gen_ai(self._telemetry.gen_ai, operation, generation, duration_s=duration_s, code=code)
@@ -82,6 +86,10 @@ class FrontendInstrumentation:
     def failed(self, error: KvrouterError, *, model: str | None = None) -> None:
         """One request was answered with this error, as a status or as the last event of its stream."""
         self._telemetry.errors.inc(model or UNKNOWN_MODEL, error.code)
+
+    def admin_failed(self, route: str, error: KvrouterError) -> None:
+        """An operator's call was answered with this error: it is no request of a client."""
+        self._telemetry.admin_errors.inc(route, error.code)
 
     def error_answered(self, code: str) -> None:
         """The HTTP server answered with an error without a handler."""
@@ -144,6 +152,23 @@ class FrontendInstrumentation:
         """Read the server's held bytes before each scrape; return a function that ends that."""
         held = self._telemetry.http_upload_bytes
         return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
+
+
+_CALL_ROUTES = frozenset(route.value for route in CallRoute)
+
+
+def _ended_call(generation: Generation | None, *, is_error: bool) -> EndedCall:
+    if generation is None:
+        return EndedCall(is_error)
+    times, usage = generation.times, generation.usage
+    return EndedCall(
+        is_error,
+        ttft_s=None if times.first_token_s is None else times.first_token_s - times.begun_s,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        predicted_tokens=generation.expected_cached_tokens,
+        reported_tokens=generation.reported_cached_tokens,
+    )
 
 
 _OPERATIONS = {CallRoute.CHAT.value: "chat", CallRoute.COMPLETION.value: "text_completion"}

@@ -34,14 +34,11 @@ def json_page(value: msgspec.Struct) -> Page:
 
 
 class PageRequest:
-    """A request for a page, with the ``parameters`` of its path. Handlers set ``model`` for the count of
-    errors.
-    """
+    """A request for a page, with the ``parameters`` of its path."""
 
     def __init__(self, request: Request, parameters: Mapping[str, str]) -> None:
         self.method, self.path, self.headers = request.method, request.path, request.headers
         self.parameters = parameters
-        self.model: str | None = None
         self.header = request.header
         self.take_body = request.take_body
         self._query = request.query

@@ -5,9 +5,9 @@ import hashlib
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
 from itertools import starmap
 
+from kvrouter.api.fleet_schema import ExpectedState
 from kvrouter.api.health_schema import (
     Health,
     ModelCard,
@@ -21,6 +21,7 @@ from kvrouter.api.paths import METRICS, MODELS
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
+from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines
 from kvrouter.frontend.page_route import GET, POST, Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.frontend.prepare import NamedModel, RequestPreparer
 from kvrouter.kernel.routing.interface import RouteRequest
@@ -30,14 +31,6 @@ from kvrouter.settings.setting import installed_version
 from kvrouter.telemetry import MetricsFormat, Telemetry
 
 _PROBE = RequestId("ready")
-
-AwaitedEngines = Callable[[], Sequence[str]]
-"""Returns a line for each engine that has not registered yet, with the reason."""
-
-
-def no_awaited_engines() -> Sequence[str]:
-    """Return no engines: workers come from discovery, so none is awaited."""
-    return ()
 
 
 def why_not_ready(model: ModelRouter) -> str | None:
@@ -112,14 +105,14 @@ class Pages:
         service: RouterService,
         preparer: RequestPreparer,
         telemetry: Telemetry,
-        awaited: AwaitedEngines = no_awaited_engines,
+        expected: ExpectedEngines = no_expected_engines,
         *,
         settle_s: float = SETTLE_S,
     ) -> None:
         self._service = service
         self._preparer = preparer
         self._metrics = MetricsRenderer(telemetry)
-        self._awaited = awaited
+        self._expected = expected
         self._created_s = int(time.time())
         self._settled_at = time.monotonic() + settle_s
 
@@ -164,16 +157,18 @@ class Pages:
 
     async def ready(self, _: PageRequest) -> Page:
         """``GET /ready``: 200 when a plain request to some model could be placed now, busy workers included;
-        also lists the awaited engines.
+        also lists the engines that have no worker or a wrong URL.
         """
         self._refuse_draining()
         self._refuse_too_few()
-        awaited = list(self._awaited())
+        problems = [engine for engine in self._expected() if engine.has_problem]
+        awaited = [str(engine) for engine in problems if engine.state != ExpectedState.JOINED]
         reasons = self._why_not_ready()
         if reasons is None:
-            return json_page(Ready("ready", awaited or ()))
-        reasons += [f"awaited: {line}" for line in awaited]
-        raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
+            return json_page(Ready("ready", awaited or (), problems or ()))
+        raise NotReady(
+            "; ".join((*reasons, *awaited)) or "no model has both workers and a tokenizer here", problems
+        )
 
     async def accepting(self, _: PageRequest) -> Page:
         """``GET /accepting``: 200 while the router takes requests, even if none can be placed.

@@ -2,21 +2,20 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import NamedTuple, Self, TypedDict
 
 import numpy as np
 
 from kvrouter.app.router_build import build_service
 from kvrouter.core.constraints import Pin, RoutingConstraints
-from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
+from kvrouter.core.errors import ConfigError, InvalidRequest, ShuttingDown
 from kvrouter.core.events import unpack_hashes
-from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, WorkerId
+from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
-from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.openai.parse import pin_of
 from kvrouter.kernel.routing.interface import Pick
+from kvrouter.library.endpoint_workers import EndpointDiscovery, EndpointWorkers, PairDiscovery
 from kvrouter.library.inputs import (
     AnswerPiece,
     AnswerPieces,
@@ -37,96 +36,8 @@ from kvrouter.router.prefill_dispatch import PrefillDispatch
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.telemetry import Telemetry
 from kvrouter.transports.background import spawn
-from kvrouter.transports.records.narrowed import NarrowedDiscovery
-from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
-
-_log = logging.getLogger(__name__)
-
-
-class EndpointDiscovery(NarrowedDiscovery):
-    """Discovery of one endpoint's workers; a worker with another block size is refused, and logged."""
-
-    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
-        super().__init__(endpoint.runtime.discovery, lambda card: endpoint.serves(card) and self._fits(card))
-        self._endpoint = endpoint
-        self._block_size = block_size
-
-    def _fits(self, card: WorkerCard) -> bool:
-        if card.block_size == self._block_size:
-            return True
-        why = f"block_size: must be {self._block_size}, as this router's, not {card.block_size}"
-        log_event(_log, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why)
-        return False
-
-
-class PairDiscovery(EndpointDiscovery):
-    """Discovery of one endpoint's workers, and of the prefill workers of its namespace that they pair with.
-
-    Prefill workers are delivered once a worker of the endpoint can decode their model. ``on_alone`` is called
-    with True for a model while the endpoint's own workers of it only prefill, with False once one decodes.
-    """
-
-    def __init__(
-        self, endpoint: Endpoint, block_size: int, on_alone: Callable[[ModelName, bool], None]
-    ) -> None:
-        super().__init__(endpoint, block_size)
-        self._on_alone = on_alone
-
-    async def watch(
-        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
-    ) -> Callable[[], None]:
-        """Watch discovery; deliver only the cards of the endpoint and of its prefill partners."""
-        others: dict[WorkerId, WorkerCard] = {}
-        decoding: set[ModelName] = set()
-
-        def on_endpoint_card(card: WorkerCard) -> None:
-            on_card(card)
-            if card.model in decoding:
-                return
-            self._on_alone(card.model, card.role is Role.PREFILL)
-            if card.role is not Role.PREFILL:
-                decoding.add(card.model)
-                for other in [other for other in others.values() if other.model == card.model]:
-                    del others[other.worker_id]
-                    on_card(other)
-
-        def on_any_card(card: WorkerCard) -> None:
-            others.pop(card.worker_id, None)
-            if card.namespace != self._endpoint.namespace or not (
-                card.role is Role.PREFILL or self._endpoint.serves(card)
-            ):
-                return
-            if not self._fits(card):
-                return
-            if self._endpoint.serves(card):
-                on_endpoint_card(card)
-            elif card.model in decoding:
-                on_card(card)
-            else:
-                others[card.worker_id] = card
-
-        def on_any_gone(worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
-            other = others.get(worker_id)
-            if other is not None and other.incarnation == incarnation:
-                del others[worker_id]
-            on_gone(worker_id, incarnation, why)
-
-        return await self._discovery.watch(on_any_card, on_any_gone, on_store)
-
-
-def model_of(service: RouterService, name: str | None) -> ModelRouter:
-    """Return the model ``name``, or the only one for None. Raises NoEligibleWorker, InvalidRequest."""
-    if name is not None:
-        return service.model(ModelName(name))
-    model_routers = list(service.models())
-    if not model_routers:
-        raise NoEligibleWorker("no worker serves this endpoint", refusals={})
-    if len(model_routers) > 1:
-        names = ", ".join(sorted(model_router.fleet.model for model_router in model_routers))
-        raise InvalidRequest(f"model: one of {names} must be named", param="model")
-    return model_routers[0]
 
 
 def context_length_of(model_router: ModelRouter, pin: Pin | None) -> int | None:
@@ -186,29 +97,35 @@ class KvRouter:
     """Routes one endpoint's requests by KV cache and load. Use it as an async context manager.
 
     Prefill workers of the same namespace make pairs with the endpoint's workers, as at the frontend. Where
-    the endpoint's own workers only prefill, only the prefill leg is decided and sent. ``block_size`` must be
-    the workers' block size: a worker with another one is refused, and logged. With ``replica_sync`` the
+    the endpoint's own workers only prefill, only the prefill leg is decided and sent. With a ``block_size`` a
+    worker with another one is refused; without, the one that most workers of a model have counts. A refused
+    worker is logged, and named in the errors of routing. With ``replica_sync`` the
     routers of the runtime's namespace count each other's requests; ConfigError when the runtime was connected
     without it.
     """
 
     def __init__(
-        self, endpoint: Endpoint, block_size: int, kv_router_config: KvRouterConfig | None = None
+        self,
+        endpoint: Endpoint,
+        block_size: int | None = None,
+        kv_router_config: KvRouterConfig | None = None,
     ) -> None:
         self._endpoint = endpoint
-        self._block_size = block_size
         runtime, telemetry = endpoint.runtime, Telemetry()
         config = kv_router_config or runtime.router_config
         self._sync = _sync_of(runtime) if config.replica_sync else None
+        discovery = PairDiscovery(endpoint, block_size, self._on_alone)
         self._service: RouterService = build_service(
             config,
             request_transport=runtime.requests,
-            discovery=PairDiscovery(endpoint, block_size, self._on_alone),
+            discovery=discovery,
             subscriber=runtime.events,
             cordons=runtime.cordons,
             telemetry=telemetry,
+            links=runtime.links,
             sync=self._sync,
         )
+        self._workers = EndpointWorkers(self._service, discovery)
         self._bookings = Bookings()
         self._prefills = PrefillDispatch(
             runtime.requests,
@@ -303,7 +220,7 @@ class KvRouter:
         or the end of ``async with``) cancels the request on the workers and frees its bookings.
         """
         await self.start()
-        model_router = model_of(self._service, model)
+        model_router = self._workers.model(model)
         hints = hints_of(
             constraints=routing_constraints,
             override=router_config_override,
@@ -340,16 +257,18 @@ class KvRouter:
 
     async def _prefill(self, request: GenerateRequest) -> AsyncGenerator[AnswerPiece, None]:
         self._refuse_when_closed()
-        model_router = self._service.model(request.model)
-        yield piece_of(await self._prefills.prefill(model_router, request))
+        with self._workers.explaining():
+            model_router = self._service.model(request.model)
+            yield piece_of(await self._prefills.prefill(model_router, request))
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[AnswerPiece, None]:
         self._refuse_when_closed()
         self._bookings.claim(request.request_id)
         try:
-            async with self._service.requests.generate(request) as generation:
-                async for piece in pieces_of(generation):
-                    yield piece
+            with self._workers.explaining():
+                async with self._service.requests.generate(request) as generation:
+                    async for piece in pieces_of(generation):
+                        yield piece
         finally:
             self._bookings.give_back(request.request_id)
 
@@ -384,7 +303,7 @@ class KvRouter:
         Raises as :meth:`best_worker` does.
         """
         await self.start()
-        model_router = model_of(self._service, model)
+        model_router = self._workers.model(model)
         tokens = token_buffer(token_ids)
         request = GenerateRequest(
             request_id=request_id_of(request_id),
@@ -395,10 +314,11 @@ class KvRouter:
             context_tokens=len(tokens) + 1,
         )
         _check_length(model_router, request)
-        if request_id is None:
-            decision = model_router.explain(request)
-        else:
-            decision = (await self._bookings.book(model_router, request)).decision
+        with self._workers.explaining():
+            if request_id is None:
+                decision = model_router.explain(request)
+            else:
+                decision = (await self._bookings.book(model_router, request)).decision
         last = _best(decision.decode)
         if decision.decode.leg is Leg.PREFILL:
             return BestWorkers(last, None)
@@ -419,7 +339,7 @@ class KvRouter:
     ) -> list[PotentialLoad]:
         """Return the load that each rank would have with this prompt, in rank order."""
         await self.start()
-        model_router = model_of(self._service, model)
+        model_router = self._workers.model(model)
         prompt = model_router.hash_prompt(token_buffer(token_ids))
         view = model_router.view(prompt)
         overlap = view.overlap_blocks
@@ -505,17 +425,21 @@ def _check_length(model_router: ModelRouter, request: GenerateRequest) -> None:
 
 
 class KvIndexer:
-    """An index of the blocks that an endpoint's workers hold, without routing; an async context manager."""
+    """An index of the blocks that an endpoint's workers hold, without routing; an async context manager.
 
-    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
-        runtime = endpoint.runtime
+    ``block_size`` is as in :class:`KvRouter`.
+    """
+
+    def __init__(self, endpoint: Endpoint, block_size: int | None = None) -> None:
+        runtime, discovery = endpoint.runtime, EndpointDiscovery(endpoint, block_size)
         self._service = build_service(
             KvRouterConfig(),
             request_transport=runtime.requests,
-            discovery=EndpointDiscovery(endpoint, block_size),
+            discovery=discovery,
             subscriber=runtime.events,
             cordons=runtime.cordons,
         )
+        self._workers = EndpointWorkers(self._service, discovery)
         self._is_open = False
 
     async def __aenter__(self) -> Self:
@@ -536,7 +460,7 @@ class KvIndexer:
         """
         if not self._is_open:
             raise ShuttingDown("this KvIndexer follows no workers: use it inside its `async with`")
-        model_router = model_of(self._service, model)
+        model_router = self._workers.model(model)
         prompt, now_s = model_router.hash_prompt(token_buffer(token_ids)), model_router.clock()
         overlap = model_router.cache.overlap(prompt, model_router.fleet.n_slots, now_s=now_s)
         if overlap is None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.json import OFF_LOOP_BYTES, Unreadable, parsed
 from kvrouter.core.requests import (
@@ -227,7 +227,8 @@ def _askable(model: ModelRouter) -> Iterator[WorkerCard]:
 
 
 def _outcome_of(error: KvrouterError) -> TokenizeOutcome:
-    if error.answer is not None and error.answer.status in _ABSENT:
+    is_unknown_to_worker = isinstance(error, ProtocolError)  # its version does not have the route
+    if is_unknown_to_worker or (error.answer is not None and error.answer.status in _ABSENT):
         return TokenizeOutcome.ABSENT
     return TokenizeOutcome.REFUSED if isinstance(error, InvalidRequest) else TokenizeOutcome.FAILED
 

@@ -16,7 +16,7 @@ from kvrouter.kernel.journey import Finished, LegRefused, State
 from kvrouter.kernel.placement.attempt_request import prompt_of
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt
-from kvrouter.router.instrumentation import ServiceInstrumentation, Times
+from kvrouter.router.instrumentation import ServiceInstrumentation, Times, expected_tokens
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.request_run import RequestRun, SentAttempt
 from kvrouter.router.stall_watch import Timeouts
@@ -159,6 +159,19 @@ class Generation:
             completion_tokens=self._completion_tokens,
             cached_tokens=self._run.cached_tokens,
         )
+
+    @property
+    def reported_cached_tokens(self) -> int | None:
+        """The prompt tokens that the engine says it had cached; None where it does not say."""
+        return self._run.cached_tokens if self._run.cache_known else None
+
+    @property
+    def expected_cached_tokens(self) -> int | None:
+        """The prompt tokens that the router expected in the cache of the worker that prefilled; None before
+        the first token, and where the prompt is unknown.
+        """
+        placement = self._run.first_placement
+        return None if placement is None else expected_tokens(placement)
 
     @property
     def _completion_tokens(self) -> int:

@@ -595,6 +595,15 @@ def prefilling(decision: Decision) -> Pick:
     return decision.decode if decision.prefill is None else decision.prefill
 
 
+def expected_tokens(placement: Placement) -> int | None:
+    """Return the prompt tokens that the router expected in the prefilling worker's cache; None where it does
+    not know the prompt.
+    """
+    if placement.route_request.is_prompt_unknown:
+        return None
+    return prefilling(placement.decision).overlap_blocks * placement.block_size
+
+
 def _ends_of(placement: Placement) -> tuple[str, str]:
     """The transfer domain's values at both ends of a pair; ``none`` without a transfer domain."""
     constraint = placement.decision.constraint

@@ -7,8 +7,14 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, Unavailable
-from kvrouter.core.requests import EngineRequest, FinishReason, GenerateRequest, KvTransferParams
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ProtocolError, Unavailable
+from kvrouter.core.requests import (
+    ClientCall,
+    EngineRequest,
+    FinishReason,
+    GenerateRequest,
+    KvTransferParams,
+)
 from kvrouter.kernel.journey import LegLost, LegRefused, PrefillDone
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing.interface import Pick
@@ -78,8 +84,11 @@ def _take_back(opening: "asyncio.Task[EngineStream]") -> None:
         opening.result().cancel("its client left while it was sent")
 
 
-def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
-    """Return the journey event for an error that a worker gave for a leg."""
+def lost_leg(pick: Pick, error: KvrouterError, call: ClientCall | None = None) -> LegLost:
+    """Return the journey event for an error that a worker gave for a leg of ``call``. A worker of an older
+    version cannot read calls of routes that it does not know: that is no failure of it.
+    """
+    is_unknown_route = isinstance(error, ProtocolError) and call is not None and call.route.is_passed
     return LegLost(
         pick.leg,
         pick.rank.worker_id,
@@ -87,13 +96,14 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         answer=error.answer,
         full=isinstance(error, WorkerFull),
         repeated=isinstance(error, LegRepeated),
-        blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
+        blameless=is_unknown_route
+        or isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
         taken=isinstance(error, StreamBroken | EngineFailed),
     )
 
 
 async def prefill_outcome(
-    placement: Placement, leg: Awaitable[KvTransferParams | None]
+    placement: Placement, leg: Awaitable[KvTransferParams | None], call: ClientCall | None
 ) -> PrefillDone | LegLost | LegRefused:
     """Await a prefill leg; return its journey event, without addresses, since clients may read it."""
     pick = placement.prefill_pick
@@ -102,6 +112,6 @@ async def prefill_outcome(
     except InvalidRequest as error:
         return LegRefused(error)
     except KvrouterError as error:
-        lost = lost_leg(pick, error)
+        lost = lost_leg(pick, error, call)
         return dataclasses.replace(lost, why=placement.without_addresses(lost.why))
     return PrefillDone(pick.rank.worker_id, params)

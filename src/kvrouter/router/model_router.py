@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
 from msgspec import structs
 
 from kvrouter.core.errors import RoutingRefused
@@ -28,7 +29,7 @@ from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest,
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.admission_queue import Wait
 from kvrouter.router.engine_reports import EngineReports
-from kvrouter.router.instrumentation import ModelInstrumentation, prefilling
+from kvrouter.router.instrumentation import ModelInstrumentation, expected_tokens, prefilling
 from kvrouter.router.kv_flows import KvFlows
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -50,15 +51,28 @@ TABLE_TIME_SHARE = 0.02
 """The largest share of the event loop's time that tables may take."""
 
 
+class SeenAnswer(msgspec.Struct, gc=False):
+    """The measured time to the request's first token, and the cached tokens that the engine counted for the
+    attempt; None until they are known.
+    """
+
+    ttft_s: float | None = None
+    cached_tokens: int | None = None
+
+
 class KeptDecision(NamedTuple):
-    """One attempt's decision, its time on the wall clock, and the request's trace. ``rows`` is its candidate
-    table, empty where none was kept.
+    """One attempt's decision, its time on the wall clock, and the request's trace. ``overlap_tokens``
+    are the expected cached tokens, None where the prompt is unknown and ``isl_tokens`` an estimate. ``rows``
+    is its candidate table, empty where none was kept.
     """
 
     decided_at_s: float
     decision: Decision
     trace_id: str
     model: str
+    isl_tokens: int
+    overlap_tokens: int | None
+    seen: SeenAnswer
     rows: tuple[Candidate, ...] = ()
 
 
@@ -95,9 +109,12 @@ class DecisionLog:
         decided_at_s: float,
         trace_id: str = "",
         model: str = "",
+        isl_tokens: int = 0,
+        overlap_tokens: int | None = None,
+        is_again: bool = False,
         rows: tuple[Candidate, ...] = (),
     ) -> None:
-        """Add one attempt's decision."""
+        """Add one attempt's decision; ``is_again`` if the attempt's decode worker was picked again."""
         if self._requests_max == 0:
             return
         if rows:
@@ -109,7 +126,15 @@ class DecisionLog:
             attempts = self._by_request[decision.request_id] = deque(maxlen=ATTEMPTS_MAX)
             if len(self._by_request) > self._requests_max:
                 self._by_request.popitem(last=False)
-        attempts.append(KeptDecision(decided_at_s, decision, trace_id, model))
+        seen = attempts[-1].seen if is_again and attempts else SeenAnswer()
+        attempts.append(
+            KeptDecision(decided_at_s, decision, trace_id, model, isl_tokens, overlap_tokens, seen)
+        )
+
+    def seen(self, request_id: RequestId) -> SeenAnswer | None:
+        """Return what was seen of the answer to the last attempt, to be changed; None when it is unknown."""
+        attempts = self._by_request.get(request_id)
+        return attempts[-1].seen if attempts else None
 
     def get(self, request_id: RequestId) -> list[KeptDecision] | None:
         """Return every attempt's decision in order; None when the request is unknown or dropped."""
@@ -291,9 +316,11 @@ class ModelRouter:
         started_s = time.perf_counter()
         if self.placer.pick_decode_again(placement, now_s=self.clock()):
             self.instrumentation.picked_again(placement, decision_s=time.perf_counter() - started_s)
-            self._record(placement)
+            self._record(placement, is_again=True)
 
-    def _record(self, placement: Placement, explained: Decision | None = None) -> None:
+    def _record(
+        self, placement: Placement, explained: Decision | None = None, *, is_again: bool = False
+    ) -> None:
         """Record a decision, with the candidate table where that explains the same choice."""
         decision = placement.decision
         is_same = explained is not None and _ranks_of(explained) == _ranks_of(decision)
@@ -302,6 +329,9 @@ class ModelRouter:
             decided_at_s=time.time(),
             trace_id=placement.trace_id,
             model=self.fleet.model,
+            isl_tokens=placement.prompt.isl_tokens,
+            overlap_tokens=expected_tokens(placement),
+            is_again=is_again,
             rows=explained.rows if explained is not None and is_same else (),
         )
 
@@ -370,6 +400,12 @@ class ModelRouter:
         if self.fleet.card(prefills.rank.worker_id) is not None:
             self.instrumentation.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
+    def note_ttft(self, request_id: RequestId, ttft_s: float) -> None:
+        """Keep the measured time to a request's first token with its decision."""
+        seen = self._decisions.seen(request_id)
+        if seen is not None:
+            seen.ttft_s = ttft_s
+
     def release(self, placement: Placement, *, tokens: int = 0) -> None:
         """Close the leases of an attempt that generated ``tokens``; idempotent."""
         self.placer.release(placement, now_s=self.clock(), tokens=tokens)
@@ -388,6 +424,9 @@ class ModelRouter:
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
         self.instrumentation.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
+        seen = self._decisions.seen(placement.decision.request_id)
+        if seen is not None:
+            seen.cached_tokens = cached_tokens
         route_request = placement.route_request
         is_guess = route_request.has_media or route_request.is_prompt_unknown
         if card is None or slot is None or card.cache_is_partial or is_guess:

@@ -269,7 +269,8 @@ class _Run:
         if isinstance(error, TimeoutError):
             driver.late(limit_s, now_s)
         else:
-            driver.blame(driver.current_attempt, lost_leg(self._placement.prefill_pick, error), now_s)
+            lost = lost_leg(self._placement.prefill_pick, error, self.request.call)
+            driver.blame(driver.current_attempt, lost, now_s)
 
     def abandon(self, reason: str) -> None:
         """Cancel the leg and close its lease; idempotent."""
@@ -298,7 +299,7 @@ class _Run:
     async def _send(self) -> Sequence[Command]:
         """Send the leg; in a bootstrap handoff it counts as done once the worker has accepted it."""
         attempt = self.driver.current_attempt
-        outcome = await prefill_outcome(attempt.placement, self._run(attempt))
+        outcome = await prefill_outcome(attempt.placement, self._run(attempt), self.request.call)
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())
 
     async def _run(self, attempt: Attempt) -> KvTransferParams | None:

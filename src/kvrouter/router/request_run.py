@@ -150,7 +150,7 @@ class RequestRun:
 
     async def lose(self, attempt: SentAttempt, error: KvrouterError) -> None:
         """Handle the loss of the last leg."""
-        lost = lost_leg(attempt.placement.decision.decode, error)
+        lost = lost_leg(attempt.placement.decision.decode, error, self._request.call)
         await self._perform(self.driver.last_leg_lost(attempt, lost, time.monotonic()))
 
     async def lose_kv(self, attempt: SentAttempt, loss: KvLoss, error: KvrouterError) -> None:
@@ -160,7 +160,7 @@ class RequestRun:
             await self.lose(attempt, error)
             return
         self._instrumentation.kv_lost(self._request, event)
-        lost = lost_leg(attempt.placement.decision.decode, error)
+        lost = lost_leg(attempt.placement.decision.decode, error, self._request.call)
         await self._perform(self.driver.kv_lost(attempt, event, lost, time.monotonic()))
 
     async def await_prefill_end(self, attempt: SentAttempt) -> bool:
@@ -272,7 +272,8 @@ class RequestRun:
             task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
             attempt.prefill_task = task
             return ()
-        outcome = await prefill_outcome(attempt.placement, self._run_prefill(attempt))
+        leg = self._run_prefill(attempt)
+        outcome = await prefill_outcome(attempt.placement, leg, self._request.call)
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())
 
     async def _run_prefill(self, attempt: SentAttempt) -> KvTransferParams | None:
@@ -298,7 +299,7 @@ class RequestRun:
             if attempt.decode is not None and self.driver.journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg was refused")
         except KvrouterError as error:
-            attempt.prefill_lost = lost_leg(attempt.placement.prefill_pick, error)
+            attempt.prefill_lost = lost_leg(attempt.placement.prefill_pick, error, self._request.call)
             if attempt.decode is not None and self.driver.journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
         finally:
@@ -335,7 +336,7 @@ class RequestRun:
         except InvalidRequest as error:
             return driver.journey.handle(LegRefused(error))
         except KvrouterError as error:
-            lost = lost_leg(attempt.placement.decision.decode, error)
+            lost = lost_leg(attempt.placement.decision.decode, error, self._request.call)
             return driver.lost(attempt, lost, time.monotonic())
         if driver.error is not None:  # it ended while the leg was sent, without a stream to cancel
             stream.cancel(driver.error.code)
@@ -350,6 +351,7 @@ class RequestRun:
         driver, attempt, now_s = self.driver, self.driver.current_attempt, time.monotonic()
         if self._times.first_token_s is None:
             self._times.first_token_s = now_s
+            self._model.note_ttft(attempt.placement.decision.request_id, now_s - self._times.begun_s)
         if self._first_attempt is None:
             self._first_attempt = attempt
         if not attempt.prefill_runs_in_parallel:

@@ -5,6 +5,7 @@ type cannot state. The resulting :class:`SettingSpec` is the source of the envir
 documentation page, and of the table that flags and ``--help`` are made from.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
@@ -160,10 +161,15 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _under_own_names(cls, values: object) -> object:
-        """Take each setting under any of its names; under two of them only where they agree."""
+        """Take each setting under any of its names; under two of them only where they agree. A path is taken
+        as its text.
+        """
         if not isinstance(values, Mapping):
             return values
-        given = dict(values)
+        given = {
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value
+            for name, value in values.items()
+        }
         for alias, name in _aliases_of(cls).items():
             if alias not in given:
                 continue

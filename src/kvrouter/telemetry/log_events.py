@@ -148,8 +148,8 @@ class Event(StrEnum):
     DISCOVERY_BACK = "discovery_back", INFO, "Discovery can be reached again."
     DISCOVERY_CHOSEN = (
         "discovery_chosen",
-        INFO,
-        "Workers are looked for, or announced, in a directory of this host alone.",
+        WARNING,
+        "Workers are looked for, or announced, in a directory of this host alone: others never meet them.",
     )
     PLANE_AWAITED = (
         "plane_awaited",

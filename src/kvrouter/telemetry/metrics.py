@@ -39,6 +39,13 @@ class Telemetry(MetricsPage):
         "model",
         "code",
     )
+    admin_errors = counter(
+        "kvrouter_admin_errors",
+        "Calls of operators' routes (decisions, explain, cordons, thresholds, fleet) that were answered with "
+        "an error, by route and code. They are no requests: kvrouter_errors_total does not count them.",
+        "route",
+        "code",
+    )
     cancellations = counter(
         "kvrouter_cancellations",
         "Requests whose client left, by how far they were: queued, prefill or decode.",
@@ -430,6 +437,17 @@ class Telemetry(MetricsPage):
         "engine",
         "version",
         "zone",
+    )
+    worker_kv_transfer = gauge(
+        "kvrouter_worker_kv_transfer_info",
+        "1 for a worker that published its place or a policy of KV transfers, with both: every domain with "
+        "its value, the domain that its transfers keep to, how strictly, and the weight of a preference. A "
+        "label is empty where the worker published none.",
+        "worker",
+        "topology_domains",
+        "kv_transfer_domain",
+        "kv_transfer_enforcement",
+        "kv_transfer_preferred_weight",
     )
     worker_requests = counter(
         "kvrouter_worker_requests",

@@ -1,7 +1,7 @@
 """Engines of a fleet file as processes: ``kvrouter worker vllm --fleet`` and its like."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -86,8 +86,8 @@ def test_worker_processes_are_those_the_fleet_file_describes(path: Path, runs: l
     for command in commands[2:]:
         assert main(command.arguments) == 0
     assert [run.spec for run in runs] == [
-        engine.with_key({"KVROUTER_ENGINE_API_KEY": "k"})
-        for engine in file_engines(fleet, wait_s=float(ENGINE_WAIT_S))
+        replace(engine.with_key({"KVROUTER_ENGINE_API_KEY": "k"}), wait_s=float(ENGINE_WAIT_S))
+        for engine in file_engines(fleet)
     ]
     p, d0, d1, q = (run.spec for run in runs)
     assert (p.worker_id, p.url, p.role, p.api_key) == (3, "http://p:8000", Role.PREFILL, "k")

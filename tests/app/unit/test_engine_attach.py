@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrouter.app.attach import attachment as attached_module
-from kvrouter.app.attach.attachment import attach
+from kvrouter.app.attach.attachment import NotAnswered, attach, probe
 from kvrouter.app.attach.spec import engine_card
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
@@ -69,6 +69,18 @@ async def test_vllm_engine_gives_the_facts_of_its_card() -> None:
             warnings=(),
             identity={"models": "tiny", "block size": 32, "ranks": [0], "context length": 2048},
         )
+
+
+@KINDS
+async def test_probe_tells_an_engine_of_which_only_the_url_is_known(kind: str) -> None:
+    async with scripted_engine(pages=PAGES[kind]) as scripted:
+        found = await probe(AttachSpec(kind=kind, url=scripted.url, worker_id=W))
+        assert (found.model, found.block_size) == ("tiny", 16 if kind == "sglang" else 32)
+
+
+async def test_probe_asks_once_and_has_the_reason_of_an_engine_that_is_not_up() -> None:
+    with pytest.raises(NotAnswered, match="nothing listens at its host and port"):
+        await probe(AttachSpec(kind="vllm", url="http://127.0.0.1:1", worker_id=W))
 
 
 async def test_vllm_aliases_and_adapters_are_on_its_card() -> None:
@@ -298,7 +310,7 @@ async def test_attach_gives_up_on_an_engine_that_never_answers(kind: str) -> Non
         await scripted.stop()
         error = await refused(scripted, at(kind, wait_s=0.0))
     assert error.param == "url"
-    assert "no engine answered within 0 s" in error.message
+    assert "no engine answered: http" in error.message
     assert "nothing listens" in error.message
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.app.attach import attachment, pod_fleet
+from kvrouter.app.attach.attachment import SERVED_ELSEWHERE
 from kvrouter.app.attach.pod_fleet import (
     JOINED,
     MISTAKEN,
@@ -25,10 +26,11 @@ from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.worker import Worker
 from tests.testing.calls import WatchCalls
 from tests.testing.constants import SetConstants
-from tests.testing.pod_fleet import ZONE, pod_of_engine, running_pod_fleet, stopped_engine
+from tests.testing.pod_fleet import ZONE, PodFleetHarness, pod_of_engine, running_pod_fleet, stopped_engine
 from tests.testing.scripted_engine import SGLANG_PAGES, scripted_engine
 from tests.testing.waits import until
 
+CONNECTION_REFUSED = "connection refused"
 IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
 
@@ -37,6 +39,11 @@ def _asked_at_once(set_constants: SetConstants) -> None:
     set_constants(attachment, PROBE_EVERY_S=0.01)
     for each in (attachment, pod_fleet):
         set_constants(each, RETRY_AFTER_S=0.01)
+
+
+def problems(made: PodFleetHarness) -> list[str]:
+    """The engines without a worker, a line for each."""
+    return [str(engine) for engine in made.fleet.expected() if engine.has_problem]
 
 
 async def test_ready_pod_gets_a_worker_with_an_id_from_its_uid() -> None:
@@ -50,7 +57,8 @@ async def test_ready_pod_gets_a_worker_with_an_id_from_its_uid() -> None:
         assert worker_id_of(given.uid) == worker_id_of("uid of vllm-0") != worker_id_of("another")
         await until(lambda: made.reported(JOINED) != [])
         assert made.reported(JOINED) == [f"kvrouter serves tiny here, as worker {card.worker_id} (prefill)"]
-        assert made.fleet.awaited() == []
+        (known,) = made.fleet.expected()
+        assert (known.state, known.pod, known.worker_id) == ("joined", "vllm-0", card.worker_id)
     assert made.gone == [card.incarnation]
 
 
@@ -58,7 +66,7 @@ async def test_worker_of_an_unready_pod_drains_until_the_pod_is_ready_again() ->
     async with scripted_engine() as engine, running_pod_fleet() as made:
         given = pod_of_engine(engine)
         made.fleet.on_pod(pod_of_engine(engine, ready=False))
-        assert made.fleet.awaited() == ["the engine of pod vllm-0 is not ready"]
+        assert problems(made) == ["the engine of pod vllm-0 is awaited: the pod is not ready"]
         made.fleet.on_pod(given)
         card = await made.joined(given)
         for change in ({"ready": False}, {"more": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}):
@@ -74,7 +82,7 @@ async def test_pod_turned_unready_before_its_engine_answers_joins_draining() -> 
     async with running_pod_fleet() as made:
         given = pod_of_engine(late)
         made.fleet.on_pod(given)
-        await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 does not answer"])
+        await until(lambda: [CONNECTION_REFUSED in line for line in problems(made)] == [True])
         made.fleet.on_pod(pod_of_engine(late, ready=False))
         await late.start()
         try:
@@ -113,9 +121,10 @@ async def test_silent_engine_does_not_delay_another_pod() -> None:
         made.fleet.on_pod(pod_of_engine(silent, "silent"))
         made.fleet.on_pod(given)
         await made.joined(given)
-        assert made.fleet.awaited() == ["the engine of pod silent does not answer"]
+        at = f"the engine of pod silent at {silent.url} is awaited: /v1/models: {CONNECTION_REFUSED}"
+        await until(lambda: [line.startswith(at) for line in problems(made)] == [True])
         made.fleet.on_gone("uid of silent")
-        await until(lambda: made.fleet.awaited() == [])
+        await until(lambda: len(made.fleet.expected()) == 1)
 
 
 async def test_gone_pod_withdraws_its_worker_and_its_return_is_a_new_incarnation() -> None:
@@ -194,9 +203,7 @@ async def test_pod_mistake_is_reported_once_and_its_fix_lets_the_engine_join(
         (message,) = made.reported(MISTAKEN)
         assert message.startswith("annotation kvrouter.dev/role: must be ")
         assert caplog.text.count("engine_pod_refused") == 1
-        assert made.fleet.awaited() == [
-            "the engine of pod vllm-0 is described wrongly: an event on the pod says how"
-        ]
+        assert problems(made) == [f"the engine of pod vllm-0 is refused: {message}"]
         fixed = pod_of_engine(engine)
         made.fleet.on_pod(fixed)
         card = await made.joined(fixed)
@@ -223,7 +230,9 @@ async def test_engine_that_contradicts_its_pod_is_reported_once_and_retried() ->
             f"pod vllm-0: {engine.url}: annotation kvrouter.dev/block-size: the engine's blocks have 32 "
             "tokens, not 64"
         )
-        assert made.fleet.awaited() == ["the engine of pod vllm-0 was refused: the log says why"]
+        (known,) = made.fleet.expected()
+        assert (known.state, known.engine_url) == ("refused", engine.url)
+        assert (known.reason or "").startswith("annotation kvrouter.dev/block-size: the engine's blocks have")
         engine.replace("/metrics", 'block_size="32"', 'block_size="64"')
         assert (await made.joined(given)).block_size == 64
 
@@ -237,8 +246,8 @@ async def test_unreachable_planes_are_not_reported_as_an_engine_mistake(
         made.ground.mistakes.append(NatsUnreachable("no NATS server lets us in"))
         made.fleet.on_pod(given)
         await until(lambda: engine.asked["/v1/models"] > 2)
-        awaited = ["the engine of pod vllm-0 cannot be announced: the log says why"]
-        await until(lambda: made.fleet.awaited() == awaited)
+        why = "it cannot be announced: no NATS server lets us in"
+        await until(lambda: problems(made) == [f"the engine of pod vllm-0 at {engine.url} is awaited: {why}"])
         assert (made.events, caplog.text.count("plane_disturbed")) == ([], 1)
         made.ground.mistakes.clear()
         await made.joined(given)
@@ -274,7 +283,7 @@ async def test_worker_whose_place_is_taken_leaves_and_rejoins_when_it_is_free() 
         made.ground.is_free.clear()
         made.ground.losses[0].set()
         await until(lambda: made.gone == [card.incarnation])
-        await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 is served by another process"])
+        await until(lambda: [SERVED_ELSEWHERE in line for line in problems(made)] == [True])
         made.fleet.on_pod(pod_of_engine(engine, ready=False))
         made.ground.is_free.set()
         again = await made.joined(given)
@@ -301,7 +310,7 @@ async def test_drain_withdraws_all_workers_and_admits_no_pods() -> None:
         card = await made.joined(given)
         await made.fleet.drain()
         made.fleet.on_pod(given)
-        assert (made.gone, made.fleet.workers, made.fleet.awaited()) == ([card.incarnation], {}, [])
+        assert (made.gone, made.fleet.workers, made.fleet.expected()) == ([card.incarnation], {}, [])
 
 
 async def test_late_watcher_is_informed_that_the_store_is_lost() -> None:
@@ -346,6 +355,6 @@ async def test_shutdown_does_not_wait_for_a_silent_engine() -> None:
     silent = await stopped_engine()
     async with asyncio.timeout(30.0), running_pod_fleet() as made:
         made.fleet.on_pod(pod_of_engine(silent))
-        await until(lambda: made.fleet.awaited() != [])
+        await until(lambda: made.fleet.expected() != [])
     assert made.fleet.workers == {}
     assert made.events == []

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from kvrouter.app.attach import attachment
 from kvrouter.cli.up.run import Embedded, embedded
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
-from kvrouter.core.ids import Taint, WorkerId
+from kvrouter.core.ids import DpRank, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
@@ -34,6 +35,7 @@ from tests.testing.scripted_engine import (
 )
 from tests.testing.waits import until
 
+CONNECTION_REFUSED = "connection refused"
 VLLM = "{{kind: vllm, url: '{url}', kv_events: false}}"
 SGLANG = "{{kind: sglang, url: '{url}', kv_events: false}}"
 MODEL = f"{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}"
@@ -63,6 +65,10 @@ class Up:
 
     async def engines_awaited(self) -> float:
         return Metrics((await self.http.get("/metrics")).text).total("engines_awaited")
+
+    async def expected(self) -> list[dict[str, object]]:
+        answer = (await self.http.get("/v1/fleet")).json()
+        return [engine for engine in answer["expected_engines"] if engine["state"] != "joined"]
 
     async def until_joined(self, worker_id: int) -> None:
         await until(lambda: WorkerId(worker_id) in self.workers)
@@ -124,6 +130,41 @@ async def test_engine_given_by_its_url_alone_serves_with_its_own_facts(
             answer = await here.http.post("/v1/completions", json=CALL)
             assert answer.content == page("vllm-0.32.0-completion.json")
             assert engine.calls[0].body == CALL
+
+
+async def test_engines_of_a_model_without_a_name_serve_each_its_own() -> None:
+    async with scripted_engine() as one, scripted_engine() as other:
+        models = other.json("/v1/models")
+        models["data"][0]["id"] = "large"
+        other.set_json("/v1/models", models)
+        async with up(file_of(VLLM.format(url=one.url), VLLM.format(url=other.url), model="{}")) as here:
+            models = (await here.http.get("/v1/models")).json()["data"]
+            assert sorted(each["id"] for each in models) == ["large", "tiny"]
+
+
+async def test_cache_of_an_engine_without_kv_events_is_predicted_beside_one_with_events() -> None:
+    token_ids = [*range(20, 20 + 4 * 32)]
+    body = {"model": "tiny", "prompt": token_ids, "max_tokens": 3}
+    async with scripted_engine() as silent, scripted_engine() as other, publisher() as events:
+        line = f"{{kind: vllm, url: '{other.url}', kv_events_endpoint: '{events.at.events}'}}"
+        async with up(file_of(VLLM.format(url=silent.url), line)) as here:
+            (model,) = here.system.service.models()
+            slot = model.fleet.slot_of(WorkerRank(WorkerId(1), DpRank(0)))
+            assert slot is not None
+            prompt = model.hash_prompt(array("I", token_ids))
+
+            def blocks() -> list[int]:
+                overlap = model.cache.overlap(prompt, model.fleet.n_slots, now_s=model.clock())
+                assert overlap is not None
+                return [int(n) for n in overlap]
+
+            assert blocks() == [0, 0]
+            silent.answers += [completion()] * 2
+            pinned = {**body, "nvext": {"worker_id": 1}}
+            assert (await here.http.post("/v1/completions", json=pinned)).status_code == 200
+            assert (blocks()[slot], sum(blocks())) == (4, 4)
+            assert (await here.http.post("/v1/completions", json=body)).status_code == 200
+            assert (len(silent.calls), len(other.calls)) == (2, 0)
 
 
 async def test_kv_events_of_an_engine_are_known_to_the_router() -> None:
@@ -321,7 +362,12 @@ async def test_engine_that_is_not_up_is_awaited_and_delays_no_other() -> None:
     async with up(file) as here:
         status, text = await here.ready()
         assert status == 200
-        assert "the engine of workers[1].engine.url (group 'v') does not answer" in text
+        assert f"the engine of workers[1].engine.url at {late.url} is awaited: /v1/models: " in text
+        (problem,) = json.loads(text)["engine_problems"]
+        assert (problem["worker_id"], problem["engine_url"], problem["role"]) == (2, late.url, "both")
+        assert (problem["kind"], problem["model"], problem["state"]) == ("vllm", "tiny", "awaited")
+        assert CONNECTION_REFUSED in problem["reason"]
+        assert await here.expected() == [problem]
         assert await here.engines_awaited() == 1
         assert (await here.http.post("/v1/completions", json={**CALL, "model": "mock"})).status_code == 200
         await late.start()
@@ -337,8 +383,10 @@ async def test_fleet_of_one_absent_engine_is_not_ready_until_it_answers() -> Non
     late = await down()
     async with up(file_of(VLLM.format(url=late.url))) as here:
         status, text = await here.ready()
-        assert (status, late.url in text) == (503, False)
-        assert "awaited: the engine of workers[0].engine.url (group 'w0') does not answer" in text
+        error = json.loads(text)["error"]
+        assert (status, error["engine_problems"]) == (503, await here.expected())
+        awaited = f"the engine of workers[0].engine.url at {late.url} is awaited: /v1/models: "
+        assert awaited + CONNECTION_REFUSED in error["message"]
         await late.start()
         try:
             await here.until_ready()
@@ -358,7 +406,11 @@ async def test_late_engine_that_contradicts_the_file_is_reported_once_and_retrie
             await until(lambda: late.asked["/v1/models"] > 3)
             assert caplog.text.count("worker_refused") == 1
             status, text = await here.ready()
-            assert (status, "was refused: the log says why" in text) == (503, True)
+            (refused,) = json.loads(text)["error"]["engine_problems"]
+            assert (status, refused["state"], refused["engine_url"]) == (503, "refused", late.url)
+            assert refused["reason"].startswith("models[0].name: ")
+            logged = next(line for line in caplog.records if event_of(line) == "worker_refused")
+            assert refused["reason"] in vars(logged)["kvrouter_fields"]["reason"]
             late.replace("/v1/models", '"other"', '"tiny"')
             await here.until_ready()
         finally:

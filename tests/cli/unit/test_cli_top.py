@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvrouter.api.client import AskFailed, RouterClient
+from kvrouter.api.fleet_schema import ExpectedEngine, Fleet
 from kvrouter.cli.commands import kvrouter
 from kvrouter.cli.top.run import Frame, drawn, frames, read_frame
 from tests.testing.mock_fleet import zoned_fleet
@@ -64,6 +65,29 @@ async def test_top_marks_a_lost_router_and_recovers() -> None:
         seen = [text_of(await asyncio.to_thread(next, shown)) for _ in range(4)]
         assert ["not reachable since" in each for each in seen] == [False, True, True, False]
         assert all("6 of 6 workers" in each for each in seen), "what was seen last stays"
+
+
+async def test_top_shows_engines_without_a_worker_with_url_and_reason() -> None:
+    waits = ExpectedEngine(
+        written_at="workers[0].engine.url",
+        engine_url="http://gpu-7:8000",
+        role="decode",
+        state="awaited",
+        reason="/v1/models: refused",
+        since_s=100.0,
+    )
+    pod = ExpectedEngine(written_at="pod vllm-0", pod="vllm-0", state="refused", reason="[/b] no label")
+    joined = ExpectedEngine(engine_url="http://gpu-8:8000", state="joined")
+    fleet = Fleet(time_s=112.4, models=[], workers=[], expected_engines=[waits, pod, joined])
+    shown = text_of(drawn(Frame(fleet, [], []), "http://router"))
+    rows = [line.split() for line in shown.splitlines() if "workers[0]" in line or "pod vllm-0" in line]
+    words_of = (
+        "http://gpu-7:8000 decode workers[0].engine.url awaited 12 s /v1/models: refused",
+        "vllm-0 – pod vllm-0 refused – [/b] no label",
+    )
+    assert rows == [line.split() for line in words_of]
+    assert "gpu-8" not in shown
+    assert "0 wait, 2 of 3 engines not joined" in shown
 
 
 async def test_top_once_prints_plain_text() -> None:

@@ -15,9 +15,9 @@ from kvrouter.core.engine_answer import (
     Headers,
     passed_headers,
 )
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
-from kvrouter.core.requests import Leg
+from kvrouter.core.requests import CallRoute, ClientCall, Leg
 from kvrouter.engines.openai.answer_events import Failure
 from kvrouter.engines.openai.failures import (
     ERROR_CHARS_MAX,
@@ -159,9 +159,21 @@ def test_error_event_in_place_of_an_answer_is_classified_by_its_code(code: int |
 
 
 def test_circuit_counts_only_failures_that_blame_the_engine() -> None:
-    rank = WorkerRank(WorkerId(1), DpRank(0))
-    pick = Pick(Slot(0), rank, Leg.AGGREGATED, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1)
+    pick = picked()
     for blame in (FULL, DECLINED, ENGINE):
         for status in BLAMES[blame]:
             lost = lost_leg(pick, failure_of(status, b""))
             assert (not (lost.full or lost.blameless)) is (blame is ENGINE)
+
+
+@pytest.mark.parametrize("route", CallRoute)
+def test_a_route_unknown_to_an_older_worker_is_no_failure_of_it(route: CallRoute) -> None:
+    error = ProtocolError(f"request: Invalid enum value {route.value!r} - at `$.call.route`", param="request")
+    lost = lost_leg(picked(), error, ClientCall(route, b"{}", stream=False, resumable=False))
+    assert lost.blameless is (route not in (CallRoute.CHAT, CallRoute.COMPLETION))
+    assert not lost_leg(picked(), error).blameless
+
+
+def picked() -> Pick:
+    rank = WorkerRank(WorkerId(1), DpRank(0))
+    return Pick(Slot(0), rank, Leg.AGGREGATED, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1)

@@ -42,6 +42,13 @@ def test_an_engine_without_a_kind_is_a_mock_engine() -> None:
     assert [group.engine for group in fleet.workers] == [MockEngineSpec(max_num_seqs=3), MockEngineSpec()]
 
 
+def test_a_model_without_a_name_is_mock_or_the_one_its_engines_name() -> None:
+    fleet = load("version: 1\nmodels: [{}]\nworkers: [{name: a}]\n")
+    assert fleet.stated_name(fleet.models[0]) == "mock"
+    fleet = load(f"version: 1\nmodels: [{{}}]\nworkers: [{{name: a, engine: {{kind: vllm, {A}}}}}]\n")
+    assert fleet.stated_name(fleet.models[0]) is None
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

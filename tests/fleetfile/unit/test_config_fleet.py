@@ -120,6 +120,8 @@ def test_example_fleet_equals_the_default_but_for_a_longer_context() -> None:
          "3: router.router_temprature: unknown key (did you mean router_temperature?)"),
         ("  - name: mock", "  - name: mock\n  - name: other",
          "9: workers[0].model: is required: the file has 2 models"),
+        ("  - name: mock", "  - name: mock\n  - {}",
+         "4: models[1].name: is required: the file has 2 models"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_line(old: str, new: str, message: str) -> None:

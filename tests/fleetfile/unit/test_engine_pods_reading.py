@@ -29,7 +29,11 @@ def mistake(given: EnginePod, *, policy: KvTransferSpec | None = None) -> str:
 
 def test_engine_label_and_one_port_describe_an_engine() -> None:
     found = engine_of(pod())
-    assert (found.url, found.model, found.engine.kind) == ("http://10.0.0.7:8000", None, "vllm")
+    assert (found.url, found.fleet.models[0].name, found.engine.kind) == (
+        "http://10.0.0.7:8000",
+        None,
+        "vllm",
+    )
     assert (found.group.role, found.group.domains, found.fleet.kv_transfer) == (Role.BOTH, {}, None)
     assert engine_of(pod(ip="fd00::7")).url == "http://[fd00::7]:8000"
 
@@ -51,7 +55,7 @@ def test_annotations_set_the_fields_of_a_fleet_file() -> None:
         )
     )
     (model,) = found.fleet.models
-    assert (found.model, model.tokenizer, model.block_size) == ("org/tiny", "/models/tiny", 32)
+    assert (model.name, model.tokenizer, model.block_size) == ("org/tiny", "/models/tiny", 32)
     assert (model.context_length, found.group.role, found.group.dp_size) == (4096, Role.PREFILL, 2)
     assert found.group.taints == ("gpu", "new")
     assert found.engine.kv_events_endpoint == "tcp://10.0.0.7:5557"

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
+from kvrouter.core.errors import InvalidRequest, ProtocolError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import CallRoute, EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
+from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.body_parsers import parse_passthrough
 from tests.testing.frontend_harness import (
@@ -23,7 +25,7 @@ from tests.testing.frontend_harness import (
 )
 from tests.testing.log_events import event_of as logged_event
 from tests.testing.router_harness import MODEL, card
-from tests.testing.scripted_transport import ScriptedStream
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
 from tests.testing.waits import until
 
 HEAD = {"id": "chatcmpl-theirs", "object": "chat.completion.chunk", "created": 7, "model": "their-name"}
@@ -504,3 +506,25 @@ def test_fields_that_routing_needs_are_checked_by_name(body: bytes, param: str |
     if param is not None:
         assert refused.value.param is not None
         assert refused.value.param.startswith(param)
+
+
+class OlderWorkers(ScriptedTransport):
+    """Workers of a version that knows no other route than those for generation."""
+
+    async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+        if request.call is not None and request.call.route.is_passed:
+            raise ProtocolError("request: Invalid enum value - at `$.call.route`", param="request")
+        return await super().open(address, request)
+
+
+async def test_calls_of_a_route_that_older_workers_do_not_know_open_no_circuit() -> None:
+    plane = OlderWorkers(streams("Paris"))
+    async with running_frontend(taking(1), taking(2), plane=plane) as frontend:
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+            for _ in range(8):
+                answer = await frontend.http.post(path, json={"model": MODEL, **body})
+                assert answer.status_code == 503
+                assert error_of(answer)["refusals"] == {"excluded": 2}
+        states = {frontend.harness.circuit_state(WorkerId(each)) for each in (1, 2)}
+        assert states == {CircuitState.CLOSED}
+        assert (await frontend.chat()).status_code == 200

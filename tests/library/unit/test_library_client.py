@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ShuttingDown
 from kvrouter.core.workers import WorkerCard
-from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime
+from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime, mock_fleet
 from tests.testing.mock_fleet import LONG_TOKENS, uniform_fleet
 from tests.testing.router_harness import ScriptedDiscovery, ScriptedEvents, card
 from tests.testing.scripted_transport import ScriptedTransport
@@ -150,3 +151,13 @@ async def test_a_closed_client_raises_and_sends_nothing() -> None:
                 await send(client)
         with pytest.raises(ShuttingDown, match="closed"):
             await client.wait_for_instances()
+
+
+@pytest.mark.parametrize("as_given", [str, Path])
+async def test_a_fleet_files_path_may_be_text(as_given: Callable[[str], str | Path], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("version: 1\nmodels: [{name: mock}]\nworkers: [{name: w, replicas: 3}]\n")
+    async with mock_fleet(as_given(str(file))) as runtime:
+        client = await runtime.namespace("default").component("backend").endpoint("generate").client()
+        assert client.instance_ids() == [1, 2, 3]
+        client.close()

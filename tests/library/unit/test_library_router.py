@@ -12,7 +12,14 @@ from msgspec.structs import replace
 
 from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.core.constraints import RoutingConstraints
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.core.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotReady,
+    NoEligibleWorker,
+    Reason,
+    ShuttingDown,
+)
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library import KvIndexer, KvRouter, Runtime
@@ -58,12 +65,14 @@ async def in_program(config: KvRouterConfig | None = None) -> AsyncIterator[InPr
 class Scripted:
     """A router before workers that never answer."""
 
-    def __init__(self, *cards: WorkerCard, config: KvRouterConfig | None = None) -> None:
-        self.plane, discovery = ScriptedTransport(), ScriptedDiscovery()
-        discovery.put(*(cards or (card(1), card(2))))
-        runtime = Runtime(discovery, self.plane, ScriptedEvents())
+    def __init__(
+        self, *cards: WorkerCard, block_size: int | None = 16, config: KvRouterConfig | None = None
+    ) -> None:
+        self.plane, self.discovery = ScriptedTransport(), ScriptedDiscovery()
+        self.discovery.put(*(cards or (card(1), card(2))))
+        runtime = Runtime(self.discovery, self.plane, ScriptedEvents())
         self.endpoint = runtime.namespace("default").component("backend").endpoint("generate")
-        self.router = KvRouter(self.endpoint, 16, config)
+        self.router = KvRouter(self.endpoint, block_size, config)
 
 
 # Leaving
@@ -372,5 +381,90 @@ async def test_a_worker_with_another_block_size_is_refused_and_logged(
         for n in range(4):
             worker_id, _, _ = await router.best_worker(PROMPT, request_id=f"r{n}")
             assert worker_id == 2
-    refused = [record for record in caplog.records if record.name == "kvrouter.library.kv_router"]
+    refused = [record for record in caplog.records if record.name == "kvrouter.library.endpoint_workers"]
     assert [(record.levelname, event_of(record)) for record in refused] == [("ERROR", "worker_refused")]
+
+
+# Why nobody is there
+
+
+WRONG_SIZE = "worker 1 was refused: block_size: must be 16, as this router's, not 32"
+
+
+@pytest.mark.parametrize("model", [None, "mock"])
+async def test_the_errors_of_every_method_say_which_block_size_workers_were_refused_for(
+    model: str | None,
+) -> None:
+    scripted = Scripted(replace(card(1), block_size=32), replace(card(2), block_size=None))
+    async with scripted.router as router, KvIndexer(scripted.endpoint, 16) as indexer:
+        for call in (
+            router.generate(PROMPT, model),
+            router.best_worker(PROMPT, model=model),
+            router.best_workers(PROMPT, request_id="booked", model=model),
+            router.get_potential_loads(PROMPT, model=model),
+            indexer.find_matches_for_request(PROMPT, model=model),
+        ):
+            with pytest.raises(NoEligibleWorker) as refused:
+                await call
+            assert refused.value.param == "block_size"
+            assert str(refused.value) == refused.value.message
+            assert refused.value.message == (
+                f"no worker serves this endpoint; {WRONG_SIZE}; "
+                "worker 2 was refused: block_size: must be 16, as this router's, not unknown"
+            )
+        with pytest.raises(ModelNotReady, match=r"'other' is served here is not known yet.*block_size"):
+            await router.best_worker(PROMPT, model="other")
+
+
+async def test_a_request_pinned_to_a_refused_worker_is_told_why() -> None:
+    async with Scripted(replace(card(1), block_size=32), card(2)).router as router:
+        answer = await router.generate(PROMPT, worker_id=1)
+        with pytest.raises(NoEligibleWorker) as refused:
+            await anext(answer)
+        assert refused.value.refusals == {Reason.PINNED_ELSEWHERE: 1}
+        assert refused.value.message.endswith(f"; {WRONG_SIZE}")
+
+
+async def test_a_missing_prefill_partner_is_explained_by_its_block_size() -> None:
+    decode = replace(card(2, Role.DECODE), decode_only=True)
+    async with Scripted(replace(card(1, Role.PREFILL), block_size=32), decode).router as router:
+        for request_id in (None, "booked"):
+            with pytest.raises(NoEligibleWorker) as refused:
+                await router.best_worker(PROMPT, request_id=request_id)
+            assert refused.value.message.endswith(f"; {WRONG_SIZE}")
+
+
+async def test_a_worker_that_left_or_came_back_with_the_right_size_is_named_no_more() -> None:
+    scripted = Scripted(replace(card(1), block_size=32), replace(card(2), block_size=32))
+    async with scripted.router as router:
+        scripted.discovery.drop(1)
+        with pytest.raises(NoEligibleWorker, match="worker 2 was refused") as refused:
+            await router.best_worker(PROMPT)
+        assert "worker 1" not in refused.value.message
+        scripted.discovery.put(card(2, incarnation=2))
+        assert (await router.best_worker(PROMPT)).worker_id == 2
+        with pytest.raises(NoEligibleWorker) as pinned:
+            await anext(await router.generate(PROMPT, worker_id=1))
+        assert "block_size" not in pinned.value.message
+
+
+async def test_an_error_names_four_refused_workers_and_counts_the_rest() -> None:
+    cards = [replace(card(n), block_size=32) for n in range(1, 8)]
+    async with Scripted(*cards).router as router:
+        with pytest.raises(NoEligibleWorker) as refused:
+            await router.best_worker(PROMPT)
+        assert refused.value.message.count("was refused") == 4
+        assert refused.value.message.endswith("; and 3 more")
+
+
+async def test_without_a_block_size_the_workers_own_counts() -> None:
+    other = [replace(card(n), block_size=32) for n in (1, 2)]
+    scripted = Scripted(*other, block_size=None)
+    async with scripted.router as router, KvIndexer(scripted.endpoint) as indexer:
+        loads = await router.get_potential_loads(PROMPT)
+        assert [load["potential_decode_blocks"] for load in loads] == [4, 4]  # of 32 tokens
+        assert await indexer.find_matches_for_request(PROMPT) == {}
+        scripted.discovery.put(card(3))
+        answer = await router.generate(PROMPT, worker_id=3)
+        with pytest.raises(NoEligibleWorker, match=r"worker 3 was refused: .*16"):
+            await anext(answer)

@@ -256,3 +256,9 @@ def test_duplicate_keys_unsafe_yaml_and_non_mappings_are_refused(tmp_path: Path)
         "b": 0.0015,
         "c": 0.5,
     }
+
+
+def test_a_program_may_give_paths_as_paths() -> None:
+    planes = {"discovery": "file", "discovery_dir": Path("/run/workers")}
+    settings = Settings.model_validate({"planes": planes, "router": {"router_learned_file": Path("speeds")}})
+    assert (settings.planes.discovery_dir, settings.router.router_learned_file) == ("/run/workers", "speeds")

@@ -32,16 +32,19 @@ REFUSED_CALLS: list[tuple[str, bytes, str]] = [
         b'"nvext":{"routing_constraints":{"required_taints":["gpu=none"]}}}',
         MODEL,
     ),
-    ("/v1/route/explain", b"{", "unknown"),
-    ("/v1/route/explain", b'{"model":"mock","prompt":"a","temperature":-1}', MODEL),
-    ("/v1/route/explain", b'{"model":"mock","prompt":"a","nvext":{"worker_id":99}}', MODEL),
 ]
 OTHER_REQUESTS = [
     ("GET", "/v1/completions"),
     ("DELETE", "/v1/models"),
     ("GET", "/v1/nothing"),
     ("GET", "/v1/models/nobody"),
-    ("GET", "/v1/decisions/nobody"),
+]
+OPERATORS_CALLS = [
+    ("GET", "/v1/decisions/nobody", b"", "/v1/decisions/{request_id:path}", "decision_not_found"),
+    ("POST", "/v1/route/explain", b"{", "/v1/route/explain", "invalid_request"),
+    ("POST", "/v1/route/explain", b'{"model":"other","prompt":"a"}', "/v1/route/explain", "model_not_found"),
+    ("POST", "/v1/cordons", b'{"level":"worker","name":1}', "/v1/cordons", "nobody_left"),
+    ("POST", "/v1/cordons", b'{"level":"rack","name":"a"}', "/v1/cordons", "not_found"),
 ]
 NOT_HTTP = b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n"
 
@@ -65,11 +68,20 @@ async def test_every_error_answer_is_counted_once_under_its_code_and_model() -> 
         counted = {key: metrics.value("errors_total", model=key[0], code=key[1]) for key in wanted}
         assert counted == wanted
         assert metrics.value("errors_total") == wanted.total()
-        answered = sum(1 for path, _, _ in REFUSED_CALLS if path != "/v1/route/explain")
         unhandled = len([path for _, path in OTHER_REQUESTS if not path.endswith("/nobody")]) + 2
-        assert metrics.value("requests_total") == answered + unhandled
-        named = sum(1 for path, _, model in REFUSED_CALLS if model == MODEL and path != "/v1/route/explain")
+        assert metrics.value("requests_total") == len(REFUSED_CALLS) + unhandled
+        named = sum(1 for _, _, model in REFUSED_CALLS if model == MODEL)
         assert metrics.value("requests_total", model=MODEL) == named
+
+
+async def test_an_error_of_an_operators_own_call_is_no_refusal() -> None:
+    async with mock_server(fleet_file(ONE)) as here:
+        for method, path, body, route, code in OPERATORS_CALLS:
+            reply = await here.http.request(method, path, content=body, headers=JSON)
+            assert reply.json()["error"]["code"] == code
+            assert (await here.metrics()).value("admin_errors_total", route=route, code=code) == 1
+        assert (await here.metrics()).value("errors_total") == 0
+        assert (await here.http.get("/v1/refusals")).json() == {"worker_ranks": [], "answers": []}
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_counted() -> None:

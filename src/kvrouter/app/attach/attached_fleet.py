@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Self
 
+from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.app.attach.attachment import EngineAttachment, EngineWorkers
 from kvrouter.app.attach.spec import FileEngine, file_engines
 from kvrouter.app.attach.transport_provider import MemoryTransports
@@ -13,6 +14,7 @@ from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import Worker
@@ -36,36 +38,37 @@ class AttachedFleet:
         transports: ProcessTransports,
         *,
         environ: Mapping[str, str],
+        place: FieldPlace = dotted,
     ) -> None:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when the state of an expected engine changes; its reader clears it."""
+
         self._mistakes: list[KvrouterError] | None = []
         """Errors of the first probes; None once the start is over."""
 
         self._tasks: list[asyncio.Task[None]] = []
-        workers = EngineWorkers(settings, MemoryTransports(transports))
+        self.engine_workers = EngineWorkers(settings, MemoryTransports(transports))
+        """Starts the workers, and checks their engines against each other."""
         self._engines = [
-            (engine.group, self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers))
-            for engine in file_engines(fleet)
+            self._attachment_of(engine._replace(spec=engine.with_key(environ)))
+            for engine in file_engines(fleet, place)
         ]
-        self._unattempted = {each.spec.worker_id for _, each in self._engines}
+        self._unattempted = {each.spec.worker_id for each in self._engines}
 
     @property
     def workers(self) -> dict[WorkerId, Worker]:
         """The workers that have joined."""
-        return {each.spec.worker_id: each.worker for _, each in self._engines if each.worker is not None}
+        return {each.spec.worker_id: each.worker for each in self._engines if each.worker is not None}
 
-    def awaited(self) -> list[str]:
-        """A line for each engine without a worker; without addresses, because clients may read it."""
-        return [
-            f"the engine of {each.spec.written_at} (group {group.name!r}) {each.awaited}"
-            for group, each in self._engines
-            if each.worker is None
-        ]
+    def expected(self) -> list[ExpectedEngine]:
+        """Every engine, with or without a worker."""
+        return [each.expected for each in self._engines]
 
     async def __aenter__(self) -> Self:
         try:
-            self._tasks = [asyncio.create_task(each.run()) for _, each in self._engines]
+            self._tasks = [asyncio.create_task(each.run()) for each in self._engines]
             if self._engines:
                 await self._all_attempted.wait()
             mistakes, self._mistakes = self._mistakes, None
@@ -83,12 +86,12 @@ class AttachedFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = await asyncio.gather(*(each.leave() for _, each in self._engines), return_exceptions=True)
+        left = await asyncio.gather(*(each.leave() for each in self._engines), return_exceptions=True)
         for error in left:
             if isinstance(error, BaseException):
                 raise error
 
-    def _attachment_of(self, engine: FileEngine, workers: EngineWorkers) -> EngineAttachment:
+    def _attachment_of(self, engine: FileEngine) -> EngineAttachment:
         worker_id = engine.spec.worker_id
 
         def on_refused(error: KvrouterError) -> None:
@@ -101,17 +104,18 @@ class AttachedFleet:
 
         return EngineAttachment(
             engine.spec,
-            workers,
+            self.engine_workers,
             topology=topology_env_of(engine.group),
             on_refused=on_refused,
             on_attempt_ended=on_attempt_ended,
+            on_state=self.changed.set,
         )
 
     def _refused(self, engine: FileEngine, error: KvrouterError) -> None:
         if self._mistakes is not None:
             self._mistakes.append(error)
             return
-        worker, model = str(engine.spec.worker_id), self._fleet.model_of(engine.group).name
+        worker, model = str(engine.spec.worker_id), self._fleet.shown_name(self._fleet.model_of(engine.group))
         log_event(_log, Event.WORKER_REFUSED, worker=worker, model=model, reason=error.message)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ from typing import cast
 
 import msgspec
 
-from kvrouter.app.attach.spec import engine_card
+from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState
+from kvrouter.app.attach.spec import engine_card, without_credentials
 from kvrouter.app.attach.transport_provider import TransportProvider
 from kvrouter.app.tls import advertised
 from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
@@ -22,6 +24,7 @@ from kvrouter.engines.registry import ENGINES
 from kvrouter.settings.tree import Settings
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.log_events import cut
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.worker import TopologyEnv, Worker, new_incarnation
 
@@ -66,14 +69,25 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _ignore) -> Atta
             raise ConfigError(f"{error.message}: {_about_key(spec)}", param="url") from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
-                raise NotAnswered(
-                    f"no engine answered within {spec.wait_s:g} s: {error.message}", param="url"
-                ) from error
+                within = f" within {spec.wait_s:g} s" if spec.wait_s else ""
+                raise NotAnswered(f"no engine answered{within}: {error.message}", param="url") from error
             on_awaited(error.message)
             if loop.time() - logged_s >= AWAITED_LOG_EVERY_S:
                 logged_s = loop.time()
                 log_event(logger, Event.ENGINE_AWAITED, worker=str(spec.worker_id), reason=error.message)
         await asyncio.sleep(PROBE_EVERY_S)
+
+
+async def probe(spec: AttachSpec) -> Attached:
+    """Return what an engine says of itself, asked once: model, tokenizer, block size, context length, ranks,
+    whether it publishes KV events, and warnings. No worker is started, and its adapter is stopped already.
+
+    Raises NotAnswered, whose cause has the reason, where it does not answer, and ConfigError as
+    :func:`attach` does. It needs a ``kind`` and a ``url`` of ``spec``; further fields are compared.
+    """
+    attached = await attach(replace(spec, wait_s=0.0))
+    await attached.engine.stop()
+    return attached
 
 
 def _about_key(spec: AttachSpec) -> str:
@@ -204,19 +218,19 @@ class EngineWorkers:
             kind, its_kind = spec.kind, its.kind
             if Role.PREFILL in (spec.role, its.role) and kind != its_kind:
                 raise spec.mistake(
-                    f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
+                    f"must be {its_kind!r}, as that of {its.place}: KV goes between engines of one kind",
                     param="kind",
                 )
             if _differ(other.block_size, attached.block_size):
                 raise spec.mistake(
                     f"the engine's blocks have {attached.block_size} tokens, and those of "
-                    f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
+                    f"{its.place} have {other.block_size}: engines of one model have blocks of one size",
                     param="block_size",
                 )
             if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
-                    f"{its.written_at} {other.context_length}: say the smaller one, for both",
+                    f"{its.place} {other.context_length}: say the smaller one, for both",
                     param="context_length",
                 )
 
@@ -238,6 +252,38 @@ Joined = Callable[[Worker], None]
 """Called with each worker that the engine gets."""
 
 
+StateChanged = Callable[[], None]
+"""Called when the state of :attr:`EngineAttachment.expected` changes."""
+
+
+SERVED_ELSEWHERE = "it is served by another process"
+
+
+def expected_engine(spec: AttachSpec) -> ExpectedEngine:
+    """Return the record of an engine that was not asked yet."""
+    return ExpectedEngine(
+        written_at=spec.written_at,
+        engine_url=without_credentials(spec.url),
+        worker_id=spec.worker_id,
+        kind=spec.kind,
+        role=spec.role,
+        model=spec.model,
+        pod=spec.pod or None,
+        state=ExpectedState.AWAITED,
+        reason="it is being asked",
+        since_s=round(time.time(), 3),
+    )
+
+
+def _without_place(reason: str, spec: AttachSpec) -> str:
+    """Return a reason without the place and URL of the engine at its beginning, which its record has, and
+    without the password of the URL.
+    """
+    url = spec.url.rstrip("/")
+    rest = reason.removeprefix(f"{spec.written_at}: ").removeprefix(f"{spec.url}: ").removeprefix(url)
+    return str(cut(rest.replace(url, without_credentials(url))))
+
+
 class EngineAttachment:
     """Keeps one engine attached, from its first answer on: :meth:`run`, then :meth:`leave`.
 
@@ -254,11 +300,12 @@ class EngineAttachment:
         topology: TopologyEnv | None = None,
         on_attempt_ended: AttemptEnded = _ignore,
         on_joined: Joined = _ignore,
+        on_state: StateChanged = _ignore,
         drain_limit_s: float = 0.0,
     ) -> None:
         self.spec = spec
-        self.awaited = "does not answer"
-        """Why the engine has no worker, in words."""
+        self.expected = expected_engine(spec)
+        """The engine, its state, and why it has no worker."""
 
         self._workers = workers
         self._topology = topology
@@ -266,6 +313,7 @@ class EngineAttachment:
         self._on_refused = on_refused
         self._on_attempt_ended = on_attempt_ended
         self._on_joined = on_joined
+        self._on_state = on_state
         self._drain_limit_s = drain_limit_s
         self._draining = False
         self._refusal = ""
@@ -284,11 +332,13 @@ class EngineAttachment:
         while True:
             try:
                 attached_worker = self._attached_worker = await self._joined()
+                self._note(ExpectedState.JOINED, model=attached_worker.worker.card.model)
                 await self._catch_up(attached_worker)
                 self._wait_s, self._refusal = math.inf, ""
                 self._on_joined(attached_worker.worker)
                 self._on_attempt_ended()
-                self.awaited = await self._until_another(attached_worker)
+                why = await self._until_another(attached_worker)
+                self._note(ExpectedState.AWAITED, why)
                 is_lost = attached_worker.lost.is_set()
                 await self.leave(drain_limit_s=self._drain_limit_s if is_lost else 0.0)
                 continue
@@ -335,7 +385,7 @@ class EngineAttachment:
 
     async def _joined(self) -> AttachedWorker:
         attached = await self._attached()
-        self.awaited = "is served by another process"
+        self._note(ExpectedState.AWAITED, SERVED_ELSEWHERE)
         try:
             return await self._workers.start(
                 self.spec, attached, topology=self._topology, draining=lambda: self._draining
@@ -347,7 +397,7 @@ class EngineAttachment:
     async def _attached(self) -> Attached:
         spec = replace(self.spec, wait_s=self._wait_s)
         try:
-            return await attach(spec, on_awaited=lambda _: self._on_attempt_ended())
+            return await attach(spec, on_awaited=self._on_awaited)
         except KvrouterError as error:
             raise self.spec.mistake(error.message, param=error.param) from error
 
@@ -360,26 +410,46 @@ class EngineAttachment:
             try:
                 async with asyncio.timeout(RETRY_AFTER_S):
                     await attached_worker.lost.wait()
-                return "is served by another process"
+                return SERVED_ELSEWHERE
             except TimeoutError:
                 pass
             if attached_worker.worker.card.engine_silent:
                 try:
-                    attached = await attach(replace(self.spec, wait_s=0.0))
+                    attached = await probe(self.spec)
                 except KvrouterError as error:
                     if self.spec.is_contradicted_by(error):
                         raise self.spec.mistake(error.message, param=error.param) from error
                     continue  # it may be the same engine with running legs: the worker logs the reason
-                await attached.engine.stop()
                 if not attached.is_same_as(attached_worker.attached):
-                    return "restarted"
+                    return "it was restarted as another engine, and is attached again"
 
     def _refused(self, error: KvrouterError) -> None:
-        is_its_own = isinstance(error, ConfigError)
-        self.awaited = f"{'was refused' if is_its_own else 'cannot be announced'}: the log says why"
+        if isinstance(error, ConfigError):
+            self._note(ExpectedState.REFUSED, error.message)
+        else:
+            self._note(ExpectedState.AWAITED, f"it cannot be announced: {error.message}")
         if error.message != self._refusal:
             self._refusal = error.message
             self._on_refused(error)
+
+    def _on_awaited(self, why: str) -> None:
+        self._note(ExpectedState.AWAITED, why)
+        self._on_attempt_ended()
+
+    def _note(self, state: ExpectedState, reason: str | None = None, *, model: str | None = None) -> None:
+        """Set the state of the engine; ``reason`` may begin with where the engine is, which is left out."""
+        before = self.expected
+        if reason is not None:
+            reason = _without_place(reason, self.spec)
+        self.expected = msgspec.structs.replace(
+            before,
+            state=state,
+            reason=reason,
+            model=model or before.model,
+            since_s=before.since_s if before.state == state else round(time.time(), 3),
+        )
+        if before.state != state:
+            self._on_state()
 
     def _mistaken(self, error: Exception) -> None:
         worker = str(self.spec.worker_id)

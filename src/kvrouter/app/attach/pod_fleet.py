@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from typing import NamedTuple, Protocol, Self
 
 from msgspec import structs
 
-from kvrouter.app.attach.attachment import RETRY_AFTER_S, EngineAttachment, EngineWorkers
+from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState
+from kvrouter.app.attach.attachment import RETRY_AFTER_S, EngineAttachment, EngineWorkers, expected_engine
 from kvrouter.app.attach.spec import attach_spec, with_key
 from kvrouter.app.telemetry_hooks import troubles_on
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -166,8 +168,10 @@ class PodFleet:
         self._entries: dict[str, PodAttachment] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_draining = False
-        self._without: dict[str, tuple[EnginePod, str, str]] = {}
-        """Pods without a worker: the reason in short, and in full where their description is invalid."""
+        self._without: dict[str, ExpectedEngine] = {}
+        """The engines of pods that get no worker, by the pod's uid: the pod is not ready, or described
+        wrongly.
+        """
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -175,14 +179,15 @@ class PodFleet:
         entries = [(entry.pod.name, entry.attachment) for entry in self._entries.values()]
         return {name: each.worker for name, each in entries if each is not None and each.worker is not None}
 
-    def awaited(self) -> list[str]:
-        """A line for each pod without a worker; clients may read it."""
-        lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
-        for entry in self._entries.values():
-            if entry.spec is not None and (entry.attachment is None or entry.attachment.worker is None):
-                why = "does not answer" if entry.attachment is None else entry.attachment.awaited
-                lines.append(f"the engine of pod {entry.pod.name} {why}")
-        return lines
+    def expected(self) -> list[ExpectedEngine]:
+        """Every engine whose pod exists, with or without a worker."""
+        entries = [(entry.spec, entry.attachment) for entry in self._entries.values()]
+        attached = [
+            expected_engine(spec) if attachment is None else attachment.expected
+            for spec, attachment in entries
+            if spec is not None
+        ]
+        return [*self._without.values(), *attached]
 
     async def __aenter__(self) -> Self:
         return self
@@ -208,7 +213,7 @@ class PodFleet:
         if pod.is_ready and not pod.is_leaving:
             self._serve(pod, entry)
         elif entry is None or entry.spec is None:
-            self._without[pod.uid] = pod, "is not ready", ""
+            self._leave_out(pod, ExpectedState.AWAITED, "the pod is not ready")
         else:
             entry.drain()
 
@@ -257,12 +262,23 @@ class PodFleet:
             del self._entries[uid], self._tasks[uid]
 
     def _mistaken(self, pod: EnginePod, error: ConfigError) -> None:
-        known = self._without.get(pod.uid)
-        if known is None or known[2] != error.message:
-            reason = "; ".join(error.message.splitlines())
+        reason = "; ".join(error.message.splitlines())
+        if self._leave_out(pod, ExpectedState.REFUSED, reason):
             log_event(_log, Event.ENGINE_POD_REFUSED, pod=pod.name, reason=reason)
             self._write_event(pod, reason=MISTAKEN, message=error.message, warns=True)
-        self._without[pod.uid] = pod, "is described wrongly: an event on the pod says how", error.message
+
+    def _leave_out(self, pod: EnginePod, state: ExpectedState, reason: str) -> bool:
+        """Note why a pod gets no worker; return whether that is news."""
+        known = self._without.get(pod.uid)
+        if known is not None and (known.state, known.reason) == (state, reason):
+            return False
+        since_s: float | None = round(time.time(), 3)
+        if known is not None and known.state == state:
+            since_s = known.since_s
+        self._without[pod.uid] = ExpectedEngine(
+            written_at=f"pod {pod.name}", pod=pod.name, state=state, reason=reason, since_s=since_s
+        )
+        return True
 
     def _spec_of(self, pod: EnginePod) -> AttachSpec:
         described = engine_of(pod, policy=self._policy.transfer, levels=self._policy.levels)
@@ -276,7 +292,7 @@ class PodFleet:
             fields_at=PLACES,
         )
         spec = with_key(spec, described.engine, self._policy.keys)
-        return replace(spec, model=described.model, start=described.start, pod=pod.name, node=pod.node)
+        return replace(spec, start=described.start, pod=pod.name, node=pod.node)
 
 
 ANSWER_S = 5.0

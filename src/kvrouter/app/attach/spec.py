@@ -1,7 +1,6 @@
 """Attach specs: what a fleet file asks of each engine, and the card that the engine's worker publishes."""
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,18 +10,19 @@ from urllib.parse import urlsplit, urlunsplit
 from msgspec.structs import replace
 
 from kvrouter.app.fleet_build import stated_context_length
-from kvrouter.app.tls import LOOPBACK
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import LOOPBACK
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.secret import secret_file, secret_variable
 from kvrouter.core.taints import adapter_taints
-from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
+from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard, component_of
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers, placed_config
-from kvrouter.settings.problems import dotted
+from kvrouter.settings.problems import FieldPlace, dotted
+from kvrouter.settings.problems import Path as FieldPath
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 from kvrouter.text.source import settled_source
@@ -51,7 +51,7 @@ def engine_card(
         dp_size=attached.dp_size,
         dp_start=attached.dp_start,
         namespace=namespace,
-        component="prefill" if spec.role is Role.PREFILL else "backend",
+        component=component_of(spec.role, spec.component),
         serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=attached.publishes_kv_events,
         event_source=event_source,
@@ -128,8 +128,8 @@ def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str,
     return dataclasses.replace(spec, api_key=found, key_at=variable)
 
 
-def file_engines(fleet: FleetFile, *, wait_s: float = math.inf) -> Iterator[FileEngine]:
-    """Yield every engine of the file that already runs; each may take ``wait_s`` seconds to answer first."""
+def file_engines(fleet: FleetFile, place: FieldPlace = dotted) -> Iterator[FileEngine]:
+    """Yield every engine of the file that already runs. ``place(path)`` names where a field is written."""
     counts = Counter[str]()
     for worker_id, group in numbered_workers(fleet):
         if not isinstance(group.engine, AttachedEngineSpec):
@@ -137,30 +137,31 @@ def file_engines(fleet: FleetFile, *, wait_s: float = math.inf) -> Iterator[File
         number = counts[group.name]
         counts[group.name] += 1
         position = fleet.workers.index(group)
-        model = f"models[{fleet.models.index(fleet.model_of(group))}]"
-        line = f"workers[{position}]"
+        model: FieldPath = ("models", fleet.models.index(fleet.model_of(group)))
+        line: FieldPath = ("workers", position)
+        fields: dict[str, FieldPath] = {
+            "model": (*model, "name"),
+            "tokenizer": (*model, "tokenizer"),
+            "block_size": (*model, "block_size"),
+            "context_length": (*model, "context_length"),
+            "role": (*line, "role"),
+            "dp_size": (*line, "dp_size"),
+            "kind": (*line, "engine", "kind"),
+            "api_key_env": (*line, "engine", "api_key_env"),
+            "api_key_file": (*line, "engine", "api_key_file"),
+            "kv_events": (*line, "engine", "kv_events_endpoint"),
+            "kv_events_replay": (*line, "engine", "kv_events_replay_endpoint"),
+        }
         spec = attach_spec(
             fleet,
             group,
             group.engine,
             worker_id=worker_id,
             url=group.engine.all_urls[number],
-            written_at=dotted(url_path(position, group.engine, number)),
-            fields_at={
-                "model": f"{model}.name",
-                "tokenizer": f"{model}.tokenizer",
-                "block_size": f"{model}.block_size",
-                "context_length": f"{model}.context_length",
-                "role": f"{line}.role",
-                "dp_size": f"{line}.dp_size",
-                "kind": f"{line}.engine.kind",
-                "api_key_env": f"{line}.engine.api_key_env",
-                "api_key_file": f"{line}.engine.api_key_file",
-                "kv_events": f"{line}.engine.kv_events_endpoint",
-                "kv_events_replay": f"{line}.engine.kv_events_replay_endpoint",
-            },
+            written_at=place(url_path(position, group.engine, number)),
+            fields_at={name: place(path) for name, path in fields.items()},
         )
-        yield FileEngine(group, dataclasses.replace(spec, wait_s=wait_s))
+        yield FileEngine(group, spec)
 
 
 def attach_spec(
@@ -180,7 +181,7 @@ def attach_spec(
         url=url,
         worker_id=worker_id,
         role=group.role,
-        model=model.name,
+        model=fleet.stated_name(model),
         tokenizer=fleet.stated_tokenizer(model),
         block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
         context_length=stated_context_length(fleet, model),

@@ -82,9 +82,8 @@ def _is_off(reading: Reading, worker: Worker) -> Problem:
         Severity.WARNING if worker.prefills else Severity.NOTE,
         str(worker),
         f"it publishes no KV events{warning}",
-        "the router never sees what it has cached: its prompts do not come back to it"
-        if worker.prefills
-        else "the router counts its transfers of KV as whole, also where it has a part",
+        "the router predicts what it has cached from its own decisions: it sees no eviction, and no prompt "
+        "that came another way",
         EVENTS_REMEDY,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrouter.app.attach.attachment import NotAnswered, attach
+from kvrouter.app.attach.attachment import NotAnswered, probe
 from kvrouter.app.attach.spec import FileEngine, file_engines
 from kvrouter.app.fleet_build import tokenizer_problems, tokenizer_warnings, topology_env_problems
 from kvrouter.core.errors import KvrouterError
@@ -86,7 +86,7 @@ def summary_of(fleet: FleetFile) -> str:
     workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
     policy = fleet.kv_transfer
     kept = f"KV {policy.enforcement.value} on {policy.domain}" if policy else "no transfer policy"
-    return f"{workers} for {', '.join(model.name for model in fleet.models)}, {kept}"
+    return f"{workers} for {', '.join(map(fleet.shown_name, fleet.models))}, {kept}"
 
 
 def _setting_problems(fleet: FleetFile) -> list[Problem]:
@@ -108,9 +108,9 @@ class _EngineAnswers(msgspec.Struct):
 
 async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _EngineAnswers:
     """Ask every engine of the file, all at once."""
-    engines = list(file_engines(fleet, wait_s=0.0))
+    engines = list(file_engines(fleet))
     paths = list(_url_paths(fleet))
-    answers = await asyncio.gather(*(_asked(engine, environ) for engine in engines), return_exceptions=True)
+    answers = await asyncio.gather(*(_probed(each, environ) for each in engines), return_exceptions=True)
     answered = _EngineAnswers()
     attached: list[tuple[FieldPath, FileEngine, Attached]] = []
     for path, engine, answer in zip(paths, engines, answers, strict=True):
@@ -131,15 +131,12 @@ async def _connected(fleet: FleetFile, environ: Mapping[str, str]) -> _EngineAns
             answered.problems.append(Problem(path, must))
         elif isinstance(answer, BaseException):
             raise answer
-    answered.problems += _block_size_problems(fleet, attached)
+    answered.problems += _block_size_problems(attached)
     return answered
 
 
-async def _asked(engine: FileEngine, environ: Mapping[str, str]) -> Attached:
-    """Ask one engine once, without starting its worker."""
-    attached = await attach(engine.with_key(environ))
-    await attached.engine.stop()
-    return attached
+async def _probed(engine: FileEngine, environ: Mapping[str, str]) -> Attached:
+    return await probe(engine.with_key(environ))
 
 
 def _url_paths(fleet: FleetFile) -> list[FieldPath]:
@@ -152,13 +149,11 @@ def _url_paths(fleet: FleetFile) -> list[FieldPath]:
     ]
 
 
-def _block_size_problems(
-    fleet: FleetFile, attached: list[tuple[FieldPath, FileEngine, Attached]]
-) -> list[Problem]:
+def _block_size_problems(attached: list[tuple[FieldPath, FileEngine, Attached]]) -> list[Problem]:
     """Engines of one model with different block sizes: the first that joins would keep the others out."""
     problems = []
-    for model in fleet.models:
-        of_model = [each for each in attached if fleet.model_of(each[1].group) is model]
+    for model in dict.fromkeys(found.model for _, _, found in attached):
+        of_model = [each for each in attached if each[2].model == model]
         sizes = Counter(found.block_size for _, _, found in of_model)
         if len(sizes) < 2:
             continue
@@ -167,7 +162,7 @@ def _block_size_problems(
             Problem(
                 path,
                 f"{engine.spec.url}: its blocks have {found.block_size} tokens, and others of "
-                f"{model.name!r} have {usual}: start it with blocks of {usual}",
+                f"{model!r} have {usual}: start it with blocks of {usual}",
             )
             for path, engine, found in of_model
             if found.block_size != usual

@@ -85,7 +85,7 @@ def file_shown(source: str, fleet: FleetFile) -> FleetShown:
         source=source,
         models=tuple(
             ModelShown(
-                model=model.name,
+                model=fleet.shown_name(model),
                 tokenizer=fleet.stated_tokenizer(model),
                 block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
                 context_length=stated_context_length(fleet, model),
@@ -113,7 +113,7 @@ def _groups(fleet: FleetFile) -> Iterable[GroupShown]:
         is_mock = isinstance(engine, MockEngineSpec)
         yield GroupShown(
             group=group.name,
-            model=model.name,
+            model=fleet.shown_name(model),
             role=group.role.value,
             worker_ids=tuple(ids[group.name]),
             domains=group.domains,

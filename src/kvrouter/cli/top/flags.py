@@ -23,7 +23,7 @@ class TopOptions(RouterOptions):
 @takes(TopOptions)
 def top(options: TopOptions) -> None:
     """Show what a running router knows: workers with load, cache and feed, KV between domains, the latest
-    decisions. Ctrl-C ends it. The page at /ui shows more of the same.
+    decisions. q or Ctrl-C ends it. The page at /ui shows more of the same.
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """

@@ -10,7 +10,7 @@ from kvrouter.settings.problems import Problem, dotted
 def check_fleet(file: FleetFile) -> None:
     """Raise ConfigError, with the field, if a replay cannot run it."""
     if len(file.models) > 1:
-        names = ", ".join(model.name for model in file.models)
+        names = ", ".join(model.mock_name for model in file.models)
         raise ConfigError(f"models: a replay has one model, not {names}", param="models")
     for position, group in enumerate(file.workers):
         for problem in group_problems(group):
