@@ -16,6 +16,7 @@ from kvrouter.core.requests import EngineChunk
 from kvrouter.core.timing import Timing
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
@@ -114,8 +115,7 @@ async def test_the_router_finds_more_than_round_robin_and_as_much_as_the_engines
 ) -> None:
     protocols = TextVllm(), TextVllm()
     async with router_before(tmp_path, *protocols) as url:
-        found = await report_of(capsys, url, "--answer-tokens", "2")
-    print(json.dumps(found, indent=1))
+        found = await report_of(capsys, url, "--answer-tokens", "2", "--concurrency", "1")
     ours, round_robin = found["arms"]
     assert (ours["errors"], round_robin["errors"]) == (0, 0)
     assert ours["requests"] == round_robin["requests"] == found["rounds"] * found["conversations"] * 4
@@ -140,21 +140,24 @@ async def test_engines_that_answer_without_cached_tokens_are_read_by_their_count
     assert any(note.startswith("one engine: ") for note in found["notes"])
 
 
-async def test_mock_fleets_are_compared_with_the_routers_own_round_robin(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    engine = "{total_kv_blocks: 256}"
-    for fleet, why in (
-        (uniform_fleet(replicas=2, engine=engine), "mock engines have none"),
+@pytest.mark.parametrize(
+    ("fleet", "why"),
+    [
+        (uniform_fleet(replicas=2), "mock engines have none"),
         (zoned_fleet(), "prefill and decode are separate"),
-    ):
-        async with mock_server(fleet) as here:
-            assert await bench(here.url) == 0
-            shown, said = capsys.readouterr()
-            assert why in shown
-            assert "hit rate" in shown
-            assert "round 1, round-robin: " in said
-            assert "each round sends " in said
+    ],
+    ids=["mock", "pairs"],
+)
+async def test_mock_fleets_are_compared_with_the_routers_own_round_robin(
+    fleet: FleetFile, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with mock_server(fleet) as here:
+        assert await bench(here.url, "--prompt-tokens", "640", "--seconds", "1") == 0
+    shown, said = capsys.readouterr()
+    assert why in shown
+    assert "hit rate" in shown
+    assert "each round sends " in said
+    assert "round 1, round-robin: " in said
 
 
 async def test_mistakes_name_their_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ class BenchOptions(RouterOptions):
         "How long it may take; the number of conversations follows from it.",
         default=100.0,
         metavar="S",
-        at_least=5.0,
+        at_least=1.0,
         at_most=86_400,
     )
     rounds: int | None = option(
