@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.status import Status
 
 from kvrouter.api.client import RouterClient
 from kvrouter.cli.bench.arms import BenchedFleet, arms_of, peers_of, reached_engines, read_fleet
@@ -26,8 +25,8 @@ from kvrouter.cli.bench.workload import (
     size_workload,
     turns_in_order,
 )
-from kvrouter.cli.console import error_console
 from kvrouter.cli.output import echo, json_text
+from kvrouter.cli.progress import Progress, working
 from kvrouter.cli.timed_stream import Clock
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.engines.openai.server import EngineServer
@@ -64,8 +63,8 @@ def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, 
     options.output.check()
     peers = peers_of(options)
     fleet = read_fleet(client, options)
-    with error_console().status("asking the engines") as status:
-        report = asyncio.run(_compare(options, fleet, client.url, peers, api_key, status))
+    with working("asking the engines") as progress:
+        report = asyncio.run(_compare(options, fleet, client.url, peers, api_key, progress))
     options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     return 0 if report.arms[0].requests > report.arms[0].errors else 1
 
@@ -76,11 +75,11 @@ async def _compare(
     router_url: str,
     peers: Mapping[str, str],
     api_key: str | None,
-    status: Status,
+    progress: Progress,
 ) -> BenchReport:
     fleet = await reached_engines(fleet, options, api_key)
     arms = arms_of(fleet, router_url, peers, api_key)
-    return await _Bench(options, fleet, arms, status, time.monotonic).run()
+    return await _Bench(options, fleet, arms, progress, time.monotonic).run()
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ class _Bench:
     options: BenchOptions
     fleet: BenchedFleet
     arms: tuple[Arm, ...]
-    status: Status
+    progress: Progress
     clock: Clock
     salt: int = field(default_factory=lambda: secrets.randbits(63))
 
@@ -143,7 +142,7 @@ class _Bench:
         size = WorkloadSize(1, PROBE_WORDS)
         for at, arm in enumerate(self.arms):
             for number, server in enumerate(arm.servers):
-                self.status.update(f"a first request to {server.url}")
+                self.progress.show(f"a first request to {server.url}")
                 prompts = Prompts(mock_words(), 1.0, size, 0, (self.salt, at, number))
                 try:
                     answers.append(await self.sender.send(arm, number, prompts.text(Turn(0, TURNS - 1))))
@@ -158,7 +157,7 @@ class _Bench:
         affordable = int(PROBE_WORDS * limit_s / max(first.ttft_s, 1e-6))
         probed_tokens = max(PROBE_WORDS, min(prompt_tokens, affordable))
         size = WorkloadSize(PROBE_WAVES * self.concurrency, probed_tokens)
-        self.status.update(f"{size.conversations} requests, to see how fast the engines are")
+        self.progress.show(f"{size.conversations} requests, to see how fast the engines are")
         turns = [Turn(number, TURNS - 1) for number in range(size.conversations)]
         prompts = Prompts(mock_words(), first.tokens_per_word, size, 0, (self.salt, len(self.arms)))
         probed = await run_round(
@@ -218,7 +217,7 @@ class _Bench:
         return [results[at] for at in range(n_arms)]
 
     def _shows(self, label: str, n_requests: int) -> Callable[[int], None]:
-        return lambda n_ended: self.status.update(f"{label}: {n_ended} of {n_requests} requests")
+        return lambda n_ended: self.progress.show(f"{label}: {n_ended} of {n_requests} requests")
 
     def _engines(self) -> Sequence[EngineServer]:
         """The engines themselves; none where only the router reaches them."""
