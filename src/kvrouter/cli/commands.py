@@ -79,6 +79,22 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(f"kvrouter.cli.{lazy.module}"), lazy.name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that ``args`` begin with, and the rest of them; name those that an unknown name
+        may mean.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:
+            names = self.list_commands(ctx)
+            meant = click.NoSuchCommand(error.command_name, possibilities=names, ctx=ctx)
+            if not meant.possibilities:
+                hint = "kvrouter --help lists the commands."
+                meant = click.NoSuchCommand(error.command_name, f"{meant.message} {hint}", ctx=ctx)
+            raise meant from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands."""
         names = self.list_commands(ctx)

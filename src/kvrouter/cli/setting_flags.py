@@ -1,6 +1,6 @@
 """Command-line flags made from the table of settings, and a help page that groups them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import click
@@ -14,6 +14,35 @@ from kvrouter.settings.setting_spec import (
     SettingValue,
     written_settings,
 )
+
+ALL_SETTINGS = "kvrouter.all_settings"
+"""In the ``meta`` of a context: its help page shows all settings."""
+
+FIRST_TO_SERVE = (
+    "frontend.http_host",
+    "frontend.http_port",
+    "frontend.admin_token",
+    "router.router_mode",
+    "router.overlap_score_weight",
+    "router.kv_events",
+    "router.admission_queue_max",
+    "recording.folder",
+    "log.log_level",
+    "log.log_format",
+)
+"""The settings that ``--help`` shows of a command that serves HTTP."""
+
+FIRST_BETWEEN_PROCESSES = (
+    "planes.namespace",
+    "planes.discovery",
+    "planes.discovery_dir",
+    "planes.request_plane",
+    "planes.event_plane",
+    "planes.nats_server",
+    "planes.plane_token",
+    "planes.listen_host",
+)
+"""Those that it shows besides of a command that runs one process of many."""
 
 
 class SettingOption(click.Option):
@@ -67,6 +96,27 @@ class ForeignOption(click.Option):
         )
 
 
+class HelpAllOption(click.Option):
+    """``--help-all``: the help page with all settings. ``--help`` shows those of ``first``, by YAML key."""
+
+    def __init__(self, first: Collection[str]) -> None:
+        def show(ctx: click.Context, _option: click.Parameter, is_asked: bool) -> None:
+            if is_asked and not ctx.resilient_parsing:
+                ctx.meta[ALL_SETTINGS] = True
+                click.echo(ctx.get_help())
+                ctx.exit()
+
+        self.first = first
+        super().__init__(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=show,
+            help="Show all settings, and exit; --help shows those that matter first.",
+        )
+
+
 def _output_of(_ctx: click.Context, _option: click.Parameter, text: str) -> Output:
     """Return what ``--output`` asks for."""
     form, equals, path = text.partition("=")
@@ -113,29 +163,37 @@ class SettingsCommand(click.Command):
     """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options, then the settings of each group."""
+        """Write the command's own options, then the settings of each group: the first to know, or all."""
         parameters = self.get_params(ctx)
         own = [parameter for parameter in parameters if not isinstance(parameter, SettingOption)]
         with formatter.section("Options"):
             formatter.write_dl([record for option in own if (record := option.get_help_record(ctx))])
+        (help_all,) = (option for option in own if isinstance(option, HelpAllOption))
         options = [parameter for parameter in parameters if isinstance(parameter, SettingOption)]
-        flags = [option for option in options if not option.is_alias]
-        sections = {flag.spec.section for flag in flags}
+        flags = {option.spec.yaml_key: option for option in options if not option.is_alias}
+        sections = {option.spec.section for option in options}
+        shown = [
+            spec
+            for spec in written_settings()
+            if spec.section in sections and (ALL_SETTINGS in ctx.meta or spec.yaml_key in help_all.first)
+        ]
         for group in SettingGroup:
-            of_group = [flag for flag in flags if flag.spec.group is group]
+            of_group = [spec for spec in shown if spec.group is group]
             if not of_group:
                 continue
             with formatter.section(group.value):
-                for flag in of_group:
-                    flag.write_help(ctx, formatter)
-                for spec in written_settings():
-                    if spec.flag is None and spec.group is group and spec.section in sections:
+                for spec in of_group:
+                    if spec.flag is None:
                         _write_setting(spec, "no flag", formatter)
+                    else:
+                        flags[spec.yaml_key].write_help(ctx, formatter)
 
 
-def setting_options(*sections: str) -> list[click.Option]:
+def setting_options(
+    *sections: str, first: Collection[str] = (*FIRST_TO_SERVE, *FIRST_BETWEEN_PROCESSES)
+) -> list[click.Option]:
     """Return a flag for every name of a setting of ``sections`` that has one, and Dynamo's flags without
-    effect among those; without sections, for all.
+    effect among those; without sections, for all. ``--help`` shows those of ``first``, ``--help-all`` all.
     """
 
     def is_chosen(section: str) -> bool:
@@ -150,7 +208,7 @@ def setting_options(*sections: str) -> list[click.Option]:
     foreign = [
         ForeignOption(each, flag) for each in FOREIGN if is_chosen(each.section) for flag in each.flags
     ]
-    return [*own, *foreign]
+    return [HelpAllOption(first), *own, *foreign]
 
 
 def _metavar(spec: SettingSpec) -> str:

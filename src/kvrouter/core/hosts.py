@@ -1,10 +1,17 @@
 """Host names and addresses: loopback, IPv6 brackets."""
 
+from collections.abc import Mapping
 from ipaddress import ip_address
+from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
 
 EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared with, not bound to
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+CONTAINER_MARKERS = (".dockerenv", "run/.containerenv")
+"""Files that container runtimes create in the root of a container: Docker, and Podman with CRI-O."""
 
 
 def advertised_host(host: str, advertise_host: str | None) -> str:
@@ -33,3 +40,8 @@ def is_address(host: str) -> bool:
 def bracketed(host: str) -> str:
     """Return ``host`` as it is written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def in_container(environ: Mapping[str, str], root: Path = Path("/")) -> bool:
+    """Whether this process runs in a container: in a pod, by its environment, or by a runtime's file."""
+    return "KUBERNETES_SERVICE_HOST" in environ or any((root / each).exists() for each in CONTAINER_MARKERS)

@@ -99,6 +99,11 @@ CONTEXT_TOKENS_UNKNOWN = 1_048_576
 """The assumed context length, in tokens, when an engine does not report its own."""
 
 
+def component_of(role: Role, name: str | None = None) -> str:
+    """The component of a worker: ``name``, or what its role has without one."""
+    return name or ("prefill" if role is Role.PREFILL else "backend")
+
+
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker's registration, as discovery publishes it. A new ``incarnation`` of the same id is a new
     worker.

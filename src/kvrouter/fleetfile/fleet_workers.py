@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard, component_of
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
@@ -67,7 +67,8 @@ def worker_card(
         context_length=model.mock_context_length,
         address=address,
         dp_size=group.dp_size or 1,
-        component="prefill" if group.role is Role.PREFILL else "backend",
+        namespace=fleet.planes.namespace,
+        component=component_of(group.role),
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=engine.kv_events,
         engine="mock",

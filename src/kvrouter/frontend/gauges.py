@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.frontend.fleet_state import RankReading, WorkerReading, read_index, read_workers
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.fleet.circuit import CircuitState
@@ -60,6 +61,9 @@ class Gauges:
         engine, _, version = card.engine.partition(" ")
         zone = card.runtime_config.domains.get("zone", "")
         self._set(telemetry.worker_info, 1.0, worker_id, card.pod, card.address, engine, version, zone)
+        transfer = _transfer_labels(card.runtime_config)
+        if any(transfer):
+            self._set(telemetry.worker_kv_transfer, 1.0, worker_id, *transfer)
         self._set(telemetry.worker_draining, float(card.draining), worker_id)
         self._set(telemetry.worker_cordoned, float(bool(worker.cordons)), worker_id)
         self._set(telemetry.worker_engine_silent, float(card.engine_silent), worker_id)
@@ -114,3 +118,14 @@ def _place(worker: WorkerReading) -> str:
         if domain is not None and domain in domains:
             return domains[domain]
     return "none"
+
+
+def _transfer_labels(config: ModelRuntimeConfig) -> tuple[str, str, str, str]:
+    """Return a worker's domains, and the domain, enforcement and weight of its transfers; empty if unset."""
+    weight = config.kv_transfer_preferred_weight
+    return (
+        ",".join(f"{domain}={value}" for domain, value in sorted(config.domains.items())),
+        config.kv_transfer_domain or "",
+        config.kv_transfer_enforcement or "",
+        "" if weight is None else str(weight),
+    )

@@ -3,13 +3,12 @@
 import re
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hosts import is_address
+from kvrouter.core.hosts import LOOPBACK, is_address
 from kvrouter.frontend.errors import CrossSiteRefused, UnknownHost
 from kvrouter.frontend.http import BadRequest, Request
 from kvrouter.frontend.http.response import ResponseHeaders
 from kvrouter.frontend.openai.form import UnsupportedMediaType
 from kvrouter.frontend.page_route import NO_CONTENT_POLICY, Route
-from kvrouter.settings.sources import LOOPBACK_HOSTS
 from kvrouter.settings.tree import FrontendSettings
 
 ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://[^/\s,*]+")
@@ -116,7 +115,7 @@ class FleetGuard:
         # Without a token any page could change the fleet; "*" is meant for clients' calls.
         self._admits_all = has_token and cors is not None and cors.admits_all
         names = {_plain_name(name) for name in (settings.allowed_hosts or "").split(",") if name.strip()}
-        is_checked = settings.http_host in LOOPBACK_HOSTS and not has_token and "*" not in names
+        is_checked = settings.http_host in LOOPBACK and not has_token and "*" not in names
         self._hosts = frozenset(names) if is_checked else None
 
     def check(self, request: Request) -> None:

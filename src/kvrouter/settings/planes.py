@@ -36,6 +36,11 @@ PlainName = Annotated[str, MaxLen(NAME_CHARS), AfterValidator(_check_plain_name)
 """A name that may stand in a subject, a stream, a bucket and a path."""
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is a :data:`PlainName`."""
+    return len(name) <= NAME_CHARS and _NAME.fullmatch(name) is not None
+
+
 class OtherCluster(NamedTuple):
     """A cluster whose workers are served too. ``context`` is None for the file's current one."""
 
@@ -47,7 +52,7 @@ class OtherCluster(NamedTuple):
 def _other_cluster(given: str) -> OtherCluster:
     name, _, place = given.strip().partition("=")
     kubeconfig, hash_mark, context = place.partition("#")
-    if not _NAME.fullmatch(name) or len(name) > NAME_CHARS or not kubeconfig or (hash_mark and not context):
+    if not is_plain_name(name) or not kubeconfig or (hash_mark and not context):
         raise PydanticCustomError(
             "cluster",
             "must be NAME=KUBECONFIG or NAME=KUBECONFIG#CONTEXT, with commas between; a name is letters, "

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pydantic import SecretStr, ValidationError
 
+from kvrouter.core.hosts import LOOPBACK
 from kvrouter.settings.dynamo_settings import FOREIGN_VARIABLES
 from kvrouter.settings.problems import (
     Document,
@@ -32,7 +33,6 @@ from kvrouter.settings.variables import (
 )
 
 _NEAR_MISS_CUTOFF = 0.8
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class Loaded(NamedTuple):
@@ -173,7 +173,7 @@ def settings_warnings(settings: Settings) -> list[str]:
     if settings.planes.cluster is not None and settings.planes.other_clusters is None:
         warnings.append("planes.cluster has no effect without planes.other_clusters")
     is_open = front.admin_token is None and front.admin_routes is AdminAccess.OPEN
-    if front.http_host not in LOOPBACK_HOSTS and is_open:
+    if front.http_host not in LOOPBACK and is_open:
         warnings.append(
             f"the admin routes are open to everyone who reaches {front.http_host}: set KVROUTER_ADMIN_TOKEN"
         )

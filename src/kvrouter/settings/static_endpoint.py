@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
-from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard, component_of
 from kvrouter.settings.planes import RequestPlaneKind
 
 STATIC_INCARNATION = Epoch(0)
@@ -42,6 +42,12 @@ def static_card(text: str, plane: RequestPlaneKind) -> WorkerCard:
     The address is the worker's on the request plane, ``tcp://host:port/worker_id/incarnation``; a missing
     incarnation is 0. Raises ConfigError.
     """
+    if not text:
+        raise ConfigError(
+            "--static-endpoint: needs the worker's address and model, as its log says them: "
+            f"--static-endpoint {_SCHEMES[plane][0]}://host:port/worker_id/incarnation,model=NAME",
+            param="static_endpoint",
+        )
     given = _pairs(text)
     address = _ADDRESS.fullmatch(given.get("address", ""))
     if address is None or address["scheme"] not in _SCHEMES[plane] or int(address["worker_id"]) >= 2**63:
@@ -67,7 +73,7 @@ def static_card(text: str, plane: RequestPlaneKind) -> WorkerCard:
         if address["incarnation"] is not None
         else f"{values['address']}/{incarnation}",
         dp_size=_count(text, "dp_size", values),
-        component="prefill" if role is Role.PREFILL else "backend",
+        component=component_of(role),
         serves=ModelType.Prefill if role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=False,
         tokenizer=values.get("tokenizer"),

@@ -148,8 +148,8 @@ class Event(StrEnum):
     DISCOVERY_BACK = "discovery_back", INFO, "Discovery can be reached again."
     DISCOVERY_CHOSEN = (
         "discovery_chosen",
-        INFO,
-        "Workers are looked for, or announced, in a directory of this host alone.",
+        WARNING,
+        "Workers are looked for, or announced, in a directory of this host alone: others never meet them.",
     )
     PLANE_AWAITED = (
         "plane_awaited",
@@ -331,7 +331,7 @@ class Event(StrEnum):
     PROMPT_SHAPE_BLIND = (
         "prompt_shape_blind",
         WARNING,
-        "Calls of one shape (route, roles, tools) are not found where their engine has them cached: it "
+        "Calls of one shape (route, roles, features) are not found where their engine has them cached: it "
         "makes another prompt of them than the router.",
     )
     KV_TRANSFER_SLOW = (

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from kvrouter.cli import main
+from kvrouter.cli.setting_flags import FIRST_BETWEEN_PROCESSES, FIRST_TO_SERVE
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import KvrouterError, TopologyUnavailable
 from kvrouter.fleetfile.fleet_file import FleetFile
@@ -30,7 +31,7 @@ class Served:
         self.events: Path | None = None
         self.ends_with: int | BaseException = 0
 
-    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
+    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None, *_: object) -> int:
         self.calls.append((settings, fleet))
         self.events = events
         if isinstance(self.ends_with, BaseException):
@@ -66,6 +67,14 @@ def test_up_serves_the_default_fleet_with_settings_of_flags_and_variables(
     assert settings.router.track_active_blocks
     assert [group.name for group in fleet.workers] == ["prefill-a", "decode-a", "prefill-b", "decode-b"]
     assert capsys.readouterr() == ("", "")
+
+
+def test_up_in_one_process_says_that_replica_sync_has_no_effect(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--router-replica-sync"]) == 0
+    assert served.calls
+    assert "router.replica_sync has no effect in one process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])
@@ -107,7 +116,6 @@ def test_up_takes_a_fleet_file_and_its_settings(
         (["up", "--events", "e.yaml", "--nats"], "--events: not with --replicas or --nats"),
         (["up", "--events", "e.yaml", "--engine-pods"], "--events: not with --engine-pods"),
         (["upp"], "No such command 'upp'"),
-        (["fleet", "check"], "Missing argument 'FILE'"),
         (["fleet", "check", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ],
 )  # fmt: skip
@@ -215,8 +223,53 @@ def test_error_while_serving_is_one_line_with_its_exit_code(
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize(
+    ("command", "sections", "first"),
+    [
+        ("up", {"router", "frontend", "planes", "recording", "log"}, FIRST_TO_SERVE),
+        (
+            "frontend",
+            {"router", "frontend", "planes", "recording", "log"},
+            {*FIRST_TO_SERVE, *FIRST_BETWEEN_PROCESSES},
+        ),
+        (
+            "router",
+            {"router", "frontend", "planes", "log"},
+            {*FIRST_TO_SERVE, *FIRST_BETWEEN_PROCESSES} - {"recording.folder"},
+        ),
+        (
+            "worker mock",
+            {"planes", "log"},
+            {*FIRST_BETWEEN_PROCESSES, "log.log_level", "log.log_format"},
+        ),
+    ],
+)
+def test_help_shows_the_first_settings_and_help_all_every_one(
+    command: str, sections: set[str], first: Collection[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_command = [spec for spec in SETTINGS if spec.section in sections]
+    assert set(first) <= {spec.yaml_key for spec in of_command}
+    for flag, shown in (("--help", set(first)), ("--help-all", {spec.yaml_key for spec in of_command})):
+        assert main([*command.split(), flag]) == 0
+        page = capsys.readouterr().out
+        assert {spec.yaml_key for spec in of_command if f" [{spec.variable}; default: " in page} == shown
+        assert "--help-all" in page
+
+
+def test_up_help_shows_ten_settings_and_takes_every_one(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(set(FIRST_TO_SERVE)) == 10
+    assert main(["up", "--router-ttl", "7"]) == 0
+    assert served.calls[0][0].router.router_ttl_s == 7.0
+    assert main(["up", "--router-tll", "7"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean" in said
+    assert "--router-ttl" in said
+
+
 def test_help_lists_every_flag_with_its_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--help"]) == 0
+    assert main(["up", "--help-all"]) == 0
     page = capsys.readouterr().out
     for spec in SETTINGS:
         assert (spec.flag or "no flag") in page

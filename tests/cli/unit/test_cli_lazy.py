@@ -9,6 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from kvrouter.cli import main
 from kvrouter.cli.commands import LAZY, LazyGroup, kvrouter
 
 HEAVY = {
@@ -93,3 +94,26 @@ def test_commands_are_completed() -> None:
     asked = {"_KVROUTER_COMPLETE": "bash_complete", "COMP_WORDS": "kvrouter ex", "COMP_CWORD": "1"}
     done = CliRunner().invoke(kvrouter, [], env=asked, prog_name="kvrouter")
     assert done.output.split(",")[-1].strip() == "explain"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["expalin"], "No such command 'expalin'. Did you mean 'explain'?"),
+        (["calibrat"], "No such command 'calibrat'. Did you mean 'calibrate'?"),
+        (["nothing"], "No such command 'nothing'. kvrouter --help lists the commands."),
+        (["fleet", "chek"], "No such command 'chek'. Did you mean 'check'?"),
+    ],
+)
+def test_mistyped_command_is_answered_with_what_may_be_meant(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"kvrouter: {said}\n"
+
+
+def test_package_runs_as_a_module() -> None:
+    run = [sys.executable, "-m", "kvrouter"]
+    version = subprocess.run([*run, "--version"], capture_output=True, text=True, check=True).stdout
+    assert version.startswith("kvrouter ")
+    assert subprocess.run([*run, "nothing"], capture_output=True, check=False).returncode == 2

@@ -87,6 +87,7 @@ async def test_top_shows_engines_without_a_worker_with_url_and_reason() -> None:
     )
     assert rows == [line.split() for line in words_of]
     assert "gpu-8" not in shown
+    assert "0 wait, 2 of 3 engines not joined" in shown
 
 
 async def test_top_once_prints_plain_text() -> None:

@@ -1,9 +1,11 @@
 """The table of what admission refuses, warns of and leaves alone."""
 
+import re
 from copy import deepcopy
 from itertools import pairwise
 
 import pytest
+import yaml
 from pydantic import JsonValue
 
 from kvrouter.operator.admission.validate import Verdict
@@ -331,6 +333,35 @@ def test_pod_template_without_a_valid_container_is_refused(template: JsonValue, 
     document = deployment()
     document["spec"] = {"components": [component("frontend"), component("decode", podTemplate=template)]}
     assert refused(document).startswith(f"spec.components[1].podTemplate{where}")
+
+
+def test_a_component_without_a_pod_template_is_told_a_line_that_is_admitted() -> None:
+    document = deployment()
+    bare: Fields = {"name": "decode-worker", "type": "decode", "replicas": 8}
+    document["spec"] = {"components": [{"name": "frontend", "type": "frontend"}, bare]}
+    told = refused(document)
+    (line,) = re.findall(r"`(podTemplate: .+?)`", told)
+    document["spec"] = {"components": [{"name": "frontend", "type": "frontend"}, bare | yaml.safe_load(line)]}
+    assert validated(document, None, GROVE) == Verdict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "is_refused"),
+    [
+        ("prefill", "worker mock --role decode", True),
+        ("decode", "worker vllm --role=prefill --url http://127.0.0.1:8100", True),
+        ("prefill", "worker mock --role prefill", False),
+        ("decode", "worker mock --role both", False),
+        ("worker", "worker mock --role decode", False),
+    ],
+)
+def test_the_other_legs_role_in_a_component_is_refused(kind: str, args: str, is_refused: bool) -> None:
+    document = deployment()
+    main: Fields = {"name": "main", "args": [*args.split()]}
+    engine = component(kind, podTemplate={"spec": {"containers": [main]}})
+    document["spec"] = {"components": [component("frontend"), engine]}
+    problems = lines(validated(document, None, GROVE).problems)
+    assert [f"contradicts the component's type {kind}" in each for each in problems] == [True] * is_refused
 
 
 def test_pod_template_label_for_a_topology_level_is_a_warning() -> None:

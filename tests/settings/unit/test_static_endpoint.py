@@ -56,7 +56,7 @@ def test_omitted_static_endpoint_fields_have_the_workers_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        ("", "the address must be tcp://host:port/worker_id/incarnation"),
+        ("", "needs the worker's address and model"),
         ("tcp://h:1,model=m", "the address must be"),
         ("tcp://h:1/x/0,model=m", "the address must be"),
         (f"tcp://h:1/{2**63}/0,model=m", "the address must be"),
@@ -86,8 +86,11 @@ def test_worker_id_named_twice_is_refused() -> None:
         static_cards(texts, TCP)
 
 
-def test_static_endpoints_are_refused_with_kv_routing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["frontend", "--http-port", "0", "--static-endpoint", "tcp://h:1/1/0,model=m"]) == 2
+@pytest.mark.parametrize("given", [("tcp://h:1/1/0,model=m",), ()], ids=["an address", "a switch"])
+def test_static_endpoints_are_refused_with_kv_routing(
+    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["frontend", "--http-port", "0", "--static-endpoint", *given]) == 2
     assert "--static-endpoint: needs --router-mode round-robin or random" in capsys.readouterr().err
 
 
@@ -102,3 +105,8 @@ async def test_static_discovery_delivers_only_its_own_cards() -> None:
     first.end()
     await discovery.close()
     await discovery.close()
+
+
+def test_static_endpoint_as_a_switch_is_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["frontend", "--router-mode", "random", "--static-endpoint", "--http-port", "0"]) == 2
+    assert "model=NAME" in capsys.readouterr().err

@@ -317,6 +317,14 @@ WITH_GROVE: dict[str, list[Case]] = {
             ({"spec": {"containers": "none"}}, ": expected list"),
         )
     ],
+    "a prefill component whose worker has `--role decode`, or a decode component with `--role prefill`": [
+        Case(
+            spec([component(kind, podTemplate={"spec": {"containers": [main]}})]),
+            (f"podTemplate.spec.containers[0].args: --role {role} contradicts the component's type {kind}",),
+        )
+        for kind, role in (("prefill", "decode"), ("decode", "prefill"))
+        for main in ({"name": "main", "args": ["worker", "mock", "--role", role]},)
+    ],
 }
 
 UNREAD: dict[str, list[Case]] = {

@@ -28,7 +28,9 @@ async def test_the_available_condition_matches_served_requests(plane: ControlPla
     with new_namespace(plane) as namespace:
         account = account_with_roles(plane, namespace, "kvrouter-operator")
         manifest = deployment(namespace, {})
-        manifest["spec"]["components"][2]["podTemplate"]["spec"]["containers"][0]["args"][3] = "prefill"
+        main = manifest["spec"]["components"][2]["podTemplate"]["spec"]["containers"][0]
+        main["args"][3] = "$(ROLE)"  # written out, it would be refused
+        main["env"] = [*main.get("env", []), {"name": "ROLE", "value": "prefill"}]
         async with (
             operator(plane, namespace, "one", kubeconfig=account) as replica,
             mission(plane, manifest) as flight,

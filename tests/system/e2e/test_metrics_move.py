@@ -34,6 +34,8 @@ ASSERTED_HERE = {
     "kvrouter_prompt_tokens_total",
     "kvrouter_completion_tokens_total",
     "kvrouter_cached_tokens_total",
+    "kvrouter_cache_reports_total",
+    "kvrouter_cache_reported_prompt_tokens_total",
     "kvrouter_overlap_tokens_total",
     "kvrouter_time_to_first_token_seconds",
     "kvrouter_time_to_first_token_by_cache_hit_seconds",
@@ -65,6 +67,7 @@ ASSERTED_HERE = {
     "kvrouter_ledger_leases",
     "kvrouter_worker_up",
     "kvrouter_worker_info",
+    "kvrouter_worker_kv_transfer_info",
     "kvrouter_worker_requests_total",
     "kvrouter_worker_failures_total",
     "kvrouter_worker_prompt_tokens_total",
@@ -119,6 +122,9 @@ OF_ENGINE_EVENTS = {"kvrouter_kv_events_skipped_total"}
 OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
 """Asserted where an engine of a fleet file is not up yet."""
 
+OF_ADMIN_CALLS = {"kvrouter_admin_errors_total"}
+"""Asserted where every error is counted."""
+
 OF_CIRCUITS = {"kvrouter_worker_circuit", "kvrouter_circuits_opened_total", "kvrouter_pairs_parted"}
 """Asserted where workers fail again and again."""
 
@@ -156,7 +162,7 @@ def test_every_metric_is_covered_by_a_test_list() -> None:
     elsewhere = (
         OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     )
-    elsewhere |= OF_RECORDINGS | OF_THE_COST_OF_TIME
+    elsewhere |= OF_ADMIN_CALLS | OF_RECORDINGS | OF_THE_COST_OF_TIME
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
@@ -191,6 +197,8 @@ async def test_every_answer_moves_its_metrics() -> None:
         assert after.value("prompt_tokens_total") > 200
         assert after.value("completion_tokens_total") == 16
         assert after.value("cached_tokens_total") == after.value("overlap_tokens_total") >= 96
+        assert after.value("cache_reports_total", route="tokens", told="yes") == 2
+        assert after.value("cache_reported_prompt_tokens_total") == after.value("prompt_tokens_total")
         assert after.value("index_predictions_total", prediction="right") >= 1
         assert after.value("index_predictions_total", prediction="too_many") == 0
         for histogram in ("time_to_first_token", "request_duration"):
@@ -211,6 +219,8 @@ async def test_every_answer_moves_its_metrics() -> None:
             assert after.value("worker_requests_total", model=MODEL, leg=leg) == 2
         assert after.value("worker_info", engine="mock", zone="a", worker="1") == 1
         assert after.value("worker_info") == 6
+        transfer = {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "required"}
+        assert after.value("worker_kv_transfer_info", topology_domains="zone=a", **transfer) == 3
         assert after.value("tokenization_duration_seconds_count", model=MODEL) == 2
         assert after.value("decision_duration_seconds_count", mode="kv") == 2
         assert after.value("decisions_total", mode="kv", shape="bootstrap") == 2

@@ -51,7 +51,9 @@ async def test_default_settings_without_kv_events_need_no_nats_server(tmp_path: 
         "KVROUTER_DISCOVERY_DIR": "",
     }
     async with fleet(nothing_said) as processes:
-        worker = await processes.worker("--no-kv-events", "--request-plane", "tcp", "--speedup", "20")
+        worker = await processes.worker(
+            "--no-kv-events", "--request-plane", "tcp", "--speedup", "20", "--component", "blue"
+        )
         frontend = await processes.frontend("--no-kv-events", "--request-plane", "tcp")
 
         async def is_served() -> bool:
@@ -60,9 +62,10 @@ async def test_default_settings_without_kv_events_need_no_nats_server(tmp_path: 
         await eventually(is_served)
         for process in (worker, frontend):
             reported = process.lines()
-            assert "discovery_chosen" in reported
-            assert str(tmp_path) in reported
-            assert "nats" not in reported.lower().replace("needs nats", "")
+            assert f"WARNING discovery_chosen address={tmp_path}" in reported
+            assert "nats" not in reported.lower().replace("needs nats", "").replace("--discovery nats", "")
+        (card,) = (await frontend.fleet())["workers"]
+        assert card["endpoint"].endswith(".blue.generate")
 
 
 @pytest.mark.parametrize(

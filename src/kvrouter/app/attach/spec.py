@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -10,19 +10,19 @@ from urllib.parse import urlsplit, urlunsplit
 from msgspec.structs import replace
 
 from kvrouter.app.fleet_build import stated_context_length
-from kvrouter.app.tls import LOOPBACK
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import LOOPBACK
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.secret import secret_file, secret_variable
 from kvrouter.core.taints import adapter_taints
-from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
+from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard, component_of
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers, placed_config
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.problems import Path as FieldPath
-from kvrouter.settings.problems import dotted
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 from kvrouter.text.source import settled_source
@@ -51,7 +51,7 @@ def engine_card(
         dp_size=attached.dp_size,
         dp_start=attached.dp_start,
         namespace=namespace,
-        component="prefill" if spec.role is Role.PREFILL else "backend",
+        component=component_of(spec.role, spec.component),
         serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=attached.publishes_kv_events,
         event_source=event_source,
@@ -128,7 +128,7 @@ def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str,
     return dataclasses.replace(spec, api_key=found, key_at=variable)
 
 
-def file_engines(fleet: FleetFile, place: Callable[[FieldPath], str] = dotted) -> Iterator[FileEngine]:
+def file_engines(fleet: FleetFile, place: FieldPlace = dotted) -> Iterator[FileEngine]:
     """Yield every engine of the file that already runs. ``place(path)`` names where a field is written."""
     counts = Counter[str]()
     for worker_id, group in numbered_workers(fleet):

@@ -13,7 +13,7 @@ from kvrouter.app.standby import Holders, holders
 from kvrouter.app.worker_transports import open_worker_transports
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import component_of
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
@@ -70,7 +70,7 @@ def open_engine_transports(
     """Connect what the settings require for a worker of this engine."""
     return open_worker_transports(
         settings,
-        component="prefill" if spec.role is Role.PREFILL else "backend",
+        component=component_of(spec.role, spec.component),
         has_local_indexer=spec.enable_local_indexer,
         publishes_kv_events=attached.publishes_kv_events,
         on_lost=on_lost,

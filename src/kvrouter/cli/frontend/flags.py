@@ -8,6 +8,7 @@ import click
 from kvrouter.cli.options import takes
 from kvrouter.cli.process_settings import FileOptions, router_settings
 from kvrouter.cli.setting_flags import SettingsCommand, setting_options
+from kvrouter.core.errors import ConfigError
 from kvrouter.settings.option import option
 
 
@@ -21,6 +22,7 @@ class StaticOptions:
         default=(),
         flag="--static-endpoint",
         metavar="ADDRESS,model=NAME[,…]",
+        alone="",
     )
 
 
@@ -34,8 +36,15 @@ def frontend(files: FileOptions, static: StaticOptions, **flags: object) -> None
     """
     settings, sources, links = router_settings(files, flags)
     from kvrouter.cli.frontend.run import serve_frontend  # noqa: PLC0415
+    from kvrouter.core.constraints import RouterMode  # noqa: PLC0415
     from kvrouter.settings.static_endpoint import static_cards  # noqa: PLC0415
 
+    if static.endpoints and settings.router.router_mode is RouterMode.KV:
+        raise ConfigError(
+            "--static-endpoint: needs --router-mode round-robin or random; KV routing needs workers that "
+            "discovery finds",
+            param="static_endpoint",
+        )
     cards = static_cards(static.endpoints, settings.planes.request_plane)
     sys.exit(serve_frontend(settings, sources, links, cards))
 

@@ -22,8 +22,6 @@ from kvrouter.app.text_models import TextModelLoader, encode_pool
 from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
-from kvrouter.core.constraints import RouterMode
-from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.engine_tokens import ModelTexts
@@ -55,14 +53,8 @@ async def frontend(
     """Serve the workers of the namespace, or those of ``static`` alone, on this event loop.
 
     ``sources`` are this host's tokenizers by model; other models are tokenized by the folder that their
-    workers name. Raises CannotListen, NatsUnreachable, or ConfigError for ``static`` workers with KV routing.
+    workers name. Raises CannotListen, NatsUnreachable, or ConfigError.
     """
-    if static and settings.router.router_mode is RouterMode.KV:
-        raise ConfigError(
-            "--static-endpoint: needs --router-mode round-robin or random; KV routing needs workers that "
-            "discovery finds",
-            param="static_endpoint",
-        )
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
     cluster = settings.planes.cluster if settings.planes.clusters else None

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -11,7 +12,9 @@ from rich.text import Text
 
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
-from kvrouter.api.fleet_schema import ExpectedEngine, Fleet, Flow, Flows, Worker
+from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState, Fleet, Flow, Flows, Worker
+from kvrouter.cli.progress import working
+from kvrouter.cli.top.keys import terminal_keys
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
@@ -23,6 +26,7 @@ NUMBERS = frozenset(
 """The columns of numbers."""
 
 GOOD, BAD, QUIET = "green", "bold red", "dim"
+QUIT_HINT = Text("q ends it", QUIET)
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -65,17 +69,20 @@ def read_frame(client: RouterClient) -> Frame:
 
 
 def show_live(client: RouterClient, url: str, console: Console, *, interval_s: float) -> None:
-    """Show a router in the whole terminal until Ctrl-C. Raises AskFailed where it does not answer at first;
-    one that is lost later does not end it.
+    """Show a router in the whole terminal until ``q`` or Ctrl-C. Raises AskFailed where it does not answer at
+    first; one that is lost later does not end it.
     """
-    first = drawn(read_frame(client), url)
-    try:
-        with Live(first, console=console, screen=True, auto_refresh=False) as live:
-            for shown in frames(client, url, first):
-                live.update(shown, refresh=True)
-                time.sleep(interval_s)
-    except KeyboardInterrupt:
-        return
+    with working(f"asking {url}"):
+        first = drawn(read_frame(client), url)
+    with (
+        suppress(KeyboardInterrupt),
+        terminal_keys() as keys,
+        Live(first, console=console, screen=True, auto_refresh=False) as live,
+    ):
+        for shown in frames(client, url, first):
+            live.update(Group(QUIT_HINT, shown) if keys.is_terminal else shown, refresh=True)
+            if keys.is_pressed("q", within_s=interval_s):
+                return
 
 
 def frames(client: RouterClient, url: str, shown: RenderableType) -> Iterator[RenderableType]:
@@ -95,14 +102,16 @@ def drawn(frame: Frame, url: str) -> RenderableType:
     fleet = frame.fleet
     able = sum(_state(worker) == ("ok", GOOD) for worker in fleet.workers)
     waiting = sum(model.waiting_requests for model in fleet.models)
+    problems = [engine for engine in fleet.expected_engines or () if engine.has_problem]
+    missing = sum(engine.state != ExpectedState.JOINED for engine in problems)
     head = Text.assemble(
         ("kvrouter ", "bold"),
         f"{url}  {able} of {len(fleet.workers)} workers take requests, {fleet.running_requests} run, ",
         (f"{waiting} wait", BAD if waiting else ""),
+        (f", {missing} of {len(fleet.expected_engines or ())} engines not joined" if missing else "", BAD),
         ("  draining" if fleet.draining else "", BAD),
     )
     parts: list[RenderableType] = [head, _workers(fleet.workers)]
-    problems = [engine for engine in fleet.expected_engines or () if engine.has_problem]
     if problems:
         parts.append(_engines(problems, fleet.time_s))
     if frame.flows:
@@ -143,7 +152,8 @@ def _workers(workers: Sequence[Worker]) -> Table:
 
 def _engines(problems: Sequence[ExpectedEngine], now_s: float | None) -> Table:
     """Return the engines without a worker, and those with a wrong URL."""
-    table = _table("engine", "role", "named at", "state", "for", "why")
+    table = _table("engine", "role", "named at", "state", "for")
+    table.add_column("why", overflow="fold")
     for engine in problems[:WORKERS_SHOWN]:
         known = None not in (now_s, engine.since_s)
         for_s = (now_s or 0.0) - (engine.since_s or 0.0)

@@ -29,6 +29,7 @@ from kvrouter.app.tls import address_warnings
 from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_pages
+from kvrouter.core.hosts import in_container
 from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.worker_options import EnginePods
 from kvrouter.settings.setting import installed_version
@@ -161,7 +162,7 @@ def serve_pod_workers(
     """
     policy, warnings = policy_of(environ)
     watched = WatchedPods(account_of(settings, "kvrouter worker pods"), pods, policy)
-    for warning in (*warnings, *address_warnings(settings)):
+    for warning in (*warnings, *address_warnings(settings, in_container=in_container(environ))):
         log_event(_worker_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
     return uvloop.run(_announce(settings, watched, drain_limit_s=drain_limit_s))

@@ -18,6 +18,7 @@ from kvrouter.cli.setting_flags import SettingsCommand, output_option, setting_o
 from kvrouter.cli.worker.options import (
     AttachOptions,
     AttachRunOptions,
+    ComponentOptions,
     MockFileOptions,
     MockRunOptions,
     PodsRunOptions,
@@ -43,9 +44,10 @@ def worker() -> None:
 
 
 @worker.command("mock", cls=SettingsCommand, short_help="An engine without a GPU.")
-@takes(MockFileOptions, MockModelOptions, PlaceOptions, MockEngineOptions, MockRunOptions)
+@takes(MockFileOptions, ComponentOptions, MockModelOptions, PlaceOptions, MockEngineOptions, MockRunOptions)
 def worker_mock(
     file_options: MockFileOptions,
+    component: ComponentOptions,
     model: MockModelOptions,
     place: PlaceOptions,
     engine: MockEngineOptions,
@@ -79,7 +81,7 @@ def worker_mock(
         of_fleet = load_fleet(document).fleet
     from kvrouter.cli.worker.mock_worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
 
-    spec = MockWorkerSpec.pick(of_fleet, file_options, run)
+    spec = MockWorkerSpec.pick(of_fleet, file_options, run, component=component.checked)
     sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=run.drain_limit_s))
 
 
@@ -124,9 +126,15 @@ _WHICH = ("fleet", "group", "index", "worker_id")
 def _engine_command(kind: str) -> click.Command:
     texts = help_of(kind)
 
-    @takes(AttachOptions, PlaceOptions, AttachRunOptions)
-    def serve(engine: AttachOptions, place: PlaceOptions, run: AttachRunOptions, **flags: object) -> None:
-        _serve(kind, engine, place, run, flags)
+    @takes(AttachOptions, ComponentOptions, PlaceOptions, AttachRunOptions)
+    def serve(
+        engine: AttachOptions,
+        component: ComponentOptions,
+        place: PlaceOptions,
+        run: AttachRunOptions,
+        **flags: object,
+    ) -> None:
+        _serve(kind, engine, component, place, run, flags)
 
     command = click.command(kind, cls=SettingsCommand, short_help=texts.short, help=texts.text)(serve)
     command.params.extend(setting_options("planes", "log"))
@@ -136,6 +144,7 @@ def _engine_command(kind: str) -> click.Command:
 def _serve(
     kind: str,
     engine: AttachOptions,
+    component: ComponentOptions,
     place: PlaceOptions,
     run: AttachRunOptions,
     flags: Mapping[str, object],
@@ -165,6 +174,7 @@ def _serve(
         environ = worker_environ(picked.group, os.environ)
     spec = replace(
         spec,
+        component=component.checked,
         wait_s=run.engine_wait_s,
         enable_local_indexer=run.enable_local_indexer,
         is_standby=run.is_standby,

@@ -19,7 +19,7 @@ from kvrouter.cli.worker.options import MockFileOptions, MockRunOptions
 from kvrouter.cli.worker.worker_process import WorkerProcess, logger
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
-from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, WorkerCard
+from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, WorkerCard, component_of
 from kvrouter.engines.mock import MockCluster, TransferSettings
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
@@ -54,9 +54,17 @@ class MockWorkerSpec:
     group: WorkerGroup
     worker_id: WorkerId
     run: MockRunOptions
+    component: str | None = None
 
     @classmethod
-    def pick(cls, fleet: FleetFile, file_options: MockFileOptions, run: MockRunOptions) -> Self:
+    def pick(
+        cls,
+        fleet: FleetFile,
+        file_options: MockFileOptions,
+        run: MockRunOptions,
+        *,
+        component: str | None = None,
+    ) -> Self:
         """Pick a worker of a group. Its id is in ``file_options``, else its number in a file, else random.
         Raises ConfigError that names the flag.
         """
@@ -80,7 +88,7 @@ class MockWorkerSpec:
             )
         if worker_id is None and file_options.fleet is not None:
             worker_id = [number for number, each in numbered_workers(fleet) if each is found][index]
-        return cls(fleet=fleet, group=found, worker_id=worker_id_of(worker_id), run=run)
+        return cls(fleet=fleet, group=found, worker_id=worker_id_of(worker_id), run=run, component=component)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,6 @@ async def mock_worker(
     pool = EncodePool()
     text = load_texts(fleet, pool)[ModelName(fleet.model_of(group).mock_name)]
     cluster = _cluster(settings, fleet)
-    component = "prefill" if bootstraps(group) or group.role.value == "prefill" else "backend"
     try:
         planes = settings.planes
         peer = await cluster.listen(planes.listen_host, advertise_host=advertised(settings))
@@ -137,7 +144,7 @@ async def mock_worker(
         )
         async with open_worker_transports(
             settings,
-            component=component,
+            component=component_of(group.role, spec.component),
             has_local_indexer=spec.run.enable_local_indexer,
             publishes_kv_events=mock_engine(group).kv_events,
             is_static=spec.run.is_static,
@@ -184,6 +191,7 @@ def _card_of(
     return replace(
         card,
         namespace=planes.namespace,
+        component=component_of(card.role, spec.component),
         pod=planes.pod_name or "",
         node=planes.node,
         event_source=transports.events.source,

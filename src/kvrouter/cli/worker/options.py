@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrouter.core.errors import ConfigError
 from kvrouter.settings.option import option
 
 DRAIN_LIMIT_S = 30.0
@@ -16,6 +17,30 @@ class MockFileOptions:
     group: str | None = option("The group of the fleet file; with --fleet.", metavar="NAME")
     index: int = option("Which worker of the group, from 0; with --fleet.", default=0)
     worker_id: int | None = option("Its id in the fleet.  [default: random]", metavar="INT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentOptions:
+    """Which component of the namespace it belongs to."""
+
+    component: str | None = option(
+        "The component that it is part of: each has its own JetStream stream of KV events, and its own "
+        "snapshots of the index.  [default: prefill for prefill workers, else backend]",
+        metavar="NAME",
+    )
+
+    @property
+    def checked(self) -> str | None:
+        """The name; raises ConfigError for one that could be no part of a subject or a key."""
+        from kvrouter.settings.planes import NAME_CHARS, is_plain_name  # noqa: PLC0415
+
+        if self.component is not None and not is_plain_name(self.component):
+            raise ConfigError(
+                f"--component: must be up to {NAME_CHARS} letters, digits, dashes and underscores, not "
+                f"{self.component!r}",
+                param="component",
+            )
+        return self.component
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

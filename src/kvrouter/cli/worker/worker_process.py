@@ -1,6 +1,7 @@
 """A worker as a process: signals, health pages, drain, and its exit when another start replaced it."""
 
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from enum import StrEnum
@@ -21,6 +22,7 @@ from kvrouter.app.telemetry_hooks import refusals_on
 from kvrouter.app.tls import address_warnings
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import in_container
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.settings.planes import PlaneSettings
@@ -140,7 +142,7 @@ class WorkerProcess:
     async def _serve(self, run: Run) -> int:
         worker_id = str(self._worker_id)
         log_event(logger, Event.START, version=installed_version(), worker=worker_id, role=self._role)
-        for warning in address_warnings(self._settings):
+        for warning in address_warnings(self._settings, in_container=in_container(os.environ)):
             log_event(logger, Event.CONFIG_WARNING, worker=worker_id, detail=warning)
         code = 0
         async with AsyncExitStack() as stack:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, Validation
 from pydantic_core import ErrorDetails
 
 from kvrouter.core.constraints import NearEnforcement
-from kvrouter.core.workers import Enforcement
+from kvrouter.core.workers import Enforcement, Role
 from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.operator.api.names import (
     TOPOLOGY_LABEL_PREFIX,
@@ -73,6 +73,18 @@ class ComponentType(StrEnum):
     def is_worker(self) -> bool:
         """Whether its pods run engines."""
         return self is not ComponentType.FRONTEND
+
+    @property
+    def role(self) -> Role | None:
+        """The role that its workers register with; None for a frontend."""
+        return _ROLES.get(self)
+
+
+_ROLES = {
+    ComponentType.PREFILL: Role.PREFILL,
+    ComponentType.DECODE: Role.DECODE,
+    ComponentType.WORKER: Role.BOTH,
+}
 
 
 class PrefillTopology(ObjectPart):

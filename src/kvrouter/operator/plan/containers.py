@@ -86,7 +86,7 @@ def complete(
     at = (*draft.at, "spec", "containers")
     if not draft.containers:
         if not is_frontend:
-            return [Problem(at, f"is needed: the container of {component.name}'s engine, called main")]
+            return [Problem(at, _missing_engine(component))]
         draft.containers = [{"name": "main"}]
     problems: list[Problem] = []
     for index, container in enumerate(draft.containers):
@@ -120,6 +120,16 @@ def complete(
     draft.spec.setdefault("enableServiceLinks", False)  # a Service's variables could be read as settings
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
+
+
+def _missing_engine(component: ComponentSpec) -> str:
+    """Return what to write for a component without containers: no engine is anybody's default."""
+    args = f"[worker, mock, --role, {component.type.role}]"
+    return (
+        f"is needed: the container of {component.name}'s engine, called main. To try it without a GPU add "
+        f"`podTemplate: {{spec: {{containers: [{{name: main, args: {args}}}]}}}}`; for engines: "
+        "docs/kubernetes-operate.md, 'What a worker's pod runs'"
+    )
 
 
 def registers_elsewhere(spec: DeploymentSpec) -> str | None:

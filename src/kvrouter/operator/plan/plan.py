@@ -32,7 +32,7 @@ from kvrouter.operator.plan.packing import (
     read_packings,
 )
 from kvrouter.operator.plan.pod_template import PodDraft, overruled_sources, read_pod_template
-from kvrouter.operator.plan.programs import unregistered
+from kvrouter.operator.plan.programs import role_problems, unregistered
 from kvrouter.operator.plan.shared import OWN_LABEL, SharedEnv, give_shared, read_env, shared_problems
 from kvrouter.operator.plan.transfer_policy import (
     FrontendPlace,
@@ -147,6 +147,7 @@ class _Drafting:
             return problems + draft
         written = replace(draft, containers=[*draft.containers], init_containers=[*draft.init_containers])
         draft.warnings += unregistered(draft, component.type)
+        problems += role_problems(draft, component.type)
         problems += complete(draft, deployment, component, defaults, self.env.entries)
         give_account(draft, deployment, component.type, defaults)
         annotations = self._add_policy(draft, component)

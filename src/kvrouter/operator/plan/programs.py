@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
+from kvrouter.core.workers import Role
 from kvrouter.operator.api.deployment import ComponentType
-from kvrouter.operator.plan.containers import is_sidecar
+from kvrouter.operator.plan.containers import flag_of, is_sidecar
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.pod_template import PodDraft
 from kvrouter.settings.problems import Path, Problem
@@ -188,6 +189,19 @@ def unregistered(draft: PodDraft, kind: ComponentType) -> Iterator[Problem]:
         is_alone = place == main and not registers and program.protocol is not ProgramProtocol.UNKNOWN
         if program.protocol is ProgramProtocol.DYNAMO or is_alone:
             yield Problem(place, _never(program))
+
+
+def role_problems(draft: PodDraft, kind: ComponentType) -> Iterator[Problem]:
+    """Yield a problem for each container of a prefill component that runs a decode worker, or the reverse."""
+    legs = (Role.PREFILL, Role.DECODE)
+    for name, containers in (("containers", draft.containers), ("initContainers", draft.init_containers)):
+        for index, container in enumerate(containers):
+            role = flag_of(container, "--role")
+            is_other_leg = kind.role in legs and role in legs and role != kind.role
+            if not is_other_leg or not _registers(program_of(container)):
+                continue
+            must = f"--role {role} contradicts the component's type {kind}: write --role {kind.role}"
+            yield Problem((*draft.at, "spec", name, index, "args"), must)
 
 
 def _registers(program: Program) -> bool:

@@ -12,13 +12,6 @@ from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
 
-ROLE_OF = {
-    ComponentType.PREFILL: Role.PREFILL,
-    ComponentType.DECODE: Role.DECODE,
-    ComponentType.WORKER: Role.BOTH,
-}
-"""The role that a component's workers register with."""
-
 
 @dataclass(frozen=True, slots=True)
 class Registered:
@@ -76,12 +69,12 @@ def role_mistakes(pods: Iterable[Pod], workers: Workers) -> list[str]:
     for each in workers.registered:
         labels = by_name[each.pod].labels if each.pod in by_name else {}
         kind = labels.get(TYPE_LABEL, "")
-        wanted = {component.value: role for component, role in ROLE_OF.items()}.get(kind)
+        wanted = ComponentType(kind).role if kind in {*ComponentType} else None
         if wanted is not None and each.role is not wanted:
             found.setdefault(labels.get(COMPONENT_LABEL, kind), (kind, set()))[1].add(each.role.value)
     return [
         f"component {name} is of type {kind}, and its workers register as {named(roles)}: start them with "
-        f"--role {ROLE_OF[ComponentType(kind)].value}, or move them to a component of their own type"
+        f"--role {ComponentType(kind).role}, or move them to a component of their own type"
         for name, (kind, roles) in sorted(found.items())
     ]
 
