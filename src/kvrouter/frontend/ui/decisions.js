@@ -88,7 +88,7 @@ function shareText(tokens, row) {
   return tokens === null || !row.isl_tokens ? UNKNOWN : percent(tokens / row.isl_tokens);
 }
 
-const ttftOf = (row) => `${expected(row)} → ${row.ttft_ms === null ? "…" : duration(row.ttft_ms / 1000)}`;
+const ttftOf = (row) => `${expected(row)} → ${row.ttft_ms === null ? UNKNOWN : duration(row.ttft_ms / 1000)}`;
 const cachedOf = (row) => `${shareText(row.expected_cached_tokens, row)} → ${shareText(row.cached_tokens, row)}`;
 
 function flags(row) {

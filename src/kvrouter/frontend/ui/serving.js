@@ -1,5 +1,5 @@
 // What requests get: hit rates, times to the first token, requests, tokens and errors; of all models and of each.
-import { duration, el, hitRate, longTable, setClass, setShown, setText, short, showIfChanged, UNKNOWN, whole } from "./dom.js";
+import { duration, el, hitRate, longTable, setClass, setPart, setShown, setText, short, showIfChanged, UNKNOWN, whole } from "./dom.js";
 
 const cardsNode = document.getElementById("serving-totals");
 const modelTable = document.getElementById("model-table");
@@ -78,7 +78,7 @@ function modelRow(model, stats) {
 
 export function showServing(fleet) {
   const stats = fleet.request_stats;
-  setShown(document.getElementById("serving"), stats !== null);
+  setPart("serving", stats !== null);
   if (stats === null) return; // a standalone router decides, and serves no call
   showCards(stats);
   const isMany = fleet.models.length > 1;
