@@ -65,6 +65,11 @@ class AttachSpec:
     fields_at: Mapping[str, str] = field(default_factory=dict)
     """Where that is written, or may be, which an engine may contradict: by the name of the field."""
 
+    @property
+    def place(self) -> str:
+        """Where the engine is written, and its URL."""
+        return f"{self.written_at} ({self.url})" if self.written_at else self.url
+
     def is_contradicted_by(self, error: KvrouterError) -> bool:
         """Whether an engine was refused for a field that is set here: not for an unreadable page, nor for a
         value that the engine does not report just now.
@@ -223,7 +228,8 @@ def events_of(
     if not events:
         return {}, (
             f"the engine at {spec.url} tells of no KV events: start it with --kv-events-config, name them by "
-            "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false)",
+            "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false); "
+            "routers predict its cache from their own decisions",
         )
     if any(each.replay is None for each in events.values()):
         return events, (

@@ -62,6 +62,9 @@ DomainName = Annotated[str, MaxLen(63), AfterValidator(_check_domain_name)]
 DomainValue = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=189)]
 TaintText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=253)]
 
+ENGINES_OWN = "the engines' own model"
+"""Stands for the name of a model that the engines are asked for."""
+
 REPLICAS_MAX = 1024
 """How many workers one group may have."""
 
@@ -290,7 +293,7 @@ class FleetFile(FleetPart):
 
     def shown_name(self, model: ModelSpec) -> str:
         """Return the name of ``model`` for people."""
-        return self.stated_name(model) or "the engines' own model"
+        return self.stated_name(model) or ENGINES_OWN
 
     def stated_tokenizer(self, model: ModelSpec) -> str | None:
         """Return the tokenizer of ``model`` in the file; None if its engines are asked."""

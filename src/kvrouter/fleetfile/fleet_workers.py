@@ -67,6 +67,7 @@ def worker_card(
         context_length=model.mock_context_length,
         address=address,
         dp_size=group.dp_size or 1,
+        namespace=fleet.planes.namespace,
         component=component_of(group.role),
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=engine.kv_events,

@@ -1,7 +1,7 @@
-"""One worker described by flags, with the checks of the fleet file."""
+"""One worker described by flags or by arguments, with the checks of the fleet file."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WORKER_IDS, WorkerId
@@ -10,15 +10,36 @@ from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.worker_options import FILE_PATHS
 from kvrouter.settings.problems import Document, Path, dotted
 
+ENGINE_PATHS: Mapping[str, Path] = {
+    "kind": ("workers", 0, "engine", "kind"),
+    "url": ("workers", 0, "engine", "url"),
+    "role": ("workers", 0, "role"),
+    "model": ("models", 0, "name"),
+    "block_size": ("models", 0, "block_size"),
+    "context_length": ("models", 0, "context_length"),
+    "dp_size": ("workers", 0, "dp_size"),
+    "kv_events": ("workers", 0, "engine", "kv_events"),
+    "kv_events_endpoint": ("workers", 0, "engine", "kv_events_endpoint"),
+    "kv_events_replay_endpoint": ("workers", 0, "engine", "kv_events_replay_endpoint"),
+}
+"""The path in a fleet file of what a program says of an engine that runs already."""
 
-class _FlagDocument(Document):
-    """A fleet file without a text: mistakes are located by their flags."""
+
+class _FieldDocument(Document):
+    """A fleet file without a text: a mistake is located by ``shown(name)``, where ``paths`` has the name."""
+
+    def __init__(
+        self, content: Mapping[str, object], paths: Mapping[str, Path], shown: Callable[[str], str]
+    ) -> None:
+        super().__init__("", content, {})
+        self._paths = paths
+        self._shown = shown
 
     def place(self, path: Path) -> str:
-        """Return the flag that the value came from."""
-        for name, at in FILE_PATHS.items():
+        """Return the flag or the argument that the value came from."""
+        for name, at in self._paths.items():
             if path[: len(at)] == at or (path and at[: len(path)] == path):
-                return flag_of(name)
+                return self._shown(name)
         return dotted(path)
 
 
@@ -43,7 +64,24 @@ def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
         content["topology"] = {"levels": list(domains)}
     for name, value in given.items():
         put(content, FILE_PATHS[name], domains if name == "domain" else value)
-    return load_part(_FlagDocument("flags", content, {}))
+    return load_part(_FieldDocument(content, FILE_PATHS, flag_of))
+
+
+def fleet_of_engine(given: Mapping[str, object]) -> FleetFile:
+    """Return a fleet file with the one engine that runs already and that ``given`` describes, by the names of
+    :data:`ENGINE_PATHS`; raise ConfigError that names the argument.
+    """
+    content: dict[str, object] = {
+        "version": 1,
+        "models": [{}],
+        "workers": [{"name": "engine", "engine": {}}],
+    }
+    for name, value in given.items():
+        put(content, ENGINE_PATHS[name], value)
+    try:
+        return load_part(_FieldDocument(content, ENGINE_PATHS, str))
+    except ConfigError as error:  # its message begins with the first argument at fault
+        raise ConfigError(error.message, param=error.message.partition(":")[0]) from None
 
 
 def worker_id_of(given: int | None) -> WorkerId:

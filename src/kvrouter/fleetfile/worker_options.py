@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from kvrouter.engines.registry import ENGINES
 from kvrouter.settings.option import option, option_of
 
 
@@ -97,6 +98,26 @@ class MockEngineOptions:
         "Times faster than life.  [default: 1]", metavar="NUMBER", path=("speedup",)
     )
     seed: int | None = option("What its tokens are drawn from.  [default: 0]", metavar="INT", path=("seed",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUrls:
+    """What serves the requests: mock engines, or the engines at ``urls``, each as ``http://HOST:PORT``,
+    ``ROLE=http://HOST:PORT`` or ``ROLE@ZONE=http://HOST:PORT``.
+    """
+
+    engine: str = option(
+        "What serves the requests: mock engines, or servers that run already, at --url.",
+        default="mock",
+        choices=("mock", *ENGINES),
+    )
+    urls: tuple[str, ...] = option(
+        "An engine's server, as http://10.0.1.1:8000, or prefill@a=http://10.0.1.1:8000 for one that "
+        "prefills in zone a. Give it once for each engine.",
+        default=(),
+        flag="--url",
+        metavar="[ROLE[@ZONE]=]URL",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

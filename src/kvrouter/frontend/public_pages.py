@@ -17,7 +17,7 @@ from kvrouter.api.health_schema import (
     ServerLoad,
     Version,
 )
-from kvrouter.api.paths import METRICS, MODELS
+from kvrouter.api.paths import ACCEPTING, METRICS, MODELS
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
@@ -126,7 +126,7 @@ class Pages:
             PublicRoute(f"{MODELS}/{{model:path}}", self.model, "One of them", answer=ModelCard),
             PublicRoute("/health", self.health, "Whether the process answers", answer=Health),
             PublicRoute("/ready", self.ready, "Whether a plain request could be placed now", answer=Ready),
-            PublicRoute("/accepting", self.accepting, accepts, answer=Ready),
+            PublicRoute(ACCEPTING, self.accepting, accepts, answer=Ready),
             PublicRoute("/ping", self.ping, ping, methods=(*GET, *POST)),
             PublicRoute("/load", self.load, "How many requests run", answer=ServerLoad),
             PublicRoute("/version", self.version, version, answer=Version),

@@ -1,13 +1,13 @@
 """The workers of an endpoint as a router of the library follows them, and why some of them are absent."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvrouter.core.errors import InvalidRequest, ModelNotReady, NoEligibleWorker, RoutingRefused, UnknownModel
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.library.runtime import Endpoint
+from kvrouter.library.runtime import Endpoint, add_reasons
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RefusedCard, RouterService
 from kvrouter.telemetry import Event, log_event
@@ -15,9 +15,6 @@ from kvrouter.transports.records.narrowed import NarrowedDiscovery
 from kvrouter.transports.records.port import CardSink, Gone, GoneSink, StoreSink
 
 _log = logging.getLogger(__name__)
-
-NAMED_MAX = 4
-"""The most absent workers that one error names."""
 
 
 class EndpointDiscovery(NarrowedDiscovery):
@@ -28,7 +25,7 @@ class EndpointDiscovery(NarrowedDiscovery):
 
     def __init__(self, endpoint: Endpoint, block_size: int | None) -> None:
         super().__init__(endpoint.runtime.discovery, lambda card: self._concerns(card) and self._fits(card))
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._block_size = block_size
         self.refused: dict[WorkerId, RefusedCard] = {}
         """The registered workers that were refused."""
@@ -48,7 +45,7 @@ class EndpointDiscovery(NarrowedDiscovery):
 
     def _concerns(self, card: WorkerCard) -> bool:
         """Whether the worker is followed if it fits."""
-        return self._endpoint.serves(card)
+        return self.endpoint.serves(card)
 
     def _fits(self, card: WorkerCard) -> bool:
         self.refused.pop(card.worker_id, None)
@@ -94,7 +91,7 @@ class PairDiscovery(EndpointDiscovery):
 
         def on_fitting_card(card: WorkerCard) -> None:
             others.pop(card.worker_id, None)
-            if self._endpoint.serves(card):
+            if self.endpoint.serves(card):
                 on_endpoint_card(card)
             elif card.model in decoding:
                 on_card(card)
@@ -110,8 +107,8 @@ class PairDiscovery(EndpointDiscovery):
         return await super().watch(on_fitting_card, on_any_gone, on_store)
 
     def _concerns(self, card: WorkerCard) -> bool:
-        return self._endpoint.serves(card) or (
-            card.role is Role.PREFILL and card.namespace == self._endpoint.namespace
+        return self.endpoint.serves(card) or (
+            card.role is Role.PREFILL and card.namespace == self.endpoint.namespace
         )
 
 
@@ -145,15 +142,10 @@ class EndpointWorkers:
             yield
         except (RoutingRefused, UnknownModel, ModelNotReady) as error:
             refused = self._refused()
-            if refused:
-                reasons = [f"worker {each.card.worker_id} was refused: {each.why}" for each in refused]
-                error.add(_list_of(reasons), param=refused[0].param)
+            reasons = [f"worker {each.card.worker_id} was refused: {each.why}" for each in refused]
+            reasons += self._discovery.endpoint.runtime.why_absent()
+            add_reasons(error, reasons, param=refused[0].param if refused else None)
             raise
 
     def _refused(self) -> tuple[RefusedCard, ...]:
         return (*self._discovery.refused.values(), *self._service.refused())
-
-
-def _list_of(reasons: Sequence[str]) -> str:
-    more = len(reasons) - NAMED_MAX
-    return "; ".join((*reasons[:NAMED_MAX], *((f"and {more} more",) if more > 0 else ())))

@@ -9,10 +9,11 @@
 """
 
 import asyncio
+import logging
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +21,24 @@ from typing import Self
 
 import msgspec
 
+from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState
+from kvrouter.app.attach.program_engines import ProgramEngines, described_engine, program_engines
 from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.app.router_transports import open_router_transports
-from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.core.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvrouterError,
+    NoEligibleWorker,
+    Reason,
+    ShuttingDown,
+)
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
-from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, Role, WorkerCard
-from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet, settled
 from kvrouter.fleetfile.fleet_engines import MockEngineSpec
+from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.library.inputs import (
     AnswerPieces,
@@ -39,17 +50,32 @@ from kvrouter.library.inputs import (
     token_buffer,
 )
 from kvrouter.router.replica_sync import ReplicaSync
+from kvrouter.settings.planes import refuse_clusters
 from kvrouter.settings.problems import dotted, read_document
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.sources import load_settings
 from kvrouter.settings.tree import Settings
-from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.records.port import CordonStore, Discovery, Gone
 from kvrouter.transports.requests.port import RequestTransport
 
+_log = logging.getLogger(__name__)
+
 NO_PORT = 0
 """A program has no frontend; NATS connections are otherwise named after its port."""
+
+
+REASONS_MAX = 4
+"""The most workers and engines that one error names as absent."""
+
+
+def add_reasons(error: KvrouterError, reasons: Sequence[str], *, param: str | None = None) -> None:
+    """Add to an error why workers are absent; ``param`` is the field at fault, if there is one."""
+    if reasons:
+        more = len(reasons) - REASONS_MAX
+        listed = (*reasons[:REASONS_MAX], *((f"and {more} more",) if more > 0 else ()))
+        error.add("; ".join(listed), param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +97,9 @@ class Runtime:
     links: LinkTable | None = None
     """The links between workers, as a fleet file has them."""
 
+    engines: ProgramEngines | None = None
+    """What attaches engines to this runtime; None where it attaches none."""
+
     @classmethod
     @asynccontextmanager
     async def connect(cls, settings: Settings | None = None) -> AsyncIterator[Self]:
@@ -90,6 +119,127 @@ class Runtime:
                 transports.replica_sync,
                 transports.cordons,
             )
+
+    @classmethod
+    @asynccontextmanager
+    async def in_process(cls, settings: Settings | None = None) -> AsyncIterator[Self]:
+        """Run the workers of engines that :meth:`attach` adds in this process, until the context ends.
+
+        Of ``settings`` the namespace and the router's are used; None reads the environment, as commands do.
+        """
+        if settings is None:
+            settings = load_settings(flags={}, environ=os.environ).settings
+        async with program_engines(settings, environ=os.environ) as engines:
+            yield cls._before(engines, settings)
+
+    @classmethod
+    @asynccontextmanager
+    async def from_fleet(cls, path: str | os.PathLike[str]) -> AsyncIterator[Self]:
+        """Run the workers of a fleet file's engines in this process, as ``kvrouter up --fleet`` does, until
+        the context ends; variables win over the file's settings.
+
+        Inside, each engine that answered has its worker. Others get theirs once they answer: :meth:`expected`
+        and the errors of routing say why they have none. Raises ConfigError, with a line for each mistake in
+        the file, and for each engine that contradicts it.
+        """
+        document = read_document(Path(path))
+        loaded = load_settings(flags={}, environ=os.environ, document=document)
+        refuse_clusters(loaded.settings.planes, "a runtime of a fleet file discovers no workers")
+        fleet, warnings = settled(load_fleet(document).fleet, loaded.settings)
+        settings, notes = loaded.settings, [*loaded.warnings, *warnings]
+        if settings.router.replica_sync:
+            notes.append("router.replica_sync has no effect here: Runtime.connect joins other routers")
+            router = settings.router.model_copy(update={"replica_sync": False})
+            settings = settings.model_copy(update={"router": router})
+        for note in notes:
+            log_event(_log, Event.CONFIG_WARNING, detail=note)
+        async with program_engines(settings, fleet, environ=os.environ) as engines:
+            yield cls._before(engines, settings, link_table(fleet))
+
+    @classmethod
+    def _before(cls, engines: ProgramEngines, settings: Settings, links: LinkTable | None = None) -> Self:
+        transports = engines.transports
+        return cls(
+            transports.discovery,
+            transports.requests,
+            transports.events,
+            settings.router,
+            links=links,
+            engines=engines,
+        )
+
+    async def attach(
+        self,
+        kind: str,
+        url: str,
+        *,
+        role: str = Role.BOTH,
+        model: str | None = None,
+        block_size: int | None = None,
+        context_length: int | None = None,
+        dp_size: int | None = None,
+        kv_events: bool = True,
+        kv_events_endpoint: str | None = None,
+        kv_events_replay_endpoint: str | None = None,
+        api_key: str | None = None,
+        runtime_config: ModelRuntimeConfig | None = None,
+        wait_s: float = 0.0,
+    ) -> WorkerCard:
+        """Attach an engine that runs: ``kind`` is ``vllm``, ``sglang`` or ``trtllm``, ``url`` its server.
+        Returns the card of its worker, which then serves in this process.
+
+        The engine is asked for all that is None; what is given must be what it says, and a shorter context is
+        kept to. The endpoints of KV events are those of rank 0, ``tcp://HOST:PORT``; each further rank has
+        the next port. ``kv_events=False`` listens to none.
+        ``runtime_config`` has the worker's place, taints and transfer policy. Without ``api_key`` the engine
+        gets the key of ``KVROUTER_ENGINE_API_KEY``, if there is one. ``wait_s`` is how long its first answer
+        may take: an engine loads its model before.
+
+        Raises ConfigError whose ``param`` names the argument: one that is invalid or contradicted by the
+        engine, and ``url`` for an engine that does not answer in time. An engine that ends or restarts later
+        gets nothing until it answers again.
+        """
+        engines = self._own_engines()
+        optional = {
+            "model": model,
+            "block_size": block_size,
+            "context_length": context_length,
+            "dp_size": dp_size,
+            "kv_events_endpoint": kv_events_endpoint,
+            "kv_events_replay_endpoint": kv_events_replay_endpoint,
+        }
+        given = {name: value for name, value in optional.items() if value is not None}
+        spec = described_engine(
+            {"kind": kind, "url": url, "role": role, "kv_events": kv_events, **given},
+            api_key=api_key,
+            runtime_config=runtime_config or ModelRuntimeConfig(),
+            wait_s=wait_s,
+            environ=os.environ,
+        )
+        return await engines.attach(spec)
+
+    async def detach(self, worker_id: int, *, drain_limit_s: float = 30.0) -> None:
+        """Let no new request go to an engine that was attached, wait for running ones up to ``drain_limit_s``
+        seconds, and end its worker; the engine itself goes on. Raises :class:`InvalidRequest` for others.
+        """
+        await self._own_engines().detach(WorkerId(worker_id), drain_limit_s=drain_limit_s)
+
+    def expected(self) -> list[ExpectedEngine]:
+        """The engines of the fleet file and those that were attached: the state of each, and why it has no
+        worker.
+        """
+        return [] if self.engines is None else self.engines.expected()
+
+    def why_absent(self) -> list[str]:
+        """A line for each of these engines that has no worker."""
+        return [str(each) for each in self.expected() if each.state != ExpectedState.JOINED]
+
+    def _own_engines(self) -> ProgramEngines:
+        if self.engines is None:
+            raise ConfigError(
+                "this runtime attaches no engines: use Runtime.in_process() or Runtime.from_fleet(path)"
+            )
+        return self.engines
 
     def namespace(self, name: str) -> "Namespace":
         """The namespace ``name``."""
@@ -219,7 +369,9 @@ class Client:
             refusals = Counter(
                 Reason.DRAINING if card.draining else Reason.ENGINE_SILENT for card in self._cards.values()
             )
-            raise NoEligibleWorker("no worker serves this endpoint", refusals=refusals)
+            error = NoEligibleWorker("no worker serves this endpoint", refusals=refusals)
+            add_reasons(error, self._endpoint.runtime.why_absent())
+            raise error
         return workers
 
     def _on_card(self, card: WorkerCard) -> None:

@@ -20,6 +20,9 @@ from kvrouter.settings.variables import without_prefix
 Path = tuple[str | int, ...]
 """The place of a value in a document: keys and list positions, from the top."""
 
+FieldPlace = Callable[[Path], str]
+"""Names where the value at a path was written: a file and line, a flag, or the path itself."""
+
 
 KEY_ERRORS = ("no_effect", "set_twice")
 """Types of errors that a section raises as a whole, and that are about its key ``ctx["key"]``."""
@@ -58,7 +61,7 @@ def did_you_mean_variable(name: str, known: Iterable[str], *, cutoff: float = 0.
     return f" (did you mean {by_rest[nearest[0]]}?)" if nearest else ""
 
 
-def raise_problems(problems: Sequence[Problem], place: Callable[[Path], str]) -> None:
+def raise_problems(problems: Sequence[Problem], place: FieldPlace) -> None:
     """Raise :func:`config_error` of ``problems``; return if there are none."""
     if problems:
         raise config_error(problems, place)
@@ -76,7 +79,7 @@ def innermost(problems: Sequence[Problem]) -> list[Problem]:
     ]
 
 
-def config_error(problems: Sequence[Problem], place: Callable[[Path], str]) -> ConfigError:
+def config_error(problems: Sequence[Problem], place: FieldPlace) -> ConfigError:
     """Return one error with a line per problem, of which there must be one at least.
 
     ``place(path)`` begins each line: a file and line, or the flag or variable that the value came from.

@@ -338,7 +338,7 @@ class Event(StrEnum):
     PROMPT_SHAPE_BLIND = (
         "prompt_shape_blind",
         WARNING,
-        "Calls of one shape (route, roles, tools) are not found where their engine has them cached: it "
+        "Calls of one shape (route, roles, features) are not found where their engine has them cached: it "
         "makes another prompt of them than the router.",
     )
     KV_TRANSFER_SLOW = (

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pytest
 from kvrouter.app.attach import attachment
 from kvrouter.cli.up.run import Embedded, embedded
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
-from kvrouter.core.ids import Taint, WorkerId
+from kvrouter.core.ids import DpRank, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
@@ -142,6 +143,31 @@ async def test_engines_of_a_model_without_a_name_serve_each_its_own() -> None:
         async with up(file_of(VLLM.format(url=one.url), VLLM.format(url=other.url), model="{}")) as here:
             models = (await here.http.get("/v1/models")).json()["data"]
             assert sorted(each["id"] for each in models) == ["large", "tiny"]
+
+
+async def test_cache_of_an_engine_without_kv_events_is_predicted_beside_one_with_events() -> None:
+    token_ids = [*range(20, 20 + 4 * 32)]
+    body = {"model": "tiny", "prompt": token_ids, "max_tokens": 3}
+    async with scripted_engine() as silent, scripted_engine() as other, publisher() as events:
+        line = f"{{kind: vllm, url: '{other.url}', kv_events_endpoint: '{events.at.events}'}}"
+        async with up(file_of(VLLM.format(url=silent.url), line)) as here:
+            (model,) = here.system.service.models()
+            slot = model.fleet.slot_of(WorkerRank(WorkerId(1), DpRank(0)))
+            assert slot is not None
+            prompt = model.hash_prompt(array("I", token_ids))
+
+            def blocks() -> list[int]:
+                overlap = model.cache.overlap(prompt, model.fleet.n_slots, now_s=model.clock())
+                assert overlap is not None
+                return [int(n) for n in overlap]
+
+            assert blocks() == [0, 0]
+            silent.answers += [completion()] * 2
+            pinned = {**body, "nvext": {"worker_id": 1}}
+            assert (await here.http.post("/v1/completions", json=pinned)).status_code == 200
+            assert (blocks()[slot], sum(blocks())) == (4, 4)
+            assert (await here.http.post("/v1/completions", json=body)).status_code == 200
+            assert (len(silent.calls), len(other.calls)) == (2, 0)
 
 
 async def test_kv_events_of_an_engine_are_known_to_the_router() -> None:

@@ -31,7 +31,7 @@ class Served:
         self.events: Path | None = None
         self.ends_with: int | BaseException = 0
 
-    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
+    def __call__(self, settings: Settings, fleet: FleetFile, events: Path | None, *_: object) -> int:
         self.calls.append((settings, fleet))
         self.events = events
         if isinstance(self.ends_with, BaseException):

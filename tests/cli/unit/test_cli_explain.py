@@ -244,9 +244,28 @@ def test_times_follow_the_blocks_in_the_table_where_present(
     assert [cell for cell in line.replace("│", " ").split() if "." in cell][-5:] == [
         "1.2", "30.0", "2.0", "33.2", "4.5",
     ]  # fmt: skip
-    assert "memory" not in out, "it is 0 for all"
     assert "38" in line
-    assert out.count("TTFT") == 1
+    named, units, *_ = ([cell.strip() for cell in row.split("┃")] for row in out.splitlines() if "┃" in row)
+    assert (
+        dict(zip(named, units, strict=True)).items()
+        > {
+            "overlap": "blocks",
+            "cost": "ms",
+            "queue": "ms",
+            "transfer": "ms",
+            "= TTFT": "ms",
+            "for others": "ms",
+        }.items()
+    )
+    assert "memory" not in named, "it is 0 for all"
+
+
+def test_legend_says_once_what_each_shown_column_means(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "hello", "--url", url]) == 0
+    legend = [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines() if ": " in line]
+    in_blocks = ["overlap blocks", "prefill blocks", "decode blocks", "transfer blocks", "×", "cost"]
+    assert [name for name in legend if name in in_blocks] == in_blocks
+    assert not any("ms" in name for name in legend)
 
 
 def test_ids_and_reasons_are_never_cut(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,11 @@ from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_checks import default_fleet_path, load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.settings.problems import read_document
+from kvrouter.settings.tree import TokenizeFallback
 from kvrouter.text.source import MOCK_FOLDER
 from tests.testing.mock_fleet import zoned_fleet
 from tests.testing.mock_server import mock_server
-from tests.testing.scripted_engine import scripted_engine
+from tests.testing.scripted_engine import SGLANG_PAGES, scripted_engine
 
 Captured = pytest.CaptureFixture[str]
 
@@ -90,7 +91,6 @@ def test_existing_fleet_file_is_replaced_only_with_force(folder: Path, capsys: C
     ("flags", "line"),
     [
         (("--engine", "vllm", "--model", "m"), "--url: is required, once for each vllm server"),
-        (("--engine", "vllm", "--url", "http://h:1"), "--model: is required"),
         (("--url", "http://h:1"), "--url: mock engines have none"),
         ((*ENGINES, "--zone", "a", "--url", "http://h:1"), "--zone: is of mock engines"),
         ((*ENGINES, "--url", "prefil=http://h:1"), "--url: the role must be one of"),
@@ -98,7 +98,7 @@ def test_existing_fleet_file_is_replaced_only_with_force(folder: Path, capsys: C
         ((*ENGINES, "--url", "h:1"), "--url: must be http://HOST:PORT"),
         ((*ENGINES, "--url", "http://user:secret@h:1"), "--url: must name no user"),
         ((*ENGINES, "--url", "prefill=http://h:1"), "no worker decodes"),
-        ((*ENGINES, "--url", "http://h:1", "--url", "http://h:1"), "must be unique"),
+        ((*ENGINES, "--url", "http://h:1", "--url", "http://h:1/"), "--url: http://h:1 is given twice"),
         (("no/such/fleet.yaml",), "is no folder"),
     ],
 )
@@ -110,6 +110,56 @@ def test_invalid_fleet_init_flags_write_no_file(
     assert line in err
     assert "secret" not in err
     assert not list(folder.iterdir())
+
+
+def init(*arguments: str) -> str:
+    """Run ``kvrouter fleet init`` for vLLM engines, and return what it writes to standard error."""
+    done = CliRunner().invoke(kvrouter, ["fleet", "init", "--engine", "vllm", "--force", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stderr
+
+
+async def test_fleet_init_asks_engines_for_their_model(folder: Path) -> None:
+    async with scripted_engine() as one, scripted_engine() as two:
+        lines = await asyncio.to_thread(init, "--url", one.url, "--url", f"decode@b={two.url}")
+        assert f"{one.url}: vllm 0.32.0 serves tiny: blocks of 32 tokens, KV events\n" in lines
+        fleet = written()
+        assert [(each.name, each.n_workers) for each in fleet.workers] == [("worker", 1), ("decode-b", 1)]
+        assert [model.name for model in fleet.models] == ["tiny"]
+        assert fleet.frontend.tokenize_fallback is TokenizeFallback.ENGINE
+        asked = one.asked["/v1/models"]
+        await asyncio.to_thread(init, "--model", "mine", "--url", one.url)
+        assert (one.asked["/v1/models"], written().models[0].name) == (asked, "mine")
+
+
+async def test_fleet_init_writes_each_of_two_models_with_its_engines(folder: Path) -> None:
+    async with scripted_engine() as one, scripted_engine() as two:
+        two.replace("/v1/models", '"tiny"', '"large"')
+        await asyncio.to_thread(init, "--url", one.url, "--url", two.url)
+    fleet = written()
+    groups = [(each.name, each.model, each.n_workers) for each in fleet.workers]
+    assert groups == [("worker-1", "tiny", 1), ("worker-2", "large", 1)]
+
+
+async def test_fleet_init_says_which_engine_does_not_answer_and_leaves_its_model_to_be_asked(
+    folder: Path,
+) -> None:
+    async with scripted_engine() as one:
+        pass
+    lines = await asyncio.to_thread(init, "--url", one.url)
+    assert (
+        f"{one.url}: does not answer now (connection refused, nothing listens at its host and port" in lines
+    )
+    assert "it is asked when the fleet is run" in lines
+    assert written().models[0].name is None
+    assert main(["fleet", "check", "--strict", "fleet.yaml"]) == 0
+
+
+async def test_fleet_init_refuses_a_server_of_another_kind(folder: Path) -> None:
+    async with scripted_engine(SGLANG_PAGES) as engine:
+        command = ["fleet", "init", "--engine", "vllm", "--url", engine.url]
+        assert await asyncio.to_thread(main, command) == 2
+    assert not (folder / "fleet.yaml").exists()
 
 
 FLEET = """\

@@ -24,7 +24,7 @@ URL = ("--url", "http://127.0.0.1:1")
         ((*URL, "--role", "both?"), "role"),
         ((*URL, "--context-length", "0"), "--context-length"),
         ((*URL, "--tokenizer", "/nowhere/at/all"), "--tokenizer"),
-        ((*URL, "--engine-wait-s", "0"), "--url: no engine answered within 0 s"),
+        ((*URL, "--engine-wait-s", "0"), "--url: no engine answered: http"),
     ],
 )
 def test_worker_flag_mistake_is_reported_in_one_line(

@@ -54,6 +54,19 @@ def test_a_change_says_who_joined() -> None:
     assert change_line([engine(1), engine(2)], [engine(1), awaited(2)]).startswith("1 of 2 engines, waiting")
 
 
+def test_the_first_screen_names_the_models_that_engines_have_told() -> None:
+    engines = "{kind: vllm, urls: ['http://a', 'http://b']}"
+    file = f"version: 1\nmodels: [{{}}]\nworkers: [{{name: w, engine: {engines}}}]\n"
+    fleet = load_fleet(parse_document(file, "fleet.yaml")).fleet
+    head, _, call = first_screen(("0.0.0.0", 8000), fleet, [awaited(1), awaited(2)]).splitlines()
+    assert "serves the engines' own model at" in head
+    assert call == "Try it: curl http://127.0.0.1:8000/v1/models"
+    joined = ExpectedEngine(worker_id=1, model="tiny", state=ExpectedState.JOINED)
+    head, _, call = first_screen(("0.0.0.0", 8000), fleet, [joined, awaited(2)]).splitlines()
+    assert "serves tiny at" in head
+    assert '{"model": "tiny", ' in call
+
+
 async def test_the_first_screen_names_absent_engines_and_a_line_follows_as_each_joins(
     capsys: pytest.CaptureFixture[str], set_constants: SetConstants
 ) -> None:

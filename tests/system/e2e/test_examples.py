@@ -1,12 +1,12 @@
 """Every example runs, and says what it is meant to say."""
 
-import asyncio
-import sys
-from pathlib import Path
-
 import pytest
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+from tests.testing.attached_engines import BLOCK_SIZE, CONTEXT_TOKENS, config
+from tests.testing.engine_requests import MODEL
+from tests.testing.example_programs import EXAMPLES, TWO_SERVERS, check_two_servers, output_of_example
+from tests.testing.small_engine import small_engine
+from tests.testing.small_engine_protocols import VllmProtocol
 
 SAYS = {
     "book_by_hand": "booked",
@@ -25,17 +25,17 @@ RUN_WITH_ENGINES = {"vllm_in_process"}
 
 
 def test_the_list_of_examples_is_complete() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS) | RUN_WITH_ENGINES
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS) | RUN_WITH_ENGINES | {TWO_SERVERS}
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
 async def test_the_example_runs_and_prints_its_output(name: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(EXAMPLES / f"{name}.py"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0, err.decode()
-    assert SAYS[name] in out.decode()
+    assert SAYS[name] in await output_of_example(name)
+
+
+async def test_a_router_over_two_vllm_servers_sends_a_prompt_again_where_it_is_cached() -> None:
+    tongue = VllmProtocol(CONTEXT_TOKENS)
+    async with small_engine(tongue, config()) as one, small_engine(tongue, config()) as two:
+        await check_two_servers([one.url, two.url], model=MODEL, block_size=BLOCK_SIZE)
+    lines = (EXAMPLES / f"{TWO_SERVERS}.py").read_text("utf-8").splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 30

@@ -9,7 +9,9 @@ import pytest_asyncio
 
 from tests.system.engines.cache_law import CONTEXT_TOKENS, RING_BATCHES, ROOM_TOKENS, CacheLaw
 from tests.system.engines.calls import stopped, two_of
+from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
+from tests.testing.example_programs import check_two_servers
 
 N_BLOCKS = ROOM_TOKENS // BLOCK_SIZE
 
@@ -31,3 +33,10 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
 
 class TestVllm(CacheLaw):
     """vLLM keeps the law."""
+
+
+async def test_the_librarys_example_routes_over_both_engines(engines: dict[int, VllmServer]) -> None:
+    for engine in engines.values():
+        await engine.forget()
+    urls = [engine.url for engine in engines.values()]
+    await check_two_servers(urls, model=MODEL, block_size=BLOCK_SIZE)

@@ -14,6 +14,7 @@ from kvrouter.app.mock_fleet import ProcessTransports
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.tree import Settings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import Worker
@@ -37,6 +38,7 @@ class AttachedFleet:
         transports: ProcessTransports,
         *,
         environ: Mapping[str, str],
+        place: FieldPlace = dotted,
     ) -> None:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
@@ -47,10 +49,11 @@ class AttachedFleet:
         """Errors of the first probes; None once the start is over."""
 
         self._tasks: list[asyncio.Task[None]] = []
-        workers = EngineWorkers(settings, MemoryTransports(transports))
+        self.engine_workers = EngineWorkers(settings, MemoryTransports(transports))
+        """Starts the workers, and checks their engines against each other."""
         self._engines = [
-            self._attachment_of(engine._replace(spec=engine.with_key(environ)), workers)
-            for engine in file_engines(fleet)
+            self._attachment_of(engine._replace(spec=engine.with_key(environ)))
+            for engine in file_engines(fleet, place)
         ]
         self._unattempted = {each.spec.worker_id for each in self._engines}
 
@@ -88,7 +91,7 @@ class AttachedFleet:
             if isinstance(error, BaseException):
                 raise error
 
-    def _attachment_of(self, engine: FileEngine, workers: EngineWorkers) -> EngineAttachment:
+    def _attachment_of(self, engine: FileEngine) -> EngineAttachment:
         worker_id = engine.spec.worker_id
 
         def on_refused(error: KvrouterError) -> None:
@@ -101,7 +104,7 @@ class AttachedFleet:
 
         return EngineAttachment(
             engine.spec,
-            workers,
+            self.engine_workers,
             topology=topology_env_of(engine.group),
             on_refused=on_refused,
             on_attempt_ended=on_attempt_ended,

@@ -69,9 +69,8 @@ async def attach(spec: AttachSpec, *, on_awaited: AwaitedSink = _ignore) -> Atta
             raise ConfigError(f"{error.message}: {_about_key(spec)}", param="url") from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
-                raise NotAnswered(
-                    f"no engine answered within {spec.wait_s:g} s: {error.message}", param="url"
-                ) from error
+                within = f" within {spec.wait_s:g} s" if spec.wait_s else ""
+                raise NotAnswered(f"no engine answered{within}: {error.message}", param="url") from error
             on_awaited(error.message)
             if loop.time() - logged_s >= AWAITED_LOG_EVERY_S:
                 logged_s = loop.time()
@@ -219,19 +218,19 @@ class EngineWorkers:
             kind, its_kind = spec.kind, its.kind
             if Role.PREFILL in (spec.role, its.role) and kind != its_kind:
                 raise spec.mistake(
-                    f"must be {its_kind!r}, as that of {its.written_at}: KV goes between engines of one kind",
+                    f"must be {its_kind!r}, as that of {its.place}: KV goes between engines of one kind",
                     param="kind",
                 )
             if _differ(other.block_size, attached.block_size):
                 raise spec.mistake(
                     f"the engine's blocks have {attached.block_size} tokens, and those of "
-                    f"{its.written_at} have {other.block_size}: engines of one model have blocks of one size",
+                    f"{its.place} have {other.block_size}: engines of one model have blocks of one size",
                     param="block_size",
                 )
             if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
-                    f"{its.written_at} {other.context_length}: say the smaller one, for both",
+                    f"{its.place} {other.context_length}: say the smaller one, for both",
                     param="context_length",
                 )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -21,8 +21,8 @@ from kvrouter.fleetfile.fleet_checks import url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import numbered_workers, placed_config
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.problems import Path as FieldPath
-from kvrouter.settings.problems import dotted
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 from kvrouter.text.source import settled_source
@@ -128,7 +128,7 @@ def with_key(spec: AttachSpec, engine: AttachedEngineSpec, environ: Mapping[str,
     return dataclasses.replace(spec, api_key=found, key_at=variable)
 
 
-def file_engines(fleet: FleetFile, place: Callable[[FieldPath], str] = dotted) -> Iterator[FileEngine]:
+def file_engines(fleet: FleetFile, place: FieldPlace = dotted) -> Iterator[FileEngine]:
     """Yield every engine of the file that already runs. ``place(path)`` names where a field is written."""
     counts = Counter[str]()
     for worker_id, group in numbered_workers(fleet):

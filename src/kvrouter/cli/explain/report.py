@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -37,13 +38,14 @@ def draw(explanation: Explanation, console: Console) -> None:
             f", {explanation.isl_tokens} tokens, {explanation.blocks} blocks, mode {explanation.mode}",
         )
     )
+    columns: list[Column] = []
     for title, leg in (
         ("Prefill", explanation.prefill),
         (_last_leg(explanation), explanation.decode),
         ("Prefill on the decode worker", explanation.local_prefill),
     ):
         if leg is not None:
-            console.print(_table(title, leg))
+            console.print(_table(title, leg, columns))
             rest = _rest(leg)
             if rest:
                 console.print(Text(rest, "dim"))
@@ -52,6 +54,7 @@ def draw(explanation: Explanation, console: Console) -> None:
         console.print(Text(CROSSED, "yellow"))
     if explanation.last_resort:
         console.print(Text(LAST_RESORT, "yellow"))
+    _print_legend(columns, console)
 
 
 def draw_transfer(constraint: Constraint | None, console: Console) -> None:
@@ -80,15 +83,76 @@ def _ordered(leg: Leg) -> list[Candidate]:
     )
 
 
-def _table(title: str, leg: Leg) -> Table:
+class Column(NamedTuple):
+    """A column of a table: its name and unit, and its meaning in the legend, if it needs one."""
+
+    name: str
+    unit: str = ""
+    meaning: str = ""
+
+    @property
+    def header(self) -> str:
+        """The name, and the unit below it."""
+        return f"{self.name}\n{self.unit}" if self.unit else self.name
+
+
+CHOSEN, LEG, WORKER, WHERE, OUTCOME = map(Column, ("", "leg", "worker", "where", ""))
+MULTIPLIER = Column("×", meaning="what preferred taints and transfer domains multiply the cost by")
+BLOCKS = (
+    Column("overlap", "blocks", "those of the prompt that are cached there"),
+    Column("prefill", "blocks", "those to compute there, with those that are queued"),
+    Column("decode", "blocks", "those that running requests hold there, with this request's"),
+    Column("transfer", "blocks", "seconds that the KV travels, times --kv-transfer-weight"),
+    MULTIPLIER,
+)
+BLOCKS_COST = Column(
+    "cost",
+    meaning="lower wins: (prefill + decode + transfer) in blocks, times ×; prefill is weighed by "
+    "--kv-overlap-score-weight. Under --router-cost lmetric: tokens to compute times requests there",
+)
+TIME_COST = Column(
+    "cost",
+    "ms",
+    "lower wins: TTFT and for others, times ×; queue and prefill are weighed by --kv-overlap-score-weight",
+)
+TIMED = (
+    Column("queue", "ms", "until what is queued there is computed"),
+    Column("prefill", "ms", "for what is not cached of the prompt"),
+    Column("memory", "ms", "until there is room for its blocks"),
+    Column("transfer", "ms", "for its KV, over the link of the pair"),
+    Column(
+        "= TTFT", "ms", "queue + prefill + memory + transfer: this leg's part of the time to the first token"
+    ),
+    Column(
+        "for others", "ms", "slower decode steps, longer waits and lost cache of others, and the link's price"
+    ),
+)
+"""The columns behind the blocks if a leg's cost is time."""
+
+PAIR = Column("pair", "ms", "cost of the whole request, together with the worker beside it")
+PARTNER = Column("with")
+CANDIDATES = Column("candidates", meaning="how many ranks it was picked from")
+TEXTS = (CHOSEN, LEG, WORKER, WHERE, PARTNER, OUTCOME)
+WHOLE = (CHOSEN, LEG, WORKER, PARTNER, OUTCOME)
+"""Columns that are never cut, however narrow the terminal: ids, and why a worker is refused."""
+
+
+def _print_legend(shown: Sequence[Column], console: Console) -> None:
+    """Print what each of these columns means, once."""
+    for column in (*BLOCKS, BLOCKS_COST, TIME_COST, *TIMED, PAIR, CANDIDATES):
+        if column in shown:
+            console.print(Text(f"{f'{column.name} {column.unit}'.strip()}: {column.meaning}", "dim"))
+
+
+def _table(title: str, leg: Leg, columns: list[Column]) -> Table:
+    """Return the table of a leg; add its columns to ``columns``."""
     table = Table(
         title=Text(f"{title}: {_chosen(leg)}"), title_justify="left", title_style="bold", header_style="bold"
     )
     timed = any(row.times is not None for row in leg.candidates)
-    cost = "cost ms" if timed else "cost"
     together = any(row.pair_cost is not None for row in leg.candidates)
-    names = ["", "worker", "where", *BLOCKS, cost]
-    names += [*(TIMED if timed else ()), *(("pair ms", "with") if together else ()), ""]
+    of_table = [CHOSEN, WORKER, WHERE, *BLOCKS, TIME_COST if timed else BLOCKS_COST]
+    of_table += [*(TIMED if timed else ()), *((PAIR, PARTNER) if together else ()), OUTCOME]
     rows, styles = [], []
     for row in _ordered(leg)[:ROWS_MAX]:
         styles.append("bold green" if row.chosen else ("" if row.eligible else "dim"))
@@ -105,32 +169,35 @@ def _table(title: str, leg: Leg) -> Table:
             "chosen" if row.chosen else (row.reason or ""),
         ]
         rows.append(cells)
-    _fill(table, names, rows, styles, timed=timed)
+    columns += _fill(table, of_table, rows, styles, timed=timed)
     return table
 
 
-BLOCKS = ("overlap", "prefill", "decode", "transfer", "×")
-TEXTS = ("", "leg", "worker", "where", "with")
-WHOLE = ("", "leg", "worker", "with")
-"""Columns that are never cut, however narrow the terminal: ids, and why a worker is refused."""
-
-
 def _fill(
-    table: Table, names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], *, timed: bool
-) -> None:
-    """Add the columns and the rows; if times are shown, without empty columns."""
-    shown = [at for at in range(len(names)) if not (timed and _is_idle(names[at], [row[at] for row in rows]))]
+    table: Table,
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[str],
+    *,
+    timed: bool,
+) -> list[Column]:
+    """Add the columns and the rows; if times are shown, without empty columns. Return the shown columns."""
+    shown = [
+        at for at, column in enumerate(columns) if not (timed and _is_idle(column, [row[at] for row in rows]))
+    ]
     for at in shown:
-        is_text = names[at] in TEXTS
-        table.add_column(names[at], justify="left" if is_text else "right", no_wrap=names[at] in WHOLE)
+        column = columns[at]
+        justify: Literal["left", "right"] = "left" if column in TEXTS else "right"
+        table.add_column(column.header, justify=justify, no_wrap=column in WHOLE)
     for cells, style in zip(rows, styles, strict=True):
         table.add_row(*(Text(cells[at]) for at in shown), style=style)
+    return [columns[at] for at in shown]
 
 
-def _is_idle(name: str, cells: Sequence[str]) -> bool:
+def _is_idle(column: Column, cells: Sequence[str]) -> bool:
     """Whether a column of numbers is empty: there are many if times are shown."""
-    nothing = {"1", ""} if name == "×" else {"0", "0.0", ""}
-    return name not in TEXTS and name != "overlap" and set(cells) <= nothing
+    nothing = {"1", ""} if column is MULTIPLIER else {"0", "0.0", ""}
+    return column not in (*TEXTS, BLOCKS[0]) and set(cells) <= nothing
 
 
 def _pair_cells(row: Candidate) -> list[str]:
@@ -139,10 +206,6 @@ def _pair_cells(row: Candidate) -> list[str]:
         return ["", ""]
     partner = "itself" if row.partner is None else f"{row.partner.worker_id}/{row.partner.dp_rank}"
     return [f"{1e3 * row.pair_cost:.1f}", partner]
-
-
-TIMED = ("queue ms", "prefill ms", "memory ms", "transfer ms", "= TTFT ms", "for others")
-"""The columns behind the blocks if a leg's cost is time."""
 
 
 def _times_cells(times: Times | None) -> list[str]:
@@ -184,8 +247,9 @@ def draw_decisions(decisions: Decisions, console: Console) -> None:
     """Print a table for each decision, and how KV was to be moved."""
     counted = "1 decision" if len(decisions.attempts) == 1 else f"{len(decisions.attempts)} decisions"
     console.print(Text.assemble((decisions.request_id, "bold"), f", {counted}"))
+    columns: list[Column] = []
     for attempt in decisions.attempts:
-        console.print(_decisions_table(attempt))
+        console.print(_decisions_table(attempt, columns))
         if attempt.pair_cost is not None:
             console.print(f"Together: {1e3 * attempt.pair_cost:.1f} ms", markup=False)
         draw_transfer(attempt.constraint, console)
@@ -197,9 +261,11 @@ def draw_decisions(decisions: Decisions, console: Console) -> None:
             )
         if attempt.last_resort:
             console.print(Text(LAST_RESORT, "yellow"))
+    _print_legend(columns, console)
 
 
-def _decisions_table(attempt: Attempt) -> Table:
+def _decisions_table(attempt: Attempt, columns: list[Column]) -> Table:
+    """Return the table of an attempt; add its columns to ``columns``."""
     moment = datetime.fromtimestamp(attempt.decided_at, UTC).isoformat(timespec="milliseconds")
     table = Table(
         title=Text(f"Attempt {attempt.attempt}, mode {attempt.mode}, {moment.removesuffix('+00:00')}Z"),
@@ -208,15 +274,15 @@ def _decisions_table(attempt: Attempt) -> Table:
         header_style="bold",
     )
     timed = any(pick is not None and pick.times is not None for pick in (attempt.prefill, attempt.decode))
-    cost = "cost ms" if timed else "cost"
-    names = ("leg", "worker", *BLOCKS, cost, "candidates", *(TIMED * timed))
+    cost = TIME_COST if timed else BLOCKS_COST
+    of_table = (LEG, WORKER, *BLOCKS, cost, CANDIDATES, *(TIMED * timed))
     whole = "decode" if attempt.prefill is not None else "whole"
     rows = [
         [*_cells(leg, pick), *(_times_cells(pick.times) if timed else ())]
         for leg, pick in (("prefill", attempt.prefill), (whole, attempt.decode))
         if pick is not None
     ]
-    _fill(table, names, rows, ["bold green"] * len(rows), timed=timed)
+    columns += _fill(table, of_table, rows, ["bold green"] * len(rows), timed=timed)
     return table
 
 

@@ -11,31 +11,20 @@ import click
 from kvrouter.cli.ask import plain_console, router_at
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import Output, echo, json_text
+from kvrouter.cli.progress import working
 from kvrouter.cli.setting_flags import output_option
-from kvrouter.engines.registry import ENGINES
+from kvrouter.fleetfile.worker_options import EngineUrls
 from kvrouter.settings.option import option
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTemplate:
-    """The contents of a new fleet file: mock engines, or the engines at ``urls``, each as
-    ``http://HOST:PORT``, ``ROLE=http://HOST:PORT`` or ``ROLE@ZONE=http://HOST:PORT``; with ``zones``, which
-    KV does not leave.
-    """
+    """The contents of a new fleet file, besides the engines; with ``zones``, which KV does not leave."""
 
-    engine: str = option(
-        "What serves the requests: mock engines, or servers that run already.",
-        default="mock",
-        choices=("mock", *ENGINES),
-    )
-    model: str | None = option("The model; required with other engines than mock.", metavar="NAME")
-    urls: tuple[str, ...] = option(
-        "An engine's server, as http://10.0.1.1:8000, or prefill@a=http://10.0.1.1:8000 for one that "
-        "prefills in zone a. Give it once for each engine.",
-        default=(),
-        flag="--url",
-        metavar="[ROLE[@ZONE]=]URL",
+    model: str | None = option(
+        "The model.  [default: mock, or the name under which the engines at --url serve it: they are asked]",
+        metavar="NAME",
     )
     zones: tuple[str, ...] = option(
         "A zone with one prefill and two decode workers, with mock engines; KV stays in its zone. Give it "
@@ -63,20 +52,25 @@ def fleet() -> None:
 
 @fleet.command("init", short_help="Write a fleet file to begin with.")
 @click.argument("file", type=FILE, default=DEFAULT_FILE)
-@takes(FleetTemplate)
+@takes(EngineUrls, FleetTemplate)
 @click.option("--force", is_flag=True, help="Replace FILE where it is there already.")
-def fleet_init(template: FleetTemplate, file: Path, *, force: bool) -> None:
+def fleet_init(engines: EngineUrls, template: FleetTemplate, file: Path, *, force: bool) -> None:
     """Write FILE (fleet.yaml by default) with comments: a fleet that can be run as it is.
 
     \b
     kvrouter fleet init                               four mock workers
     kvrouter fleet init --zone a --zone b             prefill and decode in two zones
-    kvrouter fleet init --engine vllm --model m --url http://10.0.1.1:8000
+    kvrouter fleet init --engine vllm --url http://10.0.1.1:8000 --url http://10.0.1.2:8000
+
+    Without --model the engines at --url are asked for its name; one that does not answer now is asked when
+    the fleet is run. A key that they ask for is read from KVROUTER_ENGINE_API_KEY.
     """
     from kvrouter.cli.fleet.check import summary_of  # noqa: PLC0415
     from kvrouter.cli.fleet.template import write_fleet  # noqa: PLC0415
 
-    written = write_fleet(file, template, replace=force)
+    written, answers = write_fleet(file, engines, template, os.environ, replace=force)
+    for line in (line for answer in answers for line in answer.lines):
+        echo(f"kvrouter: {line}", err=True)
     echo(
         f"{file}: written: {summary_of(written)}\n"
         f"Check it: kvrouter fleet check --strict {file}\n"
@@ -109,7 +103,9 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
         from kvrouter.api.client import decode_answer  # noqa: PLC0415
         from kvrouter.api.fleet_schema import Fleet  # noqa: PLC0415
 
-        shown = running_shown(url, decode_answer(router_at(url).fleet(), Fleet))
+        with working(f"asking {url}"):
+            answer = router_at(url).fleet()
+        shown = running_shown(url, decode_answer(answer, Fleet))
     output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))
 
 
@@ -138,7 +134,8 @@ def fleet_check(file: Path | None, *, strict: bool, connect: bool, output: Outpu
     from kvrouter.cli.fleet.check import check_fleet  # noqa: PLC0415
 
     file = file or _default_file("give FILE")
-    found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
+    with working(f"checking {file}"):
+        found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
     output.show(lambda: json_text(found), lambda: _show_check(found, strict=strict))
     if found.is_good:
         sys.exit(GOOD)

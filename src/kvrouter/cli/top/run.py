@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -12,6 +13,8 @@ from rich.text import Text
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
 from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState, Fleet, Flow, Flows, Worker
+from kvrouter.cli.progress import working
+from kvrouter.cli.top.keys import terminal_keys
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
@@ -23,6 +26,7 @@ NUMBERS = frozenset(
 """The columns of numbers."""
 
 GOOD, BAD, QUIET = "green", "bold red", "dim"
+QUIT_HINT = Text("q ends it", QUIET)
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -65,17 +69,20 @@ def read_frame(client: RouterClient) -> Frame:
 
 
 def show_live(client: RouterClient, url: str, console: Console, *, interval_s: float) -> None:
-    """Show a router in the whole terminal until Ctrl-C. Raises AskFailed where it does not answer at first;
-    one that is lost later does not end it.
+    """Show a router in the whole terminal until ``q`` or Ctrl-C. Raises AskFailed where it does not answer at
+    first; one that is lost later does not end it.
     """
-    first = drawn(read_frame(client), url)
-    try:
-        with Live(first, console=console, screen=True, auto_refresh=False) as live:
-            for shown in frames(client, url, first):
-                live.update(shown, refresh=True)
-                time.sleep(interval_s)
-    except KeyboardInterrupt:
-        return
+    with working(f"asking {url}"):
+        first = drawn(read_frame(client), url)
+    with (
+        suppress(KeyboardInterrupt),
+        terminal_keys() as keys,
+        Live(first, console=console, screen=True, auto_refresh=False) as live,
+    ):
+        for shown in frames(client, url, first):
+            live.update(Group(QUIT_HINT, shown) if keys.is_terminal else shown, refresh=True)
+            if keys.is_pressed("q", within_s=interval_s):
+                return
 
 
 def frames(client: RouterClient, url: str, shown: RenderableType) -> Iterator[RenderableType]:

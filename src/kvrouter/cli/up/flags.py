@@ -12,7 +12,7 @@ import click
 from kvrouter.cli.options import takes
 from kvrouter.cli.process_settings import begin, begun, model_sources, warn
 from kvrouter.cli.setting_flags import FIRST_TO_SERVE, SettingsCommand, given_flags, setting_options
-from kvrouter.fleetfile.worker_options import EnginePods
+from kvrouter.fleetfile.worker_options import EnginePods, EngineUrls
 from kvrouter.settings.option import option
 from kvrouter.settings.variables import FLEET_VARIABLE
 
@@ -48,7 +48,8 @@ class UpOptions:
     )
     engine_namespace: str | None = option("Another namespace than this pod's own.", metavar="NAME")
     model_paths: tuple[str, ...] = option(
-        "A model's tokenizer: this host's folder, a Hugging Face repository, or engine; with --engine-pods.",
+        "A model's tokenizer: this host's folder, a Hugging Face repository, or engine; with --url or "
+        "--engine-pods.",
         default=(),
         flag="--model-path",
         metavar="MODEL=FOLDER",
@@ -61,14 +62,23 @@ class UpOptions:
 
 
 @click.command(cls=SettingsCommand, short_help="Serve a fleet.")
-@takes(UpOptions)
-def up(options: UpOptions, **flags: object) -> None:
+@takes(EngineUrls, UpOptions)
+def up(engines: EngineUrls, options: UpOptions, **flags: object) -> None:
     """Serve: an OpenAI-compatible endpoint in front of a fleet of workers.
+
+    \b
+    kvrouter up                                       mock engines: a fleet to look at
+    kvrouter up --engine vllm --url http://10.0.1.1:8000 --url http://10.0.1.2:8000
+    kvrouter up --fleet fleet.yaml                    what `kvrouter fleet init` writes
+
+    Engines at --url are asked for their model, tokenizer, block size and KV events; one that is not up yet is
+    awaited. A key that they ask for is read from KVROUTER_ENGINE_API_KEY.
 
     Everything runs in this process, unless --replicas or --nats asks for many.
 
     A flag wins over its variable, the variable over the fleet file, the file over the default.
     """
+    _refuse_two_fleets(engines, options)
     if options.events is not None and options.takes_many_processes:
         raise click.UsageError("--events: not with --replicas or --nats")
     if options.engine_pods is not None:
@@ -81,8 +91,10 @@ def up(options: UpOptions, **flags: object) -> None:
             options.model_paths,
             flags,
         )
-    if options.engine_namespace is not None or options.model_paths:
-        raise click.UsageError("--engine-namespace and --model-path: only with --engine-pods")
+    if options.engine_namespace is not None:
+        raise click.UsageError("--engine-namespace: only with --engine-pods")
+    if options.model_paths and not _is_of_urls(engines):
+        raise click.UsageError("--model-path: only with --url or --engine-pods")
     from kvrouter.fleetfile.fleet_checks import (  # noqa: PLC0415
         default_fleet_document,
         default_fleet_path,
@@ -90,11 +102,16 @@ def up(options: UpOptions, **flags: object) -> None:
         settled,
     )
     from kvrouter.settings.planes import refuse_clusters  # noqa: PLC0415
-    from kvrouter.settings.problems import read_document  # noqa: PLC0415
+    from kvrouter.settings.problems import dotted, read_document  # noqa: PLC0415
     from kvrouter.settings.sources import load_settings  # noqa: PLC0415
 
-    file = _fleet_file(options.fleet)
-    document = default_fleet_document() if file is None else read_document(file)
+    file = None if _is_of_urls(engines) else _fleet_file(options.fleet)
+    if _is_of_urls(engines):
+        from kvrouter.cli.fleet.template import url_document  # noqa: PLC0415
+
+        document = url_document(engines)
+    else:
+        document = default_fleet_document() if file is None else read_document(file)
     of_file = load_fleet(document).fleet
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
     refuse_clusters(loaded.settings.planes, NO_DISCOVERY)
@@ -116,10 +133,32 @@ def up(options: UpOptions, **flags: object) -> None:
         )
     from kvrouter.cli.up.run import serve  # noqa: PLC0415
 
-    sys.exit(serve(loaded.settings, settled_fleet.fleet, options.events))
+    sources = model_sources(options.model_paths)
+    place = document.place if _is_of_urls(engines) else dotted
+    sys.exit(serve(loaded.settings, settled_fleet.fleet, options.events, sources, place))
 
 
 up.params.extend(setting_options(first=FIRST_TO_SERVE))
+
+
+def _is_of_urls(engines: EngineUrls) -> bool:
+    return engines != EngineUrls()
+
+
+def _refuse_two_fleets(engines: EngineUrls, options: UpOptions) -> None:
+    """Raise UsageError for flags that name two fleets."""
+    if not _is_of_urls(engines):
+        return
+    flag = "--url" if engines.urls else "--engine"
+    if options.fleet is not None:
+        raise click.UsageError(f"{flag}: not with --fleet, whose file names the engines")
+    if options.engine_pods is not None:
+        raise click.UsageError(f"{flag}: not with --engine-pods, which finds engines by their pods' labels")
+    if options.takes_many_processes:
+        raise click.UsageError(
+            f"{flag}: not with --replicas or --nats: write a fleet file for those, by kvrouter fleet init "
+            "with the same --engine and --url"
+        )
 
 
 def _serve_engine_pods(

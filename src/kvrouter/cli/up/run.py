@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -30,10 +31,12 @@ from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.engine_lines import engines_line, write_changes, write_text
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.core.hosts import in_container
+from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
-from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.fleetfile.fleet_file import ENGINES_OWN, FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.frontend.fleet_state import no_expected_engines
+from kvrouter.settings.problems import FieldPlace, dotted
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
@@ -60,10 +63,16 @@ class Embedded(ServingApp):
 
 @asynccontextmanager
 async def embedded(
-    settings: Settings, fleet: FleetFile, *, environ: Mapping[str, str] = os.environ
+    settings: Settings,
+    fleet: FleetFile,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    sources: Mapping[ModelName, str] = MappingProxyType({}),
+    place: FieldPlace = dotted,
 ) -> AsyncIterator[Embedded]:
     """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process, and
-    a worker for each running engine, which gets its key of ``environ`` if it has one.
+    a worker for each running engine, which gets its key of ``environ`` if it has one. ``sources`` are further
+    tokenizers, by model; ``place`` names where a field of the file is written.
 
     Raises CannotListen, before any worker starts, if the frontend's address is not available, and ConfigError
     for engines that contradict the file.
@@ -71,8 +80,8 @@ async def embedded(
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
     telemetry.build_info.set(1, installed_version())
-    sources = tokenizer_sources(fleet)
-    place = await read_place(settings.router, os.environ)
+    sources = {**tokenizer_sources(fleet), **sources}
+    frontend_place = await read_place(settings.router, os.environ)
     async with (
         claimed(front.http_host, front.http_port) as sockets,
         recording(settings.recording, telemetry) as traffic,
@@ -87,14 +96,14 @@ async def embedded(
             telemetry=telemetry,
             links=link_table(fleet),
             traffic=traffic,
-            place=place.domains,
+            place=frontend_place.domains,
         )
         loader = TextModelLoader(
             sources, mock.encode_pool, mock.texts, fallback=settings.frontend.tokenize_fallback
         )
         stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
-            async with _attached(settings, fleet, mock.transports, environ) as attached:
+            async with _attached(settings, fleet, mock.transports, environ, place) as attached:
                 await loader.loaded(limit_s=LOG_AFTER_S)
                 async with (
                     keeping_learned_links(settings.router, service),
@@ -107,7 +116,7 @@ async def embedded(
                         expected=no_expected_engines if attached is None else attached.expected,
                         tracing=spans,
                     ) as app,
-                    following_place(place, service),
+                    following_place(frontend_place, service),
                     following_links(settings.router, service),
                 ):
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
@@ -118,7 +127,11 @@ async def embedded(
 
 @asynccontextmanager
 async def _attached(
-    settings: Settings, fleet: FleetFile, transports: ProcessTransports, environ: Mapping[str, str]
+    settings: Settings,
+    fleet: FleetFile,
+    transports: ProcessTransports,
+    environ: Mapping[str, str],
+    place: FieldPlace,
 ) -> AsyncIterator["AttachedFleet | None"]:
     """Yield the workers of running engines; their modules are imported only if there are any."""
     if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
@@ -126,19 +139,33 @@ async def _attached(
         return
     from kvrouter.app.attach.attached_fleet import AttachedFleet  # noqa: PLC0415
 
-    async with AttachedFleet(fleet, settings, transports, environ=environ) as attached:
+    async with AttachedFleet(fleet, settings, transports, environ=environ, place=place) as attached:
         yield attached
 
 
-def serve(settings: Settings, fleet: FleetFile, events: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile.
+def serve(
+    settings: Settings,
+    fleet: FleetFile,
+    events: Path | None,
+    sources: Mapping[ModelName, str],
+    place: FieldPlace,
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; links change by the file ``events`` meanwhile. ``sources``
+    and ``place`` are those of :func:`embedded`.
 
     Returns the exit code; raises CannotListen, ConfigError.
     """
-    return uvloop.run(_serve(settings, fleet, () if events is None else read_link_events(events, fleet)))
+    steps = () if events is None else read_link_events(events, fleet)
+    return uvloop.run(_serve(settings, fleet, steps, sources, place))
 
 
-async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]) -> int:
+async def _serve(
+    settings: Settings,
+    fleet: FleetFile,
+    steps: Sequence[LinkStep],
+    sources: Mapping[ModelName, str],
+    place: FieldPlace,
+) -> int:
     log_event(
         logger,
         Event.START,
@@ -151,7 +178,9 @@ async def _serve(settings: Settings, fleet: FleetFile, steps: Sequence[LinkStep]
         show_joined = stack.enter_context(joined_as_table())
         try:
             async with unless_stopping(stopping):
-                system = await stack.enter_async_context(embedded(settings, fleet))
+                system = await stack.enter_async_context(
+                    embedded(settings, fleet, sources=sources, place=place)
+                )
         except StopRequested:
             log_event(logger, Event.STOP)
             return 0
@@ -183,14 +212,23 @@ def first_screen(address: tuple[str, int], fleet: FleetFile, expected: Sequence[
     if expected:
         is_plain = not where and len(expected) == n_workers
         workers = engines_line(expected) if is_plain else f"{workers}, {engines_line(expected)}"
-    models = [*map(fleet.shown_name, fleet.models)]
-    call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+    models = _model_names(fleet, expected)
+    tried = "/v1/models"
+    if models:
+        call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+        tried = f"/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(call))}"
     return (
-        f"kvrouter {installed_version()} serves {', '.join(models)} at {url}/v1: {workers}\n"
+        f"kvrouter {installed_version()} serves {', '.join(models) or ENGINES_OWN} at {url}/v1: {workers}\n"
         f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
-        f"Try it: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f"-d {shlex.quote(json.dumps(call))}\n"
+        f"Try it: curl {url}{tried}\n"
     )
+
+
+def _model_names(fleet: FleetFile, expected: Sequence[ExpectedEngine]) -> list[str]:
+    """Return the names of the models, as far as the file or an engine has said them."""
+    stated = (fleet.stated_name(model) for model in fleet.models)
+    told = (engine.model for engine in expected)
+    return [*dict.fromkeys(name for name in (*stated, *told) if name is not None)]
 
 
 async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s: float) -> None:

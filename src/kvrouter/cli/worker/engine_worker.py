@@ -1,21 +1,19 @@
 """``kvrouter worker vllm`` and its like: a worker process for one engine."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvrouter.app.attach.attachment import EngineAttachment, EngineWorkers
+from kvrouter.app.attach.attachment import EngineWorkers
+from kvrouter.app.attach.running_engine import RunningEngine
 from kvrouter.app.attach.transport_provider import open_engine_transports
 from kvrouter.app.router_transports import settled
 from kvrouter.app.standby import until_free
 from kvrouter.cli.worker.worker_process import WorkerProcess, logger
-from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.settings.tree import Settings
-from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.records.port import GoneSink
-from kvrouter.worker import Worker, WorkerTransports
+from kvrouter.worker import WorkerTransports
 from kvrouter.worker.topology_env import parse_topology_env
 
 
@@ -38,27 +36,6 @@ class ProcessTransports:
             yield transports
 
 
-class RunningEngineWorker:
-    """A worker that serves, and the task that keeps its engine attached."""
-
-    def __init__(self, attachment: EngineAttachment, task: asyncio.Task[None]) -> None:
-        self._attachment = attachment
-        self._task = task
-
-    @property
-    def worker(self) -> Worker | None:
-        """It; None while its engine, which was started as another one, is attached again."""
-        return self._attachment.worker
-
-    async def drain(self, limit_s: float) -> bool:
-        """Take no new legs, and wait up to ``limit_s`` seconds for those that run; the engine is attached no
-        more.
-        """
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        return self.worker is None or await self.worker.drain(limit_s)
-
-
 @asynccontextmanager
 async def engine_worker(
     settings: Settings,
@@ -66,11 +43,10 @@ async def engine_worker(
     environ: Mapping[str, str],
     *,
     on_lost: GoneSink | None = None,
-) -> AsyncIterator[RunningEngineWorker]:
+) -> AsyncIterator[RunningEngine]:
     """Run the worker on this event loop: inside, it serves; ``on_lost`` is called when another has its place.
 
-    Raises the errors of its first start: TopologyUnavailable, ConfigError, or NatsUnreachable. An engine that
-    restarts as another one later, and contradicts ``spec``, is logged, and asked again.
+    Raises the errors of its first start: TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
     topology = parse_topology_env(environ)
     if not spec.pod and settings.planes.pod_name:  # a container next to its engine's, in one pod
@@ -78,34 +54,12 @@ async def engine_worker(
     spec = replace(spec, node=spec.node or settings.planes.node)
     settings = settled(settings, kv_events=spec.publishes_kv_events)
     workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), log=logger)
-    serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def on_joined(_: Worker) -> None:
-        if not serves.done():
-            serves.set_result(None)
-
-    def on_refused(error: KvrouterError) -> None:
-        if not serves.done():
-            serves.set_exception(error)
-            return
-        worker, model = str(spec.worker_id), spec.model or "unknown"
-        log_event(logger, Event.WORKER_REFUSED, worker=worker, model=model, reason=error.message)
-
-    attachment = EngineAttachment(
-        spec,
-        workers,
-        topology=topology if topology.enabled else None,
-        on_refused=on_refused,
-        on_joined=on_joined,
-    )
-    task = asyncio.create_task(attachment.run())
+    engine = RunningEngine(spec, workers, topology=topology if topology.enabled else None)
+    await engine.start()
     try:
-        await serves
-        yield RunningEngineWorker(attachment, task)
+        yield engine
     finally:
-        task.cancel()
-        await asyncio.wait({task})
-        await attachment.leave()
+        await engine.stop()
 
 
 def serve_engine_worker(

@@ -1,0 +1,87 @@
+"""``kvrouter top`` at a terminal: what ends it, and that the terminal is then as it was."""
+
+import asyncio
+import os
+import pty
+import signal
+import sys
+import termios
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import pytest
+
+from tests.testing.mock_fleet import zoned_fleet
+from tests.testing.mock_server import mock_server
+
+LEFT_SCREEN = b"\x1b[?1049l"
+"""The escape by which a program returns from the whole terminal to what was there before."""
+
+
+class Terminal(NamedTuple):
+    """A terminal with ``kvrouter top`` in it."""
+
+    user: int
+    program: int
+    top: Process
+
+    async def shown_until(self, text: bytes, *, times: int = 1) -> bytes:
+        """Return all that the program writes until it wrote ``text`` so many times."""
+        shown = b""
+        while shown.count(text) < times:
+            shown += await asyncio.to_thread(os.read, self.user, 65536)
+        return shown
+
+    def modes(self) -> list[object]:
+        return termios.tcgetattr(self.program)
+
+
+@asynccontextmanager
+async def running_top(*, has_keys: bool = True) -> AsyncIterator[tuple[Terminal, list[object]]]:
+    """Run it before a mock fleet; yield it with the terminal's modes from before."""
+    user, program = pty.openpty()
+    before = termios.tcgetattr(program)
+    async with mock_server(zoned_fleet()) as here:
+        top = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrouter", "top", "--url", here.url, "--interval-s", "60"),
+            stdin=program if has_keys else DEVNULL,
+            stdout=program,
+            stderr=program,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+        try:
+            yield Terminal(user, program, top), before
+        finally:
+            if top.returncode is None:
+                top.kill()
+                await top.wait()
+            os.close(user)
+            os.close(program)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [(b"q", 0), (b"x\x1b[AQ", 0), (signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)],
+)
+async def test_terminal_is_as_before_however_top_ends(ending: bytes | signal.Signals, code: int) -> None:
+    async with running_top() as (terminal, before):
+        await terminal.shown_until(b"q ends it")
+        assert terminal.modes() != before, "keys come one by one, and are not shown"
+        if isinstance(ending, bytes):
+            os.write(terminal.user, ending)
+        else:
+            terminal.top.send_signal(ending)
+        assert await terminal.top.wait() == code
+        assert terminal.modes() == before
+        assert LEFT_SCREEN in await terminal.shown_until(LEFT_SCREEN)
+
+
+async def test_top_without_a_keyboard_leaves_the_terminal_alone() -> None:
+    async with running_top(has_keys=False) as (terminal, before):
+        assert b"q ends it" not in await terminal.shown_until(b"6 of 6 workers", times=2)
+        assert terminal.modes() == before
+        os.write(terminal.user, b"q")
+        terminal.top.send_signal(signal.SIGINT)
+        assert await terminal.top.wait() == 0
