@@ -75,6 +75,10 @@ class DecisionLog:
         self._inputs = KeptInputs()
         self.refusals = RefusalLog(requests_max=requests_max)
 
+    def __len__(self) -> int:
+        """The number of requests that are kept."""
+        return len(self._by_request)
+
     @property
     def keeps_decisions(self) -> bool:
         """Whether any decision is kept."""
