@@ -1,4 +1,4 @@
-"""An engine gets its worker in three ways, and whichever way it was, comes back as what it now is."""
+"""An engine gets its worker in four ways, and whichever way it was, comes back as what it now is."""
 
 import re
 import subprocess
