@@ -76,7 +76,7 @@ test-lowest: ## Run the unit tests and the laws with the lowest declared version
 
 wheels: setup ## Build wheels, an sdist, an SBOM and checksums into dist/, and try them: minutes
 	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
-	.venv-release/bin/python -m pip install --quiet "cyclonedx-bom>=7" "maturin>=1.9,<2" "ziglang>=0.13"
+	.venv-release/bin/python -m pip install --quiet "cyclonedx-bom>=7" "maturin>=1.9,<2" "uv>=0.5" "ziglang>=0.13"
 	.venv-release/bin/python -m scripts.build_release
 
 lock: setup ## Write the versions of the development environment into constraints.txt, and locks/

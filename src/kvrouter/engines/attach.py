@@ -228,7 +228,8 @@ def events_of(
     if not events:
         return {}, (
             f"the engine at {spec.url} tells of no KV events: start it with --kv-events-config, name them by "
-            "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false)",
+            "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false); "
+            "routers predict its cache from their own decisions",
         )
     if any(each.replay is None for each in events.values()):
         return events, (

@@ -196,7 +196,7 @@ def _group_warnings(fleet: FleetFile, group: WorkerGroup) -> Iterator[str]:
                 f"less than the context length of {model.mock_name!r} ({model.mock_context_length})"
             )
     if not engine.kv_events and fleet.router.kv_events:
-        yield f"group {group.name!r} publishes no KV events: the router takes its caches for empty"
+        yield f"group {group.name!r} publishes no KV events: the router predicts its caches from decisions"
 
 
 RANKS_MAX = 65_536

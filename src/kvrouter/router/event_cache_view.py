@@ -8,7 +8,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import ApproximateIndex, BlockIndex
-from kvrouter.kernel.placement.cache_view import PredictedCacheView
+from kvrouter.kernel.placement.cache_view import PredictedCacheView, UnreportedRanks
 from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.event_ingest import EventIngest
 
@@ -16,7 +16,8 @@ U32 = npt.NDArray[np.uint32]
 
 
 class EventCacheView:
-    """The cache view of KV events. A rank whose feed recovers does not score.
+    """The cache view of KV events. A rank whose feed recovers does not score. The caches of ranks without KV
+    events are predicted from decisions.
 
     Blocks after an image are reported in tokens that only the engine knows, so they come from ``predicted``.
     """
@@ -25,6 +26,7 @@ class EventCacheView:
         self.index = index
         self.ingest = ingest
         self._predicted = PredictedCacheView(predicted)
+        self._unreported = UnreportedRanks(predicted)
         self._out: U32 = np.zeros(16, np.uint32)
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
@@ -37,12 +39,17 @@ class EventCacheView:
             out *= self.ingest.scores(n_slots)
         if has_media:
             np.maximum(out, self._predicted.overlap(prompt, n_slots, now_s=now_s), out=out)
+        else:
+            self._unreported.fill(out, prompt, now_s=now_s)
         return out
 
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """Note the decision in the predictions, for prompts with images only: events report all others."""
+        """Note the decision in the predictions, for prompts with images, and for ranks without KV events."""
         if has_media:
             self._predicted.decided(decision, prompt, now_s=now_s)
+        for leg in (decision.decode, decision.prefill):
+            if leg is not None and self.ingest.feed_at(leg.slot) is None:
+                self._unreported.decided(leg.slot, prompt, now_s=now_s)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Start the rank's feed."""
@@ -55,6 +62,7 @@ class EventCacheView:
     def freed(self, slot: Slot) -> None:
         """Drop the slot's feed and blocks."""
         self.ingest.freed(slot)
+        self._unreported.freed(slot)
         self._predicted.freed(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:

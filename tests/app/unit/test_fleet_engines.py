@@ -2,10 +2,12 @@
 
 import json
 import logging
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from kvrouter.app.attach import attachment
 from kvrouter.cli.up.run import Embedded, embedded
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
-from kvrouter.core.ids import Taint, WorkerId
+from kvrouter.core.ids import DpRank, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
@@ -27,11 +29,13 @@ from tests.testing.processes import Metrics, eventually
 from tests.testing.scripted_engine import (
     JSON,
     SGLANG_PAGES,
+    VLLM_PAGES,
     ScriptedAnswer,
     ScriptedEngine,
     page,
     scripted_engine,
 )
+from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
 CONNECTION_REFUSED = "connection refused"
@@ -62,8 +66,8 @@ class Up:
         answer = await self.http.get("/ready")
         return answer.status_code, answer.text
 
-    async def engines_awaited(self) -> float:
-        return Metrics((await self.http.get("/metrics")).text).total("engines_awaited")
+    async def metric(self, name: str) -> float:
+        return Metrics((await self.http.get("/metrics")).text).total(name)
 
     async def expected(self) -> list[dict[str, object]]:
         answer = (await self.http.get("/v1/fleet")).json()
@@ -139,6 +143,31 @@ async def test_engines_of_a_model_without_a_name_serve_each_its_own() -> None:
         async with up(file_of(VLLM.format(url=one.url), VLLM.format(url=other.url), model="{}")) as here:
             models = (await here.http.get("/v1/models")).json()["data"]
             assert sorted(each["id"] for each in models) == ["large", "tiny"]
+
+
+async def test_cache_of_an_engine_without_kv_events_is_predicted_beside_one_with_events() -> None:
+    token_ids = [*range(20, 20 + 4 * 32)]
+    body = {"model": "tiny", "prompt": token_ids, "max_tokens": 3}
+    async with scripted_engine() as silent, scripted_engine() as other, publisher() as events:
+        line = f"{{kind: vllm, url: '{other.url}', kv_events_endpoint: '{events.at.events}'}}"
+        async with up(file_of(VLLM.format(url=silent.url), line)) as here:
+            (model,) = here.system.service.models()
+            slot = model.fleet.slot_of(WorkerRank(WorkerId(1), DpRank(0)))
+            assert slot is not None
+            prompt = model.hash_prompt(array("I", token_ids))
+
+            def blocks() -> list[int]:
+                overlap = model.cache.overlap(prompt, model.fleet.n_slots, now_s=model.clock())
+                assert overlap is not None
+                return [int(n) for n in overlap]
+
+            assert blocks() == [0, 0]
+            silent.answers += [completion()] * 2
+            pinned = {**body, "nvext": {"worker_id": 1}}
+            assert (await here.http.post("/v1/completions", json=pinned)).status_code == 200
+            assert (blocks()[slot], sum(blocks())) == (4, 4)
+            assert (await here.http.post("/v1/completions", json=body)).status_code == 200
+            assert (len(silent.calls), len(other.calls)) == (2, 0)
 
 
 async def test_kv_events_of_an_engine_are_known_to_the_router() -> None:
@@ -342,13 +371,13 @@ async def test_engine_that_is_not_up_is_awaited_and_delays_no_other() -> None:
         assert (problem["kind"], problem["model"], problem["state"]) == ("vllm", "tiny", "awaited")
         assert CONNECTION_REFUSED in problem["reason"]
         assert await here.expected() == [problem]
-        assert await here.engines_awaited() == 1
+        assert await here.metric("engines_awaited") == 1
         assert (await here.http.post("/v1/completions", json={**CALL, "model": "mock"})).status_code == 200
         await late.start()
         try:
             await here.until_joined(2)
             assert await here.ready() == (200, '{"status":"ready"}')
-            assert await here.engines_awaited() == 0
+            assert await here.metric("engines_awaited") == 0
         finally:
             await late.stop()
 
@@ -409,6 +438,49 @@ async def test_engine_that_restarts_changed_gets_a_new_incarnation() -> None:
         assert now is not None
         assert (now.context_length, now.incarnation == before.incarnation) == (4096, False)
         await here.until_ready()
+
+
+@pytest.mark.parametrize(
+    ("line", "pages", "path", "start", "other_start"),
+    [
+        (VLLM, VLLM_PAGES, "/metrics", "1.79528047303e+09", "1.79528047999e+09"),
+        (SGLANG, SGLANG_PAGES, "/server_info", '"load_weight": 0.03', '"load_weight": 0.04'),
+    ],
+    ids=["vllm", "sglang"],
+)
+async def test_url_before_several_engines_is_named_in_log_ready_fleet_and_metrics(
+    line: str,
+    pages: Mapping[str, str],
+    path: str,
+    start: str,
+    other_start: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        scripted_engine(pages) as one,
+        scripted_engine(pages) as other,
+        TcpProxy("127.0.0.1", 0) as service,
+    ):
+        other.replace(path, start, other_start)
+        service.take_turns(*(urlsplit(engine.url).port or 0 for engine in (one, other)))
+        url = f"http://127.0.0.1:{service.port}"
+        async with up(file_of(line.format(url=url))) as here:
+            assert await here.metric("worker_several_engines") == 0
+            await until(lambda: here.workers[WorkerId(1)].card.several_engines)
+            why = f"{url} is an address before several engines: give kvrouter each engine's own URL"
+
+            async def is_shown() -> bool:
+                return '"several_engines":true' in (await here.http.get("/v1/fleet")).text
+
+            await eventually(is_shown)
+            status, text = await here.ready()
+            (problem,) = json.loads(text)["engine_problems"]
+            assert (status, problem["state"], problem["reason"]) == (200, "joined", why)
+            assert "awaited" not in json.loads(text)
+            assert await here.metric("worker_several_engines") == 1
+            assert await here.metric("engines_awaited") == 0
+            (logged,) = [each for each in caplog.records if event_of(each) == "several_engines"]
+            assert vars(logged)["kvrouter_fields"] == {"worker": "1", "reason": why}
 
 
 async def test_unknown_place_ends_the_start(tmp_path: Path) -> None:

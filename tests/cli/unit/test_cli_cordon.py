@@ -139,3 +139,30 @@ async def test_drain_retries_an_unreachable_router_and_ends_when_uncordoned() ->
         await asyncio.to_thread(client.uncordon, "worker", "1")
         with pytest.raises(AskFailed, match="somebody uncordoned it"):
             await asyncio.to_thread(wait, 60.0)
+
+
+async def test_drain_says_every_few_seconds_what_still_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_frontend(card(1), card(2), script=silent) as frontend:
+        chat = asyncio.create_task(frontend.chat(max_tokens=1))
+        await until(lambda: bool(frontend.plane.opened))
+        worker = frontend.plane.opened[0].address[-1]
+        client = RouterClient(url_of(frontend))
+        answer = await asyncio.to_thread(client.cordon, CordonBody("worker", worker))
+        change, now = decode_answer(answer, CordonChange), [0.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+        def wait() -> None:
+            wait_empty(client, change, timeout_s=25.0, clock=lambda: now[0], sleep=sleep)
+
+        with pytest.raises(AskFailed):
+            await asyncio.to_thread(wait)
+        runs = f"1 request runs (worker {worker}: 1)"
+        assert capsys.readouterr().err.splitlines() == [
+            f"worker {worker}: {runs}",
+            f"worker {worker}: still, after 10 s: {runs}",
+            f"worker {worker}: still, after 20 s: {runs}",
+        ]
+        text_answer("ok")(frontend.plane.opened[0])
+        await chat

@@ -8,10 +8,11 @@ from rich.console import Console
 
 from kvrouter.app.atomic_file import check_folder
 from kvrouter.cli.calibrate.engine_description import EngineDescription, describe_engine
-from kvrouter.cli.calibrate.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
+from kvrouter.cli.calibrate.engine_measurement import Measurement, MeasurementFailed, measure_engine
 from kvrouter.cli.calibrate.flags import CalibrateOptions
 from kvrouter.cli.calibrate.run import Fitted, deliver
-from kvrouter.cli.console import error_console
+from kvrouter.cli.progress import working
+from kvrouter.cli.timed_stream import Clock
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai.request_times import RequestTimes
@@ -57,9 +58,9 @@ def calibrate_engine(
     if options.write_timing is not None:
         check_folder(options.write_timing)
     options.output.check()
-    with error_console().status("asking the engine") as status:
+    with working("asking the engine") as progress:
         engine, shape, measured = asyncio.run(
-            _measured(EngineServer(url, api_key=api_key), options, clock, status.update)
+            _measured(EngineServer(url, api_key=api_key), options, clock, progress.show)
         )
         try:
             run = client_run(
@@ -68,9 +69,9 @@ def calibrate_engine(
         except ConfigError as error:
             raise MeasurementFailed(f"{url}: {error.message}") from error
         calibrated = fit_engine(
-            run, shape, options.n_fitted, lambda number: status.update(f"fitting, round {number + 1}")
+            run, shape, options.n_fitted, lambda number: progress.show(f"fitting, round {number + 1}")
         )
-        status.update("predicting")
+        progress.show("predicting")
         rows = compare(run, calibrated)
     lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
     deliver(Fitted(url, engine.served_model, run, calibrated, rows, lines), options, console)

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.calibrate.flags import CalibrateOptions
-from kvrouter.cli.console import error_console
 from kvrouter.cli.output import json_text
+from kvrouter.cli.progress import working
 from kvrouter.core.timing import Timing
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.calibrate.calibration import Calibrated, Comparison, compare
@@ -36,13 +36,13 @@ def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None
     options.output.check()
     run = read_run(folder)
     shape, source = model_shape(run.meta.model, folder, options.model_config)
-    with error_console().status("reading") as status:
+    with working("reading") as progress:
 
         def show(number: int) -> None:
-            status.update(f"fitting, round {number + 1}")
+            progress.show(f"fitting, round {number + 1}")
 
         calibrated = fit(run, shape, n_fitted=options.n_fitted, on_round=show)
-        status.update("predicting")
+        progress.show("predicting")
         rows = compare(run, calibrated)
     lines = [
         f"{run.meta.model}: dimensions from {source}",

@@ -7,6 +7,7 @@ import click
 from kvrouter.cli.ask import RouterOptions, router_at
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import TABLE, Output, echo
+from kvrouter.cli.progress import working
 from kvrouter.cli.setting_flags import output_option
 from kvrouter.settings.option import option
 
@@ -43,11 +44,14 @@ def cordon(
     if level is None:
         if options.reason or options.by or options.force:
             raise click.UsageError("--reason, --by and --force are about LEVEL NAME")
-        show_cordons(client.cordons(), output)
+        with working(f"asking {router.url}"):
+            answer = client.cordons()
+        show_cordons(answer, output)
         return
     if name is None:
         raise click.UsageError("give LEVEL and NAME: worker 7, node gpu-4, zone a")
-    answer = put_cordon(client, level, name, options)
+    with working(f"asking {router.url}"):
+        answer = put_cordon(client, level, name, options)
     show_change(answer, "is cordoned", "was cordoned already", output)
 
 
@@ -66,7 +70,8 @@ def uncordon(router: RouterOptions, level: str, name: str, output: Output) -> No
     """
     from kvrouter.cli.cordon.run import show_change  # noqa: PLC0415
 
-    answer = router_at(router.url).uncordon(level, name)
+    with working(f"asking {router.url}"):
+        answer = router_at(router.url).uncordon(level, name)
     show_change(answer, "is uncordoned", "was not cordoned", output)
 
 
@@ -100,7 +105,8 @@ def drain(
     from kvrouter.cli.cordon.run import put_cordon, show_change, wait_empty  # noqa: PLC0415
 
     client = router_at(router.url)
-    answer = put_cordon(client, level, name, options)
+    with working(f"asking {router.url}"):
+        answer = put_cordon(client, level, name, options)
     show_change(answer, "is cordoned", "was cordoned already", TABLE)
     change = decode_answer(answer, CordonChange)
     wait_empty(client, change, timeout_s=timeout_s)

@@ -13,6 +13,7 @@ from kvrouter.api.cordon_schema import CordonBody, CordonChange, CordonedWorker,
 from kvrouter.cli.ask import plain_console
 from kvrouter.cli.cordon.flags import CordonOptions
 from kvrouter.cli.output import Output, echo
+from kvrouter.cli.progress import LOG_INTERVAL_S
 
 READ_AGAIN_S = 1.0
 """How often ``drain`` asks what still runs."""
@@ -38,6 +39,7 @@ def wait_empty(
     A router that does not answer for a while is asked again.
     """
     began_s, n_empty, shown = clock(), 0, ""
+    shown_s = began_s
     settled_s = began_s + 2 * cordoned.routers_look_every_s
     while True:
         try:
@@ -53,7 +55,10 @@ def wait_empty(
             return
         if progress != shown:
             echo(f"{cordoned.place}: {progress}", err=True)
-            shown = progress
+            shown, shown_s = progress, clock()
+        elif clock() >= shown_s + LOG_INTERVAL_S:
+            echo(f"{cordoned.place}: still, after {clock() - began_s:.0f} s: {progress}", err=True)
+            shown_s = clock()
         left_s = None if timeout_s is None else began_s + timeout_s - clock()
         if left_s is not None and left_s <= 0.0:
             raise AskFailed(f"{cordoned.place}: after {timeout_s:g} s {progress}; the cordon stays")

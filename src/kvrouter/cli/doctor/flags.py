@@ -9,6 +9,7 @@ import click
 from kvrouter.cli.ask import RouterOptions, plain_console
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import TABLE, Output, echo, json_text
+from kvrouter.cli.progress import working
 from kvrouter.settings.option import option
 
 
@@ -88,7 +89,9 @@ def doctor(options: DoctorOptions) -> None:
             for each in (options.url, *options.replicas)
         )
         hits = None if options.recording is None else hit_rate_of(options.recording, options.model)
-        report = asyncio.run(diagnose(router, others, options))
+        counts = "" if options.over_s is None else f", and counting for {options.over_s:g} s"
+        with working(f"asking {options.url} and its engines{counts}"):
+            report = asyncio.run(diagnose(router, others, options))
     except KvrouterError as error:
         for line in error.message.splitlines():
             echo(f"kvrouter: {line}", err=True)

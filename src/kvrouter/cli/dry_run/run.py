@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvrouter.cli.dry_run.flags import DryRunOptions
 from kvrouter.cli.output import json_text
+from kvrouter.cli.progress import working
 from kvrouter.cli.replay.input_options import name_shown
 from kvrouter.cli.replay.recorded_inputs import open_past
 from kvrouter.core.errors import ConfigError
@@ -78,14 +79,17 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
             f"router-domain-wait: {options.wait_s} is not 0 or more", param="router-domain-wait"
         )
     options.output.check()
-    past = open_past(options.recording, options.model)
     domain = options.domain.strip()
     policy = Policy(domain, options.enforcement, None)
-    result = dry_run(past, policy, wait_s=options.wait_s)
     patience = None
-    if result.refused:
-        patient = dry_run(past, policy, wait_s=_FOR_EVER_S)
-        patience = Patience(len(patient.refused), patient.waited, patient.longest_wait_s)
+    with working(f"reading {name_shown(options.recording)}") as progress:
+        past = open_past(options.recording, options.model)
+        progress.show(f"deciding {len(past.requests):,} requests again")
+        result = dry_run(past, policy, wait_s=options.wait_s)
+        if result.refused:
+            progress.show("deciding them again with no limit to their wait")
+            patient = dry_run(past, policy, wait_s=_FOR_EVER_S)
+            patience = Patience(len(patient.refused), patient.waited, patient.longest_wait_s)
     report = DryRunReport(
         version=installed_version(),
         recording=name_shown(options.recording),

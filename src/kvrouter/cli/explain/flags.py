@@ -7,6 +7,7 @@ import click
 from kvrouter.cli.ask import RouterOptions, plain_console, router_at
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import TABLE, Output
+from kvrouter.cli.progress import working
 from kvrouter.settings.option import option
 
 
@@ -44,13 +45,16 @@ def explain(
         raise click.UsageError("give PROMPT, or --request-id ID, and not both")
     client = router_at(router.url)
     if prompt is not None:
-        model = prompt_options.model or client.only_model()
-        answer = client.explain(prompt, model, is_completion=prompt_options.completion)
+        with working(f"asking {router.url}"):
+            model = prompt_options.model or client.only_model()
+            answer = client.explain(prompt, model, is_completion=prompt_options.completion)
         _show_explanation(answer, prompt_options.output)
     elif request.request_id is not None:
         if prompt_options.model is not None or prompt_options.completion:
             raise click.UsageError("--model and --completion are about PROMPT, not about --request-id")
-        _show_decisions(client.decisions(request.request_id), prompt_options.output)
+        with working(f"asking {router.url}"):
+            answer = client.decisions(request.request_id)
+        _show_decisions(answer, prompt_options.output)
 
 
 def _show_explanation(answer: bytes, output: Output) -> None:

@@ -11,6 +11,7 @@ import click
 from kvrouter.cli.ask import plain_console, router_at
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import Output, echo, json_text
+from kvrouter.cli.progress import working
 from kvrouter.cli.setting_flags import output_option
 from kvrouter.fleetfile.worker_options import EngineUrls
 from kvrouter.settings.option import option
@@ -102,7 +103,9 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
         from kvrouter.api.client import decode_answer  # noqa: PLC0415
         from kvrouter.api.fleet_schema import Fleet  # noqa: PLC0415
 
-        shown = running_shown(url, decode_answer(router_at(url).fleet(), Fleet))
+        with working(f"asking {url}"):
+            answer = router_at(url).fleet()
+        shown = running_shown(url, decode_answer(answer, Fleet))
     output.show(lambda: json_text(shown), lambda: draw_fleet(shown, plain_console()))
 
 
@@ -131,7 +134,8 @@ def fleet_check(file: Path | None, *, strict: bool, connect: bool, output: Outpu
     from kvrouter.cli.fleet.check import check_fleet  # noqa: PLC0415
 
     file = file or _default_file("give FILE")
-    found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
+    with working(f"checking {file}"):
+        found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
     output.show(lambda: json_text(found), lambda: _show_check(found, strict=strict))
     if found.is_good:
         sys.exit(GOOD)

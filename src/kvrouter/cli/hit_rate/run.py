@@ -10,6 +10,7 @@ from rich.text import Text
 
 from kvrouter.cli.hit_rate.flags import HitRateOptions
 from kvrouter.cli.output import json_text
+from kvrouter.cli.progress import working
 from kvrouter.cli.replay.input_options import name_shown
 from kvrouter.cli.replay.recorded_inputs import open_past
 from kvrouter.core.errors import ConfigError
@@ -60,17 +61,20 @@ def hit_rate_of(recording: Path, model: str | None, fleet: Path | None = None) -
     """Return the ladder of a recording; ``fleet`` is a fleet file with other sizes of its workers. Raises
     ConfigError.
     """
-    past = open_past(recording, model)
+    with working(f"reading {name_shown(recording)}"):
+        past = open_past(recording, model)
     sizes = None
     if fleet is not None:
         sizes = _sizes_in(load_fleet(read_document(fleet)).fleet, past.fleet, fleet)
+    with working("filling caches with what was recorded"):
+        ladder = hit_ladder(past, sizes)
     return HitRateReport(
         version=installed_version(),
         recording=name_shown(recording),
         model=past.fleet.model,
         fleet=None if fleet is None else name_shown(fleet),
         from_s=past.from_s,
-        ladder=hit_ladder(past, sizes),
+        ladder=ladder,
     )
 
 

@@ -14,6 +14,7 @@ import click
 
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import Output, echo, json_text
+from kvrouter.cli.progress import working
 from kvrouter.cli.setting_flags import output_option
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.option import option
@@ -214,7 +215,8 @@ def operator_clean_up(installation: InstallationOptions) -> None:
         from kvrouter.kube.objects import Key  # noqa: PLC0415
         from kvrouter.operator.run import clean_up_operator  # noqa: PLC0415
     lease = Key(installation.lease_namespace, installation.lease_name)
-    removed = clean_up_operator(lease, installation.kubeconfig, f"clean-up_{_identity()}")
+    with working("removing the admission policies"):
+        removed = clean_up_operator(lease, installation.kubeconfig, f"clean-up_{_identity()}")
     for line in removed or ["nothing to remove"]:
         echo(line)
 
@@ -237,7 +239,8 @@ def operator_preflight(*, kubeconfig: Path | None, output: Output) -> None:
     kubeconfig = kubeconfig or _own_kubeconfig()
     with _extra_is_there(kubeconfig):
         from kvrouter.operator.run import preflight_operator  # noqa: PLC0415
-    reports = preflight_operator(kubeconfig)
+    with working("asking the cluster"):
+        reports = preflight_operator(kubeconfig)
 
     def draw() -> None:
         for report in reports:

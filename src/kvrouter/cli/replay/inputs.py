@@ -1,12 +1,8 @@
 """The common inputs of a command's replays: the trace, its dispatch, timing, events, and objective."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from kvrouter.cli.console import error_console
 from kvrouter.cli.replay.input_options import InputOptions
 from kvrouter.cli.replay.recorded_inputs import (
     NO_CHANGES,
@@ -102,17 +98,4 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
         None if options.timing is None else read_timing(options.timing),
         () if options.events in (None, NONE, RECORDED) else read_timetable(options.events),
         Objective(ttft_s=options.slo_ttft, itl_s=options.slo_itl),
-    )
-
-
-def replay_progress() -> Progress:
-    """Return a progress bar of replays, on a terminal only."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        console=error_console(),
-        transient=True,
-        disable=not sys.stderr.isatty(),
     )

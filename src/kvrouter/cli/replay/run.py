@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.output import json_text
+from kvrouter.cli.progress import Progress, working
 from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyOptions
-from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progress
+from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs
 from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.settings.setting import installed_version
@@ -51,14 +51,15 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
     )
     first_of_each = [chosen_from[0] for chosen_from in compared]
     inputs = inputs.over(fleet.recorded, first_of_each)
-    n_rows = inputs.check(first_of_each)
+    with working(f"reading {input_options.trace_name}"):
+        n_rows = inputs.check(first_of_each)
     if policy.tune and n_rows < TUNED_ROWS_MIN:
         raise ConfigError(
             f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
         )
     write_recorded(fleet.recorded, inputs.changes, fleet_to=files.write_fleet, events_to=files.write_events)
     reports: list[VariantReport] = []
-    with replay_progress() as progress:
+    with working("replaying") as progress:
         runner = _Runner(inputs, progress, n_rows, tunes=policy.tune)
         runner.expect(compared)
         for chosen_from in compared:
@@ -95,15 +96,13 @@ class _Runner:
         self._n_rows = n_rows
         self._tunes = tunes
         self._first_half = first_half(inputs.trace, n_rows) if tunes else []
-        self._task = progress.add_task("", total=None)
         self._done = 0
 
     def expect(self, compared: Sequence[Sequence[Variant]]) -> None:
         """Announce the replays to come."""
         n_tried = sum(len(chosen_from) for chosen_from in compared if len(chosen_from) > 1)
         n_seeds = len(self._inputs.options.all_seeds)
-        total = n_tried * len(self._first_half) + len(compared) * n_seeds * self._n_rows
-        self._progress.update(self._task, total=total)
+        self._progress.total = n_tried * len(self._first_half) + len(compared) * n_seeds * self._n_rows
 
     def report(self, chosen_from: Sequence[Variant]) -> VariantReport | None:
         """Replay the variant that does best on the first half with every seed. Interrupted, the report has
@@ -141,7 +140,7 @@ class _Runner:
         """
         places = Places(variant.fleet)
         for at, seed in enumerate(self._inputs.options.all_seeds):
-            result = self._run(variant, seed, self._n_rows, variant.name, None)
+            result = self._run(variant, seed, self._n_rows, f"replaying {variant.name}", None)
             if at and not self.is_whole:
                 return
             if self._tunes:
@@ -153,10 +152,10 @@ class _Runner:
     def _run(
         self, variant: Variant, seed: int, n_rows: int, shown: str, rows: Iterable[TraceRequest] | None
     ) -> Result:
-        progress, task, done = self._progress, self._task, self._done
-        progress.update(task, description=shown, completed=done)
+        progress, done = self._progress, self._done
+        progress.show(shown, done=done)
         simulation = self._inputs.simulation(variant, seed, rows)
-        simulation.on_beat = lambda beat: progress.update(task, completed=done + beat.arrived)
+        simulation.on_beat = lambda beat: progress.show(done=done + beat.arrived)
         result = simulation.run()
         self._done += n_rows
         self.is_whole = result.is_whole

@@ -7,6 +7,7 @@ import click
 from kvrouter.cli.ask import RouterOptions, plain_console, router_at
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import TABLE, Output, json_text
+from kvrouter.cli.progress import working
 from kvrouter.settings.option import option
 
 
@@ -33,7 +34,8 @@ def top(options: TopOptions) -> None:
 
     client, console = router_at(options.url), plain_console()
     if options.once:
-        answers = read_answers(client)
+        with working(f"asking {options.url}"):
+            answers = read_answers(client)
         frame = shown_frame(answers)
         options.output.show(lambda: json_text(answers), lambda: console.print(drawn(frame, options.url)))
     else:

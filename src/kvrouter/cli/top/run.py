@@ -13,6 +13,7 @@ from rich.text import Text
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
 from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState, Fleet, Flow, Flows, Worker
+from kvrouter.cli.progress import working
 from kvrouter.cli.top.keys import terminal_keys
 
 DECISIONS_SHOWN = 8
@@ -71,7 +72,8 @@ def show_live(client: RouterClient, url: str, console: Console, *, interval_s: f
     """Show a router in the whole terminal until ``q`` or Ctrl-C. Raises AskFailed where it does not answer at
     first; one that is lost later does not end it.
     """
-    first = drawn(read_frame(client), url)
+    with working(f"asking {url}"):
+        first = drawn(read_frame(client), url)
     with (
         suppress(KeyboardInterrupt),
         terminal_keys() as keys,
@@ -173,6 +175,7 @@ def _state(worker: Worker) -> tuple[str, str]:
         (not worker.alive, "silent"),
         (worker.engine_silent, "engine silent"),
         (worker.draining, "draining"),
+        (worker.several_engines, "several engines"),
         (worker.cordons, "cordoned: " + ", ".join(each.place for each in worker.cordons)),
         (worker.circuit != "closed", f"circuit {worker.circuit}"),
     ):

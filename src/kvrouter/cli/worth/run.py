@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
 from kvrouter.cli.output import json_text
+from kvrouter.cli.progress import Progress, working
 from kvrouter.cli.replay.input_options import InputOptions, WorthOptions
-from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs, replay_progress
+from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.fleetfile.fleet_checks import load_fleet
@@ -98,16 +98,16 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
     inputs = inputs.over(None, [today, *variants])
-    n_rows = inputs.check([today, *variants])
+    with working(f"reading {input_options.trace_name}"):
+        n_rows = inputs.check([today, *variants])
     check_length(n_rows)
     places = Places(file, choice.level or file.topology.levels[0])
     figures = compared_figures(places)
     n_compared = n_decisive(len(others), has_prices=places.has_prices)
     own: list[Rows] | None = None
     alternatives: list[Alternative] = []
-    with replay_progress() as progress:
-        bar = progress.add_task("", total=n_rows * input_options.seeds * (1 + len(others)))
-        replays = _Replays(inputs, places, progress, bar, n_rows)
+    with working("replaying", total=n_rows * input_options.seeds * (1 + len(others))) as progress:
+        replays = _Replays(inputs, places, progress, n_rows)
         try:
             own = replays.of(today)
             for other, variant in zip(others, variants, strict=True):
@@ -146,7 +146,6 @@ class _Replays:
     inputs: ReplayInputs
     places: Places
     progress: Progress
-    bar: TaskID
     n_rows: int
     n_variants: int = 0
 
@@ -157,10 +156,10 @@ class _Replays:
         found: list[Rows] = []
         for at, seed in enumerate(seeds):
             done = (self.n_variants * len(seeds) + at) * self.n_rows
-            self.progress.update(self.bar, description=variant.name, completed=done)
+            self.progress.show(f"replaying {variant.name}", done=done)
 
             def show(beat: Beat, done: int = done) -> None:
-                self.progress.update(self.bar, completed=done + beat.arrived)
+                self.progress.show(done=done + beat.arrived)
 
             simulation = self.inputs.simulation(variant, seed)
             simulation.on_beat = show

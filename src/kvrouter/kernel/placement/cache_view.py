@@ -124,3 +124,42 @@ class PredictedCacheView:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class UnreportedRanks:
+    """Predicted caches of the ranks that publish no KV events, beside an index of the others' events.
+
+    ``index`` may hold predictions for other ranks too, which do not count here.
+    """
+
+    def __init__(self, index: ApproximateIndex) -> None:
+        self._index = index
+        self._is_unreported = np.zeros(16, np.bool_)
+        self._n_unreported = 0
+        self._predicted: U32 = np.zeros(16, np.uint32)
+
+    def decided(self, slot: Slot, prompt: Prompt, *, now_s: float) -> None:
+        """Predict that the slot's rank, which publishes no KV events, will hold the prompt's blocks."""
+        if slot >= len(self._is_unreported):
+            grown = np.zeros(max(slot + 1, 2 * len(self._is_unreported)), np.bool_)
+            grown[: len(self._is_unreported)] = self._is_unreported
+            self._is_unreported, self._predicted = grown, np.zeros(len(grown), np.uint32)
+        self._n_unreported += not self._is_unreported[slot]
+        self._is_unreported[slot] = True
+        self._index.touch(slot, prompt, now_s)
+
+    def fill(self, out: U32, prompt: Prompt, *, now_s: float) -> None:
+        """Write the leading blocks that these ranks are predicted to hold into ``out``."""
+        if not self._n_unreported:
+            return
+        n_slots = min(len(out), len(self._predicted))
+        predicted = self._predicted[:n_slots]
+        self._index.overlap(prompt, predicted, now_s)
+        np.copyto(out[:n_slots], predicted, where=self._is_unreported[:n_slots])
+
+    def freed(self, slot: Slot) -> None:
+        """Remove the slot's blocks."""
+        if slot < len(self._is_unreported) and self._is_unreported[slot]:
+            self._is_unreported[slot] = False
+            self._n_unreported -= 1
+            self._index.drop(slot)

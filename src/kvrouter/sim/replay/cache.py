@@ -11,7 +11,8 @@ from kvrouter.core.ids import Epoch, EventId, Slot, WorkerRank
 from kvrouter.engines.mock_engine.ranks import KvEvents
 from kvrouter.kernel.feed.rank_feed import RankFeed
 from kvrouter.kernel.feed.states import Apply, AskSnapshot, Command, Empty, Load
-from kvrouter.kernel.index import BlockIndex
+from kvrouter.kernel.index import ApproximateIndex, BlockIndex
+from kvrouter.kernel.placement.cache_view import UnreportedRanks
 from kvrouter.kernel.routing.interface import Decision
 
 U32 = npt.NDArray[np.uint32]
@@ -32,8 +33,9 @@ class _Source:
 class EventCacheView:
     """A :class:`~kvrouter.kernel.placement.cache_view.CacheView` that no event is lost on its way to."""
 
-    def __init__(self, index: BlockIndex) -> None:
+    def __init__(self, index: BlockIndex, predicted: ApproximateIndex) -> None:
         self.index = index
+        self._unreported = UnreportedRanks(predicted)
         self._sources: dict[WorkerRank, _Source] = {}
         self._by_slot: dict[Slot, _Source] = {}
         self._out: U32 = np.zeros(16, np.uint32)
@@ -50,15 +52,19 @@ class EventCacheView:
         self._carry_out(source, source.feed.on_batch(batch, now_s=now_s), now_s)
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
-        """Leading blocks held, by slot."""
+        """Leading blocks held, by slot; predicted for ranks that publish no KV events."""
         if len(self._out) < n_slots:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
         out = self._out[:n_slots]
         self.index.overlap(prompt, out)
+        self._unreported.fill(out, prompt, now_s=now_s)
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """The engines' own events will report it."""
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
+        """The engines' own events will report it; for ranks without any it is predicted."""
+        for leg in (decision.decode, decision.prefill):
+            if leg is not None and leg.slot not in self._by_slot:
+                self._unreported.decided(leg.slot, prompt, now_s=now_s)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Begin its feed with an empty engine."""
@@ -73,6 +79,7 @@ class EventCacheView:
         source = self._by_slot.pop(slot, None)
         if source is not None and self._sources.get(source.feed.rank) is source:
             del self._sources[source.feed.rank]
+        self._unreported.freed(slot)
         self._drop(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:

@@ -300,12 +300,11 @@ def _cache_view(configs: Sequence[KvRouterConfig], *, needs_overlap: bool) -> Ca
     weighs = any(each.overlap_score_weight > 0.0 and each.router_mode is RouterMode.KV for each in configs)
     if not weighs and not needs_overlap:
         return NoCacheView()
-    if config.kv_events:
-        return EventCacheView(NativeBlockIndex())
-    return PredictedCacheView(
-        NativeApproximateIndex(
-            ttl_s=config.router_ttl_s,
-            max_blocks=config.router_max_tree_size,
-            prune_target_ratio=config.router_prune_target_ratio,
-        )
+    predicted = NativeApproximateIndex(
+        ttl_s=config.router_ttl_s,
+        max_blocks=config.router_max_tree_size,
+        prune_target_ratio=config.router_prune_target_ratio,
     )
+    if config.kv_events:
+        return EventCacheView(NativeBlockIndex(), predicted)
+    return PredictedCacheView(predicted)

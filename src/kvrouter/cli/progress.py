@@ -1,0 +1,76 @@
+"""What a command that takes a while is doing, on standard error: results on standard output stay clean."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SHOWN_AFTER_S = 1.0
+REFRESH_INTERVAL_S = 0.2
+"""On a terminal: when the line appears, and how often it is drawn again; it goes when the work ends."""
+
+LOG_INTERVAL_S = 10.0
+"""Elsewhere, such as in a job's log: how often a line is written."""
+
+
+class Progress:
+    """The present step of a command's work, and how much of the whole is done."""
+
+    def __init__(self, text: str, total: float | None) -> None:
+        self.text = text
+        self.done = 0.0
+        self.total = total
+        self._began_s = time.monotonic()
+
+    def show(self, text: str | None = None, *, done: float | None = None) -> None:
+        """Say what is done now, and how much of ``total`` is done; None leaves it as it is."""
+        self.text = self.text if text is None else text
+        self.done = self.done if done is None else done
+
+    @property
+    def line(self) -> str:
+        """Return the progress as one line: the step, percent, seconds."""
+        share = "" if not self.total else f"{min(1.0, self.done / self.total):.0%}, "
+        return f"{self.text}: {share}{time.monotonic() - self._began_s:.0f} s"
+
+
+@contextmanager
+def working(text: str, *, total: float | None = None) -> Iterator[Progress]:
+    """Show that the body works, and what at, where it takes longer than a moment."""
+    progress, ended = Progress(text, total), threading.Event()
+    show = _draw if sys.stderr.isatty() else _log
+    thread = threading.Thread(target=show, args=(progress, ended), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _log(progress: Progress, ended: threading.Event) -> None:
+    from kvrouter.cli.output import echo  # noqa: PLC0415
+
+    while not ended.wait(LOG_INTERVAL_S):
+        echo(f"kvrouter: {progress.line}", err=True)
+
+
+def _draw(progress: Progress, ended: threading.Event) -> None:
+    if ended.wait(SHOWN_AFTER_S):
+        return
+    from rich import progress as bars  # noqa: PLC0415
+
+    from kvrouter.cli.console import error_console  # noqa: PLC0415
+
+    columns = [bars.SpinnerColumn(), bars.TextColumn("{task.description}", markup=False)]
+    if progress.total:
+        columns.append(bars.BarColumn())
+    with bars.Progress(
+        *columns, console=error_console(), transient=True, auto_refresh=False, redirect_stdout=False
+    ) as drawn:
+        task = drawn.add_task(progress.line, total=progress.total)
+        while True:
+            drawn.update(task, description=progress.line, completed=progress.done, refresh=True)
+            if ended.wait(REFRESH_INTERVAL_S):
+                return

@@ -1,0 +1,129 @@
+"""What commands that take a while show meanwhile, on a terminal and in a job's log, and where."""
+
+import asyncio
+import os
+import pty
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import pytest
+
+from kvrouter.cli import main, progress
+from kvrouter.cli.progress import working
+from tests.testing.constants import SetConstants
+
+WORK = """
+from kvrouter.cli import progress
+progress.SHOWN_AFTER_S = progress.LOG_INTERVAL_S = 0.01
+with progress.working("replaying", total=200) as shown:
+    shown.show("kvrouter [seed=1]", done=86)
+    input()
+print("result")
+"""
+
+TRACE = Path(__file__).parents[3] / "data" / "mooncake-conversation-sample.jsonl"
+
+
+@pytest.fixture
+def _at_once(set_constants: SetConstants) -> None:
+    set_constants(progress, LOG_INTERVAL_S=0.0001)
+
+
+async def worked(stderr: int) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WORK),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=stderr,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
+    )
+
+
+async def test_progress_in_a_log_is_lines_and_the_result_stays_clean() -> None:
+    process = await worked(PIPE)
+    assert process.stderr is not None
+    while b"43%" not in (line := await process.stderr.readline()):
+        assert line
+    assert line.startswith(b"kvrouter: kvrouter [seed=1]: 43%, ")
+    assert line.endswith(b" s\n")
+    assert b"\x1b" not in line
+    assert (await process.communicate(b"\n"))[0] == b"result\n"
+
+
+async def test_progress_on_a_terminal_is_one_line_that_goes() -> None:
+    user, program = pty.openpty()
+    process = await worked(program)
+    drawn = b""
+    while drawn.count(b"kvrouter [seed=1]: 43%") < 2:
+        drawn += await asyncio.to_thread(os.read, user, 65536)
+    assert b"\n" not in drawn
+    assert (await process.communicate(b"\n"))[0] == b"result\n"
+    os.close(program)
+    drawn += await asyncio.to_thread(os.read, user, 65536)
+    assert b"\x1b[2K" in drawn.rpartition(b"43%")[2], "it is erased"
+    os.close(user)
+
+
+def test_work_that_is_done_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("asking"):
+        pass
+    with pytest.raises(KeyboardInterrupt), working("asking"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["replay", str(TRACE), "--rows", "20"], "kvrouter: reading "),
+        (["replay", str(TRACE), "--rows", "20"], "kvrouter: replaying kvrouter: "),
+        (["fleet", "check", str(TRACE)], f"kvrouter: checking {TRACE}: "),
+    ],
+)
+def test_command_over_a_file_says_what_it_does(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(arguments)
+    assert f"\n{said}" in "\n" + capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", "hello"],
+        ["explain", "--request-id", "r"],
+        ["top", "--once"],
+        ["top"],
+        ["doctor"],
+        ["fleet", "show"],
+        ["cordon"],
+        ["cordon", "zone", "a"],
+        ["drain", "zone", "a"],
+        ["uncordon", "zone", "a"],
+    ],
+    ids=" ".join,
+)
+async def test_command_that_waits_for_a_router_says_so(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_seen = asyncio.Event()
+
+    async def answer_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await is_seen.wait()
+        writer.close()
+
+    server = await asyncio.start_server(answer_nothing, "127.0.0.1", 0)
+    url = "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+    command = asyncio.create_task(asyncio.to_thread(main, [*arguments, "--url", url]))
+    said = ""
+    while f"kvrouter: asking {url}" not in said:
+        assert not command.done(), said
+        await asyncio.sleep(0.001)
+        said += capsys.readouterr().err
+    is_seen.set()
+    assert await command in {1, 2}
+    assert capsys.readouterr().out == ""
+    server.close()
