@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvrouter.cli.up.run import embedded
 from kvrouter.cli.worker.engine_worker import engine_worker
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.fleetfile.fleet_checks import load_fleet
@@ -14,6 +14,7 @@ from kvrouter.library import Runtime
 from kvrouter.settings.planes import DiscoveryBackend, PlaneSettings
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
+from kvrouter.transports.records.port import Gone
 from tests.testing.pod_fleet import ENGINE, pod_of_engine, running_pod_fleet
 from tests.testing.scripted_engine import ScriptedEngine
 
@@ -67,11 +68,12 @@ async def by_pod(kind: str, engine: ScriptedEngine, _folder: Path) -> AsyncItera
 async def by_program(kind: str, engine: ScriptedEngine, _folder: Path) -> AsyncIterator[CurrentCard]:
     """``Runtime.attach`` of a program."""
     cards: dict[WorkerId, WorkerCard] = {}
+
+    def on_gone(worker_id: WorkerId, _: Epoch, __: Gone) -> None:
+        del cards[worker_id]
+
     async with Runtime.in_process(Settings()) as runtime:
-        await runtime.discovery.watch(
-            lambda card: cards.update({card.worker_id: card}),
-            lambda worker_id, *_: cards.pop(worker_id, None),
-        )
+        await runtime.discovery.watch(lambda card: cards.update({card.worker_id: card}), on_gone)
         worker_id = (await runtime.attach(kind, engine.url, kv_events=False)).worker_id
         yield lambda: cards.get(worker_id)
 
