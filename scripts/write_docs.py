@@ -67,14 +67,17 @@ KV that never leaves its zone, and a context length of 32,768 tokens.
 ```text
 kvrouter fleet init                       # writes fleet.yaml, with comments: four mock workers
 kvrouter fleet init --zone a --zone b     # prefill and decode workers in two zones, which KV does not leave
-kvrouter fleet init --engine vllm --model my-model --url prefill@a=http://10.0.1.1:8000 \\
-  --url decode@a=http://10.0.1.2:8000     # engines that run already
+kvrouter fleet init --engine vllm --url prefill@a=http://10.0.1.1:8000 \\
+  --url decode@a=http://10.0.1.2:8000     # engines that run already, which are asked for their model
 kvrouter fleet show                       # what fleet.yaml means after defaults, as tables; or name a file
 kvrouter fleet show --url http://127.0.0.1:8000   # the workers that a running router has
 kvrouter fleet check --strict --connect   # fleet.yaml too, or the file that is named
 ```
 
-`init` replaces a file only with `--force`. `check` validates the file, its settings and the topology
+`init` replaces a file only with `--force`. Without `--model` it asks the engines at `--url` for the name of
+their model, and prints what each answers; of one that does not answer the name is left out of the file, and
+asked when the fleet is run. `kvrouter up` with the same [`--engine` and `--url`](engines.md#engines-at-urls)
+serves that fleet without a file. `check` validates the file, its settings and the topology
 contracts of its groups, reads the tokenizers that it names, and starts nothing. A tokenizer that cannot be
 read is a mistake for mock engines; before engines that run already it is a warning, because their calls are
 served and [routed by load](http-api.md#a-model-whose-prompts-cannot-be-read). `show` and `check` take
@@ -118,8 +121,8 @@ workers: [{{name: a, engine: {{kind: vllm, url: "http://10.0.0.7:8000"}}}}]
 `examples/fleet-engines.yaml` has two zones of prefill and decode engines. Roles, domains, taints and the
 transfer policy mean what they mean for every worker.
 
-- **What an engine can be asked is asked**: block size, context length, ranks, capacity, event sources. What
-  the file says of these is checked.
+- **What an engine can be asked is asked**: the model's name where the file has none, block size, context
+  length, ranks, capacity, event sources. What the file says of these is checked.
 - **An engine that contradicts the file** ends the start with exit code 2 and a line that names the engine,
   the field and the fix: `workers[0].engine.url: http://10.0.0.7:8000: models[0].block_size: the engine's
   blocks have 16 tokens, not 32: …`. One that answers only later is left out, reported in the log

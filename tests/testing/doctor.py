@@ -51,6 +51,11 @@ def skipped_checks(report: Report, check: str) -> list[str]:
     return [f"{each.subject}: {each.why}" for each in report.not_made if each.check == check]
 
 
+def without_data(report: Report, check: str) -> list[str]:
+    """Why a check had not enough data for a verdict, for each subject."""
+    return [f"{each.subject}: {each.why}" for each in report.not_enough if each.check == check]
+
+
 def failed_checks(report: Report) -> set[str]:
     """The checks that found anything."""
     return {each.check for each in report.findings}

@@ -10,7 +10,7 @@ import msgspec
 
 from kvrouter.api.cordon_schema import CordonBody
 from kvrouter.api.health_schema import ModelList
-from kvrouter.api.paths import CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS
+from kvrouter.api.paths import ACCEPTING, CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
@@ -19,13 +19,16 @@ ANSWER_MAX_BYTES = 64 * 1024 * 1024
 
 
 class AskFailed(KvrouterError):
-    """The router did not answer, or refused; ``router_code`` is the code of its error, empty without one."""
+    """The router did not answer, or refused; ``router_code`` is the code of its error, empty without one, and
+    ``status`` its HTTP status, None without an answer.
+    """
 
     code = "ask_failed"
 
-    def __init__(self, message: str, *, router_code: str = "") -> None:
+    def __init__(self, message: str, *, router_code: str = "", status: int | None = None) -> None:
         super().__init__(message)
         self.router_code = router_code
+        self.status = status
 
 
 class _ApiError(msgspec.Struct):
@@ -89,6 +92,10 @@ class RouterClient:
         """Return the served models as JSON."""
         return self._ask("GET", MODELS, None)
 
+    def accepting(self) -> bytes:
+        """Ask whether a load balancer should send requests here; raise AskFailed with status 503 if not."""
+        return self._ask("GET", ACCEPTING, None)
+
     def latest_decisions(self, limit: int) -> bytes:
         """Return the last decisions of the ``limit`` last requests as JSON."""
         return self._ask("GET", f"{DECISIONS}?limit={limit}", None)
@@ -150,6 +157,7 @@ class RouterClient:
             raise AskFailed(
                 f"{self._url}: {response.status} {api_error.message or response.reason}",
                 router_code=api_error.code if isinstance(api_error.code, str) else "",
+                status=response.status,
             )
         return answer
 

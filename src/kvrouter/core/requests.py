@@ -136,6 +136,19 @@ class CallRoute(StrEnum):
         """Whether its calls and answers pass unchanged, without being parsed."""
         return self is not CallRoute.CHAT and self is not CallRoute.COMPLETION
 
+    @property
+    def generates(self) -> str | None:
+        """The short name of a route that generates text from a prompt; None for the others."""
+        return _GENERATES.get(self)
+
+
+_GENERATES: Mapping[CallRoute, str] = {
+    CallRoute.CHAT: "chat",
+    CallRoute.COMPLETION: "completions",
+    CallRoute.RESPONSES: "responses",
+    CallRoute.MESSAGES: "messages",
+}
+
 
 class ClientForm(msgspec.Struct, frozen=True):
     """Metadata of a form body: its ``content_type``, with the boundary of its parts, and the byte range of

@@ -133,10 +133,11 @@ class PromptTokenizer:
     async def _tokens_of(
         self, passthrough: PassthroughCall, model: ModelRouter, text: TextModel | None
     ) -> tuple[PassthroughTokens, str]:
-        shape = "" if passthrough.chat is None else shape_of(passthrough.chat)
+        chat_shape = "" if passthrough.chat is None else shape_of(passthrough.chat)
+        shape = chat_shape or passthrough.client_call.route.generates or ""
         kind = model.fleet.engine_kind
         made = None
-        why = self._why_of_call(model, text, shape)
+        why = self._why_of_call(model, text, chat_shape)
         if why is None:
             made = await passthrough_tokens(passthrough, text, kind)
             if not made.is_cut or not self._falls_back or isinstance(model.cache, NoCacheView):

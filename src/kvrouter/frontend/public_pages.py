@@ -17,11 +17,11 @@ from kvrouter.api.health_schema import (
     ServerLoad,
     Version,
 )
-from kvrouter.api.paths import METRICS, MODELS
+from kvrouter.api.paths import ACCEPTING, METRICS, MODELS
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines
+from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines, read_expected
 from kvrouter.frontend.page_route import GET, POST, Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.frontend.prepare import NamedModel, RequestPreparer
 from kvrouter.kernel.routing.interface import RouteRequest
@@ -126,7 +126,7 @@ class Pages:
             PublicRoute(f"{MODELS}/{{model:path}}", self.model, "One of them", answer=ModelCard),
             PublicRoute("/health", self.health, "Whether the process answers", answer=Health),
             PublicRoute("/ready", self.ready, "Whether a plain request could be placed now", answer=Ready),
-            PublicRoute("/accepting", self.accepting, accepts, answer=Ready),
+            PublicRoute(ACCEPTING, self.accepting, accepts, answer=Ready),
             PublicRoute("/ping", self.ping, ping, methods=(*GET, *POST)),
             PublicRoute("/load", self.load, "How many requests run", answer=ServerLoad),
             PublicRoute("/version", self.version, version, answer=Version),
@@ -161,7 +161,7 @@ class Pages:
         """
         self._refuse_draining()
         self._refuse_too_few()
-        problems = [engine for engine in self._expected() if engine.has_problem]
+        problems = [engine for engine in read_expected(self._service, self._expected) if engine.has_problem]
         awaited = [str(engine) for engine in problems if engine.state != ExpectedState.JOINED]
         reasons = self._why_not_ready()
         if reasons is None:

@@ -547,6 +547,11 @@ class ServiceInstrumentation:
             telemetry.request_prompt_tokens.observe(usage.prompt_tokens, model)
             telemetry.request_completion_tokens.observe(usage.completion_tokens, model)
             telemetry.ttft.observe(ttft_s, model, trace_id=trace_id)
+            route = "tokens" if request.call is None else request.call.route.generates
+            if route is not None:
+                telemetry.cache_reports.inc(model, route, "yes" if cache_known else "no")
+            if cache_known:
+                telemetry.cache_reported_prompt_tokens.inc(model, by=usage.prompt_tokens)
             cache_hit = _cache_hit(usage) if cache_known else "unknown"
             telemetry.ttft_by_cache_hit.observe(ttft_s, model, cache_hit, trace_id=trace_id)
             if first_placement is not None and first_placement.decision.prefill is not None:

@@ -1,7 +1,7 @@
 """Prompt shapes: finds the shapes of calls for which the engine makes another prompt than the router, so that
 their cached blocks are not found.
 
-A shape is a route, the roles in a call and whether it has tools, such as ``chat developer+user tools``. A
+A shape is a route, the roles in a call and its further features, such as ``chat developer+user tools``. A
 wrong shape is wrong at every engine of its kind, and looks like a late index at each of them.
 """
 

@@ -88,6 +88,20 @@ class Telemetry(MetricsPage):
     cached_tokens = counter(
         "kvrouter_cached_tokens", "Prompt tokens that engines found in their own cache.", "model"
     )
+    cache_reports = counter(
+        "kvrouter_cache_reports",
+        "Answers with a first token, by route (chat, completions, responses, messages; tokens where engines "
+        "get tokens) and whether the engine said how many prompt tokens it had cached: told is yes or no.",
+        "model",
+        "route",
+        "told",
+    )
+    cache_reported_prompt_tokens = counter(
+        "kvrouter_cache_reported_prompt_tokens",
+        "Prompt tokens of the answers whose engine said how many it had cached: the whole of which "
+        "kvrouter_cached_tokens_total and kvrouter_overlap_tokens_total are parts.",
+        "model",
+    )
     overlap_tokens = counter(
         "kvrouter_overlap_tokens",
         "Prompt tokens that the router expected in the chosen worker's cache; with the cached tokens, they "
@@ -115,9 +129,10 @@ class Telemetry(MetricsPage):
 
     prompt_shape_answers = counter(
         "kvrouter_prompt_shape_answers",
-        "Answers of which the engine had something cached, by the shape of the call (route, roles, tools) "
-        "and whether the router had found it there; missed where the engine makes another prompt of such "
-        "calls. At most 64 shapes a model have labels of their own.",
+        "Answers of which the engine had something cached, by the shape of the call (route, roles, tools, "
+        "kwargs of the template, reasoning, documents, continued) and whether the router had found it there; "
+        "missed where the engine makes another prompt of such calls. At most 64 shapes a model have "
+        "labels of their own.",
         "model",
         "shape",
         "prediction",
@@ -490,6 +505,11 @@ class Telemetry(MetricsPage):
     worker_engine_silent = gauge(
         "kvrouter_worker_engine_silent",
         "1 for a worker whose engine does not answer it: it takes no new requests until it does.",
+        "worker",
+    )
+    worker_several_engines = gauge(
+        "kvrouter_worker_several_engines",
+        "1 for a worker whose engine's URL is an address before several engines: give each engine's own URL.",
         "worker",
     )
     worker_blocks = gauge(

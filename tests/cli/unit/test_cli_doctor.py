@@ -52,7 +52,12 @@ async def test_doctor_problem_exits_with_1_and_names_its_remedy() -> None:
     assert done.exit_code == 1
     assert "1 critical; " in done.output
     assert "critical  zones  zone=a (mock)" in done.output
-    for line in ("seen    prefill workers", "why     a prompt", "remedy  start decode workers in a"):
+    for line in (
+        "seen      prefill workers",
+        "compared  2 domains",
+        "why       a prompt",
+        "remedy    start decode",
+    ):
         assert line in done.output
 
 
@@ -61,19 +66,20 @@ async def test_doctor_json_report_has_every_field_and_every_check() -> None:
         done = await run("--url", url_of(frontend), "--output", "json", "--no-engines")
     assert done.exit_code == 0, "a note is no problem"
     said: dict[str, Any] = json.loads(done.output)
-    fields = {"format", "url", "over_s", "findings", "passed", "not_made", "cache", "hit_rate"}
-    assert said.keys() == fields
+    lists = {"findings", "passed", "not_made", "not_enough", "cache"}
+    assert said.keys() == {"format", "url", "over_s", "hit_rate", *lists}
     assert (said["format"], said["url"], said["over_s"]) == ("kvrouter.doctor.v1", url_of(frontend), None)
     (finding,) = said["findings"]
-    assert finding.keys() == {"check", "severity", "subject", "seen", "why", "remedy"}
+    assert finding.keys() == {"check", "severity", "subject", "seen", "why", "remedy", "compared"}
     assert (finding["check"], finding["severity"]) == ("answering", "note")
-    assert all(each.keys() == {"check", "subject", "why"} for each in said["not_made"])
-    assert all(each.keys() == {"check", "holds"} for each in said["passed"])
-    unmade = {each["check"] for each in said["not_made"]}
-    assert {"engines", "replicas"} <= unmade
-    assert {each["check"] for each in said["passed"]} | unmade | {"answering"} == {
-        check.name for check in CHECKS
-    }
+    unmade = [*said["not_made"], *said["not_enough"]]
+    assert all(each.keys() == {"check", "subject", "why"} for each in unmade)
+    assert all(each.keys() == {"check", "holds", "compared"} for each in said["passed"])
+    assert all(each["compared"] for each in (*said["passed"], *said["findings"]))
+    assert {"engines", "replicas"} <= {each["check"] for each in said["not_made"]}
+    assert {"hit-rate", "predictions", "slow-ranks"} <= {each["check"] for each in said["not_enough"]}
+    made = {each["check"] for each in (*said["passed"], *unmade)}
+    assert made | {"answering"} == {check.name for check in CHECKS}
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense"])
@@ -117,7 +123,7 @@ async def test_findings_of_one_cause_are_shown_once() -> None:
     assert len(report.findings) == 20
     shown = text_of(report)
     assert shown.count("it publishes no KV events") == 1
-    assert "also    worker 2 (both), worker 3 (both)" in shown
+    assert "also      worker 2 (both), worker 3 (both)" in shown
     assert "and 11 more" in shown
     assert "not made" in shown
     many = msgspec.structs.replace(

@@ -159,9 +159,25 @@ SHAPES_BY_NAME = {shape.name: shape for shape in SHAPES}
         ("messages-tool", "messages user tools"),
     ],
 )
-def test_a_shape_consists_of_route_roles_and_tools(name: str, expected: str) -> None:
+def test_a_shape_consists_of_route_roles_and_features(name: str, expected: str) -> None:
     shape = SHAPES_BY_NAME[name]
     assert shape_of(PromptFields(route=shape.route, **shape.body)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "feature"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "kwargs"),
+        ({"reasoning_effort": "low"}, "reasoning"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"continue_final_message": True}, "continued"),
+        ({"add_generation_prompt": False}, "continued"),
+        ({"tools": [{}], "chat_template_kwargs": {"a": 1}}, "tools kwargs"),
+    ],
+)
+def test_a_shape_names_what_else_changes_the_prompt(fields: dict[str, Any], feature: str) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert shape_of(PromptFields(messages=messages, **fields)) == f"chat user {feature}"
 
 
 JSON = st.recursive(

@@ -1,9 +1,15 @@
 """``kvrouter doctor`` names what the router cannot know of caches: events that are off, lost or wrong."""
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
+from kvrouter.api.client import RouterClient
+from kvrouter.cli.doctor.diagnosis import examine, gather
 from kvrouter.cli.doctor.findings import Severity
+from kvrouter.cli.doctor.flags import DoctorOptions
+from kvrouter.cli.doctor.reading import TokenProbe
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
@@ -21,6 +27,8 @@ from tests.testing.doctor import (
     run_doctor,
     send_chats,
     skipped_checks,
+    url_of,
+    without_data,
 )
 from tests.testing.frontend_harness import running_frontend, text_answer
 from tests.testing.mock_fleet import fleet_file, uniform_fleet
@@ -211,6 +219,44 @@ async def test_doctor_skips_hit_rate_if_engines_report_no_cached_tokens() -> Non
     (why,) = skipped_checks(report, "hit-rate")
     assert "--enable-prompt-tokens-details" in why
     assert [cache.engines_say for cache in report.cache] == [False]
+
+
+async def test_doctor_counts_the_answers_that_say_what_was_cached_by_route() -> None:
+    async with running_frontend(card(1), script=text_answer("ok", cached=0)) as frontend:
+        for _ in range(3):
+            await frontend.complete([5] * 40)
+        reports = frontend.harness.telemetry.cache_reports
+        reports.inc(MODEL, "chat", "yes", by=27)
+        reports.inc(MODEL, "responses", "no", by=10)
+        report = await run_doctor(frontend)
+    (cache,) = report.cache
+    assert cache.answers_told == "30 of 40 answers (chat 27 of 27, responses 0 of 10, tokens 3 of 3)"
+    assert (cache.prompt_tokens, cache.told_prompt_tokens) == (120, 120)
+    assert findings_of(report, "hit-rate") == []
+    assert skipped_checks(report, "hit-rate") == []
+    (why,) = without_data(report, "hit-rate")
+    assert "of 30 of 40 answers" in why
+
+
+async def test_doctor_names_shapes_and_not_the_tokenizer_where_prompts_are_equal() -> None:
+    calls = replace(card(1), takes_calls=True)
+    async with running_frontend(calls) as frontend:
+        answers = frontend.harness.telemetry.prompt_shape_answers
+        for shape, found, missed in (("chat user", 20, 0), ("chat user tools", 3, 9)):
+            answers.inc(MODEL, shape, "found", by=found)
+            answers.inc(MODEL, shape, "missed", by=missed)
+        reading = await gather(RouterClient(url_of(frontend)), (), DoctorOptions(engines=False))
+        frontend.harness.telemetry.index_predictions.inc(MODEL, "1", "0", "other_prompt", by=9)
+        mixed = await gather(RouterClient(url_of(frontend)), (), DoctorOptions(engines=False))
+    probes = [TokenProbe(MODEL, 1, is_chat, [1, 2], [1, 2]) for is_chat in (False, True)]
+    for each in (reading, mixed):
+        report = examine(dataclasses.replace(each, engines_asked=True, probes=probes))
+        finding = only_finding(report, "tokenizers", Severity.WARNING)
+        assert finding.subject == "calls of the shape 'chat user tools' (mock)"
+        assert finding.seen.startswith("9 of 12 were not found where their engine had them cached")
+        assert finding.seen.endswith("; other shapes: chat user 0 of 20")
+        assert finding.remedy.startswith("the router has the engine's tokenizer (2 prompts are equal)")
+        assert finding.compared.startswith("2 of 2 prompts equal at 1 engine; 23 of 32 cached answers")
 
 
 async def test_doctor_reports_an_engine_counting_other_prompt_tokens() -> None:

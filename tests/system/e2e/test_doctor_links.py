@@ -4,14 +4,21 @@ import pytest
 
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.core.ids import DpRank, Slot, WorkerId, WorkerRank
-from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.kernel.placement.link_speeds import TransferSample
 from kvrouter.kernel.placement.speeds import LearnedSpeeds, SpeedReading
 from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.router import transfer_speed
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.constants import SetConstants
-from tests.testing.doctor import failed_checks, findings_of, only_finding, run_doctor, skipped_checks
+from tests.testing.doctor import (
+    failed_checks,
+    findings_of,
+    only_finding,
+    run_doctor,
+    skipped_checks,
+    without_data,
+)
 from tests.testing.frontend_harness import FrontendHarness, running_frontend
 from tests.testing.mock_fleet import zoned_fleet
 from tests.testing.mock_server import mock_server
@@ -99,11 +106,21 @@ async def test_doctor_reports_failing_kv_transfers(failed: int, severity: Severi
 
 async def test_doctor_reports_a_rank_slower_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def reading(_: LearnedSpeeds, slot: Slot) -> SpeedReading:
-        return SpeedReading(2.5, 1.0, 2.5 if slot else 1.0, 40, 0.1, 0.25, is_slow=bool(slot))
+        slowness = 5.0 if slot == 1 else 2.0
+        return SpeedReading(slowness, 1.0, slowness / 2.0, 40, 0.1, 0.25, is_slow=slot == 1)
 
     monkeypatch.setattr(LearnedSpeeds, "reading", reading)
-    async with running_frontend(card(1), card(2), config=TIME) as frontend:
+    async with running_frontend(card(1), card(2), card(3), config=TIME) as frontend:
         report = await run_doctor(frontend)
     finding = only_finding(report, "slow-ranks", Severity.WARNING)
     assert finding.subject.startswith("worker 2 ")
-    assert "2.5 times as long" in finding.seen
+    assert (
+        finding.seen == "it takes 2.5 times as long for a prompt as half of the 2 other ranks of its kind do"
+    )
+    assert finding.compared.startswith("3 ranks with 8 requests or more, in 1 group of the same model")
+    for others in ((), (card(2),), (card(1, Role.PREFILL), card(3, taints=("gpu=a",)))):
+        async with running_frontend(*others, card(4), config=TIME) as frontend:
+            report = await run_doctor(frontend)
+        assert findings_of(report, "slow-ranks") == [], "a rank without peers is no slow one"
+        assert all("3 are needed" in why for why in without_data(report, "slow-ranks"))
+        assert without_data(report, "slow-ranks") != []

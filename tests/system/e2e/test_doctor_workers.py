@@ -201,6 +201,8 @@ async def test_doctor_reports_a_fleet_file_engine_that_is_not_up() -> None:
     )
     async with mock_server(fleet_file(file)) as here:
         report = await run_doctor(here)
-    finding = only_finding(report, "roles", Severity.WARNING)
-    assert finding.seen == "no worker yet for 1 engine"
+    finding = only_finding(report, "expected-engines", Severity.WARNING)
+    assert finding.subject == "http://127.0.0.1:1 (workers[1].engine.url)"
+    assert finding.seen.startswith("it has no worker yet: ")
+    assert finding.compared == "0 of 1 expected engine joined"
     assert findings_of(report, "refusals") == []

@@ -34,6 +34,8 @@ ASSERTED_HERE = {
     "kvrouter_prompt_tokens_total",
     "kvrouter_completion_tokens_total",
     "kvrouter_cached_tokens_total",
+    "kvrouter_cache_reports_total",
+    "kvrouter_cache_reported_prompt_tokens_total",
     "kvrouter_overlap_tokens_total",
     "kvrouter_time_to_first_token_seconds",
     "kvrouter_time_to_first_token_by_cache_hit_seconds",
@@ -117,8 +119,8 @@ OF_TRANSFERS = {
 OF_ENGINE_EVENTS = {"kvrouter_kv_events_skipped_total"}
 """Asserted where an engine's events are not passed on."""
 
-OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
-"""Asserted where an engine of a fleet file is not up yet."""
+OF_ENGINES_TO_COME = {"kvrouter_engines_awaited", "kvrouter_worker_several_engines"}
+"""Asserted where an engine of a fleet file is not up yet, and where its URL leads to several."""
 
 OF_ADMIN_CALLS = {"kvrouter_admin_errors_total"}
 """Asserted where every error is counted."""
@@ -195,6 +197,8 @@ async def test_every_answer_moves_its_metrics() -> None:
         assert after.value("prompt_tokens_total") > 200
         assert after.value("completion_tokens_total") == 16
         assert after.value("cached_tokens_total") == after.value("overlap_tokens_total") >= 96
+        assert after.value("cache_reports_total", route="tokens", told="yes") == 2
+        assert after.value("cache_reported_prompt_tokens_total") == after.value("prompt_tokens_total")
         assert after.value("index_predictions_total", prediction="right") >= 1
         assert after.value("index_predictions_total", prediction="too_many") == 0
         for histogram in ("time_to_first_token", "request_duration"):

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 import msgspec
 
-from kvrouter.api.client import RouterClient
+from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.api.fleet_schema import Fleet, Worker
 from kvrouter.api.health_schema import ModelList
 from kvrouter.cli.doctor import (
@@ -23,14 +23,18 @@ from kvrouter.cli.doctor import (
     load_checks,
     place_checks,
     router_checks,
+    token_checks,
     worker_checks,
 )
 from kvrouter.cli.doctor.findings import (
     CacheShares,
     Check,
+    Compared,
     Finding,
+    NotEnough,
     NotMade,
     Passed,
+    Problem,
     Report,
     Severity,
     Unmade,
@@ -39,6 +43,7 @@ from kvrouter.cli.doctor.flags import DoctorOptions
 from kvrouter.cli.doctor.reading import (
     COUNTERS,
     GAUGES,
+    Accepting,
     Counts,
     EngineReading,
     OtherRouter,
@@ -62,6 +67,7 @@ CHECKS: Sequence[Check] = (
     *worker_checks.CHECKS,
     *place_checks.CHECKS,
     *engine_checks.CHECKS,
+    *token_checks.CHECKS,
     *kv_event_checks.CHECKS,
     *link_checks.CHECKS,
     *load_checks.CHECKS,
@@ -111,19 +117,23 @@ def examine(reading: Reading) -> Report:
     findings: list[Finding] = []
     passed: list[Passed] = []
     unmade: list[Unmade] = []
+    not_enough: list[Unmade] = []
     for check in CHECKS:
         outcomes = list(check.make(reading))
+        compared = "; ".join(outcome.what for outcome in outcomes if isinstance(outcome, Compared))
         for outcome in outcomes:
             if isinstance(outcome, NotMade):
                 unmade.append(Unmade(check.name, *outcome))
-            else:
-                findings.append(Finding(check.name, *outcome))
-        if not outcomes:
-            passed.append(Passed(check.name, check.passes))
+            elif isinstance(outcome, NotEnough):
+                not_enough.append(Unmade(check.name, *outcome))
+            elif isinstance(outcome, Problem):
+                findings.append(Finding(check.name, *outcome, compared=compared))
+        if all(isinstance(outcome, Compared) for outcome in outcomes):
+            passed.append(Passed(check.name, check.passes, compared))
     order = list(Severity)
     findings.sort(key=lambda finding: order.index(finding.severity))
     cache: list[CacheShares] = kv_event_checks.shares(reading)
-    return Report(reading.url, reading.over_s, findings, passed, unmade, cache)
+    return Report(reading.url, reading.over_s, findings, passed, unmade, not_enough, cache)
 
 
 async def gather(router: RouterClient, others: Sequence[RouterClient], options: DoctorOptions) -> Reading:
@@ -139,7 +149,12 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
     router_ahead_s = None
     if fleet.time_s is not None and is_prompt:
         router_ahead_s = fleet.time_s - (asked_s + answered_s) / 2.0
-    page, models = await asyncio.gather(asyncio.to_thread(router.metrics), asyncio.to_thread(router.models))
+    page, models, others_read, accepting = await asyncio.gather(
+        asyncio.to_thread(router.metrics),
+        asyncio.to_thread(router.models),
+        asyncio.gather(*map(_other, others)),
+        asyncio.gather(*map(_accepting, (router, *others))),
+    )
     reading = Reading(
         url=router.url,
         fleet=fleet,
@@ -148,7 +163,8 @@ async def gather(router: RouterClient, others: Sequence[RouterClient], options: 
         gauges=Counts(_samples(router.url, page, GAUGES)),
         over_s=options.over_s,
         engines_asked=options.engines,
-        others=await asyncio.gather(*map(_other, others)),
+        others=others_read,
+        accepting=accepting,
     )
     if not options.engines:
         return reading
@@ -177,6 +193,16 @@ async def _other(router: RouterClient) -> OtherRouter:
         return OtherRouter(router.url, _decoded(router.url, await asyncio.to_thread(router.fleet), Fleet))
     except KvrouterError as error:
         return OtherRouter(router.url, None, error.message)
+
+
+async def _accepting(router: RouterClient) -> Accepting:
+    """Ask a router what its load balancer asks."""
+    try:
+        await asyncio.to_thread(router.accepting)
+    except AskFailed as error:
+        why = error.message.removeprefix(f"{router.url}: ")
+        return Accepting(router.url, is_asked=error.status == 503, why_not=why)
+    return Accepting(router.url)
 
 
 # Engines

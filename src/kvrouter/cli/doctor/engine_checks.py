@@ -1,10 +1,10 @@
-"""Checks that compare workers' values with those of their engines: sizes, versions, clocks, tokens."""
+"""Checks that compare workers' values with those of their engines: sizes, versions, clocks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
-from kvrouter.api.fleet_schema import Model, Worker
-from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
-from kvrouter.cli.doctor.reading import EngineReading, Reading, TokenProbe, first_of
+from kvrouter.api.fleet_schema import Worker
+from kvrouter.cli.doctor.findings import Check, Compared, NotEnough, NotMade, Outcome, Problem, Severity
+from kvrouter.cli.doctor.reading import EngineReading, Reading, counted, first_of
 
 CLOCK_APART_S = 2.0
 """Clocks with a smaller difference are equal: an engine states its time in whole seconds."""
@@ -15,20 +15,11 @@ CLOCK_WHY = (
     "early or late"
 )
 
-ANSWERS_COMPARED = 8
-"""So many compared answers say something,"""
-
-OTHER_PROMPT_SHARE = 0.1
-BLIND_SHARE = 0.5
-"""and if more than this share had another number of tokens, the router's tokens are not the engine's."""
-
-TOKENIZER_WHY = (
-    "the router hashes other tokens than the engine caches: it finds no prompt again, and routes by load"
-)
-
 
 def engines(reading: Reading) -> Iterator[Outcome]:
     """Engines that could not be asked: other checks rely on their workers' values."""
+    n_told = sum(engine.why is None for engine in reading.engines.values())
+    yield Compared(f"{n_told} of {counted(len(reading.engines), 'engine')} with an address answered")
     if not reading.engines_asked:
         yield NotMade("engines", "--no-engines: no engine was asked")
     for engine in reading.engines.values():
@@ -38,6 +29,7 @@ def engines(reading: Reading) -> Iterator[Outcome]:
 
 def block_sizes(reading: Reading) -> Iterator[Outcome]:
     """Workers of one model, or a worker and its engine, with different block sizes."""
+    yield Compared(_cards_and_engines(reading))
     for refused in reading.fleet.refused_workers or ():
         if refused.field == "block_size":
             yield Problem(
@@ -65,6 +57,8 @@ def block_sizes(reading: Reading) -> Iterator[Outcome]:
 def versions(reading: Reading) -> Iterator[Outcome]:
     """Parts of the fleet that run different versions."""
     own: dict[str, list[str]] = {}
+    n_routers = 1 + sum(other.fleet is not None for other in reading.others)
+    yield Compared(f"{counted(n_routers, 'router')}, {_cards_and_engines(reading)}")
     for worker in reading.fleet.workers:
         if worker.version is not None:
             own.setdefault(worker.version, []).append(f"worker {worker.worker_id}")
@@ -135,10 +129,13 @@ def clocks(reading: Reading) -> Iterator[Outcome]:
                 CLOCK_WHY,
                 CLOCK_REMEDY,
             )
+    n_clocks = len(reading.fleet.workers) - len(unknown)
+    n_engines = sum(engine.clock_ahead_s is not None for engine in reading.engines.values())
+    yield Compared(f"the clocks of {counted(n_clocks, 'worker')} and {counted(n_engines, 'engine')}")
     with_clock = {engine.worker_id for engine in reading.engines.values() if engine.clock_ahead_s is not None}
     silent = [worker_id for worker_id in unknown if worker_id not in with_clock]
     if silent:
-        yield NotMade(
+        yield NotEnough(
             f"worker {silent[0]}" if len(silent) == 1 else f"workers {first_of(silent)}",
             "neither KV events with a time nor an engine that says the time was heard of",
         )
@@ -148,127 +145,16 @@ def _apart(ahead_s: float) -> str:
     return f"its clock is {abs(ahead_s):.3g} s {'ahead of' if ahead_s > 0 else 'behind'} the router's"
 
 
-def tokenizers(reading: Reading) -> Iterator[Outcome]:
-    """Engines that make other tokens of a text than the router does."""
-    for model in reading.fleet.models:
-        if model.routing_reason is not None:
-            yield Problem(
-                Severity.WARNING,
-                f"model {model.model}",
-                f"its calls are routed by load alone: {model.routing_reason}",
-                "what its workers have cached counts for nothing, and no answer goes on elsewhere when its "
-                "engine is lost",
-                "name the engine's own tokenizer: its folder or its hub name (tokenizer in the fleet file, "
-                "--model-path, or --tokenizer of its worker); or let engines that have /tokenize do it "
-                "(--tokenize-fallback engine)",
-            )
-            continue
-        if model.tokenized_by == "engine":
-            yield Problem(
-                Severity.NOTE,
-                f"model {model.model}",
-                "its prompts, or its chats, are tokenized by its engines",
-                "each such call waits for an engine's /tokenize, by --tokenize-engine-wait-s at most",
-                "name the engine's own tokenizer to have them tokenized here",
-            )
-            continue
-        workers = [worker for worker in reading.fleet.workers_of(model) if worker.takes_calls]
-        if workers and not reading.engines_asked:
-            yield NotMade(f"model {model.model}", "--no-engines: no engine was asked")
-        yield from _differing(
-            model, workers, [probe for probe in reading.probes if probe.model == model.model]
-        )
-        yield from _other_prompts(reading, model)
-        yield from _blind_shapes(reading, model)
-        yield from _unrendered_chats(model)
-
-
-def _differing(model: Model, workers: Iterable[Worker], probes: Sequence[TokenProbe]) -> Iterator[Outcome]:
-    by_id = {worker.worker_id: worker for worker in workers}
-    for probe in probes:
-        worker = by_id.get(probe.worker_id) if probe.worker_id is not None else None
-        what = "a chat" if probe.is_chat else "a text"
-        if probe.router is None or probe.engine is None:
-            subject = f"model {model.model}" if worker is None else f"the engine of worker {worker.worker_id}"
-            yield NotMade(subject, f"{what} was not tokenized there: {probe.why}")
-        elif tuple(probe.router) != tuple(probe.engine):
-            remedy = (
-                "give the router the engine's own tokenizer: the folder or the hub name that it was started "
-            )
-            remedy += "with (tokenizer in the fleet file, --model-path, or --tokenizer of its worker)"
-            if probe.is_chat:
-                remedy += ", and the same chat template"
-            yield Problem(
-                Severity.CRITICAL,
-                f"model {model.model}" if worker is None else str(worker),
-                f"of {what} its engine makes {len(probe.engine)} tokens ({_first_ids(probe.engine)}), the "
-                "router "
-                f"{len(probe.router)} ({_first_ids(probe.router)})",
-                TOKENIZER_WHY,
-                remedy,
-            )
-
-
-def _other_prompts(reading: Reading, model: Model) -> Iterator[Outcome]:
-    name = "kvrouter_index_predictions_total"
-    workers = reading.counts.by(name, "worker", model=model.model, prediction="other_prompt")
-    for worker_id, other in workers.items():
-        compared = reading.counts.total(name, model=model.model, worker=worker_id)
-        if compared >= ANSWERS_COMPARED and other > OTHER_PROMPT_SHARE * compared:
-            yield Problem(
-                Severity.WARNING,
-                f"worker {worker_id} ({model.model})",
-                f"of {other:g} of {compared:g} calls its engine made another number of tokens than the "
-                "router, "
-                f"{reading.period}",
-                TOKENIZER_WHY,
-                "give the router the engine's tokenizer and chat template (tokenizer in the fleet file, or "
-                "--model-path)",
-            )
-
-
-def _blind_shapes(reading: Reading, model: Model) -> Iterator[Outcome]:
-    name = "kvrouter_prompt_shape_answers_total"
-    for shape, missed in reading.counts.by(name, "shape", model=model.model, prediction="missed").items():
-        answers = reading.counts.total(name, model=model.model, shape=shape)
-        if answers >= ANSWERS_COMPARED and missed > BLIND_SHARE * answers:
-            yield Problem(
-                Severity.WARNING,
-                f"calls of the shape {shape!r} ({model.model})",
-                f"{missed:g} of {answers:g} were not found where their engine had them cached, "
-                f"{reading.period}",
-                "the engine makes another prompt of such calls than the router, which routes them by load",
-                "look for flags of the engine that change prompts (--chat-template, "
-                "--chat-template-content-format, defaults of template names), and give the router the "
-                "engine's own template; or let engines tokenize such calls (--tokenize-fallback engine); "
-                "report the shape where none of that helps",
-            )
-
-
-def _unrendered_chats(model: Model) -> Iterator[Outcome]:
-    for unrendered in model.unrendered_chats:
-        if unrendered.chats < ANSWERS_COMPARED:
-            continue
-        yield Problem(
-            Severity.WARNING,
-            f"model {model.model}",
-            f"{unrendered.chats} chats could not be made into prompts ({unrendered.reason}): "
-            f"{unrendered.detail}",
-            "such chats are routed by load: what its workers have cached of them counts for nothing",
-            "give the router the engine's own chat template (chat_template.jinja in the folder of its "
-            "tokenizer); report the template where it is that already",
-        )
-
-
-def _first_ids(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids[:6])) + (" …" if len(ids) > 6 else "")
-
-
 def _asked(reading: Reading) -> Iterator[tuple[Worker, EngineReading]]:
     for worker in reading.fleet.workers:
         engine = reading.engine_of(worker)
         if engine is not None:
             yield worker, engine
+
+
+def _cards_and_engines(reading: Reading) -> str:
+    n_engines = sum(_says_what_it_is(engine) for _, engine in _asked(reading))
+    return f"the cards of {reading.workers_compared}, {counted(n_engines, 'engine')} asked"
 
 
 def _says_what_it_is(engine: EngineReading | None) -> bool:
@@ -299,5 +185,4 @@ CHECKS = (
     Check("block-sizes", "blocks of one model have one size", block_sizes),
     Check("versions", "one version runs everywhere", versions),
     Check("clocks", "the clocks of all hosts agree", clocks),
-    Check("tokenizers", "engines make the same tokens as the router", tokenizers),
 )

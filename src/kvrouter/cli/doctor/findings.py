@@ -1,6 +1,6 @@
 """The result of a check: a problem with its remedy, or why it could not be made."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -47,7 +47,20 @@ class NotMade(NamedTuple):
     why: str
 
 
-Outcome = Problem | NotMade
+class NotEnough(NamedTuple):
+    """A check, or its part about a subject, with too little data for a verdict: more traffic will do."""
+
+    subject: str
+    why: str
+
+
+class Compared(NamedTuple):
+    """What a check compared, and how many, such as ``38 of 40 answers``. Each check has one."""
+
+    what: str
+
+
+Outcome = Problem | NotMade | NotEnough | Compared
 
 
 class Check(NamedTuple):
@@ -59,7 +72,7 @@ class Check(NamedTuple):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A problem, and the name of the check that found it."""
+    """A problem, the name of the check that found it, and what that check compared."""
 
     check: str
     severity: Severity
@@ -67,10 +80,11 @@ class Finding(msgspec.Struct, frozen=True):
     seen: str
     why: str
     remedy: str
+    compared: str = ""
 
 
 class Unmade(msgspec.Struct, frozen=True):
-    """A check that could not be made, of which subject, and why."""
+    """A check without a verdict, of which subject, and why: it could not be made, or had not enough data."""
 
     check: str
     subject: str
@@ -78,15 +92,17 @@ class Unmade(msgspec.Struct, frozen=True):
 
 
 class Passed(msgspec.Struct, frozen=True):
-    """A check that found no problem, and the statement that holds therefore."""
+    """A check that found no problem, the statement that holds therefore, and what it compared."""
 
     check: str
     holds: str
+    compared: str
 
 
 class CacheShares(msgspec.Struct, frozen=True):
-    """Prompt tokens of a model's requests: all, those that the router expected to be cached, and those that
-    engines counted. ``engines_say`` is False if they do not count them.
+    """Prompt tokens of a model's answers: all, those that the router expected to be cached, and those that
+    engines counted. The last two, and ``told_prompt_tokens``, are of the ``told`` answers whose engine says
+    what it had; ``by_route`` has these and all answers of each route. ``engines_say`` is False if none does.
     """
 
     model: str
@@ -94,6 +110,16 @@ class CacheShares(msgspec.Struct, frozen=True):
     predicted_tokens: int
     cached_tokens: int
     engines_say: bool
+    told_prompt_tokens: int
+    answers: int
+    told: int
+    by_route: Mapping[str, tuple[int, int]]
+
+    @property
+    def answers_told(self) -> str:
+        """How many answers say it, by route, such as ``30 of 40 answers (chat 30 of 30, …)``."""
+        routes = ", ".join(f"{route} {told:,} of {all_:,}" for route, (told, all_) in self.by_route.items())
+        return f"{self.told:,} of {self.answers:,} answers" + (f" ({routes})" if routes else "")
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -106,6 +132,7 @@ class Report(msgspec.Struct, frozen=True):
     findings: Sequence[Finding]
     passed: Sequence[Passed]
     not_made: Sequence[Unmade]
+    not_enough: Sequence[Unmade]
     cache: Sequence[CacheShares]
     format: str = "kvrouter.doctor.v1"
 

@@ -6,13 +6,15 @@ from kvrouter.api.fleet_schema import Feed, Model, Rank, Worker
 from kvrouter.cli.doctor.findings import (
     CacheShares,
     Check,
+    Compared,
+    NotEnough,
     NotMade,
     Outcome,
     Problem,
     Severity,
     severity_of_strangers,
 )
-from kvrouter.cli.doctor.reading import Reading, first_of
+from kvrouter.cli.doctor.reading import ANSWERS_COMPARED, Reading, counted, first_of
 
 RECOVERY_S = 5.0
 """A feed that has been recovering for less is at work."""
@@ -23,20 +25,14 @@ PROMPT_BLOCKS = 8
 LONG_BLOCKS = 2
 """or the prompts are shorter than a block: they must have this many in the mean."""
 
-ANSWERS_COMPARED = 8
-"""So many compared answers say something,"""
-
 WRONG_SHARE = 0.2
-"""and no more than this share of them may contradict the index."""
+"""No more than this share of compared answers may contradict the index."""
 
 TOKENS_PREDICTED = 2_000
 """So many predicted tokens say something,"""
 
 SHORT = 0.7
 """and engines should have had at least this share of them cached."""
-
-UNKNOWN_SHARE = 0.1
-"""If more answers than this share do not report their cached tokens, sums of tokens mean nothing."""
 
 EVENTS_REMEDY = (
     "start its engine with KV events (vLLM and SGLang: --kv-events-config, docs/events.md) and its worker "
@@ -61,6 +57,17 @@ SKIPPED = {
 
 def events_off(reading: Reading) -> Iterator[Outcome]:
     """Workers that publish no KV events while the router relies on them."""
+    needed = {model.model for model in reading.fleet.models if model.indexes_events}
+    heard = [worker for worker in reading.fleet.workers if worker.model in needed]
+    publish = sum(worker.event_lane is not None for worker in heard)
+    if heard or not reading.fleet.workers:
+        yield Compared(
+            f"{publish} of {counted(len(heard), 'worker')} publish KV events, which the router indexes"
+        )
+    else:
+        yield Compared(
+            f"{reading.workers_compared}: the router needs no KV events (--no-kv-events, or its mode)"
+        )
     for model in reading.fleet.models:
         if model.cache_view is None:
             yield NotMade(
@@ -100,7 +107,13 @@ def _never_published(reading: Reading, model: Model, worker: Worker) -> Iterator
         for leg in ("prefill", "aggregated")
     )
     fill_blocks = tokens >= LONG_BLOCKS * model.block_size * prompts
-    if tokens >= PROMPT_BLOCKS * model.block_size and fill_blocks:
+    if tokens < PROMPT_BLOCKS * model.block_size or not fill_blocks:
+        yield NotEnough(
+            str(worker),
+            f"it has prefilled {counted(tokens, 'token')} of {counted(prompts, 'prompt')}, and reported no "
+            f"block: {PROMPT_BLOCKS} blocks of {model.block_size} tokens tell, two a prompt in the mean",
+        )
+    else:
         yield Problem(
             Severity.WARNING,
             str(worker),
@@ -113,6 +126,8 @@ def _never_published(reading: Reading, model: Model, worker: Worker) -> Iterator
 
 def feeds(reading: Reading) -> Iterator[Outcome]:
     """Event streams that are silent, incomplete or full of losses."""
+    streams = sum(rank.feed is not None for worker in reading.fleet.workers for rank in worker.ranks)
+    yield Compared(f"{counted(streams, 'event stream')} of {reading.workers_compared}")
     for worker in reading.fleet.workers:
         for rank in worker.ranks:
             if rank.feed is not None:
@@ -192,15 +207,29 @@ def _feed(subject: str, rank: Rank, feed: Feed) -> Iterator[Outcome]:
 
 def predictions(reading: Reading) -> Iterator[Outcome]:
     """Engines with own counts of cached tokens that contradict the index."""
-    for worker in reading.fleet.workers:
-        for rank in worker.ranks:
-            last = rank.predictions
-            if last is None or last.answers < ANSWERS_COMPARED or last.wrong_share <= WRONG_SHARE:
-                continue
+    ranks = [
+        (f"{worker}, rank {rank.dp_rank}", rank.predictions)
+        for worker in reading.fleet.workers
+        if worker.prefills
+        for rank in worker.ranks
+    ]
+    compared = [(subject, last) for subject, last in ranks if last and last.answers >= ANSWERS_COMPARED]
+    answers = sum(last.answers for _, last in compared)
+    yield Compared(
+        f"the last {counted(answers, 'answer')} of {len(compared)} of {counted(len(ranks), 'rank')}"
+    )
+    if len(compared) < len(ranks):
+        few = [subject for subject, last in ranks if not last or last.answers < ANSWERS_COMPARED]
+        yield NotEnough(
+            first_of(few, 3),
+            f"fewer than {ANSWERS_COMPARED} answers with blocks that were predicted or cached",
+        )
+    for subject, last in compared:
+        if last.wrong_share > WRONG_SHARE:
             fewer = last.mean_error_blocks > 0
             yield Problem(
                 Severity.WARNING,
-                f"{worker}, rank {rank.dp_rank}",
+                subject,
                 f"{last.wrong} of its last {last.answers} answers contradict the index, by "
                 f"{abs(last.mean_error_blocks):.3g} blocks {'less' if fewer else 'more'} cached in the mean",
                 "requests go to the wrong worker: later first tokens",
@@ -221,37 +250,68 @@ def shares(reading: Reading) -> list[CacheShares]:
             for kind in ("prompt", "overlap", "cached")
         )
         if prompt:
-            by_hit = "kvrouter_time_to_first_token_by_cache_hit_seconds_count"
-            answers = reading.counts.total(by_hit, model=model.model)
-            unknown = reading.counts.total(by_hit, model=model.model, cache_hit="unknown")
-            says = unknown <= UNKNOWN_SHARE * answers
-            found.append(CacheShares(model.model, prompt, predicted, cached, says))
+            found.append(_shares(reading, model.model, prompt, predicted, cached))
     return found
+
+
+def _shares(reading: Reading, model: str, prompt: int, predicted: int, cached: int) -> CacheShares:
+    name = "kvrouter_cache_reports_total"
+    counts = reading.counts
+    by_route = {
+        route: (round(counts.total(name, model=model, route=route, told="yes")), round(answers))
+        for route, answers in counts.by(name, "route", model=model).items()
+    }
+    answers, told = sum(all_ for _, all_ in by_route.values()), sum(told for told, _ in by_route.values())
+    told_prompt = round(counts.total("kvrouter_cache_reported_prompt_tokens_total", model=model))
+    if not by_route:  # an older router counts them by how much was cached alone
+        name = "kvrouter_time_to_first_token_by_cache_hit_seconds_count"
+        answers = round(counts.total(name, model=model))
+        told = answers - round(counts.total(name, model=model, cache_hit="unknown"))
+        told_prompt = prompt
+    return CacheShares(
+        model=model,
+        prompt_tokens=prompt,
+        predicted_tokens=predicted,
+        cached_tokens=cached,
+        engines_say=told > 0,
+        told_prompt_tokens=told_prompt,
+        answers=answers,
+        told=told,
+        by_route=by_route,
+    )
 
 
 def hit_rate(reading: Reading) -> Iterator[Outcome]:
     """Fleets with far fewer cached tokens in engines than predicted."""
-    for share in shares(reading):
-        if not share.engines_say:
+    found = shares(reading)
+    said = "; ".join(f"{share.answers_told} of {share.model} say what was cached" for share in found)
+    yield Compared(f"{said or 'no answer'}, {reading.period}")
+    for model in reading.fleet.models:
+        if model.model not in {share.model for share in found}:
+            yield NotEnough(f"model {model.model}", f"no answer {reading.period}")
+    for share in found:
+        if not share.told:
             yield NotMade(
                 f"model {share.model}",
-                "its engines do not say how many tokens they had cached: vLLM does with "
+                f"{share.answers_told} say how many tokens were cached: vLLM does with "
                 "--enable-prompt-tokens-details, SGLang with --enable-cache-report",
             )
-        elif (
-            share.predicted_tokens >= TOKENS_PREDICTED
-            and share.cached_tokens < SHORT * share.predicted_tokens
-        ):
+        elif share.predicted_tokens < TOKENS_PREDICTED:
+            yield NotEnough(
+                f"model {share.model}",
+                f"{counted(share.predicted_tokens, 'token')} were predicted to be cached, of "
+                f"{share.answers_told}: {TOKENS_PREDICTED:,} tell",
+            )
+        elif share.cached_tokens < SHORT * share.predicted_tokens:
             yield Problem(
                 Severity.WARNING,
                 f"model {share.model}",
                 f"{share.predicted_tokens:,} tokens were predicted to be cached {reading.period}, and "
-                "engines "
-                f"had {share.cached_tokens:,} of them",
+                f"engines had {share.cached_tokens:,} of them, by {share.answers_told}",
                 "prompts are sent where their blocks are gone, or were never kept",
                 "look at the findings on feeds and predictions; caches that are too small for the traffic "
-                "lose "
-                "blocks between decision and prefill: kvrouter hit-rate says what a larger one would bring",
+                "lose blocks between decision and prefill: kvrouter hit-rate says what a larger one would "
+                "bring",
             )
 
 

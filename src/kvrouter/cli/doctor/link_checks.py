@@ -1,11 +1,22 @@
 """Checks of how fast things are: links, transfers, handoffs that lose their KV, ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
 
-from kvrouter.api.fleet_schema import Model
-from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
-from kvrouter.cli.doctor.reading import Reading
+from kvrouter.api.fleet_schema import Model, Rank, Worker
+from kvrouter.cli.doctor.findings import Check, Compared, NotEnough, NotMade, Outcome, Problem, Severity
+from kvrouter.cli.doctor.reading import ANSWERS_COMPARED, Reading, counted, first_of
 from kvrouter.core.workers import Role
+
+SLOW = 1.5
+"""A rank that takes this many times as long as the median of its peers is slow;"""
+
+RANKS_COMPARED = 3
+"""with fewer measured ranks of a kind there is no telling which of them is."""
+
+ALIKE_BLOCKS = 1.25
+"""Ranks of one kind of hardware have numbers of KV blocks that differ by no larger factor."""
 
 FAILED_SHARE = 0.01
 """A smaller share of all transfers is a note, and no warning."""
@@ -19,6 +30,9 @@ NETWORK_REMEDY = (
 
 def links(reading: Reading) -> Iterator[Outcome]:
     """Links that are slower than their table or than others of their kind."""
+    known = [link for model in reading.fleet.models if model.links for link in model.links.learned]
+    transfers = sum(link.transfers for link in known)
+    yield Compared(f"{counted(len(known), 'link')} by {counted(transfers, 'transfer')}")
     for model in reading.fleet.models:
         if model.links is None:
             if any(worker.role == Role.PREFILL for worker in reading.fleet.workers_of(model)):
@@ -28,6 +42,9 @@ def links(reading: Reading) -> Iterator[Outcome]:
                 )
             continue
         yield from _learned(model)
+        handing = any(worker.role == Role.PREFILL for worker in reading.fleet.workers_of(model))
+        if handing and not any(link.transfers for link in model.links.learned):
+            yield NotEnough(f"model {model.model}", "no transfer was measured yet")
 
 
 def _learned(model: Model) -> Iterator[Outcome]:
@@ -59,30 +76,39 @@ def _learned(model: Model) -> Iterator[Outcome]:
 
 def transfers(reading: Reading) -> Iterator[Outcome]:
     """Ranks to which KV travels slowly or in vain, by their engines' own count, and KV that was lost."""
+    lost, handoffs = (reading.counts.total(f"kvrouter_{name}_total") for name in ("kv_lost", "handoffs"))
+    all_ranks = [rank for worker in reading.fleet.workers for rank in worker.ranks]
+    counts = [rank.kv_transfers for rank in all_ranks if rank.kv_transfers is not None]
+    n_transfers = sum(each.transfers + each.failed for each in counts)
+    yield Compared(
+        f"{counted(n_transfers, 'transfer')} by engines' count, "
+        f"{counted(handoffs, 'handoff')} {reading.period}"
+    )
+    if reading.hands_over and not n_transfers and not handoffs:
+        yield NotEnough("transfers", f"none {reading.period}")
     for worker in reading.fleet.workers:
         for rank in worker.ranks:
-            counted = rank.kv_transfers
-            if counted is None:
+            carried = rank.kv_transfers
+            if carried is None:
                 continue
-            if counted.slow:
+            if carried.slow:
                 yield Problem(
                     Severity.WARNING,
                     f"{worker}, rank {rank.dp_rank}",
-                    f"KV travels to it at {counted.gb_per_s} GB/s, and has at {counted.shown_gb_per_s} GB/s",
+                    f"KV travels to it at {carried.gb_per_s} GB/s, and has at {carried.shown_gb_per_s} GB/s",
                     "first tokens of what it decodes come later",
                     NETWORK_REMEDY + "Restart its engine where its neighbours are well",
                 )
-            if counted.failed:
-                share = counted.failed / (counted.failed + counted.transfers)
+            if carried.failed:
+                share = carried.failed / (carried.failed + carried.transfers)
                 yield Problem(
                     Severity.WARNING if share >= FAILED_SHARE else Severity.NOTE,
                     f"{worker}, rank {rank.dp_rank}",
-                    f"{counted.failed} of {counted.failed + counted.transfers} transfers of KV to it failed "
+                    f"{carried.failed} of {carried.failed + carried.transfers} transfers of KV to it failed "
                     "since its engine began",
                     "such prompts are computed again",
                     NETWORK_REMEDY + "The log of its KV connector has the reason",
                 )
-    lost, handoffs = (reading.counts.total(f"kvrouter_{name}_total") for name in ("kv_lost", "handoffs"))
     if lost:
         pairs = {
             (labels.get("prefill_worker", ""), labels.get("decode_worker", ""), labels.get("reason", "")): n
@@ -101,19 +127,79 @@ def transfers(reading: Reading) -> Iterator[Outcome]:
 
 
 def ranks(reading: Reading) -> Iterator[Outcome]:
-    """Ranks that take longer for a prompt than the others."""
-    for worker in reading.fleet.workers:
-        for rank in worker.ranks:
-            if rank.speed is not None and rank.speed.slow:
+    """Ranks that take longer for a prompt than the others of the same model, role, engine and hardware."""
+    timed = [model for model in reading.fleet.models if model.router_cost == "time"]
+    groups = [group for model in timed for group in _alike(reading.fleet.workers_of(model))]
+    judged = [group for group in groups if sum(each.is_measured for each in group) >= RANKS_COMPARED]
+    n_judged = sum(each.is_measured for group in judged for each in group)
+    yield Compared(
+        f"{counted(n_judged, 'rank')} with {ANSWERS_COMPARED} requests or more, in "
+        f"{counted(len(judged), 'group')} of the same model, role, engine, taints and KV blocks"
+    )
+    for model in reading.fleet.models:
+        if model not in timed:
+            yield NotMade(
+                f"model {model.model}",
+                f"speeds are learned under --router-cost time alone, and it is {model.router_cost}",
+            )
+    for group in groups:
+        measured = [each for each in group if each.is_measured]
+        if len(measured) < RANKS_COMPARED:
+            yield NotEnough(
+                first_of((str(each.worker) for each in group), 3),
+                f"{len(measured)} of {counted(len(group), 'rank')} of the same kind have answered "
+                f"{ANSWERS_COMPARED} requests: {RANKS_COMPARED} are needed to say which is slow",
+            )
+            continue
+        for each in measured:
+            peers = [other.slowness for other in measured if other is not each]
+            relative = each.slowness / median(peers)
+            if relative >= SLOW:
                 yield Problem(
                     Severity.WARNING,
-                    f"{worker}, rank {rank.dp_rank}",
-                    f"it takes {rank.speed.relative:.3g} times as long for a prompt as half of the ranks do",
+                    f"{each.worker}, rank {each.rank.dp_rank}",
+                    f"it takes {relative:.3g} times as long for a prompt as half of the "
+                    f"{counted(len(peers), 'other rank')} of its kind do",
                     "it gets fewer requests, and those that it gets start later",
                     "look at its accelerator's clocks, temperature and neighbours, and at its engine's "
-                    "flags; "
-                    "replace its host",
+                    "flags; replace its host if it stays so",
                 )
+
+
+class _MeasuredRank(NamedTuple):
+    """A rank and its worker."""
+
+    worker: Worker
+    rank: Rank
+
+    @property
+    def is_measured(self) -> bool:
+        return self.rank.speed is not None and self.rank.speed.requests >= ANSWERS_COMPARED
+
+    @property
+    def slowness(self) -> float:
+        return 1.0 if self.rank.speed is None else self.rank.speed.slowness
+
+
+def _alike(workers: Sequence[Worker]) -> Iterator[list[_MeasuredRank]]:
+    """Yield groups of ranks that should be equally fast: of one role, engine, and hardware, as far as taints
+    and the number of KV blocks show it.
+    """
+    kinds: dict[tuple[object, ...], list[_MeasuredRank]] = {}
+    for worker in workers:
+        for rank in worker.ranks:
+            kind = worker.role, worker.engine, frozenset(worker.taints)
+            kinds.setdefault(kind, []).append(_MeasuredRank(worker, rank))
+    for ranks_of_kind in kinds.values():
+        ranks_of_kind.sort(key=lambda each: each.rank.total_blocks or 0)
+        group: list[_MeasuredRank] = []
+        for each in ranks_of_kind:
+            least = (group[0].rank.total_blocks or 0) if group else 0
+            if group and (each.rank.total_blocks or 0) > ALIKE_BLOCKS * least:
+                yield group
+                group = []
+            group.append(each)
+        yield group
 
 
 CHECKS = (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from kvrouter.api.fleet_schema import Model, Rank
-from kvrouter.cli.doctor.findings import Check, Outcome, Problem, Severity
+from kvrouter.cli.doctor.findings import Check, Compared, NotEnough, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
 
 REFUSED_SHARE = 0.01
@@ -73,6 +73,8 @@ CODES = {
 
 def queue(reading: Reading) -> Iterator[Outcome]:
     """Requests that wait, and workers that are all busy."""
+    waiting = sum(model.waiting_requests for model in reading.fleet.models)
+    yield Compared(f"{counted(waiting, 'waiting request')} of {counted(len(reading.fleet.models), 'model')}")
     for model in reading.fleet.models:
         refused = reading.counts.by("kvrouter_queue_refusals_total", "cause", model=model.model)
         if refused:
@@ -131,6 +133,10 @@ def refusals(reading: Reading) -> Iterator[Outcome]:
     """Requests that were answered with an error that is not their own fault."""
     counts = reading.counts
     models = counts.by("kvrouter_errors_total", "model")
+    requests = counts.total("kvrouter_requests_total")
+    yield Compared(f"{counted(requests, 'request')} {reading.period}")
+    if not requests:
+        yield NotEnough("requests", f"none {reading.period}")
     for model in models:
         codes = {
             code: n

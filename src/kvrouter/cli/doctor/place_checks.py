@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from kvrouter.api.fleet_schema import Model, Policy, Worker
-from kvrouter.cli.doctor.findings import Check, Outcome, Problem, Severity
-from kvrouter.cli.doctor.reading import Reading, first_of, policies_of
+from kvrouter.cli.doctor.findings import Check, Compared, NotEnough, Outcome, Problem, Severity
+from kvrouter.cli.doctor.reading import Reading, counted, first_of, policies_of
 from kvrouter.core.workers import Enforcement, Role
 
 CROSSED_SHARE = 0.01
@@ -26,6 +26,8 @@ LABEL_REMEDY = (
 
 def labels(reading: Reading) -> Iterator[Outcome]:
     """Workers without a place, though others have one or a policy needs it."""
+    placed = sum(bool(worker.domains) for worker in reading.fleet.workers)
+    yield Compared(f"{placed} of {reading.workers_compared} with a topology")
     for model in reading.fleet.models:
         workers = reading.fleet.workers_of(model)
         needed = [policy for policy in policies_of(model, workers) if _has_pairs(workers)]
@@ -54,6 +56,15 @@ def labels(reading: Reading) -> Iterator[Outcome]:
 
 def zones(reading: Reading) -> Iterator[Outcome]:
     """Values of a policy's domain in which one of the roles has no available worker."""
+    policies = {
+        (policy.domain, worker.domains[policy.domain])
+        for model in reading.fleet.models
+        for policy in policies_of(model, reading.fleet.workers_of(model))
+        for worker in reading.fleet.workers_of(model)
+        if policy.domain in worker.domains
+    }
+    handing = "" if reading.hands_over else ": no prefill worker hands KV over"
+    yield Compared(f"{counted(len(policies), 'domain')} of transfer policies{handing}")
     for model in reading.fleet.models:
         workers = reading.fleet.workers_of(model)
         if _has_pairs(workers):
@@ -126,6 +137,9 @@ def crossings(reading: Reading) -> Iterator[Outcome]:
     """Handoffs that left the domain that they should have stayed in."""
     crossed = reading.counts.total("kvrouter_fallbacks_total")
     handoffs = reading.counts.total("kvrouter_handoffs_total")
+    yield Compared(f"{counted(handoffs, 'handoff')} {reading.period}")
+    if reading.hands_over and not handoffs:
+        yield NotEnough("handoffs", f"none {reading.period}")
     if crossed:
         domains = first_of(reading.counts.by("kvrouter_fallbacks_total", "domain"))
         yield Problem(

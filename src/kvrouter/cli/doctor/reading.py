@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrouter.api.fleet_schema import Fleet, Model, Policy, Worker
+from kvrouter.core.workers import Role
 from kvrouter.engines.openai.metrics import Samples
 
 COUNTERS = (
@@ -12,6 +13,8 @@ COUNTERS = (
     "kvrouter_errors_total",
     "kvrouter_prompt_tokens_total",
     "kvrouter_cached_tokens_total",
+    "kvrouter_cache_reports_total",
+    "kvrouter_cache_reported_prompt_tokens_total",
     "kvrouter_overlap_tokens_total",
     "kvrouter_time_to_first_token_by_cache_hit_seconds_count",
     "kvrouter_index_predictions_total",
@@ -28,15 +31,19 @@ COUNTERS = (
     "kvrouter_replica_sync_events_total",
     "kvrouter_recording_dropped_total",
     "kvrouter_refusals_total",
+    "kvrouter_worker_failures_total",
 )
 """The counts that are read of a router's metrics; with two readings, what came between them."""
 
 GAUGES = (
-    "kvrouter_engines_awaited",
     "kvrouter_worker_prompt_tokens_total",
     "kvrouter_worker_requests_total",
 )
 """Metrics that are read as they are: all prompts of a worker, because its reports do not come again."""
+
+
+ANSWERS_COMPARED = 8
+"""So many compared answers say something."""
 
 
 def policies_of(model: Model, workers: Iterable[Worker]) -> list[Policy]:
@@ -102,6 +109,16 @@ class TokenProbe:
     engine: Sequence[int] | None
     why: str | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether both were asked."""
+        return self.router is not None and self.engine is not None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both make the same tokens."""
+        return self.router is not None and self.engine is not None and [*self.router] == [*self.engine]
+
 
 @dataclass(frozen=True, slots=True)
 class OtherRouter:
@@ -110,6 +127,17 @@ class OtherRouter:
     url: str
     fleet: Fleet | None
     why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepting:
+    """A router's answer to ``/accepting``; ``why_not`` is None while it takes requests. A router that
+    ``is_asked`` is False for did not answer, or is too old for the route.
+    """
+
+    url: str
+    is_asked: bool = True
+    why_not: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +154,22 @@ class Reading:
     engines: Mapping[int, EngineReading] = field(default_factory=dict)
     probes: Sequence[TokenProbe] = ()
     others: Sequence[OtherRouter] = ()
+    accepting: Sequence[Accepting] = ()
 
     @property
     def period(self) -> str:
         """The period of the counts, in words."""
         return "since the router began" if self.over_s is None else f"in {self.over_s:g} s"
+
+    @property
+    def workers_compared(self) -> str:
+        """The number of workers, which most checks look at."""
+        return counted(len(self.fleet.workers), "worker")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether KV goes from one worker to another at all."""
+        return any(worker.role == Role.PREFILL for worker in self.fleet.workers)
 
     def engine_of(self, worker: Worker) -> EngineReading | None:
         """Return the reading of a worker's engine; None if it was not asked, or did not answer."""

@@ -20,13 +20,14 @@ def drawn(report: Report) -> RenderableType:
     """Return the report for a terminal. What comes from the fleet is text, and never markup."""
     parts: list[RenderableType] = [_head(report), Text()]
     parts += [_findings(alike) for alike in _grouped(report.findings)]
-    if report.not_made:
-        parts.append(Text("not made", "bold"))
-        parts.append(_rows(_not_made(report.not_made)))
-        parts.append(Text())
+    for title, unmade in (("not enough to tell", report.not_enough), ("not made", report.not_made)):
+        if unmade:
+            parts.append(Text(title, "bold"))
+            parts.append(_rows(_without_verdict(unmade)))
+            parts.append(Text())
     if report.passed:
         parts.append(Text("passed", "bold"))
-        parts.append(_rows((each.check, each.holds) for each in report.passed))
+        parts.append(_rows((each.check, f"{each.holds} ({each.compared})") for each in report.passed))
         parts.append(Text())
     parts += [_cache(shares) for shares in report.cache]
     parts.append(
@@ -51,7 +52,8 @@ def _head(report: Report) -> Text:
         Text(", ").join(Text(*each) for each in found) if found else Text("nothing is wrong", "green")
     )
     head.append(
-        f"; {len(report.passed)} checks passed, {len({each.check for each in report.not_made})} not made"
+        f"; {len(report.passed)} checks passed, {len({each.check for each in report.not_enough})} had not "
+        f"enough to tell, {len({each.check for each in report.not_made})} not made"
     )
     return head
 
@@ -71,14 +73,19 @@ def _findings(alike: Sequence[Finding]) -> RenderableType:
     head = Text.assemble(
         (f"{severity:<8}", STYLES[severity]), "  ", (first.check, "bold"), "  ", _plain(first.subject)
     )
-    rows = [("seen", first.seen), ("why", first.why), ("remedy", first.remedy)]
+    rows = [
+        ("seen", first.seen),
+        ("compared", first.compared),
+        ("why", first.why),
+        ("remedy", first.remedy),
+    ]
     if others:
         more = f" and {len(others) - ALSO_SHOWN} more" if len(others) > ALSO_SHOWN else ""
         rows.append(("also", ", ".join(each.subject for each in others[:ALSO_SHOWN]) + more))
     return Group(head, _rows(rows), Text())
 
 
-def _not_made(unmade: Sequence[Unmade]) -> Iterator[tuple[str, str]]:
+def _without_verdict(unmade: Sequence[Unmade]) -> Iterator[tuple[str, str]]:
     """Yield a row for each, and for a check with very many the number of further ones."""
     for name in dict.fromkeys(each.check for each in unmade):
         of_check = [each for each in unmade if each.check == name]
@@ -98,13 +105,16 @@ def _rows(rows: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def _cache(shares: CacheShares) -> Text:
+    head = f"cache of {_plain(shares.model)}: {shares.prompt_tokens:,} prompt tokens"
+    if not shares.engines_say:
+        return Text(f"{head}; 0 of {shares.answers:,} answers say how many of them engines had cached")
     predicted, cached = (
-        f"{tokens / shares.prompt_tokens:.1%}" for tokens in (shares.predicted_tokens, shares.cached_tokens)
+        f"{tokens / shares.told_prompt_tokens:.1%}" if shares.told_prompt_tokens else "nothing"
+        for tokens in (shares.predicted_tokens, shares.cached_tokens)
     )
-    own = f"engines had {cached}" if shares.engines_say else "engines do not say what they had"
     return Text(
-        f"cache of {_plain(shares.model)}: of {shares.prompt_tokens:,} prompt tokens the router expected "
-        f"{predicted}, {own}"
+        f"{head}; of the {shares.told_prompt_tokens:,} in {shares.answers_told} that say what was cached, "
+        f"the router expected {predicted}, engines had {cached}"
     )
 
 

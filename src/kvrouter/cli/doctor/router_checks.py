@@ -3,13 +3,22 @@
 from collections.abc import Iterator
 
 from kvrouter.api.fleet_schema import Fleet
-from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity, severity_of_strangers
+from kvrouter.cli.doctor.findings import (
+    Check,
+    Compared,
+    NotMade,
+    Outcome,
+    Problem,
+    Severity,
+    severity_of_strangers,
+)
 from kvrouter.cli.doctor.reading import OtherRouter, Reading, counted, first_of
 
 
 def router(reading: Reading) -> Iterator[Outcome]:
     """A router that cannot see its fleet, leaves, or refuses peers."""
     fleet = reading.fleet
+    yield Compared("its discovery, refused peers and connections")
     if not fleet.discovery.reachable:
         yield Problem(
             Severity.CRITICAL,
@@ -50,9 +59,38 @@ def router(reading: Reading) -> Iterator[Outcome]:
         )
 
 
+def accepting(reading: Reading) -> Iterator[Outcome]:
+    """Routers that tell load balancers to send requests elsewhere. Draining, and discovery that cannot be
+    reached, are another check's.
+    """
+    asked = [each for each in reading.accepting if each.is_asked]
+    yield Compared(f"{counted(len(asked), 'router')} asked")
+    for each in reading.accepting:
+        if not each.is_asked:
+            yield NotMade(each.url, each.why_not or "it did not answer")
+    fleets = {reading.url: reading.fleet, **{other.url: other.fleet for other in reading.others}}
+    for each in asked:
+        fleet = fleets.get(each.url)
+        is_named = fleet is not None and (fleet.draining or not fleet.discovery.reachable)
+        if each.why_not is not None and not is_named:
+            yield Problem(
+                Severity.WARNING,
+                each.url,
+                f"GET /accepting says that it takes no requests: {each.why_not}",
+                "load balancers and Kubernetes send it none, so that the other routers carry its share",
+                "a router that has just started accepts once it knows its workers; where it stays so, start "
+                "as many workers as --router-min-initial-workers asks for, or look at discovery",
+            )
+
+
 def replicas(reading: Reading) -> Iterator[Outcome]:
     """Routers of one fleet that do not see each other, or that differ."""
     fleet = reading.fleet
+    known = [other for other in reading.others if other.fleet is not None]
+    seen = 0 if fleet.replicas is None else fleet.replicas.others
+    yield Compared(
+        f"{counted(len(known) + 1, 'router')}; the first sees {counted(seen, 'other')} by replica sync"
+    )
     if fleet.replicas is not None and fleet.replicas.behind:
         yield Problem(
             Severity.WARNING,
@@ -62,7 +100,6 @@ def replicas(reading: Reading) -> Iterator[Outcome]:
             "look at the NATS server between routers and at plane_disturbed in the log; "
             "docs/several-hosts.md",
         )
-    known = [other for other in reading.others if other.fleet is not None]
     for other in reading.others:
         if other.fleet is None:
             yield NotMade(other.url, other.why or "it did not answer")
@@ -139,6 +176,7 @@ def recording(reading: Reading) -> Iterator[Outcome]:
     """A recording that was asked for and has ended."""
     dropped = reading.counts.by("kvrouter_recording_dropped_total", "reason")
     listed = ", ".join(f"{reason} {n:g}" for reason, n in dropped.items())
+    yield Compared("no recording" if reading.fleet.recording is None else "1 recording")
     if reading.fleet.recording == "ended":
         yield Problem(
             Severity.WARNING,
@@ -161,6 +199,7 @@ def recording(reading: Reading) -> Iterator[Outcome]:
 
 CHECKS = (
     Check("router", "the router sees its fleet and takes requests", router),
+    Check("accepting", "every router takes requests from load balancers", accepting),
     Check("replicas", "routers of the fleet see each other and the same workers", replicas),
     Check("recording", "nothing that was to be recorded is lost", recording),
 )

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet_schema import Model, Worker
-from kvrouter.cli.doctor.findings import Check, NotMade, Outcome, Problem, Severity
+from kvrouter.api.fleet_schema import ExpectedState, Model, Worker
+from kvrouter.cli.doctor.findings import Check, Compared, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
 from kvrouter.core.workers import Role
 
@@ -18,6 +18,8 @@ def refused(reading: Reading) -> Iterator[Outcome]:
     if reading.fleet.refused_workers is None:
         yield NotMade("refused workers", "this router is too old to list them")
         return
+    n_announced = len(reading.fleet.workers) + len(reading.fleet.refused_workers)
+    yield Compared(f"{counted(n_announced, 'announced worker')}")
     for worker in reading.fleet.refused_workers:
         if worker.field != "block_size":
             yield Problem(
@@ -30,8 +32,54 @@ def refused(reading: Reading) -> Iterator[Outcome]:
             )
 
 
+def expected_engines(reading: Reading) -> Iterator[Outcome]:
+    """Engines that were named and have no worker, or whose address is wrong."""
+    engines = reading.fleet.expected_engines
+    if engines is None:
+        yield NotMade(reading.url, "this router is too old to list the engines that it waits for")
+        return
+    joined = sum(engine.state == ExpectedState.JOINED for engine in engines)
+    yield Compared(f"{joined} of {counted(len(engines), 'expected engine')} joined")
+    for engine in engines:
+        if not engine.has_problem:
+            continue
+        where = f" ({engine.written_at})" if engine.written_at else ""
+        severity, seen, why, remedy = _EXPECTED.get(engine.state, _EXPECTED[ExpectedState.AWAITED])
+        yield Problem(
+            severity,
+            f"{engine.engine_url or 'the engine'}{where}",
+            f"{seen}: {engine.reason or 'no reason is known'}",
+            why,
+            remedy,
+        )
+
+
+_EXPECTED: dict[str, tuple[Severity, str, str, str]] = {
+    ExpectedState.AWAITED: (
+        Severity.WARNING,
+        "it has no worker yet",
+        "it gets no requests",
+        "start the engine, or correct its URL; it joins by itself once it answers",
+    ),
+    ExpectedState.REFUSED: (
+        Severity.CRITICAL,
+        "it answers, and is refused",
+        "it gets no requests, and is idle",
+        "correct what the reason names, in the fleet file or in what starts the engine",
+    ),
+    ExpectedState.JOINED: (
+        Severity.WARNING,
+        "it has a worker, and its URL is wrong",
+        "what the router knows of one engine is taken for another's: load, KV events and cached blocks mix",
+        "name each engine by its own address (its pod or host), and not by that of a service before several",
+    ),
+}
+"""Of each state of an engine with a problem: how bad it is, what was seen, why it matters, and the remedy."""
+
+
 def answering(reading: Reading) -> Iterator[Outcome]:
     """Workers that do not answer, have a silent engine, leave, or are cordoned."""
+    yield Compared(reading.workers_compared)
     for worker in reading.fleet.workers:
         if not worker.alive:
             yield Problem(
@@ -81,6 +129,8 @@ def answering(reading: Reading) -> Iterator[Outcome]:
 
 def circuits(reading: Reading) -> Iterator[Outcome]:
     """Workers, and pairs of workers, that are passed over because requests failed there."""
+    failures = reading.counts.total("kvrouter_worker_failures_total")
+    yield Compared(f"{reading.workers_compared}, {counted(failures, 'failed leg')} {reading.period}")
     for worker in reading.fleet.workers:
         if worker.circuit != "closed":
             yield Problem(
@@ -105,6 +155,8 @@ def circuits(reading: Reading) -> Iterator[Outcome]:
 
 def capacity(reading: Reading) -> Iterator[Outcome]:
     """Workers without a known number of KV blocks, and contexts that differ."""
+    n_ranks = sum(len(worker.ranks) for worker in reading.fleet.workers)
+    yield Compared(f"{counted(n_ranks, 'rank')} of {reading.workers_compared}")
     for worker in reading.fleet.workers:
         if any(rank.total_blocks is None for rank in worker.ranks):
             yield Problem(
@@ -142,6 +194,9 @@ def _contexts(model: Model, workers: list[Worker]) -> Iterator[Outcome]:
 
 def roles(reading: Reading) -> Iterator[Outcome]:
     """Models with requests that no worker takes, or a leg that no worker takes; a router without models."""
+    n_able = sum(worker.takes_requests for worker in reading.fleet.workers)
+    n_models = counted(len(reading.fleet.models), "model")
+    yield Compared(f"{n_able} of {reading.workers_compared} of {n_models} take requests")
     if not reading.fleet.models and not reading.fleet.refused_workers:
         yield Problem(
             Severity.CRITICAL,
@@ -182,15 +237,6 @@ def roles(reading: Reading) -> Iterator[Outcome]:
                 "start prefill workers, or let these have the role both",
             )
     yield from _not_served(reading)
-    awaited = reading.gauges.total("kvrouter_engines_awaited")
-    if awaited:
-        yield Problem(
-            Severity.WARNING,
-            "engines of the fleet file",
-            f"no worker yet for {counted(awaited, 'engine')}",
-            "they get no requests",
-            "GET /ready names each of them and why; start the engine, or correct its line in the fleet file",
-        )
 
 
 def _not_served(reading: Reading) -> Iterator[Outcome]:
@@ -208,6 +254,7 @@ def _not_served(reading: Reading) -> Iterator[Outcome]:
 
 CHECKS = (
     Check("refused-workers", "every worker that is announced can be routed to", refused),
+    Check("expected-engines", "every engine that was named has a worker", expected_engines),
     Check("answering", "every worker and its engine answer", answering),
     Check("circuits", "no worker and no pair is passed over", circuits),
     Check("capacity", "every worker says what it can hold", capacity),

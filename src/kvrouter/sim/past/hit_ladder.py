@@ -60,8 +60,8 @@ class CauseText(NamedTuple):
 
 
 _INDEX_REMEDY = (
-    "`kvrouter doctor`; kvrouter_feed_state, kvrouter_kv_events_missing, kvrouter_kv_events_skipped_total; "
-    "--kv-overlap-score-weight above 0 and --kv-events"
+    "kv-events, feeds and predictions of `kvrouter doctor` say whether KV events are on, arrive and are "
+    "right; kvrouter_feed_state, kvrouter_kv_events_missing, kvrouter_kv_events_skipped_total"
 )
 
 CAUSES: Mapping[Cause, CauseText] = {

@@ -1,15 +1,7 @@
 """The shape of a call: features that an engine may convert to a prompt differently from the router."""
 
-from collections.abc import Mapping
-
-from kvrouter.core.requests import CallRoute
 from kvrouter.text.prompts.fields import MESSAGES_MAX, PromptFields
 
-_ROUTES: Mapping[CallRoute, str] = {
-    CallRoute.CHAT: "chat",
-    CallRoute.RESPONSES: "responses",
-    CallRoute.MESSAGES: "messages",
-}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OF_TYPES = {
     "function_call": "assistant",
@@ -21,13 +13,23 @@ _OF_TYPES = {
 
 
 def shape_of(fields: PromptFields) -> str:
-    """Return route, roles and whether there are tools, such as ``chat developer+user tools``."""
+    """Return route, roles and further features, such as ``chat developer+user tools kwargs``: ``tools``;
+    ``kwargs`` for names of the template; ``reasoning`` for an effort or a budget of thinking; ``documents``;
+    ``continued`` for an answer that continues the last message, or begins without a generation prompt.
+    """
     items = fields.messages if fields.messages is not None else fields.input
     found = {_role_of(item) for item in items[:MESSAGES_MAX]} if isinstance(items, list) else {"user"}
     if fields.instructions or fields.system:
         found.add("system")
     roles = "+".join(role for role in (*_ROLES, "other") if role in found) or "nobody"
-    return f"{_ROUTES[fields.route]} {roles}{' tools' if fields.tools else ''}"
+    features = {
+        "tools": bool(fields.tools),
+        "kwargs": bool(fields.chat_template_kwargs),
+        "reasoning": bool(fields.reasoning_effort or fields.reasoning or fields.thinking),
+        "documents": bool(fields.documents),
+        "continued": bool(fields.continue_final_message) or fields.add_generation_prompt is False,
+    }
+    return " ".join([str(fields.route.generates), roles, *(name for name, has in features.items() if has)])
 
 
 def _role_of(item: object) -> str:
