@@ -1,4 +1,4 @@
-"""Ten healthy and twelve broken fleets with a live router, and what ``kvrouter doctor`` must find in each.
+"""Healthy and broken fleets with a live router, and what ``kvrouter doctor`` must find in each.
 
 ``python -m tests.testing.doctor_fleets`` prints the table of verdicts.
 """
@@ -27,7 +27,7 @@ from tests.testing.constants import SetConstants
 from tests.testing.doctor import UNTIMED, run_doctor, send_chats, url_of
 from tests.testing.frontend_harness import FrontendHarness, running_frontend, text_answer
 from tests.testing.mock_fleet import fleet_file, uniform_fleet, zoned_fleet
-from tests.testing.mock_server import MockServer, mock_server
+from tests.testing.mock_server import MockServer, mock_server, words
 from tests.testing.processes import eventually
 from tests.testing.router_harness import MODEL, card
 from tests.testing.scripted_engine import ScriptedEngine, scripted_engine
@@ -104,6 +104,14 @@ async def two_zones(_: SetConstants) -> Report:
 
 async def a_pair(_: SetConstants) -> Report:
     return await _mocks(PAIR)
+
+
+async def prompts_of_whole_blocks(_: SetConstants) -> Report:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
+        for _n in range(60):
+            body = {"model": MODEL, "prompt": words(n=48), "max_tokens": 1}
+            assert (await here.http.post("/v1/completions", json=body)).status_code == 200
+        return await run_doctor(here)
 
 
 async def idle(_: SetConstants) -> Report:
@@ -294,6 +302,7 @@ HEALTHY = (
     DoctorFleet("two equal workers", two_equal_workers),
     DoctorFleet("prefill and decode in two zones", two_zones),
     DoctorFleet("one prefill and one decode worker", a_pair),
+    DoctorFleet("whole prompts cached, of three blocks", prompts_of_whole_blocks),
     DoctorFleet("idle, no request yet", idle),
     DoctorFleet("cached tokens told on one of two routes", cached_tokens_on_some_routes),
     DoctorFleet("--no-kv-events on purpose", events_off_on_purpose),
