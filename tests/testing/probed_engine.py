@@ -12,7 +12,7 @@ from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import REFUSED_PROBES, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EngineState, WatchedEngine
-from kvrouter.engines.vllm.attach import VllmClient
+from kvrouter.engines.vllm.attach import VllmClient, ask_start
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import RankInfo, VllmInfo
 from tests.testing.engine_recorder import EventRecorder
@@ -70,14 +70,16 @@ async def probed_engine(
     started: float | None = STARTED_S,
     ways: Any = None,
     refused_probes: int = REFUSED_PROBES,
+    url: str | None = None,
 ) -> AsyncIterator[ProbedEngine]:
-    server = EngineServer(scripted.url)
+    server = EngineServer(url or scripted.url)
     await server.open()
     engine = ServedEngine(
         server,
         ways or vllm_client(),
         ZmqEvents(events_at or {}, decode, 32),
         started=started,
+        ask_start=ask_start if ways is None else None,
         look_each_s=0.005,
         refused_probes=refused_probes,
     )

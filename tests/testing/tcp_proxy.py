@@ -10,6 +10,7 @@
 """
 
 import asyncio
+from collections import deque
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +30,7 @@ class TcpProxy:
         self.delay_s = delay_s
         self.port = 0
         self.n_accepted = 0
-        self._target = (host, target_port)
+        self._targets = deque([(host, target_port)])
         self._listen_host = listen_host
         self._passes = asyncio.Event()
         self._passes.set()
@@ -43,6 +44,11 @@ class TcpProxy:
         """Listen on ``port``; 0: any."""
         self._listener = await asyncio.start_server(self._accept, self._listen_host, port)
         self.port = self._listener.sockets[0].getsockname()[1]
+
+    def take_turns(self, *ports: int) -> None:
+        """Lead each new connection to the next of these ports, as a service before several servers does."""
+        host, _ = self._targets[0]
+        self._targets = deque((host, port) for port in ports)
 
     @property
     def n_open(self) -> int:
@@ -82,7 +88,8 @@ class TcpProxy:
 
     def target(self) -> tuple[str, int]:
         """Where the next connection is led. Raises OSError when it is led nowhere."""
-        return self._target
+        self._targets.rotate(-1)
+        return self._targets[-1]
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -284,6 +284,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     context_length: int | None = None
     engine_silent: bool = False
+    several_engines: bool = False
     circuit: str = "closed"
     address: str = ""
     endpoint: str = ""

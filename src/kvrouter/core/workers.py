@@ -92,6 +92,9 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         return {domain: value for domain, value in trimmed if domain and value}
 
 
+SEVERAL_ENGINES = "is an address before several engines: give kvrouter each engine's own URL"
+"""What is wrong with a URL at which several engines answer, and what to do."""
+
 BLOCK_SIZE_UNKNOWN = 16
 """The assumed block size, in tokens, when an engine does not report its own."""
 
@@ -121,7 +124,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``engine`` names the engine, as ``vllm 0.32.0`` or ``mock``; ``pod`` is the worker's Kubernetes pod, and
     ``node`` that pod's node, else its host. ``engine_url`` is the HTTP address of the engine, and ``version``
     the worker's version of kvrouter. All five are empty when unknown. ``engine_silent``: the engine does not
-    answer the worker, or was replaced. ``draining``: the worker is about to leave.
+    answer the worker, or was replaced. ``several_engines``: ``engine_url`` is an address behind which several
+    engines answer. ``draining``: the worker is about to leave.
     """
 
     worker_id: WorkerId
@@ -154,6 +158,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ends_after_transfer: bool = False
     engine_url: str = ""
     version: str = ""
+    several_engines: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
     @property

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
-from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.ids import Slot, WorkerId, WorkerRank
 from kvrouter.core.taints import worker_taints
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.core.workers import SEVERAL_ENGINES, Role, WorkerCard
 from kvrouter.frontend.cordon_routes import cordoned
 from kvrouter.frontend.decision_state import policy_state
 from kvrouter.frontend.engine_tokens import PromptTokenizer
@@ -148,6 +149,37 @@ def no_expected_engines() -> Sequence[api.ExpectedEngine]:
     return ()
 
 
+def read_expected(service: RouterService, expected: ExpectedEngines) -> list[api.ExpectedEngine]:
+    """Return the expected engines; those whose URL is an address before several engines have that as their
+    reason, also where workers come from discovery.
+    """
+    shared = {
+        card.worker_id: card for model in service.models() for card in model.fleet if card.several_engines
+    }
+    engines = []
+    for engine in expected():
+        card = None if engine.worker_id is None else shared.pop(WorkerId(engine.worker_id), None)
+        is_joined = engine.state == api.ExpectedState.JOINED
+        engines.append(replace(engine, reason=_shared_address(card)) if card and is_joined else engine)
+    return engines + [
+        api.ExpectedEngine(
+            engine_url=card.engine_url or None,
+            worker_id=card.worker_id,
+            kind=card.engine.partition(" ")[0] or None,
+            role=card.role,
+            model=card.model,
+            pod=card.pod or None,
+            state=api.ExpectedState.JOINED,
+            reason=_shared_address(card),
+        )
+        for card in shared.values()
+    ]
+
+
+def _shared_address(card: WorkerCard) -> str:
+    return f"{card.engine_url} {SEVERAL_ENGINES}"
+
+
 def fleet_state(
     service: RouterService,
     tokenizer: PromptTokenizer | None = None,
@@ -181,7 +213,7 @@ def fleet_state(
         models=models,
         workers=workers,
         refused_workers=[_refused_state(refused) for refused in service.refused()],
-        expected_engines=expected(),
+        expected_engines=read_expected(service, expected),
     )
 
 
@@ -363,6 +395,7 @@ def _worker_state(
         block_size=card.block_size,
         context_length=card.context_length,
         engine_silent=card.engine_silent,
+        several_engines=card.several_engines,
         circuit=worker.circuit,
         address=card.address,
         endpoint=f"{card.namespace}.{card.component}.{card.endpoint}",

@@ -67,6 +67,7 @@ class Gauges:
         self._set(telemetry.worker_draining, float(card.draining), worker_id)
         self._set(telemetry.worker_cordoned, float(bool(worker.cordons)), worker_id)
         self._set(telemetry.worker_engine_silent, float(card.engine_silent), worker_id)
+        self._set(telemetry.worker_several_engines, float(card.several_engines), worker_id)
         for state in CircuitState:
             self._set(telemetry.worker_circuit, float(worker.circuit is state), worker_id, state.value)
         for rank in worker.ranks:

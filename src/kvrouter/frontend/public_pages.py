@@ -21,7 +21,7 @@ from kvrouter.api.paths import ACCEPTING, METRICS, MODELS
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines
+from kvrouter.frontend.fleet_state import ExpectedEngines, no_expected_engines, read_expected
 from kvrouter.frontend.page_route import GET, POST, Page, PageRequest, PublicRoute, Route, json_page
 from kvrouter.frontend.prepare import NamedModel, RequestPreparer
 from kvrouter.kernel.routing.interface import RouteRequest
@@ -161,7 +161,7 @@ class Pages:
         """
         self._refuse_draining()
         self._refuse_too_few()
-        problems = [engine for engine in self._expected() if engine.has_problem]
+        problems = [engine for engine in read_expected(self._service, self._expected) if engine.has_problem]
         awaited = [str(engine) for engine in problems if engine.state != ExpectedState.JOINED]
         reasons = self._why_not_ready()
         if reasons is None:

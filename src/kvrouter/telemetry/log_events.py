@@ -254,6 +254,13 @@ class Event(StrEnum):
         "The engine of this worker does not answer: the worker takes no new requests.",
     )
     ENGINE_ANSWERS = "engine_answers", INFO, "The engine of this worker answers again."
+    SEVERAL_ENGINES = (
+        "several_engines",
+        WARNING,
+        "The engine's URL is an address before several engines, such as a Kubernetes Service: what each has "
+        "cached is not known, and its worker is picked by load. Give kvrouter each engine's own URL.",
+    )
+    ONE_ENGINE = "one_engine", INFO, "One engine alone answers again at the URL of this worker's engine."
     ENGINE_POD_FOUND = (
         "engine_pod_found",
         INFO,

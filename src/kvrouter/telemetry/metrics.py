@@ -507,6 +507,11 @@ class Telemetry(MetricsPage):
         "1 for a worker whose engine does not answer it: it takes no new requests until it does.",
         "worker",
     )
+    worker_several_engines = gauge(
+        "kvrouter_worker_several_engines",
+        "1 for a worker whose engine's URL is an address before several engines: give each engine's own URL.",
+        "worker",
+    )
     worker_blocks = gauge(
         "kvrouter_worker_blocks",
         "KV blocks by a rank's own latest load report: active, and in total.",

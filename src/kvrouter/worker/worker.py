@@ -265,6 +265,7 @@ class Worker:
                 engine_silent=not state.answers,
                 cache_is_partial=not state.knows_cache,
                 lookahead_tokens=state.lookahead_tokens,
+                several_engines=state.several_engines,
             )
             if card != self.card:
                 self.card = card
@@ -298,7 +299,10 @@ class Worker:
         if state.answers is not before.answers:
             event = Event.ENGINE_ANSWERS if state.answers else Event.ENGINE_SILENT
             log_event(_log, event, worker=worker, reason=state.why)
-        if before.knows_cache and not state.knows_cache:
+        if state.several_engines is not before.several_engines:
+            event = Event.SEVERAL_ENGINES if state.several_engines else Event.ONE_ENGINE
+            log_event(_log, event, worker=worker, reason=state.why)
+        elif before.knows_cache and not state.knows_cache:
             log_event(_log, Event.CACHE_PARTIAL, worker=worker, reason=state.why)
         self._engine_changed.set()
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -28,11 +29,13 @@ from tests.testing.processes import Metrics, eventually
 from tests.testing.scripted_engine import (
     JSON,
     SGLANG_PAGES,
+    VLLM_PAGES,
     ScriptedAnswer,
     ScriptedEngine,
     page,
     scripted_engine,
 )
+from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
 CONNECTION_REFUSED = "connection refused"
@@ -63,8 +66,8 @@ class Up:
         answer = await self.http.get("/ready")
         return answer.status_code, answer.text
 
-    async def engines_awaited(self) -> float:
-        return Metrics((await self.http.get("/metrics")).text).total("engines_awaited")
+    async def metric(self, name: str) -> float:
+        return Metrics((await self.http.get("/metrics")).text).total(name)
 
     async def expected(self) -> list[dict[str, object]]:
         answer = (await self.http.get("/v1/fleet")).json()
@@ -368,13 +371,13 @@ async def test_engine_that_is_not_up_is_awaited_and_delays_no_other() -> None:
         assert (problem["kind"], problem["model"], problem["state"]) == ("vllm", "tiny", "awaited")
         assert CONNECTION_REFUSED in problem["reason"]
         assert await here.expected() == [problem]
-        assert await here.engines_awaited() == 1
+        assert await here.metric("engines_awaited") == 1
         assert (await here.http.post("/v1/completions", json={**CALL, "model": "mock"})).status_code == 200
         await late.start()
         try:
             await here.until_joined(2)
             assert await here.ready() == (200, '{"status":"ready"}')
-            assert await here.engines_awaited() == 0
+            assert await here.metric("engines_awaited") == 0
         finally:
             await late.stop()
 
@@ -435,6 +438,49 @@ async def test_engine_that_restarts_changed_gets_a_new_incarnation() -> None:
         assert now is not None
         assert (now.context_length, now.incarnation == before.incarnation) == (4096, False)
         await here.until_ready()
+
+
+@pytest.mark.parametrize(
+    ("line", "pages", "path", "start", "other_start"),
+    [
+        (VLLM, VLLM_PAGES, "/metrics", "1.79528047303e+09", "1.79528047999e+09"),
+        (SGLANG, SGLANG_PAGES, "/server_info", '"load_weight": 0.03', '"load_weight": 0.04'),
+    ],
+    ids=["vllm", "sglang"],
+)
+async def test_url_before_several_engines_is_named_in_log_ready_fleet_and_metrics(
+    line: str,
+    pages: Mapping[str, str],
+    path: str,
+    start: str,
+    other_start: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        scripted_engine(pages) as one,
+        scripted_engine(pages) as other,
+        TcpProxy("127.0.0.1", 0) as service,
+    ):
+        other.replace(path, start, other_start)
+        service.take_turns(*(urlsplit(engine.url).port or 0 for engine in (one, other)))
+        url = f"http://127.0.0.1:{service.port}"
+        async with up(file_of(line.format(url=url))) as here:
+            assert await here.metric("worker_several_engines") == 0
+            await until(lambda: here.workers[WorkerId(1)].card.several_engines)
+            why = f"{url} is an address before several engines: give kvrouter each engine's own URL"
+
+            async def is_shown() -> bool:
+                return '"several_engines":true' in (await here.http.get("/v1/fleet")).text
+
+            await eventually(is_shown)
+            status, text = await here.ready()
+            (problem,) = json.loads(text)["engine_problems"]
+            assert (status, problem["state"], problem["reason"]) == (200, "joined", why)
+            assert "awaited" not in json.loads(text)
+            assert await here.metric("worker_several_engines") == 1
+            assert await here.metric("engines_awaited") == 0
+            (logged,) = [each for each in caplog.records if event_of(each) == "several_engines"]
+            assert vars(logged)["kvrouter_fields"] == {"worker": "1", "reason": why}
 
 
 async def test_unknown_place_ends_the_start(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ OF_TRANSFERS = {
 OF_ENGINE_EVENTS = {"kvrouter_kv_events_skipped_total"}
 """Asserted where an engine's events are not passed on."""
 
-OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
-"""Asserted where an engine of a fleet file is not up yet."""
+OF_ENGINES_TO_COME = {"kvrouter_engines_awaited", "kvrouter_worker_several_engines"}
+"""Asserted where an engine of a fleet file is not up yet, and where its URL leads to several."""
 
 OF_ADMIN_CALLS = {"kvrouter_admin_errors_total"}
 """Asserted where every error is counted."""

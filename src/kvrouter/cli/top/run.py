@@ -175,6 +175,7 @@ def _state(worker: Worker) -> tuple[str, str]:
         (not worker.alive, "silent"),
         (worker.engine_silent, "engine silent"),
         (worker.draining, "draining"),
+        (worker.several_engines, "several engines"),
         (worker.cordons, "cordoned: " + ", ".join(each.place for each in worker.cordons)),
         (worker.circuit != "closed", f"circuit {worker.circuit}"),
     ):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
@@ -10,9 +10,10 @@ from weakref import WeakSet
 from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.events import Cleared, KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, Leg
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import SEVERAL_ENGINES, LoadReport
 from kvrouter.engines.kv_events.engine_events import Decode, EngineTraits
 from kvrouter.engines.kv_events.listener import (
     EngineEventSource,
@@ -22,6 +23,7 @@ from kvrouter.engines.kv_events.listener import (
     OnChange,
 )
 from kvrouter.engines.openai.answer_events import ReadEvent, read_event
+from kvrouter.engines.openai.engine_starts import EngineStarts
 from kvrouter.engines.openai.fetching import KV_FAILURES, READ_WITHIN_S, FetchingStream
 from kvrouter.engines.openai.server import (
     JSON_TYPE,
@@ -49,6 +51,13 @@ that is after 2 s. vLLM closes its port only when its engine has ended, also whe
 REFUSED_PROBES_DRAINING = 31
 """The limit for engines that close their port first and then end their running answers: 30 s, the grace
 period of a Kubernetes pod."""
+
+
+CHECKS_AT_FIRST = 8
+"""How many of the first probes are followed by a check whether several engines answer at the URL."""
+
+CHECK_EACH_PROBES = 10
+"""After how many further probes each check follows."""
 
 
 def _read_as_openai() -> ReadEvent:
@@ -81,6 +90,12 @@ class Probe:
 
     loads: tuple[LoadReport, ...]
     started: object = None
+
+
+AskStart = Callable[[EngineServer], Awaitable[object]]
+"""Asks over a new connection which start of an engine answers; None where it does not tell. Raises an error
+of the core tree.
+"""
 
 
 async def _at_once(answer: bytes) -> bytes:
@@ -129,6 +144,7 @@ class ServedEngine:
         event_source: EngineEventSource,
         *,
         started: object = None,
+        ask_start: AskStart | None = None,
         look_each_s: float = PROBE_EACH_S,
         refused_probes: int = REFUSED_PROBES_DRAINING,
     ) -> None:
@@ -139,7 +155,11 @@ class ServedEngine:
         self._listeners: Sequence[EventListener] = ()
         self._on_state: StateSink = lambda _: None
         self._probing: asyncio.Task[None] | None = None
-        self._started = started
+        self._starts = EngineStarts(started)
+        self._ask_start = ask_start
+        self._n_probes = 0
+        self._on_events: EventsSink = lambda *_: None
+        self._ranks_heard: set[DpRank] = set()
         self._failed_probes = 0
         self._refused_probes_max = refused_probes
         self._refused_probes = 0
@@ -153,10 +173,18 @@ class ServedEngine:
 
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
         """Listen to the ranks, and probe the engine periodically."""
-        self._listeners = self._event_source.listeners(on_events, self._notify)
+        self._on_events = on_events
+        self._listen()
+        self._probing = asyncio.create_task(self._probe_periodically(on_load))
+
+    def _listen(self) -> None:
+        self._listeners = self._event_source.listeners(self._heard, self._notify)
         for listener in self._listeners:
             listener.start()
-        self._probing = asyncio.create_task(self._probe_periodically(on_load))
+
+    def _heard(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+        self._ranks_heard.add(dp_rank)
+        self._on_events(dp_rank, events)
 
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Send a leg to the engine; its refusal is raised by the read.
@@ -192,13 +220,16 @@ class ServedEngine:
 
     async def stop(self) -> None:
         """Leave the engine alone; open answers break. Idempotent."""
-        for listener in self._listeners:
-            listener.stop()
-        self._listeners = ()
+        self._stop_listening()
         if self._probing is not None:
             self._probing.cancel()
             self._probing = None
         await self._server.close()
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            listener.stop()
+        self._listeners = ()
 
     async def _probe_periodically(self, on_load: LoadSink) -> None:
         while True:
@@ -212,16 +243,63 @@ class ServedEngine:
                 self._note_refused(is_refused=isinstance(error, EngineRefuses))
                 self._probe_failed(error.message)
             except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and probing goes on
-                asyncio.get_running_loop().call_exception_handler(
-                    {"message": f"{self._server.url}: a look at the engine failed", "exception": error}
-                )
+                self._report_mistake(error)
                 self._probe_failed(f"{type(error).__name__}: {error}")
             else:
                 self._note_refused(is_refused=False)
                 self._probe_answered(probe)
                 for report in probe.loads:
-                    on_load(replace(report, kv_events_skipped=self._skipped(report.rank.dp_rank)))
+                    on_load(self._completed(report))
+                await self._check_address()
             await asyncio.sleep(self._look_each_s)
+
+    def _completed(self, report: LoadReport) -> LoadReport:
+        """Return a report with the skipped events; the sums of several engines in turn are no sums."""
+        carried = None if self._starts.is_several else report.kv_transfers
+        skipped = self._skipped(report.rank.dp_rank)
+        return replace(report, kv_events_skipped=skipped, kv_transfers=carried)
+
+    async def _check_address(self) -> None:
+        """Ask on a new connection which start answers, after the first probes and now and then: probes use a
+        kept connection, which an address of several engines leads to one of them.
+        """
+        self._n_probes += 1
+        is_due = self._n_probes <= CHECKS_AT_FIRST or self._n_probes % CHECK_EACH_PROBES == 0
+        if self._ask_start is None or not is_due:
+            return
+        try:
+            async with asyncio.timeout(PROBE_LIMIT_S):
+                started = await self._ask_start(self._server)
+        except (KvrouterError, TimeoutError):
+            return  # whether it answers is for the probes to say
+        except Exception as error:  # noqa: BLE001 - as of a probe
+            self._report_mistake(error)
+            return
+        self._note_start(started, is_check=True)
+
+    def _report_mistake(self, error: Exception) -> None:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": f"{self._server.url}: a look at the engine failed", "exception": error}
+        )
+
+    def _note_start(self, started: object, *, is_check: bool = False) -> bool:
+        """Notify of a restart, and of the first and last sign of several engines; return whether there was
+        one. Of several engines only one publishes its KV events to this process, so no cache is known.
+        """
+        was_several = self._starts.is_several
+        if not self._starts.note(started, is_check=is_check):
+            return False
+        if self._starts.is_several is was_several:
+            self._notify("the engine restarted")
+        elif was_several:
+            self._listen()
+            self._notify(f"{self._server.url} is the address of one engine again")
+        else:
+            self._stop_listening()
+            for dp_rank in sorted(self._ranks_heard):
+                self._on_events(dp_rank, (Cleared(),))
+            self._notify(f"{self._server.url} {SEVERAL_ENGINES}")
+        return True
 
     def _skipped(self, dp_rank: DpRank) -> Mapping[str, int]:
         skipped = Counter[str]()
@@ -253,10 +331,7 @@ class ServedEngine:
     def _probe_answered(self, probe: Probe) -> None:
         was_silent = self._is_silent
         self._failed_probes = 0
-        if probe.started is not None and probe.started != self._started:
-            self._started = probe.started
-            self._notify("the engine restarted")
-        elif was_silent:
+        if not self._note_start(probe.started) and was_silent:
             self._notify("the engine answers again")
 
     @property
@@ -267,7 +342,10 @@ class ServedEngine:
         self._on_state(
             EngineState(
                 answers=not self._is_silent,
-                knows_cache=not any(listener.is_partial for listener in self._listeners),
+                knows_cache=not (
+                    self._starts.is_several or any(listener.is_partial for listener in self._listeners)
+                ),
+                several_engines=self._starts.is_several,
                 lookahead_tokens=max((each.lookahead_tokens for each in self._listeners), default=0),
                 why=why,
             )

@@ -107,15 +107,17 @@ class EngineServer:
             await self._fresh.close()
             self._fresh = None
 
-    async def look(self, path: str) -> bytes | None:
+    async def look(self, path: str, *, on_new_connection: bool = False) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
         Raises WorkerUnreachable when it does not answer, EngineRefuses when it refuses the connection,
         PageFailed when it answers with an error, or too late, KeyRefused for one about its key.
         """
-        return await self._looked(path, _page)
+        return await self._looked(path, _page, on_new_connection=on_new_connection)
 
-    async def metrics(self, names: Iterable[str], path: str = "/metrics") -> bytes | None:
+    async def metrics(
+        self, names: Iterable[str], path: str = "/metrics", *, on_new_connection: bool = False
+    ) -> bytes | None:
         """Return the lines of the engine's metrics page that begin with ``names``, up to the limit of the
         page; None without a page. Raises as :meth:`look` does.
         """
@@ -130,14 +132,19 @@ class EngineServer:
             self.has_long_metrics = lines.is_full
             return lines.page()
 
-        return await self._looked(path, lines_of)
+        return await self._looked(path, lines_of, on_new_connection=on_new_connection)
 
     async def _looked(
-        self, path: str, read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
+        self,
+        path: str,
+        read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]],
+        *,
+        on_new_connection: bool,
     ) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
-            async with await self._request("GET", path, limits=limit) as answer:
+            ask = self._request_on_new_connection if on_new_connection else self._request
+            async with await ask("GET", path, limits=limit) as answer:
                 if answer.status in (404, 405):
                     return None
                 if answer.status == 200:
@@ -215,8 +222,15 @@ class EngineServer:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
             if not connection.is_reused or self._session is None:
                 raise
+        return await self._request_on_new_connection(method, path, **options)
+
+    async def _request_on_new_connection(
+        self, method: str, path: str, **options: Any
+    ) -> aiohttp.ClientResponse:
+        if self._session is None:
+            raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         self._fresh = self._fresh or self._new_client(force_close=True)
-        return await self._fresh.request(method, url, connection=connection, **options)
+        return await self._fresh.request(method, f"{self.url}{path}", connection=Connection(), **options)
 
 
 JSON_TYPE = b"application/json"

@@ -6,8 +6,12 @@ by each token and the next one publishes pairs; the ids of images are already in
 
 from urllib.parse import urlsplit
 
+from msgspec import Struct
+from msgspec.json import Decoder
+
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.json import decoded
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, Role
 from kvrouter.engines.attach import (
@@ -101,6 +105,20 @@ _SHAPES: EventShapes = {
 }
 
 
+async def ask_start(server: EngineServer) -> str | None:
+    """An :data:`~kvrouter.engines.openai.engine.AskStart`: how long this start took in its parts."""
+    page = await server.look("/server_info", on_new_connection=True)
+    found = None if page is None else decoded(_server_info, page, f"{server.url}/server_info").startup_time
+    return None if found is None else str(found)
+
+
+class _ServerInfo(Struct, frozen=True):
+    startup_time: object = None
+
+
+_server_info = Decoder(_ServerInfo)
+
+
 async def attach(spec: AttachSpec) -> Attached:
     """An :data:`~kvrouter.engines.attach.AttachEngine`."""
     return await attach_server(spec, _attach)
@@ -135,6 +153,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             SglangClient(spec.worker_id, info),
             ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
             started=info.started,
+            ask_start=ask_start,
         ),
         version=f"sglang {info.version}".rstrip(),
         model=model,

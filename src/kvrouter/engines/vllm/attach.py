@@ -1,5 +1,7 @@
 """Attaches a vLLM server: its HTTP client and its KV events."""
 
+from collections import deque
+
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, Role
@@ -14,7 +16,8 @@ from kvrouter.engines.attach import (
     least_known,
 )
 from kvrouter.engines.openai.engine import REFUSED_PROBES, EngineCall, Probe, ServedEngine, ZmqEvents
-from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES
+from kvrouter.engines.openai.engine_starts import STARTS_KEPT
+from kvrouter.engines.openai.metrics import PAGE_LINES_MAX, PAGE_MAX_BYTES, read_metrics
 from kvrouter.engines.openai.pages import EnginePages, check_serves
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.vllm.calls import ToolsLeftOut, call_of
@@ -40,7 +43,10 @@ class VllmClient:
         self._worker_id = worker_id
         self._info = info
         self._model = model
-        self._started_s = info.started_s
+        known = () if info.started_s is None else (info.started_s,)
+        self._known_starts = deque(known, maxlen=STARTS_KEPT)
+        """The starts whose values are those of the worker's card."""
+
         self._tools_left_out = ToolsLeftOut()
 
     def call_of(self, request: EngineRequest) -> EngineCall:
@@ -61,12 +67,19 @@ class VllmClient:
             await check_serves(server, self._model, owner="vllm")
             return Probe(())
         started_s = started_of(samples)
-        if started_s is not None and self._started_s not in (None, started_s):
-            now = await ask_info(server, model=self._model, dp_size=len(self._info.ranks))
-            check_identity(server.url, now.identity, self._info.identity)
-            self._info, self._tools_left_out = now, ToolsLeftOut()
-        self._started_s = started_s or self._started_s
+        if started_s is not None and started_s not in self._known_starts:
+            if self._known_starts:
+                now = await ask_info(server, model=self._model, dp_size=len(self._info.ranks))
+                check_identity(server.url, now.identity, self._info.identity)
+                self._info, self._tools_left_out = now, ToolsLeftOut()
+            self._known_starts.append(started_s)
         return Probe(tuple(load_reports(samples, self._info.ranks, self._worker_id)), started_s)
+
+
+async def ask_start(server: EngineServer) -> float | None:
+    """An :data:`~kvrouter.engines.openai.engine.AskStart`: when the process began whose page this is."""
+    page = await server.metrics((STARTED_METRIC,), on_new_connection=True)
+    return None if page is None else started_of(read_metrics(page, (STARTED_METRIC,)))
 
 
 async def attach(spec: AttachSpec) -> Attached:
@@ -102,6 +115,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
             VllmClient(spec.worker_id, info, model=model),
             ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
             started=info.started_s,
+            ask_start=ask_start,
             refused_probes=REFUSED_PROBES,
         ),
         version=f"vllm {info.version}".rstrip(),
