@@ -18,6 +18,7 @@ from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
+from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.kernel.placement.speeds import Expected
 from kvrouter.router import event_ingest
 from kvrouter.router.event_cache_view import EventCacheView
@@ -282,7 +283,8 @@ async def caching_off(_: SetConstants) -> Report:
 async def circuit_open(_: SetConstants) -> Report:
     async with running_frontend(card(1), card(2), script=SERVED, config=OPEN_LONG) as here:
         here.plane.unreachable.add(address_of(1))
-        await served(here, n=8)
+        while here.harness.circuit_state(WorkerId(1)) is not CircuitState.OPEN:
+            await served(here)
         return await run_doctor(here)
 
 
