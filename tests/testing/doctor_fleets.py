@@ -33,6 +33,7 @@ from tests.testing.processes import eventually
 from tests.testing.router_harness import MODEL, card
 from tests.testing.scripted_engine import ScriptedEngine, scripted_engine
 from tests.testing.scripted_transport import ScriptedStream, address_of
+from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
 Examined = Callable[[SetConstants], Awaitable[Report]]
@@ -203,10 +204,12 @@ async def events_do_not_arrive(set_constants: SetConstants) -> Report:
 
 
 @asynccontextmanager
-async def two_engines(one: ScriptedEngine, two: ScriptedEngine) -> AsyncIterator[MockServer]:
-    """The router before two vLLM servers of a fleet file, which make the router's tokens."""
+async def two_engines(one: ScriptedEngine, two: ScriptedEngine, *urls: str) -> AsyncIterator[MockServer]:
+    """The router before two vLLM servers of a fleet file, which make the router's tokens; ``urls`` are those
+    of the file, instead of their own.
+    """
     line = "  - {{name: w{}, engine: {{kind: vllm, url: '{}', kv_events: false}}}}\n"
-    lines = "".join(line.format(n, engine.url) for n, engine in enumerate((one, two)))
+    lines = "".join(line.format(n, url) for n, url in enumerate(urls or (one.url, two.url)))
     text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{lines}"
     async with mock_server(fleet_file(text), router=EVENTS_OFF) as here:
         found = {}
@@ -256,6 +259,20 @@ async def engine_awaited(_: SetConstants) -> Report:
     async with scripted_engine() as one, scripted_engine() as two:
         await two.stop()
         async with two_engines(one, two) as here:
+            return await run_doctor(here)
+
+
+async def address_before_two(_: SetConstants) -> Report:
+    proxy = TcpProxy("127.0.0.1", 0)
+    async with scripted_engine() as one, scripted_engine() as two, proxy as service:
+        two.replace("/metrics", "1.79528047303e+09", "1.79528047999e+09")
+        service.take_turns(*(int(engine.url.rpartition(":")[2]) for engine in (one, two)))
+        async with two_engines(one, two, f"http://127.0.0.1:{service.port}") as here:
+
+            async def is_known() -> bool:
+                return '"several_engines":true' in (await here.http.get("/v1/fleet")).text
+
+            await eventually(is_known)
             return await run_doctor(here)
 
 
@@ -320,6 +337,7 @@ BROKEN = (
     DoctorFleet("an engine that is down", engine_down, "answering", "worker 2 "),
     DoctorFleet("an engine that is refused", engine_refused, "expected-engines", "is refused"),
     DoctorFleet("an engine that does not start", engine_awaited, "expected-engines", "no worker yet"),
+    DoctorFleet("an address before two engines", address_before_two, "expected-engines", "several engines"),
     DoctorFleet("a zone without decode workers", impossible_pair, "zones", "zone=a"),
     DoctorFleet("one slow worker of four equal", one_slow_of_four, "slow-ranks", "worker 3 "),
     DoctorFleet("prefix caching off in the engine", caching_off, "kv-events", "worker 1 "),
