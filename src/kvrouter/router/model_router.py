@@ -418,7 +418,7 @@ class ModelRouter:
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
         """Compare the engine's cached tokens with the prediction; ``prompt_tokens`` is its own count."""
         pick = prefilling(placement.decision)
-        predicted_tokens = pick.overlap_blocks * placement.block_size
+        predicted_tokens = expected_tokens(placement) or 0
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
         self.instrumentation.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
