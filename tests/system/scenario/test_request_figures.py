@@ -108,5 +108,6 @@ async def test_the_expected_cache_is_that_of_the_worker_that_prefills() -> None:
             await house.kill(row.decode.worker_id)  # the next decode worker has nothing of the prompt
         await house.until_quiet()
         metrics = await house.metrics()
+    assert row.decode is not None
     assert row.decode.overlap_blocks == 0
     assert row.expected_cached_tokens == row.cached_tokens == metrics.value("overlap_tokens_total") > 0
