@@ -69,7 +69,8 @@ def fleet_init(engines: EngineUrls, template: FleetTemplate, file: Path, *, forc
     from kvrouter.cli.fleet.check import summary_of  # noqa: PLC0415
     from kvrouter.cli.fleet.template import write_fleet  # noqa: PLC0415
 
-    written, answers = write_fleet(file, engines, template, os.environ, replace=force)
+    with working("asking the engines"):
+        written, answers = write_fleet(file, engines, template, os.environ, replace=force)
     for line in (line for answer in answers for line in answer.lines):
         echo(f"kvrouter: {line}", err=True)
     echo(
