@@ -113,7 +113,7 @@ def try_wheel(wheel: Path, python: str, *, sbom: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "venv"
         run([python, "-m", "venv", str(home)], ROOT)
-        pip = [str(home / "bin" / "pip"), "install", "--quiet", "--only-binary", ":all:", str(wheel)]
+        pip = [str(home / "bin" / "pip"), "install", "--quiet", str(wheel)]
         subprocess.run(pip, env=user_environ(), check=True)
         if sbom is not None:
             report = [tool("cyclonedx-py"), "environment", str(home / "bin" / "python")]

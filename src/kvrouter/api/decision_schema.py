@@ -159,6 +159,7 @@ class LastDecision(Struct, frozen=True, kw_only=True):
 
 
 class LastDecisions(Struct, frozen=True, kw_only=True):
-    """``GET /v1/decisions``: the last decision of each request, newest first."""
+    """``GET /v1/decisions``: the last decision of each request, newest first, of the ``kept`` requests."""
 
     decisions: Sequence[LastDecision]
+    kept: int = 0

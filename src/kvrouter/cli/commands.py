@@ -18,6 +18,11 @@ class LazyCommand(NamedTuple):
 
 
 LAZY: Mapping[str, LazyCommand] = {
+    "bench": LazyCommand(
+        "bench.flags",
+        "bench",
+        "Compare a running router with round-robin on its own engines, by the same conversations.",
+    ),
     "calibrate": LazyCommand(
         "calibrate.flags",
         "calibrate",

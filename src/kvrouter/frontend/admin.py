@@ -196,8 +196,9 @@ class AdminRoutes:
     async def latest_decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""
         limit = _limit_of(request.query.get("limit"))
-        latest = map(latest_of, self._service.decisions.latest(limit))
-        return json_page(LastDecisions(decisions=[*latest]))
+        decisions = self._service.decisions
+        latest = map(latest_of, decisions.latest(limit))
+        return json_page(LastDecisions(decisions=[*latest], kept=len(decisions)))
 
     def _fleet_of(self, model: str) -> Fleet | None:
         found = self._service.find(ModelName(model))

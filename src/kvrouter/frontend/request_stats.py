@@ -1,6 +1,7 @@
 """Request statistics: hit rates, times to the first token, tokens and errors of recent calls."""
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,22 +17,13 @@ MINUTE_S = 60.0
 WINDOW_S = 300.0
 """The windows of :class:`kvrouter.api.fleet_schema.RequestStats`."""
 
-UNKNOWN = -1
+UNKNOWN = -1.0
 NO_MODEL = ""
 """The model of calls without a served model; no statistics of its own."""
 
-_CALL = np.dtype(
-    [
-        ("ended_s", np.float64),
-        ("model", np.int32),
-        ("is_error", np.bool_),
-        ("ttft_s", np.float64),
-        ("prompt_tokens", np.int64),
-        ("completion_tokens", np.int64),
-        ("predicted_tokens", np.int64),
-        ("reported_tokens", np.int64),
-    ]
-)
+COLUMNS = 8
+ENDED, MODEL, ERROR, TTFT, PROMPT, COMPLETION, PREDICTED, REPORTED = range(COLUMNS)
+"""The columns of kept calls: seconds, a model's number, 0 or 1, seconds, and tokens; or :data:`UNKNOWN`."""
 
 
 class EndedCall(NamedTuple):
@@ -115,7 +107,7 @@ class RequestStatistics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began_s = clock()
-        self._calls = np.zeros(KEPT_MAX, _CALL)
+        self._cells = array("d", bytes(8 * COLUMNS * KEPT_MAX))
         self._n = 0
         self._models: dict[str, int] = {}
         self._totals: dict[str, _Totals] = {}
@@ -125,16 +117,18 @@ class RequestStatistics:
         """Add a call that ended; ``model`` is None without a served model."""
         name = model or NO_MODEL
         number = self._models.setdefault(name, len(self._models))
-        self._calls[self._n % KEPT_MAX] = (
+        at = self._n % KEPT_MAX * COLUMNS
+        row = (
             self._clock(),
             number,
             call.is_error,
-            np.nan if call.ttft_s is None else call.ttft_s,
+            UNKNOWN if call.ttft_s is None else call.ttft_s,
             call.prompt_tokens,
             call.completion_tokens,
             UNKNOWN if call.predicted_tokens is None else call.predicted_tokens,
             UNKNOWN if call.reported_tokens is None else call.reported_tokens,
         )
+        self._cells[at : at + COLUMNS] = array("d", row)
         self._n += 1
         self._total.add(call)
         totals = self._totals.get(name)
@@ -146,20 +140,19 @@ class RequestStatistics:
         """Return the statistics of this moment; takes as long as there are kept calls and models."""
         now_s = self._clock()
         began_s = self._began_s
-        kept = self._calls[: min(self._n, KEPT_MAX)]
+        kept = np.array(self._cells).reshape(-1, COLUMNS)[: min(self._n, KEPT_MAX)]
         if self._n > KEPT_MAX:
-            began_s = float(kept["ended_s"].min())
-        kept = kept[kept["ended_s"] > now_s - WINDOW_S]
-        kept = kept[np.argsort(kept["model"], kind="stable")]
-        ends = np.searchsorted(kept["model"], np.arange(len(self._models) + 1))
-        age_s = now_s - self._began_s
+            began_s = float(kept[:, ENDED].min())
+        kept = kept[kept[:, ENDED] > now_s - WINDOW_S]
+        kept = kept[np.argsort(kept[:, MODEL], kind="stable")]
+        ends = np.searchsorted(kept[:, MODEL], np.arange(len(self._models) + 1)).tolist()
+        minute_s, window_s = min(MINUTE_S, now_s - began_s), min(WINDOW_S, now_s - began_s)
 
         def stats(calls: np.ndarray, totals: _Totals) -> api.RequestStats:
-            lately = calls[calls["ended_s"] > now_s - MINUTE_S]
             return api.RequestStats(
-                last_minute=_served(lately, min(MINUTE_S, now_s - began_s)),
-                last_5_minutes=_served(calls, min(WINDOW_S, now_s - began_s)),
-                since_start=totals.reading(age_s),
+                last_minute=_served(calls[calls[:, ENDED] > now_s - MINUTE_S], minute_s),
+                last_5_minutes=_served(calls, window_s),
+                since_start=totals.reading(now_s - self._began_s),
             )
 
         by_model = {
@@ -171,34 +164,36 @@ class RequestStatistics:
 
 
 def _served(calls: np.ndarray, window_s: float) -> api.ServedRequests:
-    answered = calls[~np.isnan(calls["ttft_s"])]
-    p50_s, p99_s = _percentiles(answered["ttft_s"])
+    answered = calls[calls[:, TTFT] != UNKNOWN]
+    p50_s, p99_s = _percentiles(answered[:, TTFT])
     return api.ServedRequests(
         window_s=round(window_s, 3),
         requests=len(calls),
-        errors=int(calls["is_error"].sum()),
+        errors=int(calls[:, ERROR].sum()),
         first_tokens=len(answered),
-        prompt_tokens=int(answered["prompt_tokens"].sum()),
-        completion_tokens=int(calls["completion_tokens"].sum()),
+        prompt_tokens=int(answered[:, PROMPT].sum()),
+        completion_tokens=int(calls[:, COMPLETION].sum()),
         ttft_p50_s=p50_s,
         ttft_p99_s=p99_s,
-        predicted=_hits(answered, "predicted_tokens"),
-        reported=_hits(answered, "reported_tokens"),
+        predicted=_hits(answered, PREDICTED),
+        reported=_hits(answered, REPORTED),
     )
 
 
 def _percentiles(ttft_s: np.ndarray) -> tuple[float | None, float | None]:
     """Return the 50th and the 99th percentile by nearest rank: each is a time that was measured."""
-    if not len(ttft_s):
+    n = len(ttft_s)
+    if n == 0:
         return None, None
-    p50_s, p99_s = np.quantile(ttft_s, (0.5, 0.99), method="inverted_cdf")
+    ranked = np.sort(ttft_s)
+    p50_s, p99_s = ranked[(n + 1) // 2 - 1], ranked[-(-99 * n // 100) - 1]
     return round(float(p50_s), 6), round(float(p99_s), 6)
 
 
-def _hits(answered: np.ndarray, column: str) -> api.CacheHits:
-    known = answered[answered[column] != UNKNOWN]
+def _hits(answered: np.ndarray, column: int) -> api.CacheHits:
+    is_known = answered[:, column] != UNKNOWN
     return api.CacheHits(
-        requests=len(known),
-        prompt_tokens=int(known["prompt_tokens"].sum()),
-        cached_tokens=int(known[column].sum()),
+        requests=int(is_known.sum()),
+        prompt_tokens=int(answered[is_known, PROMPT].sum()),
+        cached_tokens=int(answered[is_known, column].sum()),
     )

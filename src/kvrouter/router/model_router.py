@@ -91,6 +91,10 @@ class DecisionLog:
         self._watched_until_s = -math.inf
         self._no_table_before_s = -math.inf
 
+    def __len__(self) -> int:
+        """The number of requests that are kept."""
+        return len(self._by_request)
+
     @property
     def wants_table(self) -> bool:
         """Whether the next decision is to be recorded with its candidate table."""

@@ -80,7 +80,8 @@ async def test_probe_tells_an_engine_of_which_only_the_url_is_known(kind: str) -
 
 async def test_probe_asks_once_and_has_the_reason_of_an_engine_that_is_not_up() -> None:
     with pytest.raises(NotAnswered, match="nothing listens at its host and port"):
-        await probe(AttachSpec(kind="vllm", url="http://127.0.0.1:1", worker_id=W))
+        async with asyncio.timeout(30):
+            await probe(AttachSpec(kind="vllm", url="http://127.0.0.1:1", worker_id=W))
 
 
 async def test_vllm_aliases_and_adapters_are_on_its_card() -> None:

@@ -8,7 +8,22 @@ import pytest
 
 import kvrouter
 from kvrouter.api.decision_schema import Attempt, Decisions, Explanation, LastDecisions, Leg, Pick
-from kvrouter.api.fleet_schema import BrokenPair, Fleet, Flow, Flows, Links, Model, Rank, Refusals, Worker
+from kvrouter.api.fleet_schema import (
+    BrokenPair,
+    CacheHits,
+    ExpectedEngine,
+    Fleet,
+    Flow,
+    Flows,
+    Links,
+    Model,
+    Rank,
+    Refusals,
+    RefusedWorker,
+    RequestStats,
+    ServedRequests,
+    Worker,
+)
 from kvrouter.frontend.openapi import TYPES
 
 SCRIPTS = sorted((Path(kvrouter.__file__).parent / "frontend" / "ui").glob("*.js"))
@@ -26,6 +41,13 @@ BY_VARIABLE: dict[str, type] = {
     "leg": Leg,
     "pick": Pick,
     "attempt": Attempt,
+    "stats": RequestStats,
+    "served": ServedRequests,
+    "minute": ServedRequests,
+    "total": ServedRequests,
+    "hits": CacheHits,
+    "refused": RefusedWorker,
+    "engine": ExpectedEngine,
 }
 """What the scripts call an object of each type."""
 
@@ -43,7 +65,7 @@ def without_words(script: Path) -> str:
 def test_fields_that_the_page_reads_exist_in_answers(script: Path) -> None:
     source = without_words(script)
     for variable, kind in BY_VARIABLE.items():
-        for field in re.findall(rf"(?<![.\w]){variable}\??\.([A-Za-z_]+)", source):
+        for field in re.findall(rf"(?<![.\w]){variable}\??\.(\w+)", source):
             assert field in kind.__struct_fields__, f"{variable}.{field}"  # type: ignore[attr-defined]
     for field in re.findall(r"\??\.([a-z]+(?:_[a-z]+)+)\b", source):
         assert field in NAMES, field

@@ -115,6 +115,17 @@ def test_every_element_that_a_script_looks_for_is_on_the_page() -> None:
         assert wanted - ids == set(), name
 
 
+def test_figures_come_before_the_fleet_and_parts_without_content_are_hidden() -> None:
+    page = text_of("index.html")
+    parts = re.findall(r'<section id="(\w+)"([^>]*)>', page)
+    assert [name for name, _ in parts][:3] == ["engines", "serving", "fleet"]
+    hidden = {name for name, attributes in parts if attributes.endswith(" hidden")}
+    assert hidden == {"engines", "flows", "links", "refusals"}
+    entries = re.findall(r'<a href="#(\w+)"( hidden)?>', page)
+    assert {name for name, is_hidden in entries if is_hidden} == hidden - {"engines"}
+    assert {name for name, _ in entries} == {name for name, _ in parts} - {"engines"}
+
+
 def test_the_page_knows_every_reason_for_a_refusal() -> None:
     known = set(re.findall(r"^  (\w+): \"", text_of("candidates.js"), re.M))
     assert {reason.value for reason in Reason} - known == set()

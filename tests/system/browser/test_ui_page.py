@@ -1,12 +1,8 @@
 """The web page at ``/ui``, in a real Chromium before a real router."""
 
-import asyncio
 import json
 import os
-import random
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,136 +12,34 @@ from pydantic import SecretStr
 from kvrouter.core.constraints import PdSelection, RouterMode
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
-from tests.system.browser.driver import Browser, browser
+from tests.system.browser.driver import Browser
+from tests.system.browser.ui_page import (
+    CONTRASTS,
+    LIVE,
+    OUTSIDE,
+    PLAIN,
+    PRICED,
+    asks,
+    opened,
+    polled,
+    refused,
+    send,
+    traffic,
+)
 from tests.testing.mock_fleet import fleet_file, zoned_fleet
-from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
+from tests.testing.mock_server import MockServer, mock_server, words
 from tests.testing.processes import fleet, free_ports
 
-PICTURE = "KVROUTER_UI_PICTURE"
-"""Set, the picture of the README is taken again."""
+PICTURES = "KVROUTER_UI_PICTURES"
+"""The folder that keeps the pictures of these tests; that of the README is one of them."""
 
-IMAGES = Path(__file__).parents[3] / "docs" / "images"
 SCHEMES = ("light", "dark")
-LIVE = "() => document.body.dataset.state === 'live'"
-ENGINE = "{handoff: bootstrap, total_kv_blocks: 900}"
-PRICED = f"""
-version: 1
-models: [{{name: mock, block_size: 16, context_length: 8192}}]
-topology:
-  levels: [zone, rack]
-  links:
-    within:
-      zone: {{latency_s: 0.0005, bandwidth_bytes_per_s: 12.5e9, price_per_gb: 0}}
-    across: {{latency_s: 0.002, bandwidth_bytes_per_s: 3.125e9, price_per_gb: 0.01}}
-kv_transfer: {{domain: zone, enforcement: preferred, preferred_weight: 0.3}}
-workers:
-  - {{name: prefill-a, role: prefill, replicas: 2, domains: {{zone: a, rack: r1}}, engine: {ENGINE}}}
-  - {{name: decode-a, role: decode, replicas: 3, domains: {{zone: a, rack: r2}}, engine: {ENGINE}}}
-  - {{name: prefill-b, role: prefill, replicas: 2, domains: {{zone: b, rack: r3}}, engine: {ENGINE}}}
-  - {{name: decode-b, role: decode, replicas: 2, domains: {{zone: b, rack: r4}}, engine: {ENGINE}}}
-  - {{name: prefill-c, role: prefill, replicas: 1, domains: {{zone: c, rack: r5}}, engine: {ENGINE}}}
-  - {{name: decode-c, role: decode, replicas: 3, domains: {{zone: c, rack: r6}}, engine: {ENGINE}}}
-"""
 EVIL = "<img src=x onerror=alert(1)>"
 NODES_MAX = 6000
-CONTRASTS = """() => {
-  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => {
-    const [r, g, b] = numbers(colour).map((each) => {
-      const part = each / 255;
-      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (node) => {
-    for (; node; node = node.parentElement) {
-      const colour = getComputedStyle(node).backgroundColor;
-      if (numbers(colour)[3] !== 0) return colour;
-    }
-    return "rgb(255, 255, 255)";
-  };
-  const found = {};
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !node.checkVisibility() || node.closest(".skip")) continue;
-    const [ink, back] = [light(getComputedStyle(node).color), light(behind(node))];
-    const ratio = (Math.max(ink, back) + 0.05) / (Math.min(ink, back) + 0.05);
-    if (ratio < 4.5) found[`${node.tagName} ${node.className} ${walker.currentNode.data.trim()}`] = ratio;
-  }
-  return found;
-}"""
-"""Texts that stand out from what is behind them by less than 4.5 to 1, as WCAG asks of them."""
-
-OUTSIDE = """() => [...document.querySelectorAll('section, .zone, .worker')].filter((node) => {
-  const { left, right } = node.getBoundingClientRect();
-  return left < 0 || right > innerWidth;
-}).map((node) => node.className || node.id)"""
-"""What is outside of the window, to the left or the right."""
-
 SINCE_LAST_ASKED_MS = "performance.now() - performance.getEntriesByType('resource').at(-1).startTime"
-
-
-@pytest.fixture
-async def chromium() -> AsyncIterator[Browser]:
-    async with browser() as opened:
-        yield opened
-
-
-async def send(house: MockServer, first: int, *, n: int = 200, max_tokens: int = 4, name: str = "") -> None:
-    """Send one chat and read its answer."""
-    headers = {"x-request-id": name or f"chat-{first}"}
-    await house.openai.chat.completions.create(
-        model=MODEL, messages=user(words(first=first, n=n)), max_tokens=max_tokens, extra_headers=headers
-    )
-
-
-async def refused(house: MockServer) -> None:
-    """Send a chat that no worker may take."""
-    nowhere = {"routing_constraints": {"required_taints": ["gpu=none"]}}
-    body = {"model": MODEL, "messages": user("hello"), "nvext": nowhere}
-    assert (await house.http.post("/v1/chat/completions", json=body)).status_code == 503
-
-
-@asynccontextmanager
-async def traffic(house: MockServer, *, streams: int = 6) -> AsyncIterator[None]:
-    """Chats that come as long as the block runs; many of them begin like others."""
-
-    async def stream(number: int) -> None:
-        draws = random.Random(number)
-        while True:
-            first, n, out = draws.randrange(10), draws.randrange(200, 1600), draws.randrange(40, 160)
-            await send(house, first, n=n, max_tokens=out, name=f"chat-{draws.getrandbits(24):06x}")
-
-    tasks = [asyncio.create_task(stream(number)) for number in range(streams)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def opened(chromium: Browser, url: str, **how: Any) -> None:
-    """Open the page and wait until it has shown the router's state."""
-    await chromium.open(f"{url}/ui", **how)
-    await chromium.until(LIVE)
-
-
-async def asks(chromium: Browser, prompt: str) -> str:
-    """Ask where a prompt would go; return the verdict."""
-    await chromium.fill("#prompt", prompt)
-    await chromium.click("#ask-form button[type=submit]")
-    return await chromium.until_text("#verdict")
-
-
-async def polled(chromium: Browser, *, times: int = 2) -> None:
-    """Wait until the page has asked so many times more, and shown what came."""
-    count = (
-        "performance.getEntriesByType('resource').filter((each) => each.name.endsWith('/v1/fleet')).length"
-    )
-    before = await chromium.evaluate(count)
-    await chromium.until(f"() => {count} > {before + times - 1}")
+TWO_ZONES = "\n".join(line for line in PRICED.splitlines() if "zone: c" not in line)
+FLEETS = {"plain": PLAIN, "zones": TWO_ZONES}
+REQUESTS_SHOWN = 120
 
 
 async def test_the_ui_loads_without_complaints_or_foreign_requests(chromium: Browser) -> None:
@@ -159,14 +53,13 @@ async def test_the_ui_loads_without_complaints_or_foreign_requests(chromium: Bro
         await chromium.until_text("#flow-table", "zone")
         await chromium.until_text("#refusal-tables", "taint_missing", "no_eligible_worker")
         await chromium.until_text("#totals", "Workers", "Handoffs")
-        await chromium.until_text("#link-table")
         assert "need attention" not in fleet_text
         assert await chromium.complaints() == []
         asked = await chromium.requests()
         assert asked
         assert [address for address in asked if not address.startswith(f"{house.url}/")] == []
         landmarks = "() => [...document.querySelectorAll('header, nav, main, section')].length"
-        assert await chromium.evaluate(landmarks) == 9
+        assert await chromium.evaluate(landmarks) == 11
         unnamed = """() => [...document.querySelectorAll('button, input, select, textarea, section')].filter(
             (node) => !node.innerText.trim() && !node.labels?.length && !node.getAttribute('aria-label')
             && !node.getAttribute('aria-labelledby')).length"""
@@ -198,7 +91,7 @@ async def test_an_opened_decision_shows_its_candidates_and_their_reasons(chromiu
         await send(house, 1, name="before-anybody-looked")
         await opened(chromium, house.url)
         await chromium.click(".decision")
-        before = await chromium.until_text(".opened", "What was chosen", "not written down")
+        before = await chromium.until_text(".opened", "What was chosen", "keeps no candidates")
         assert "candidates" in before
         await send(house, 2, name="while-it-is-open")
         await chromium.until_text("#newer", "Show 1 newer")
@@ -207,7 +100,7 @@ async def test_an_opened_decision_shows_its_candidates_and_their_reasons(chromiu
         )
         await chromium.click("#newer")
         await chromium.until_text("#decision-list", "while-it-is-open")
-        await chromium.click(".decision:has(.pill:not([hidden]))")
+        await chromium.click(".has-table .decision")
         text = await chromium.until_text("[aria-expanded=true] + .opened:has(.chosen)", "Prefill", "Decode")
     assert text.count("chosen: the lowest cost") == 2
     assert "refused, domain_mismatch: KV may not leave the prefill worker's domain" in text
@@ -325,7 +218,7 @@ async def test_the_ui_follows_the_colour_scheme_with_readable_contrast(
     assert faint == {}
 
 
-@pytest.mark.parametrize("width", [1440, 800, 360])
+@pytest.mark.parametrize("width", [1440, 800, 390, 360])
 async def test_the_ui_fits_wide_and_narrow_windows(chromium: Browser, width: int) -> None:
     async with mock_server(fleet_file(PRICED)) as house:
         for n in range(4):
@@ -454,25 +347,32 @@ async def test_names_from_the_fleet_are_text_and_never_markup(chromium: Browser)
         assert await chromium.evaluate("document.querySelectorAll('main img').length") == 0
 
 
-async def test_the_ui_screenshot_shows_a_fleet_under_load(chromium: Browser, tmp_path: Path) -> None:
-    """With ``KVROUTER_UI_PICTURE=1`` it becomes that of the README."""
-    folder = IMAGES if os.environ.get(PICTURE) else tmp_path
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """The folder of the pictures."""
+    folder = Path(os.environ.get(PICTURES) or tmp_path)
     folder.mkdir(exist_ok=True)
-    async with mock_server(fleet_file(PRICED)) as house:
-        await opened(chromium, house.url, width=1360, height=1320)
-        await refused(house)
-        async with traffic(house):
-            handoffs = "document.querySelector('#totals').innerText.match(/Handoffs\\n(\\d+)/)?.[1]"
-            await chromium.until(f"() => Number({handoffs}) > 80")
-            await chromium.until("() => document.querySelector('.decision:has(.pill:not([hidden]))')")
-            await chromium.click(".decision:has(.pill:not([hidden]))")
+    return folder
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", FLEETS)
+async def test_the_ui_screenshot_shows_a_fleet_under_load(
+    chromium: Browser, pictures: Path, name: str, scheme: str
+) -> None:
+    picture = pictures / f"ui-{name}-{scheme}.png"
+    async with mock_server(fleet_file(FLEETS[name])) as house:
+        await opened(chromium, house.url, scheme=scheme, width=1280, height=1280)
+        async with traffic(house, streams=12):
+            count = "document.querySelector('#serving').innerText.match(/([\\d,]+)\\sfirst\\stokens/)?.[1]"
+            await chromium.until(f"() => Number({count}) > {REQUESTS_SHOWN}")
+            await chromium.click(".has-table .decision")
             await chromium.until_text("[aria-expanded=true] + .opened", "chosen: the lowest cost")
-            await asks(chromium, words(first=3, n=900))
             await chromium.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
             await polled(chromium)
-            await chromium.picture(folder / "ui.png")
+            await chromium.picture(picture)
         assert await chromium.complaints() == []
-    assert (folder / "ui.png").stat().st_size > 20_000
+    assert picture.stat().st_size > 20_000
 
 
 RULES = {
@@ -496,7 +396,7 @@ async def test_the_ui_explains_every_routing_rule_by_its_costs(chromium: Browser
         await send(house, 3, n=900)
         verdict = await asks(chromium, words(first=1, n=900))
         answer = await chromium.until_text("#answer-tables", "chosen")
-        await chromium.click(".decision:has(.pill:not([hidden]))")
+        await chromium.click(".has-table .decision")
         kept = await chromium.until_text("[aria-expanded=true] + .opened", "chosen")
         assert await chromium.complaints() == []
     assert "worker" in verdict

@@ -8,10 +8,11 @@ from rich.console import Console
 
 from kvrouter.app.atomic_file import check_folder
 from kvrouter.cli.calibrate.engine_description import EngineDescription, describe_engine
-from kvrouter.cli.calibrate.engine_measurement import Clock, Measurement, MeasurementFailed, measure_engine
+from kvrouter.cli.calibrate.engine_measurement import Measurement, MeasurementFailed, measure_engine
 from kvrouter.cli.calibrate.flags import CalibrateOptions
 from kvrouter.cli.calibrate.run import Fitted, deliver
 from kvrouter.cli.progress import working
+from kvrouter.cli.timed_stream import Clock
 from kvrouter.core.errors import ConfigError
 from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai.request_times import RequestTimes

@@ -5,34 +5,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import aiohttp
 import msgspec
 import numpy as np
 
-from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.core.http_client import connection_failure
-from kvrouter.engines.openai.answer_events import AnswerEvent, AnswerUsage, UnreadEvent, read_event
-from kvrouter.engines.openai.failures import failure_inside
+from kvrouter.cli.timed_stream import COMPLETIONS, Clock, read_timed_stream
+from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.openai.request_times import (
     RUNNING,
     TIMES,
-    OwnTimes,
     RequestTimes,
-    read_own_times,
     read_request_times,
     read_running,
     times_between,
 )
-from kvrouter.engines.openai.server import EngineServer, let_end
-from kvrouter.engines.openai.sse import DONE, EventCutter
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.sim.calibrate.client_run import ClientRequest
 from kvrouter.sim.calibrate.engine_load import EngineLoad, LoadPhase, LoadRequest
 from kvrouter.text.model import mock_words
-
-Clock = Callable[[], float]
-"""Seconds that never go back."""
-
-COMPLETIONS = "/v1/completions"
 
 ROUND_TRIPS = 5
 """The fastest of this many small requests gives the round trip to the engine."""
@@ -225,7 +214,7 @@ class _Sender:
         where = f"{self._server.url}{COMPLETIONS}"
         try:
             async with asyncio.timeout(self._limit_s):
-                stream = await _read_stream(self._server, body, self._clock)
+                stream = await read_timed_stream(self._server, body, self._clock)
         except TimeoutError as error:
             raise MeasurementFailed(f"{where}: a request did not end within {self._limit_s:g} s") from error
         except KvrouterError as error:
@@ -251,56 +240,3 @@ class _Sender:
 
     def _text(self, n_words: int) -> str:
         return "".join(f" {self._words[at]}" for at in self._draws.integers(len(self._words), size=n_words))
-
-
-class _Stream(NamedTuple):
-    """The times of the events with a piece of the answer, and the counts and times in the last event."""
-
-    times_s: Sequence[float]
-    usage: AnswerUsage | None
-    own: OwnTimes | None
-
-
-async def _read_stream(server: EngineServer, body: bytes, clock: Clock) -> _Stream:
-    """Send a request and read its events to the end. Raises as :meth:`EngineServer.post` does, and
-    ProtocolError or MeasurementFailed for a stream that breaks off.
-    """
-    answer = await server.post(COMPLETIONS, body)
-    times_s: list[float] = []
-    usage: AnswerUsage | None = None
-    own: OwnTimes | None = None
-    cutter = EventCutter()
-    try:
-        while piece := await answer.content.readany():
-            now_s = clock()
-            for data, event in _events(cutter, piece):
-                if event is None:
-                    let_end(answer)
-                    return _Stream(times_s, usage, own)
-                if event.choices:
-                    times_s.append(now_s)
-                if event.usage is not None:
-                    usage, own = event.usage, read_own_times(data)
-    except TimeoutError:
-        answer.close()
-        raise
-    except (aiohttp.ClientError, OSError) as error:
-        raise MeasurementFailed(f"the answer broke off: {connection_failure(error)}") from error
-    except BaseException:
-        answer.close()  # the engine stops to work for a client that has left
-        raise
-    raise ProtocolError("the answer broke off before its last event", param="data")
-
-
-def _events(cutter: EventCutter, piece: bytes) -> Iterator[tuple[bytes, AnswerEvent | None]]:
-    """Yield the events that ``piece`` completes, and None for the event that ends the stream."""
-    for _, data in cutter.push(piece):
-        if data == DONE:
-            yield data, None
-        elif data:
-            event = read_event(data)
-            if isinstance(event, UnreadEvent):
-                raise ProtocolError(event.why, param="data")
-            if event.error is not None:
-                raise failure_inside(event.error)
-            yield data, event

@@ -1,9 +1,11 @@
 // Polls the router for its state and shows it; pauses while the page is hidden.
 import { showModels } from "./ask.js";
-import { DECISIONS_SHOWN, showDecisions } from "./decisions.js";
-import { bytes, el, percent, setClass, setShown, setText, short, sumOf, time, UNKNOWN, whole } from "./dom.js";
+import { decisionsShown, onMoreDecisions, showDecisions } from "./decisions.js";
+import { bytes, count, el, percent, setClass, setShown, setText, sumOf, time, UNKNOWN, whole } from "./dom.js";
+import { showEngines } from "./engines.js";
 import { placeOf, showFleet } from "./fleet.js";
 import { ask, Refused, token, Unreachable, useToken } from "./router.js";
+import { showServing } from "./serving.js";
 import { costText, isCrossing, showFlows, showLinks, showRefusals } from "./traffic.js";
 
 const PAUSE_MS = 1000; // between an answer and the next request
@@ -95,11 +97,13 @@ function showTotals(fleet, flows) {
   const costs = flows.map((flow) => flow.cost).filter((cost) => cost !== null);
   total("Workers", whole(workers.length), `${whole(able)} take requests`);
   total("Running requests", whole(fleet.running_requests), `${whole(sumOf(models, (model) => model.waiting_requests))} wait for a worker`);
-  total("KV memory in use", blocks ? percent(active / blocks) : UNKNOWN, `${short(active)} of ${short(blocks)} blocks`);
-  total("Index", indexed.length ? short(sumOf(indexed, (model) => sumOf(Object.values(model.index.blocks), (n) => n))) : UNKNOWN,
+  total("KV memory in use", blocks ? percent(active / blocks) : UNKNOWN, `${count(active)} of ${count(blocks)} blocks`);
+  total("Index", indexed.length ? count(sumOf(indexed, (model) => sumOf(Object.values(model.index.blocks), (n) => n))) : UNKNOWN,
     indexed.length ? `blocks, in ${bytes(sumOf(indexed, (model) => model.index.bytes))}` : "no index is kept");
-  total("KV moving now", `${bytes(sumOf(flows, (flow) => flow.bytes_per_s))}/s`, `${bytes(sumOf(flows, (flow) => flow.bytes))} since the start`);
-  total("Handoffs", whole(handoffs), handoffs ? `${whole(crossing)} crossed their domain` : "none yet");
+  if (handoffs) {
+    total("KV moving now", `${bytes(sumOf(flows, (flow) => flow.bytes_per_s))}/s`, `${bytes(sumOf(flows, (flow) => flow.bytes))} since the start`);
+    total("Handoffs", whole(handoffs), `${whole(crossing)} crossed their domain`);
+  }
   if (costs.length) total("Cost of KV", costText(sumOf(costs, (cost) => cost)), "in the fleet file's currency");
 }
 
@@ -111,6 +115,8 @@ function warningOf(fleet) {
 
 function show(fleet, decisions, { flows, ...rest }, refusals) {
   const byId = new Map(fleet.workers.map((worker) => [worker.worker_id, worker]));
+  showEngines(fleet);
+  showServing(fleet);
   showTotals(fleet, flows);
   showFleet(fleet);
   showDecisions(decisions, (id) => placeOf(byId.get(id)));
@@ -125,7 +131,7 @@ function show(fleet, decisions, { flows, ...rest }, refusals) {
 
 async function askAll() {
   const answers = await Promise.all([
-    ask("v1/fleet"), ask(`v1/decisions?limit=${DECISIONS_SHOWN}`), ask("v1/flows"), ask("v1/refusals"),
+    ask("v1/fleet"), ask(`v1/decisions?limit=${decisionsShown()}`), ask("v1/flows"), ask("v1/refusals"),
   ]);
   show(...answers);
   lostSince = null;
@@ -164,4 +170,5 @@ async function follow() {
   }
 }
 
+onMoreDecisions(() => wake());
 follow();

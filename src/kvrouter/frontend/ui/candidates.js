@@ -1,5 +1,5 @@
 // The table of a leg's candidates, with the reason why each was not picked.
-import { el, plural, short, table, UNKNOWN } from "./dom.js";
+import { el, longTable, plural, scrolling, short, table, UNKNOWN } from "./dom.js";
 
 const ROWS_SHOWN = 40;
 
@@ -107,22 +107,20 @@ function termColumns(isTime, rows) {
 function legTable(title, leg, mode, winner) {
   const rows = leg.candidates.toSorted(order);
   const chosen = rows.find((row) => row.chosen) ?? winner;
-  const shown = rows.slice(0, ROWS_SHOWN);
   const isTime = rows.some((row) => row.times !== null);
-  const terms = termColumns(isTime, shown);
+  const terms = termColumns(isTime, rows);
   const isPaired = rows.some((row) => row.pair_cost !== null);
   const columns = [["worker", true], ["where", true], [isTime ? "cost ms" : "cost"], ...(isPaired ? [[isTime ? "pair ms" : "pair"]] : []),
     ["why", true], ["cached blocks"], ...terms.map(([name]) => [name])];
   const cost = (value) => (value === null ? UNKNOWN : short(isTime ? 1000 * value : value));
   const refused = rows.filter((row) => !row.eligible).length;
   const heading = `${title}: ${plural(rows.length - refused, "candidate")}` + (refused ? `, ${refused} refused` : "");
-  const made = table(heading, columns, shown.map((row) => ({
+  const cells = rows.map((row) => ({
     class: row.chosen ? "chosen" : row.eligible ? null : "refused",
     cells: [rankName(row), places(row.domains) || UNKNOWN, cost(row.cost), ...(isPaired ? [cost(row.pair_cost)] : []),
       el("td", { class: "why" }, why(row, chosen, mode)), short(row.overlap_blocks), ...terms.map(([, text]) => text(row))],
-  })));
-  const region = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} candidates` }, made);
-  return [region, rows.length > shown.length ? el("p", { class: "soft" }, rest(rows.slice(ROWS_SHOWN))) : null];
+  }));
+  return longTable(`${title} candidates`, heading, columns, cells, { rowsShown: ROWS_SHOWN, rest: rest(rows.slice(ROWS_SHOWN)) });
 }
 
 // A summary of the rows that are not shown.
@@ -132,7 +130,7 @@ function rest(rows) {
     const reason = row.eligible ? "not cheaper" : row.reason;
     counts.set(reason, (counts.get(reason) ?? 0) + 1);
   }
-  return `and ${rows.length} more: ${[...counts].map(([reason, n]) => `${n} ${reason}`).join(", ")}`;
+  return [...counts].map(([reason, n]) => `${n} ${reason}`).join(", ");
 }
 
 // The tables of every leg of an explanation, or of a kept decision.
@@ -141,9 +139,7 @@ export function legTables(legs, mode) {
   const named = titles.filter(([key]) => legs[key]);
   // pairs and workers that prefill for themselves compete with each other
   const winner = named.flatMap(([key]) => legs[key].candidates).find((row) => row.chosen && row.pair_cost !== null);
-  return named
-    .flatMap(([key, title]) => legTable(title, legs[key], mode, winner))
-    .filter((node) => node !== null);
+  return named.map(([key, title]) => legTable(title, legs[key], mode, winner));
 }
 
 // The costs of the picks, for decisions without kept candidates.
@@ -153,8 +149,8 @@ export function pickTable(decision) {
   const terms = termColumns(isTime, picks.map(([, pick]) => pick));
   const columns = [["leg", true], ["worker", true], ["cached blocks"], ...terms.map(([name]) => [name]),
     [isTime ? "cost ms" : "cost"], ["candidates"]];
-  return table("What was chosen", columns, picks.map(([leg, pick]) => ({
+  return scrolling("What was chosen", table("What was chosen", columns, picks.map(([leg, pick]) => ({
     cells: [leg, rankName(pick), short(pick.overlap_blocks), ...terms.map(([, text]) => text(pick)),
       short(isTime ? 1000 * pick.cost : pick.cost), short(pick.candidates)],
-  })));
+  }))));
 }

@@ -26,7 +26,7 @@ export function setClass(node, name, isOn) {
 
 // A bar's length, from 0 to 1. The page's policy forbids style attributes, and allows this.
 export function setShare(node, share) {
-  const text = Math.max(0, Math.min(1, share || 0)).toFixed(3);
+  const text = Math.max(0, Math.min(1, share || 0)).toFixed(5);
   if (node.style.getPropertyValue("--share") !== text) node.style.setProperty("--share", text);
 }
 
@@ -59,11 +59,56 @@ export function table(caption, columns, rows) {
   const body = rows.map((row) =>
     el("tr", { class: row.class }, ...row.cells.map((cell, at) => {
       if (cell instanceof HTMLTableCellElement) return cell;
-      if (at === 0) return el("th", { scope: "row" }, cell);
-      return el("td", { class: columns[at][1] ? "left" : null }, cell);
+      const title = typeof cell === "string" && cell.length > 20 ? cell : null; // long names are cut
+      if (at === 0) return el("th", { scope: "row", title }, cell);
+      return el("td", { class: columns[at][1] ? "left" : null, title }, cell);
     })));
   return el("table", {}, caption === null ? null : el("caption", {}, caption),
     el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
+}
+
+// A region in which a wide table scrolls; it shows that the table goes on to the right.
+export function scrolling(label, content) {
+  const region = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, content);
+  const frame = el("div", { class: "frame" }, region);
+  const update = () => setClass(frame, "goes-on", region.scrollWidth - region.clientWidth - region.scrollLeft > 2);
+  region.addEventListener("scroll", update, { passive: true });
+  new ResizeObserver(update).observe(region);
+  return frame;
+}
+
+const ROWS_SHOWN = 20;
+const shownWhole = new Set(); // names of the tables that show all of their rows
+
+// A scrolling table of `rows`; of many only the first, how many there are, and a button for all of them. `rest`,
+// if given, says what the other rows are. `name` names the table over redrawings.
+export function longTable(name, caption, columns, rows, { rowsShown = ROWS_SHOWN, rest = null } = {}) {
+  const node = el("div");
+  const draw = () => {
+    const isWhole = shownWhole.has(name);
+    const shown = isWhole ? rows : rows.slice(0, rowsShown);
+    const nodes = [scrolling(caption ?? name, table(caption, columns, shown))];
+    if (rows.length > rowsShown) {
+      const text = isWhole ? `All ${whole(rows.length)} rows.` : `${whole(shown.length)} of ${whole(rows.length)} rows${rest ? `; the others: ${rest}` : ""}.`;
+      const toggle = () => {
+        if (!shownWhole.delete(name)) shownWhole.add(name);
+        draw();
+        node.querySelector(".rest button").focus();
+      };
+      nodes.push(el("p", { class: "rest" }, el("span", { class: "soft" }, text), " ",
+        el("button", { type: "button", onclick: toggle }, isWhole ? `Show ${rowsShown}` : "Show all")));
+    }
+    node.replaceChildren(...nodes);
+  };
+  draw();
+  return node;
+}
+
+// Shows or hides a part of the page, and its entry in the navigation.
+export function setPart(id, isShown) {
+  setShown(document.getElementById(id), isShown);
+  const entry = document.querySelector(`nav a[href="#${id}"]`);
+  if (entry) setShown(entry, isShown);
 }
 
 export function bar(share) {
@@ -93,9 +138,22 @@ export function short(n) {
   return (Math.abs(n) < 1e6 ? SHORT : MILLIONS).format(n);
 }
 
+// A number of blocks, tokens or requests: exact below a million.
+export const count = (n) => (Math.abs(n) < 1e6 ? whole(n) : short(n));
+
 export function percent(share) {
   if (share >= 0.1 || share === 0) return `${Math.round(100 * share)}%`;
   return `${Math.max(0.1, 100 * share).toFixed(1)}%`;
+}
+
+// A share of hits, with a digit more than others.
+export const hitRate = (part, all) => (all ? `${(100 * part / all).toFixed(1)}%` : UNKNOWN);
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return UNKNOWN;
+  if (seconds >= 1) return `${short(seconds)} s`;
+  const ms = 1000 * seconds;
+  return `${ms.toFixed(ms < 10 ? 1 : 0)} ms`;
 }
 
 export function plural(n, noun) {

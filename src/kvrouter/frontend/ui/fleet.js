@@ -1,11 +1,12 @@
 // The fleet: zones, their workers in groups by role, and a dialog with the details of one worker.
-import { bytes, el, percent, plural, reconcile, setClass, setShare, setShown, setText, short, showIfChanged, sumOf, table, UNKNOWN, whole } from "./dom.js";
+import { bytes, count, el, longTable, percent, plural, reconcile, setClass, setShare, setShown, setText, short, showIfChanged, sumOf, UNKNOWN, whole } from "./dom.js";
 
 const COMPACT_FROM = 24; // workers in a group from which they are drawn small
 const SHOWN_MAX = 40; // workers of a group that are shown unless all are requested
 const NOWHERE = "";
 const ROLES = ["prefill", "decode", "both"];
 const PREFILL_SCALE_TOKENS = 8192; // a full bar, unless a worker has more to prefill
+const CACHE_SCALES = [0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1]; // shares of a worker's blocks that a full bar of its cache may mean
 
 const RANK_COLUMNS = [["rank", true], ["feed", true], ["booked blocks"], ["reported"], ["of"], ["to prefill"], ["runs"], ["waits"],
   ["cached"], ["slowness"], ["KV fetched"]];
@@ -53,8 +54,13 @@ function readingOf(worker) {
     total,
     load: total ? active / total : 0,
     cache: total ? held / total : 0,
+    at: worker.pod ?? hostOf(worker.engine_url),
     feeds: worker.ranks.some((rank) => rank.feed !== null),
   };
+}
+
+function hostOf(url) {
+  return url === null ? null : url.replace(/^\w+:\/\//, "").replace(/\/.*$/, "");
 }
 
 function levelsOf(workers) {
@@ -93,12 +99,15 @@ export function showFleet(fleet) {
     if (!byPlace.has(place)) byPlace.set(place, []);
     byPlace.get(place).push(readingOf(worker));
   }
+  const fullest = [...byPlace.values()].flat().reduce((most, reading) => Math.max(most, reading.cache), 0);
+  const cacheScale = CACHE_SCALES.find((share) => fullest <= share) ?? 1;
+  setText(document.getElementById("cache-scale"), cacheScale < 1 ? `; a full bar is ${100 * cacheScale}% of a worker's` : "");
   const scale = fleet.workers.reduce((most, worker) =>
     Math.max(most, sumOf(worker.ranks, (rank) => rank.prefill_tokens)), PREFILL_SCALE_TOKENS);
   const places = [...byPlace.keys()].sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
   reconcile(zonesNode, zones, places, (place) => `${level}=${place}`, makeZone, (node, place) => {
     const title = place === NOWHERE ? (level ? `no ${level}` : "the fleet") : `${level} ${place}`;
-    updateZone(node, title, byPlace.get(place), { level, scale, hasModels: fleet.models.length > 1 });
+    updateZone(node, title, byPlace.get(place), { level, scale, cacheScale, hasModels: fleet.models.length > 1 });
   });
   setShown(document.getElementById("fleet-empty"), fleet.workers.length === 0);
   if (openedId !== null) showWorker();
@@ -120,7 +129,7 @@ function updateZone(node, title, readings, view) {
   setText(node.parts.trouble, ill ? `${ill} of ${readings.length} need attention` : "");
   const held = sumOf(readings, (reading) => reading.held);
   const load = total ? `${percent(sumOf(readings, (reading) => reading.active) / total)} in use, ` : "";
-  setText(node.parts.sums, `${load}${short(held)} blocks cached`);
+  setText(node.parts.sums, `${load}${count(held)} blocks cached`);
   const groups = new Map();
   for (const reading of readings) {
     const { role, model } = reading.worker;
@@ -180,7 +189,7 @@ function makeWorker(reading) {
   const id = el("span", { class: "id" }, `#${reading.worker.worker_id}`);
   const mark = el("span", { class: "mark" });
   const button = el("button", { type: "button", class: "worker", tabindex: "-1", "aria-haspopup": "dialog" },
-    el("span", { class: "name" }, id, mark), load.node, cache.node);
+    el("span", { class: "name" }, id, mark), reading.at ? el("span", { class: "at", title: reading.at }, reading.at) : null, load.node, cache.node);
   button.addEventListener("click", () => openWorker(String(reading.worker.worker_id)));
   const item = el("li", {}, button);
   item.parts = { button, mark, load, cache };
@@ -192,16 +201,17 @@ function updateWorker(item, reading, view) {
   const { worker } = reading;
   const isPrefill = worker.role === "prefill";
   const others = Object.entries(worker.domains).filter(([name]) => name !== view.level).map(([, value]) => value);
-  const loadText = isPrefill ? `${short(reading.tokens)} tok` : percent(reading.load);
-  const cacheText = reading.feeds ? `${whole(reading.held)} blk` : "no feed";
+  const loadText = isPrefill ? `${count(reading.tokens)} tok` : percent(reading.load);
+  const of = reading.total ? ` of ${count(reading.total)}` : "";
+  const cacheText = reading.feeds || reading.held ? `${count(reading.held ?? 0)}${of}` : "no feed";
   const running = sumOf(worker.ranks, (rank) => rank.report?.running_requests);
   setText(mark, reading.trouble || [others.at(-1), running ? `${whole(running)} running` : null].filter(Boolean).join(" · "));
   setClass(button, "ill", reading.trouble !== "");
   setShare(load.share, isPrefill ? reading.tokens / view.scale : reading.load);
   setText(load.text, loadText);
-  setShare(cache.share, reading.cache);
+  setShare(cache.share, reading.cache / view.cacheScale);
   setText(cache.text, cacheText);
-  const label = `Worker ${worker.worker_id}, ${worker.role}, ${reading.trouble || "well"}, load ${loadText}, cache ${cacheText}`;
+  const label = `Worker ${worker.worker_id}, ${worker.role}, ${reading.trouble || "well"}, load ${loadText}, cache ${cacheText} blocks`;
   if (button.getAttribute("aria-label") !== label) button.setAttribute("aria-label", label);
 }
 
@@ -246,7 +256,7 @@ function showWorker() {
     ...(worker.cordons.length ? { cordoned: worker.cordons.map(cordonText).join("; ") } : {}),
     circuit: worker.circuit.replace("_", " "),
     model: worker.model,
-    engine: worker.engine ?? UNKNOWN,
+    engine: [worker.engine, worker.engine_url].filter(Boolean).join(" at ") || UNKNOWN,
     place: Object.entries(worker.domains).map(([name, value]) => `${name} ${value}`).join(", ") || UNKNOWN,
     "KV transfer": policyText(worker.kv_transfer),
     "KV events over": worker.event_lane ?? "none",
@@ -264,8 +274,7 @@ function showWorker() {
   showIfChanged(body, [details, rows], () => {
     const list = el("dl", { class: "facts" });
     for (const [name, value] of Object.entries(details)) list.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
-    const ranks = table(null, RANK_COLUMNS, rows);
-    return [list, el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ranks" }, ranks)];
+    return [list, longTable("Ranks", null, RANK_COLUMNS, rows)];
   });
 }
 

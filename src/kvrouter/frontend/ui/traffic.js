@@ -1,13 +1,11 @@
 // Tables of KV between domains, of learned links, and of refusals.
-import { bar, bytes, el, percent, short, showIfChanged, sumOf, table, UNKNOWN, whole } from "./dom.js";
+import { bar, bytes, el, longTable, percent, setPart, short, showIfChanged, sumOf, UNKNOWN, whole } from "./dom.js";
 import { reasonText } from "./candidates.js";
 
 const flowTable = document.getElementById("flow-table");
 const linkTable = document.getElementById("link-table");
 const refusalTables = document.getElementById("refusal-tables");
 let refusedBefore = null;
-
-const nothing = (text) => [el("p", { class: "soft" }, text)];
 
 export function isCrossing(flow) {
   return flow.domain !== null && flow.prefill_value !== flow.decode_value;
@@ -23,9 +21,9 @@ function rateText(flow) {
 }
 
 export function showFlows({ flows, recent_s: recentS }) {
+  setPart("flows", flows.length > 0);
   showIfChanged(flowTable, flows, () => {
-    if (flows.length === 0) return nothing("No KV was handed over yet. A fleet whose workers prefill and decode by themselves hands none over.");
-    const most = Math.max(...flows.map((flow) => flow.bytes), 1);
+    const most = flows.reduce((largest, flow) => Math.max(largest, flow.bytes), 1);
     const total = sumOf(flows, (flow) => flow.handoffs);
     const hasModels = new Set(flows.map((flow) => flow.model)).size > 1;
     const columns = [["from → to", true], ...(hasModels ? [["model", true]] : []), ["handoffs"], ["share"], ["bytes"],
@@ -39,7 +37,7 @@ export function showFlows({ flows, recent_s: recentS }) {
       unsized ? `${whole(unsized)} handoffs are without bytes: their workers do not say how many a token has.` : null,
       flows.every((flow) => flow.cost === null) ? "No cost: no link here has a price." : null,
     ].filter(Boolean).join(" ");
-    return [table(null, columns, rows), notes ? el("p", { class: "soft" }, notes) : null].filter(Boolean);
+    return [longTable("KV between domains", null, columns, rows), notes ? el("p", { class: "soft" }, notes) : null].filter(Boolean);
   });
 }
 
@@ -52,6 +50,8 @@ function pairName(flow) {
 
 export function showLinks(models) {
   const data = models.map(({ model, router_cost: cost, links, parted_pairs: pairs }) => ({ model, cost, links, pairs }));
+  const isShown = data.some(({ links, pairs }) => links?.learned.length || links?.engines || pairs.length);
+  setPart("links", isShown);
   showIfChanged(linkTable, data, () => {
     const learned = data.flatMap(({ model, links }) => (links?.learned ?? []).map((link) => ({ model, ...link })));
     const hasModels = models.length > 1;
@@ -59,7 +59,7 @@ export function showLinks(models) {
     if (learned.length) {
       const columns = [["link", true], ...(hasModels ? [["model", true]] : []), ["latency"], ["bandwidth"], ["slowness"], ["interval"],
         ["transfers"], ["", true]];
-      nodes.push(table(null, columns, learned.map((link) => ({ cells: [
+      nodes.push(longTable("Links as learned", null, columns, learned.map((link) => ({ cells: [
         link.link, ...(hasModels ? [link.model] : []), `${short(1000 * link.latency_s)} ms`, `${short(link.bandwidth_bytes_per_s / 1e9)} GB/s`,
         `× ${short(link.slowness)}`, link.slowness_interval ? link.slowness_interval.map(short).join(" – ") : UNKNOWN,
         whole(link.transfers), link.slow ? el("span", { class: "crosses" }, "slow") : "",
@@ -73,12 +73,10 @@ export function showLinks(models) {
     const broken = data.flatMap(({ pairs }) => pairs);
     if (broken.length) {
       const columns = [["prefill worker", true], ["decode worker", true], ["circuit", true]];
-      nodes.push(table("Pairs whose KV was lost lately", columns, broken.map((pair) => ({ cells: [
+      nodes.push(longTable("broken pairs", "Pairs whose KV was lost lately", columns, broken.map((pair) => ({ cells: [
         `#${pair.prefill_worker_id}`, `#${pair.decode_worker_id}`, pair.circuit.replace("_", " ")] }))));
     }
-    if (nodes.length) return nodes;
-    return nothing(data.some(({ links }) => links !== null) ? "No transfer has shown anything of a link yet."
-      : "Links are learned under the cost of time alone, and another one is set here.");
+    return nodes;
   });
 }
 
@@ -94,21 +92,18 @@ export function showRefusals(answer) {
     const more = n - (refusedBefore.get(key) ?? 0);
     return more ? `+${whole(more)}` : "";
   };
+  setPart("refusals", counts.size > 0);
   showIfChanged(refusalTables, answer, () => {
     const ranks = answer.worker_ranks.toSorted((one, other) => other.count - one.count);
-    const most = Math.max(...ranks.map((row) => row.count), 1);
-    const byReason = ranks.length
-      ? table("Worker ranks, by the reason", [["reason", true], ["leg", true], ["refused"], ["since opened"], [""]], ranks.map((row) => ({
-        cells: [el("span", { title: reasonText(row.reason) }, row.reason), row.role, whole(row.count), since(rankKey(row), row.count), bar(row.count / most)],
-      })))
-      : el("p", { class: "soft" }, "No decision has refused a worker rank.");
+    const most = Math.max(ranks[0]?.count ?? 1, 1);
     const answers = answer.answers.toSorted((one, other) => other.count - one.count);
-    const byCode = answers.length
-      ? table("Requests answered with an error, by its code", [["code", true], ["model", true], ["answers"], ["since opened"]], answers.map((row) => ({
+    return [
+      ranks.length ? longTable("refused ranks", "Worker ranks, by the reason", [["reason", true], ["leg", true], ["refused"], ["since opened"], [""]], ranks.map((row) => ({
+        cells: [el("span", { title: reasonText(row.reason) }, row.reason), row.role, whole(row.count), since(rankKey(row), row.count), bar(row.count / most)],
+      }))) : null,
+      answers.length ? longTable("error answers", "Requests answered with an error, by its code", [["code", true], ["model", true], ["answers"], ["since opened"]], answers.map((row) => ({
         cells: [row.code, row.model, whole(row.count), since(answerKey(row), row.count)],
-      })))
-      : el("p", { class: "soft" }, "No request was answered with an error.");
-    return [el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Worker ranks refused" }, byReason),
-      el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Requests answered with an error" }, byCode)];
+      }))) : null,
+    ].filter(Boolean);
   });
 }

@@ -1,0 +1,1 @@
+"""``kvrouter bench``: the same conversations through a running router and by round-robin, in turn."""

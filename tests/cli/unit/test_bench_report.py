@@ -1,0 +1,138 @@
+"""What ``kvrouter bench`` says of its figures: who loses, and why a difference is small."""
+
+import io
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from kvrouter.cli.bench.counters import CacheCounts
+from kvrouter.cli.bench.load import Answer, ArmRound
+from kvrouter.cli.bench.report import ArmRounds, BenchReport, Measured, report_of, show_report
+from kvrouter.cli.bench.workload import Caches, WorkloadSize
+
+CACHES = Caches(number=2, cache_tokens=19_200, context_tokens=4_096, block_size=32)
+MEASURED = Measured(
+    model="tiny",
+    url="http://127.0.0.1:8000",
+    engines=2,
+    caches=CACHES,
+    concurrency=2,
+    answer_tokens=16,
+    size=WorkloadSize(12, 3264),
+    running_before=0,
+    is_by_load=False,
+)
+
+
+def arm(
+    name: str,
+    *,
+    ttft_s: float = 0.1,
+    cached: int | None = 500,
+    failures: Sequence[str] = (),
+    counted: CacheCounts | None = None,
+    n: int = 4,
+) -> ArmRounds:
+    answers = [Answer(ttft_s * (at + 1), 1_000, 16, cached) for at in range(n)]
+    counts = [] if counted is None else [counted]
+    return ArmRounds(name, f"through {name}", [ArmRound(answers, failures, 2.0)], counts)
+
+
+def report(ours: ArmRounds, other: ArmRounds, measured: Measured = MEASURED) -> BenchReport:
+    return report_of(measured, [ours, other], ())
+
+
+def shown(found: BenchReport) -> str:
+    page = io.StringIO()
+    show_report(found, Console(file=page, width=140, no_color=True))
+    return page.getvalue()
+
+
+def test_figures_are_those_of_the_answers() -> None:
+    ours = report(arm("kvrouter"), arm("round-robin")).arms[0]
+    assert (ours.ttft_p50_ms, ours.ttft_p99_ms) == pytest.approx((200.0, 400.0))
+    assert (ours.hit_rate, ours.cached_tokens, ours.prompt_tokens) == (0.5, 2_000, 4_000)
+    assert (ours.output_tokens_per_s, ours.requests, ours.errors) == (32.0, 4, 0)
+
+
+def test_where_ours_loses_stands_before_the_table() -> None:
+    found = report(arm("kvrouter", ttft_s=0.2, cached=100), arm("round-robin"))
+    assert found.losses == [
+        "kvrouter loses to round-robin in TTFT p50: 400 ms against 200 ms",
+        "kvrouter loses to round-robin in TTFT p99: 800 ms against 400 ms",
+        "kvrouter loses to round-robin in hit rate: 10.0 % against 50.0 %",
+    ]
+    page = shown(found)
+    assert page.index("kvrouter loses to round-robin in hit rate") < page.index("kvrouter / round-robin")
+    won = report(arm("kvrouter", cached=900), arm("round-robin"))
+    assert not won.losses
+    assert "loses in none" in shown(won)
+    assert "+40.0 points" in shown(won)
+
+
+def test_differences_within_two_percent_are_no_loss() -> None:
+    assert not report(arm("kvrouter", ttft_s=0.101, cached=495), arm("round-robin")).losses
+
+
+def test_counters_of_engines_stand_in_for_answers_that_count_nothing() -> None:
+    counted = CacheCounts(4_000, 1_000)
+    found = report(
+        arm("kvrouter", cached=None, counted=counted), arm("round-robin", cached=None, counted=counted)
+    )
+    assert (found.arms[0].hit_rate, found.arms[0].cached_tokens) == (0.25, 1_000)
+    unknown = report(arm("kvrouter", cached=None), arm("round-robin", cached=None))
+    assert unknown.arms[0].hit_rate is None
+    (note,) = unknown.notes
+    assert "hit rate unknown for kvrouter, round-robin" in note
+    assert "--enable-prompt-tokens-details" in note
+    assert "unknown" in shown(unknown)
+
+
+def test_requests_of_others_are_seen_in_the_counters() -> None:
+    quiet = report(arm("kvrouter", counted=CacheCounts(4_000, 2_000)), arm("round-robin"))
+    assert not [note for note in quiet.notes if "others used" in note]
+    busy = report(arm("kvrouter", counted=CacheCounts(9_000, 2_000)), arm("round-robin"))
+    assert [note for note in busy.notes if "others used the engines during kvrouter" in note]
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (MEASURED._replace(engines=1), "one engine: every rule"),
+        (MEASURED._replace(caches=CACHES._replace(cache_tokens=None)), "does not know how much KV"),
+        (MEASURED._replace(caches=CACHES._replace(cache_tokens=10**6)), "cache holds 1,000,000 tokens"),
+        (MEASURED, "round-robin over two engines"),
+        (MEASURED._replace(running_before=3), "3 requests of others ran at the start"),
+    ],
+)
+def test_a_small_difference_is_explained(measured: Measured, said: str) -> None:
+    notes = report(arm("kvrouter", cached=700), arm("round-robin"), measured).notes
+    assert any(said in note for note in notes), notes
+
+
+def test_a_router_that_looks_at_no_cache_needs_no_other_explanation() -> None:
+    by_load = MEASURED._replace(is_by_load=True)
+    found = report_of(by_load, [arm("kvrouter", cached=300), arm("round-robin", cached=300)], ["by load"])
+    assert found.notes == ["by load"]
+
+
+def test_engines_without_a_single_hit_are_explained() -> None:
+    (note,) = report(arm("kvrouter", cached=0), arm("round-robin", cached=0)).notes
+    assert "is prefix caching off there" in note
+    assert "block of 32 tokens" in note
+
+
+def test_the_first_failure_is_told_and_bounded() -> None:
+    found = report(arm("kvrouter", failures=["x" * 5_000, "y"]), arm("round-robin"))
+    assert (found.arms[0].requests, found.arms[0].errors) == (6, 2)
+    assert found.losses == ["kvrouter loses to round-robin in errors: 2 against 0"]
+    (note,) = [each for each in found.notes if "failed" in each]
+    assert note.startswith("kvrouter: 2 of 6 requests failed, the first: xxx")
+    assert len(note) < 500
+
+
+def test_an_arm_without_an_answer_has_no_figures() -> None:
+    found = report(arm("kvrouter", n=0, failures=["down"]), arm("round-robin"))
+    assert (found.arms[0].ttft_p50_ms, found.arms[0].hit_rate) == (None, None)
+    assert "unknown" in shown(found)
