@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from kvrouter.api.client import RouterClient
-from kvrouter.cli.bench.arms import BenchedFleet, arms_of, peers_of, reached_engines, read_fleet
+from kvrouter.api.client import RouterClient, decode_answer
+from kvrouter.api.fleet_schema import Fleet
+from kvrouter.cli.bench.arms import BenchedFleet, arms_of, peers_of, reached_engines, read_fleet, slow_workers
 from kvrouter.cli.bench.counters import CacheCounts, read_counts
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import Answer, Arm, ArmRound, RequestFailed, Sender, run_round
-from kvrouter.cli.bench.report import ArmRounds, BenchReport, Measured, report_of, show_report
+from kvrouter.cli.bench.report import ArmRounds, Measured, report_of, show_report
 from kvrouter.cli.bench.workload import (
     TURNS,
     Prompts,
@@ -64,7 +65,9 @@ def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, 
     peers = peers_of(options)
     fleet = read_fleet(client, options)
     with working("asking the engines") as progress:
-        report = asyncio.run(_compare(options, fleet, client.url, peers, api_key, progress))
+        measured, found = asyncio.run(_compare(options, fleet, client.url, peers, api_key, progress))
+    slow = slow_workers(decode_answer(client.fleet(), Fleet), fleet.model)
+    report = report_of(measured, found, [*fleet.notes, *slow])
     options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     return 0 if report.arms[0].requests > report.arms[0].errors else 1
 
@@ -76,7 +79,7 @@ async def _compare(
     peers: Mapping[str, str],
     api_key: str | None,
     progress: Progress,
-) -> BenchReport:
+) -> tuple[Measured, Sequence[ArmRounds]]:
     fleet = await reached_engines(fleet, options, api_key)
     arms = arms_of(fleet, router_url, peers, api_key)
     return await _Bench(options, fleet, arms, progress, time.monotonic).run()
@@ -101,8 +104,8 @@ class _Bench:
     def concurrency(self) -> int:
         return self.options.concurrency or self.fleet.engines
 
-    async def run(self) -> BenchReport:
-        """Send everything, and return the report."""
+    async def run(self) -> tuple[Measured, Sequence[ArmRounds]]:
+        """Send everything; return the conditions and what came back."""
         prompt_tokens = longest_prompt(
             self.fleet.caches, self.options.prompt_tokens, self.options.answer_tokens
         )
@@ -134,7 +137,7 @@ class _Bench:
             running_before=self.fleet.running_requests,
             is_by_load=self.fleet.is_by_load,
         )
-        return report_of(measured, rounds, self.fleet.notes)
+        return measured, rounds
 
     async def _first_requests(self) -> "_FirstAnswers":
         """Send a short prompt to each server of each arm: what fails, fails before anything else is sent."""
