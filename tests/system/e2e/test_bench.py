@@ -151,8 +151,14 @@ async def test_engines_that_answer_without_cached_tokens_are_read_by_their_count
 async def test_mock_fleets_are_compared_with_the_routers_own_round_robin(
     fleet: FleetFile, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    flags = ("--prompt-tokens", "640", "--seconds", "1", "--concurrency", "1")
     async with mock_server(fleet) as here:
-        assert await bench(here.url, "--prompt-tokens", "640", "--seconds", "1") == 0
+        found = await report_of(capsys, here.url, *flags)
+        ours, round_robin = found["arms"]
+        assert why in round_robin["via"]
+        assert ours["hit_rate"] > round_robin["hit_rate"] > 0.0
+        assert ours["counted"] is None, "no engine has a page of metrics here"
+        assert await bench(here.url, *flags) == 0
     shown, said = capsys.readouterr()
     assert why in shown
     assert "hit rate" in shown
