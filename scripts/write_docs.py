@@ -95,8 +95,12 @@ Unknown keys and keys given twice are mistakes. What can be run but was hardly m
 prefill workers and no decode worker, is a warning.
 
 - **`--strict`** takes warnings for mistakes, and finds more: a level that is in no worker, a group without a
-  level that others have, measured links of places where no worker is, and addresses that are one although
-  they are spelled differently.
+  level that others have, measured links of places where no worker is, addresses that are one although
+  they are spelled differently, and engines at hosts that are named as in examples (`HOST`, `TODO`,
+  `your-…`, `example.com`). A placeholder that can never be an address, such as `${{HOST}}` or `<your-host>`,
+  is a mistake without it too.
+- **`--no-kv-events`** checks the file for `kvrouter up --no-kv-events`: groups with `kv_events: false` are
+  then as they should be. Settings in variables count as they do for `kvrouter up`.
 - **`--connect`** asks every engine that runs already what it is, once, and compares: model, block size,
   context length, ranks, and block sizes that differ within one model. A warning that its worker would log is
   one here.

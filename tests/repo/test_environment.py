@@ -13,6 +13,7 @@ from scripts import steps
 from scripts.environment import dependencies, extra
 from scripts.gate import ROOT
 from scripts.steps import StepFailed, Steps
+from tests.system.engines import install as engines
 from tests.testing.constants import SetConstants
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -89,3 +90,29 @@ def test_step_that_still_runs_shows_the_latest_line_of_its_command(
     is_seen.touch()
     step.join()
     assert re.search(r"^install: \[1/1\] native core: \d+ s  Compiling pyo3$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_engines_are_installed_in_steps_and_stamped_when_they_worked(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("pip", "python"):
+        (programs / name).write_text(f"#!/bin/sh\necho {name} $1\nexit {int(fails)}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv(engines.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["install"])
+    vllm, amx, sglang, model = engines.parts()
+    for part in (vllm, amx):
+        part.stamp(tmp_path).write_text(part.version)
+    if fails:
+        with pytest.raises(SystemExit):
+            engines.main()
+    else:
+        engines.main()
+    shown = capsys.readouterr().out
+    assert "engines: [1/2] SGLang\n" in shown
+    assert ("engines: [2/2] a tiny model: " in shown) is not fails
+    assert ("pip install" in shown) is fails, "the output of a command that failed"
+    assert [part.is_installed(tmp_path) for part in (sglang, model)] == [not fails] * 2

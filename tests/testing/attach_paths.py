@@ -1,4 +1,4 @@
-"""The three ways in which an engine that runs already gets its worker, as one test sees them."""
+"""The four ways in which an engine that runs already gets its worker, as one test sees them."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -6,13 +6,15 @@ from pathlib import Path
 
 from kvrouter.cli.up.run import embedded
 from kvrouter.cli.worker.engine_worker import engine_worker
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.library import Runtime
 from kvrouter.settings.planes import DiscoveryBackend, PlaneSettings
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
+from kvrouter.transports.records.port import Gone
 from tests.testing.pod_fleet import ENGINE, pod_of_engine, running_pod_fleet
 from tests.testing.scripted_engine import ScriptedEngine
 
@@ -62,4 +64,23 @@ async def by_pod(kind: str, engine: ScriptedEngine, _folder: Path) -> AsyncItera
         yield lambda: made.card(given)
 
 
-ATTACH_PATHS: dict[str, AttachPath] = {"command": by_command, "file": by_file, "pod": by_pod}
+@asynccontextmanager
+async def by_program(kind: str, engine: ScriptedEngine, _folder: Path) -> AsyncIterator[CurrentCard]:
+    """``Runtime.attach`` of a program."""
+    cards: dict[WorkerId, WorkerCard] = {}
+
+    def on_gone(worker_id: WorkerId, _: Epoch, __: Gone) -> None:
+        del cards[worker_id]
+
+    async with Runtime.in_process(Settings()) as runtime:
+        await runtime.discovery.watch(lambda card: cards.update({card.worker_id: card}), on_gone)
+        worker_id = (await runtime.attach(kind, engine.url, kv_events=False)).worker_id
+        yield lambda: cards.get(worker_id)
+
+
+ATTACH_PATHS: dict[str, AttachPath] = {
+    "command": by_command,
+    "file": by_file,
+    "pod": by_pod,
+    "program": by_program,
+}

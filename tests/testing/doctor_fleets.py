@@ -1,4 +1,4 @@
-"""Ten healthy and twelve broken fleets with a live router, and what ``kvrouter doctor`` must find in each.
+"""Healthy and broken fleets with a live router, and what ``kvrouter doctor`` must find in each.
 
 ``python -m tests.testing.doctor_fleets`` prints the table of verdicts.
 """
@@ -18,6 +18,7 @@ from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
+from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.kernel.placement.speeds import Expected
 from kvrouter.router import event_ingest
 from kvrouter.router.event_cache_view import EventCacheView
@@ -27,11 +28,12 @@ from tests.testing.constants import SetConstants
 from tests.testing.doctor import UNTIMED, run_doctor, send_chats, url_of
 from tests.testing.frontend_harness import FrontendHarness, running_frontend, text_answer
 from tests.testing.mock_fleet import fleet_file, uniform_fleet, zoned_fleet
-from tests.testing.mock_server import MockServer, mock_server
+from tests.testing.mock_server import MockServer, mock_server, words
 from tests.testing.processes import eventually
 from tests.testing.router_harness import MODEL, card
 from tests.testing.scripted_engine import ScriptedEngine, scripted_engine
 from tests.testing.scripted_transport import ScriptedStream, address_of
+from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
 Examined = Callable[[SetConstants], Awaitable[Report]]
@@ -104,6 +106,14 @@ async def two_zones(_: SetConstants) -> Report:
 
 async def a_pair(_: SetConstants) -> Report:
     return await _mocks(PAIR)
+
+
+async def prompts_of_whole_blocks(_: SetConstants) -> Report:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
+        for _n in range(60):
+            body = {"model": MODEL, "prompt": words(n=48), "max_tokens": 1}
+            assert (await here.http.post("/v1/completions", json=body)).status_code == 200
+        return await run_doctor(here)
 
 
 async def idle(_: SetConstants) -> Report:
@@ -194,10 +204,12 @@ async def events_do_not_arrive(set_constants: SetConstants) -> Report:
 
 
 @asynccontextmanager
-async def two_engines(one: ScriptedEngine, two: ScriptedEngine) -> AsyncIterator[MockServer]:
-    """The router before two vLLM servers of a fleet file, which make the router's tokens."""
+async def two_engines(one: ScriptedEngine, two: ScriptedEngine, *urls: str) -> AsyncIterator[MockServer]:
+    """The router before two vLLM servers of a fleet file, which make the router's tokens; ``urls`` are those
+    of the file, instead of their own.
+    """
     line = "  - {{name: w{}, engine: {{kind: vllm, url: '{}', kv_events: false}}}}\n"
-    lines = "".join(line.format(n, engine.url) for n, engine in enumerate((one, two)))
+    lines = "".join(line.format(n, url) for n, url in enumerate(urls or (one.url, two.url)))
     text = f"version: 1\nmodels: [{{name: tiny, tokenizer: '{MOCK_FOLDER}'}}]\nworkers:\n{lines}"
     async with mock_server(fleet_file(text), router=EVENTS_OFF) as here:
         found = {}
@@ -250,6 +262,20 @@ async def engine_awaited(_: SetConstants) -> Report:
             return await run_doctor(here)
 
 
+async def address_before_two(_: SetConstants) -> Report:
+    proxy = TcpProxy("127.0.0.1", 0)
+    async with scripted_engine() as one, scripted_engine() as two, proxy as service:
+        two.replace("/metrics", "1.79528047303e+09", "1.79528047999e+09")
+        service.take_turns(*(int(engine.url.rpartition(":")[2]) for engine in (one, two)))
+        async with two_engines(one, two, f"http://127.0.0.1:{service.port}") as here:
+
+            async def is_known() -> bool:
+                return '"several_engines":true' in (await here.http.get("/v1/fleet")).text
+
+            await eventually(is_known)
+            return await run_doctor(here)
+
+
 async def impossible_pair(_: SetConstants) -> Report:
     async with mock_server(zoned_fleet(), router=UNTIMED) as here:
         for worker_id in (2, 3):
@@ -274,7 +300,8 @@ async def caching_off(_: SetConstants) -> Report:
 async def circuit_open(_: SetConstants) -> Report:
     async with running_frontend(card(1), card(2), script=SERVED, config=OPEN_LONG) as here:
         here.plane.unreachable.add(address_of(1))
-        await served(here, n=8)
+        while here.harness.circuit_state(WorkerId(1)) is not CircuitState.OPEN:
+            await served(here)
         return await run_doctor(here)
 
 
@@ -294,6 +321,7 @@ HEALTHY = (
     DoctorFleet("two equal workers", two_equal_workers),
     DoctorFleet("prefill and decode in two zones", two_zones),
     DoctorFleet("one prefill and one decode worker", a_pair),
+    DoctorFleet("whole prompts cached, of three blocks", prompts_of_whole_blocks),
     DoctorFleet("idle, no request yet", idle),
     DoctorFleet("cached tokens told on one of two routes", cached_tokens_on_some_routes),
     DoctorFleet("--no-kv-events on purpose", events_off_on_purpose),
@@ -309,6 +337,7 @@ BROKEN = (
     DoctorFleet("an engine that is down", engine_down, "answering", "worker 2 "),
     DoctorFleet("an engine that is refused", engine_refused, "expected-engines", "is refused"),
     DoctorFleet("an engine that does not start", engine_awaited, "expected-engines", "no worker yet"),
+    DoctorFleet("an address before two engines", address_before_two, "expected-engines", "several engines"),
     DoctorFleet("a zone without decode workers", impossible_pair, "zones", "zone=a"),
     DoctorFleet("one slow worker of four equal", one_slow_of_four, "slow-ranks", "worker 3 "),
     DoctorFleet("prefix caching off in the engine", caching_off, "kv-events", "worker 1 "),

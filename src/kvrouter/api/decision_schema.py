@@ -108,7 +108,8 @@ class Pick(RankId, frozen=True, kw_only=True):
 
 class Attempt(Struct, frozen=True, kw_only=True):
     """One decision. ``decided_at`` is in seconds since 1970. ``trace_id`` is None for a request without a
-    trace, ``table`` when candidates were not kept, ``decode`` when only prefill was decided.
+    trace, ``table`` when candidates are not kept, ``decode`` when only prefill was decided. ``error`` has the
+    refusal when no worker could take the request; then nothing was picked.
     """
 
     attempt: int
@@ -123,6 +124,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     cross_domain: bool
     last_resort: bool = False
     table: Legs | None = None
+    error: Refusal | None = None
 
 
 class Decisions(Struct, frozen=True, kw_only=True):

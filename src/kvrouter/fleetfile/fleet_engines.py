@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import urlsplit
 
@@ -150,6 +151,11 @@ class MockEngineSpec(FleetPart):
 
 def url_mistake(url: str) -> str | None:
     """Return what the URL of an engine's server must be, if ``url`` is invalid."""
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        return f"must name no user: a key goes into {ENGINE_KEY_VARIABLE}"
+    blank = _BLANK.search(url)
+    if blank is not None:
+        return _is_blank(blank)
     try:
         parts = urlsplit(url)
         has_place = bool(parts.hostname) and parts.port != 0
@@ -157,11 +163,39 @@ def url_mistake(url: str) -> str | None:
         has_place = False
     if not has_place or parts.scheme not in {"http", "https"}:
         return "must be http://HOST:PORT, or https"
-    if "@" in parts.netloc:
-        return f"must name no user: a key goes into {ENGINE_KEY_VARIABLE}"
+    if not is_host(parts.hostname or ""):
+        return "must be http://HOST:PORT, or https, with a host's name or address"
+    for mark in "?#":
+        if mark in url:
+            return f"must be the server's own URL, without {mark} and what follows it"
+    if any(character.isspace() for character in url):
+        return "must have no blanks"
     if parts.path.rstrip("/").endswith("/v1"):
         return "must be the server's own URL, without /v1"
     return None
+
+
+def is_host(host: str) -> bool:
+    """Whether ``host`` can be the name or the address of a host, with a zone or without."""
+    if ":" not in host:
+        return _HOST.fullmatch(host) is not None
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_blank(blank: re.Match[str]) -> str:
+    fills_none = ", because nothing here fills in variables" if blank[0].startswith(("$", "%", "{")) else ""
+    return f"must have the host or port itself where it has the placeholder {blank[0]}{fills_none}"
+
+
+_BLANK = re.compile(r"\$\{[^}]*\}?|\$\([^)]*\)?|\$\w+|\{\{[^}]*\}*|%[A-Za-z_]{3,}%|<[^>]*>?|\{\w*\}|:PORT\b")
+"""A part of an address that is to be filled in, in the forms of shells, templates and pages."""
+
+_HOST = re.compile(r"[^\W_]([\w.-]*\w)?\.?")
+"""A name by DNS or of a container, whose letters may be of any script, or an IPv4 address."""
 
 
 def _check_url(url: str) -> str:
@@ -172,9 +206,13 @@ def _check_url(url: str) -> str:
 
 
 def _check_endpoint(endpoint: str) -> str:
+    blank = _BLANK.search(endpoint)
+    if blank is not None:
+        raise PydanticCustomError("endpoint", _is_blank(blank))
     base, _, port = endpoint.rpartition(":")
-    is_port = port.isdecimal() and 0 < int(port) < 65536
-    if not base.startswith("tcp://") or base in {"tcp://", "tcp://*"} or not is_port:
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+    host = base.removeprefix("tcp://")
+    if not base.startswith("tcp://") or not is_host(host.removeprefix("[").removesuffix("]")) or not is_port:
         raise PydanticCustomError("endpoint", "must be tcp://HOST:PORT")
     return endpoint
 

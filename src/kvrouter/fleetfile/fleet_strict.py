@@ -20,6 +20,7 @@ def strict_problems(fleet: FleetFile) -> Iterator[Problem]:
     yield from _level_problems(fleet)
     yield from _link_problems(fleet)
     yield from _address_problems(fleet)
+    yield from _placeholder_problems(fleet)
 
 
 def _level_problems(fleet: FleetFile) -> Iterator[Problem]:
@@ -53,21 +54,50 @@ def _link_problems(fleet: FleetFile) -> Iterator[Problem]:
 def _address_problems(fleet: FleetFile) -> Iterator[Problem]:
     """Addresses of engines that are one, though they are spelled differently."""
     first_at: dict[tuple[str, str, int | None], Path] = {}
+    for address, at in _addresses(fleet):
+        place = _place_of(address)
+        if place in first_at:
+            yield Problem(at, f"must be unique: {address} is the address of {dotted(first_at[place])}")
+        first_at.setdefault(place, at)
+
+
+def _placeholder_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Addresses of engines whose host is a name that examples have."""
+    for address, at in _addresses(fleet):
+        host = urlsplit(address).hostname or ""
+        if is_placeholder(host):
+            yield Problem(at, f"must have the engine's host: {host!r} is a placeholder")
+
+
+def is_placeholder(host: str) -> bool:
+    """Whether a host is named as in examples, which no engine is."""
+    name = host.rstrip(".").replace("_", "-")
+    return (
+        name in _PLACEHOLDERS
+        or name.startswith(("your-", "changeme", "change-me"))
+        or name.rpartition(".")[2] in _RESERVED
+        or any(name == domain or name.endswith(f".{domain}") for domain in _EXAMPLE_DOMAINS)
+    )
+
+
+_PLACEHOLDERS = frozenset(("host", "hostname", "ip", "todo", "fixme", "tbd", "xxx", "placeholder"))
+_RESERVED = frozenset(("example", "invalid"))
+_EXAMPLE_DOMAINS = ("example.com", "example.net", "example.org")
+"""Names that RFC 2606 reserves for examples."""
+
+
+def _addresses(fleet: FleetFile) -> Iterator[tuple[str, Path]]:
+    """Yield each address of an engine that runs already, with its path."""
     for position, group in enumerate(fleet.workers):
         engine = group.engine
         if not isinstance(engine, AttachedEngineSpec):
             continue
-        addresses = [(url, url_path(position, engine, number)) for number, url in enumerate(engine.all_urls)]
-        path: Path = ("workers", position, "engine")
+        for number, url in enumerate(engine.all_urls):
+            yield url, url_path(position, engine, number)
         for key in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             endpoint = getattr(engine, key)
             if endpoint is not None:
-                addresses.append((endpoint, (*path, key)))
-        for address, at in addresses:
-            place = _place_of(address)
-            if place in first_at:
-                yield Problem(at, f"must be unique: {address} is the address of {dotted(first_at[place])}")
-            first_at.setdefault(place, at)
+                yield endpoint, ("workers", position, "engine", key)
 
 
 def _place_of(address: str) -> tuple[str, str, int | None]:

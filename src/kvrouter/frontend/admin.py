@@ -17,7 +17,7 @@ from kvrouter.core.errors import InvalidRequest, RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.frontend.cordon_routes import CordonRoutes
-from kvrouter.frontend.decision_state import attempt_of, decided, latest_of, refused
+from kvrouter.frontend.decision_state import attempts_of, decided, latest_of, refused
 from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.fleet_state import (
     ExpectedEngines,
@@ -42,7 +42,6 @@ from kvrouter.frontend.page_route import (
 from kvrouter.frontend.prepare import Bodies, CalledModel, RequestPreparer
 from kvrouter.frontend.request_stats import RequestStatistics
 from kvrouter.frontend.response_writer import RequestIds
-from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import AdminAccess, FrontendSettings
@@ -186,12 +185,11 @@ class AdminRoutes:
     async def decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions/{request_id}``: the kept decisions of a request, one per attempt."""
         request_id = RequestId(request.parameters["request_id"])
-        attempts = self._service.decisions.get(request_id)
-        if attempts is None:
+        log = self._service.decisions
+        decisions, refusal = log.get(request_id), log.refusals.get(request_id)
+        if decisions is None and refusal is None:
             raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
-        return json_page(
-            Decisions(request_id=request_id, attempts=[attempt_of(kept, self._fleet_of) for kept in attempts])
-        )
+        return json_page(Decisions(request_id=request_id, attempts=attempts_of(decisions or (), refusal)))
 
     async def latest_decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""
@@ -199,10 +197,6 @@ class AdminRoutes:
         decisions = self._service.decisions
         latest = map(latest_of, decisions.latest(limit))
         return json_page(LastDecisions(decisions=[*latest], kept=len(decisions)))
-
-    def _fleet_of(self, model: str) -> Fleet | None:
-        found = self._service.find(ModelName(model))
-        return None if found is None else found.fleet
 
     async def fleet(self, _: PageRequest) -> Page:
         """``GET /v1/fleet``: the router's view of every worker and model."""

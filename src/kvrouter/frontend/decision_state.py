@@ -1,6 +1,7 @@
 """Converts decisions to the HTTP API's types: explanations with candidates, and kept decisions."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from msgspec import structs
 
@@ -13,8 +14,10 @@ from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Enforcement
 from kvrouter.frontend.errors import refusal_counts
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.decision_input import DecisionInput
 from kvrouter.kernel.routing.interface import Candidate, Decision, Pick, Times
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint, TransferPolicy
+from kvrouter.router.kept_inputs import KeptRefusal
 from kvrouter.router.model_router import KeptDecision
 
 
@@ -32,12 +35,8 @@ def refused(
     return _explanation(request, fleet, mode, rows, decision=None, error=refusal)
 
 
-FleetOf = Callable[[str], Fleet | None]
-"""Finds the fleet of a model by its name; None when it is no longer served."""
-
-
-def attempt_of(kept: KeptDecision, fleet_of: FleetOf) -> api.Attempt:
-    """Return a kept decision, with its candidates if they were kept."""
+def attempt_of(kept: KeptDecision) -> api.Attempt:
+    """Return a kept decision, without its candidates."""
     decision = kept.decision
     prefill, decode = _picks(decision)
     return api.Attempt(
@@ -52,14 +51,37 @@ def attempt_of(kept: KeptDecision, fleet_of: FleetOf) -> api.Attempt:
         fallback_used=decision.fallback_used,
         cross_domain=decision.cross_domain,
         last_resort=decision.last_resort,
-        table=_table(kept, fleet_of),
+    )
+
+
+def attempts_of(kept: Iterable[KeptDecision], refusal: KeptRefusal | None) -> list[api.Attempt]:
+    """Return the attempts of a request in order, with the candidates whose input is kept."""
+    attempts = [structs.replace(attempt_of(each), table=_table(each.input)) for each in kept]
+    if refusal is not None:
+        attempts.append(_refused_attempt(refusal))
+    return sorted(attempts, key=attrgetter("decided_at"))
+
+
+def _refused_attempt(kept: KeptRefusal) -> api.Attempt:
+    return api.Attempt(
+        attempt=kept.attempt,
+        decided_at=round(kept.refused_at_s, 6),
+        trace_id=kept.trace_id or None,
+        mode=kept.mode,
+        prefill=None,
+        decode=None,
+        constraint=None,
+        fallback_used=False,
+        cross_domain=False,
+        table=_table(kept.input),
+        error=api.Refusal(code=kept.code, message=kept.message, refusals=kept.refusals),
     )
 
 
 def latest_of(kept: KeptDecision) -> api.LastDecision:
     """Return the last decision of a request, without its candidates."""
-    fields = structs.asdict(attempt_of(kept, lambda _: None))
-    del fields["table"]
+    fields = structs.asdict(attempt_of(kept))
+    del fields["table"], fields["error"]
     seen = kept.seen
     return api.LastDecision(
         request_id=kept.decision.request_id,
@@ -68,15 +90,14 @@ def latest_of(kept: KeptDecision) -> api.LastDecision:
         expected_cached_tokens=kept.overlap_tokens,
         cached_tokens=seen.cached_tokens,
         ttft_ms=None if seen.ttft_s is None else round(1e3 * seen.ttft_s, 3),
-        has_table=bool(kept.rows),
+        has_table=kept.input is not None,
         **fields,
     )
 
 
-def _table(kept: KeptDecision, fleet_of: FleetOf) -> api.Legs | None:
-    """Return the candidates of each leg; None when they were not kept or the model is gone."""
-    fleet = fleet_of(kept.model) if kept.rows else None
-    return None if fleet is None else _legs(kept.rows, fleet)
+def _table(decision_input: DecisionInput | None) -> api.Legs | None:
+    """Return the candidates of each leg, as they were then; None where the input is kept no longer."""
+    return None if decision_input is None else _legs(decision_input.candidates(), decision_input.fleet)
 
 
 def _pair_cost(decision: Decision) -> float | None:

@@ -10,7 +10,7 @@ from kvrouter.core.requests import CallRoute, TraceContext
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.request_stats import EndedCall, RequestStatistics
 from kvrouter.router.generation import Generation
-from kvrouter.router.instrumentation import prefilling
+from kvrouter.router.instrumentation import expected_tokens
 from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle
 
@@ -214,7 +214,7 @@ def _served(generation: Generation) -> Fields:
             "decode_worker": str(decision.decode.rank),
             "attempts": generation.attempts,
             "resumes": generation.resumes,
-            "predicted_tokens": prefilling(decision).overlap_blocks * placement.block_size,
+            "predicted_tokens": expected_tokens(placement) or 0,
         }
     return {
         **fields,

@@ -92,8 +92,6 @@ class IndexCheck:
         """
         if prompt_tokens is not None and prompt_tokens != isl_tokens:
             return Compared(Prediction.OTHER_PROMPT, None)
-        most = (isl_tokens - 1) // self._block_size * self._block_size  # the last token is always computed
-        predicted_tokens = min(predicted_tokens, most)
         if not predicted_tokens and not cached_tokens:
             return None
         window = self._windows.get(slot)

@@ -1,7 +1,6 @@
 """The router of one model: drives its placer with the clock and random draws, and lets requests wait."""
 
 import asyncio
-import math
 import random
 import time
 from collections import OrderedDict, deque
@@ -25,30 +24,19 @@ from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prom
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
-from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, RoutingSettings, View
+from kvrouter.kernel.routing.decision_input import DecisionInput, decision_input
+from kvrouter.kernel.routing.interface import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.admission_queue import Wait
 from kvrouter.router.engine_reports import EngineReports
 from kvrouter.router.instrumentation import ModelInstrumentation, expected_tokens, prefilling
+from kvrouter.router.kept_inputs import KeptInputs, RefusalLog
 from kvrouter.router.kv_flows import KvFlows
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.settings.router_settings import KvRouterConfig
 
 ATTEMPTS_MAX = 16
 """The most decisions kept for one request id; of a client that repeats an id, the last ones."""
-
-
-TABLES_MAX = 32
-"""The most decisions that keep their candidate table, with a row for each worker rank."""
-
-WATCHED_S = 10.0
-"""Candidate tables are recorded for this long after a call of :meth:`DecisionLog.latest`."""
-
-TABLE_PAUSE_S = 0.2
-"""The least time between two tables."""
-
-TABLE_TIME_SHARE = 0.02
-"""The largest share of the event loop's time that tables may take."""
 
 
 class SeenAnswer(msgspec.Struct, gc=False):
@@ -62,8 +50,8 @@ class SeenAnswer(msgspec.Struct, gc=False):
 
 class KeptDecision(NamedTuple):
     """One attempt's decision, its time on the wall clock, and the request's trace. ``overlap_tokens``
-    are the expected cached tokens, None where the prompt is unknown and ``isl_tokens`` an estimate. ``rows``
-    is its candidate table, empty where none was kept.
+    are the expected cached tokens, None where the prompt is unknown and ``isl_tokens`` an estimate. ``input``
+    gives its candidates; None where it was dropped.
     """
 
     decided_at_s: float
@@ -73,38 +61,28 @@ class KeptDecision(NamedTuple):
     isl_tokens: int
     overlap_tokens: int | None
     seen: SeenAnswer
-    rows: tuple[Candidate, ...] = ()
+    input: DecisionInput | None = None
 
 
 class DecisionLog:
-    """Keeps the attempts of the last ``requests_max`` requests; the oldest request is dropped first.
-
-    While a client polls :meth:`latest`, some decisions are recorded with their candidates, as many as
-    :data:`TABLE_TIME_SHARE` allows. ``clock`` is monotonic, in seconds.
+    """Keeps the attempts of the last ``requests_max`` requests, with what they were decided on; the oldest
+    request is dropped first. ``refusals`` has the requests that no worker could take.
     """
 
-    def __init__(self, *, requests_max: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, requests_max: int) -> None:
         self._requests_max = requests_max
-        self._clock = clock
         self._by_request: OrderedDict[RequestId, deque[KeptDecision]] = OrderedDict()
-        self._tables: OrderedDict[tuple[RequestId, float], tuple[Candidate, ...]] = OrderedDict()
-        self._watched_until_s = -math.inf
-        self._no_table_before_s = -math.inf
+        self._inputs = KeptInputs()
+        self.refusals = RefusalLog(requests_max=requests_max)
 
     def __len__(self) -> int:
         """The number of requests that are kept."""
         return len(self._by_request)
 
     @property
-    def wants_table(self) -> bool:
-        """Whether the next decision is to be recorded with its candidate table."""
-        if self._watched_until_s == -math.inf:
-            return False
-        return self._no_table_before_s <= self._clock() < self._watched_until_s
-
-    def table_took(self, seconds: float) -> None:
-        """Note how long the last candidate table took, in seconds; it delays the next one."""
-        self._no_table_before_s = self._clock() + max(TABLE_PAUSE_S, seconds / TABLE_TIME_SHARE)
+    def keeps_decisions(self) -> bool:
+        """Whether any decision is kept."""
+        return self._requests_max > 0
 
     def record(
         self,
@@ -116,20 +94,22 @@ class DecisionLog:
         isl_tokens: int = 0,
         overlap_tokens: int | None = None,
         is_again: bool = False,
-        rows: tuple[Candidate, ...] = (),
+        decision_input: DecisionInput | None = None,
     ) -> None:
         """Add one attempt's decision; ``is_again`` if the attempt's decode worker was picked again."""
         if self._requests_max == 0:
             return
-        if rows:
-            self._tables[decision.request_id, decided_at_s] = rows
-            if len(self._tables) > TABLES_MAX:
-                self._tables.popitem(last=False)
+        if decision_input is not None:
+            self._inputs.put((decision.request_id, decided_at_s), decision_input)
         attempts = self._by_request.get(decision.request_id)
         if attempts is None:
             attempts = self._by_request[decision.request_id] = deque(maxlen=ATTEMPTS_MAX)
             if len(self._by_request) > self._requests_max:
-                self._by_request.popitem(last=False)
+                dropped_id, dropped = self._by_request.popitem(last=False)
+                for kept in dropped:
+                    self._inputs.drop((dropped_id, kept.decided_at_s))
+        elif len(attempts) == ATTEMPTS_MAX:
+            self._inputs.drop((decision.request_id, attempts[0].decided_at_s))
         seen = attempts[-1].seen if is_again and attempts else SeenAnswer()
         attempts.append(
             KeptDecision(decided_at_s, decision, trace_id, model, isl_tokens, overlap_tokens, seen)
@@ -143,19 +123,15 @@ class DecisionLog:
     def get(self, request_id: RequestId) -> list[KeptDecision] | None:
         """Return every attempt's decision in order; None when the request is unknown or dropped."""
         attempts = self._by_request.get(request_id)
-        return None if attempts is None else [self._with_table(kept) for kept in attempts]
+        return None if attempts is None else [self._with_input(kept) for kept in attempts]
 
     def latest(self, limit: int) -> list[KeptDecision]:
-        """Return the last attempt of each of the last ``limit`` requests, newest first; for :data:`WATCHED_S`
-        from now on candidate tables are recorded.
-        """
-        self._watched_until_s = self._clock() + WATCHED_S
+        """Return the last attempt of each of the last ``limit`` requests, newest first."""
         last = islice(reversed(self._by_request.values()), limit)
-        return [self._with_table(attempts[-1]) for attempts in last]
+        return [self._with_input(attempts[-1]) for attempts in last]
 
-    def _with_table(self, kept: KeptDecision) -> KeptDecision:
-        rows = self._tables.get((kept.decision.request_id, kept.decided_at_s), ())
-        return kept._replace(rows=rows) if rows else kept
+    def _with_input(self, kept: KeptDecision) -> KeptDecision:
+        return kept._replace(input=self._inputs.get((kept.decision.request_id, kept.decided_at_s)))
 
 
 class Draws:
@@ -219,6 +195,10 @@ class ModelRouter:
         self.clock = clock
         self._request_timeout_s = config.request_timeout_s
         self._decisions = decisions
+        self._decision_input: DecisionInput | None = None
+        """The input of the decision that is being placed; None before it, and where none is kept."""
+        if decisions.keeps_decisions:
+            self.placer.on_decided = self._decided
         self._draws = Draws(seeds.getrandbits(64))
         self._explain_draws = Draws(seeds.getrandbits(64))
         """The draws of :meth:`explain`, which must not reveal or use those of bookings."""
@@ -288,13 +268,16 @@ class ModelRouter:
                     wait = wait or Wait(
                         self.placer.waiting, request, self.instrumentation, limit_s=self._request_timeout_s
                     )
-                    await wait.for_change(refused)
+                    try:
+                        await wait.for_change(refused)
+                    except RoutingRefused:
+                        self._record_refusal(request_of_attempt, refused, request.trace.trace_id)
+                        raise
         finally:
             if wait is not None:
                 wait.leave()
 
     def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
-        explained = self._explain_attempt(request) if self._decisions.wants_table else None
         started_s = time.perf_counter()
         placement = self.placer.place(request, self._draws.next, now_s=self.clock())
         self._draws.take()
@@ -302,18 +285,15 @@ class ModelRouter:
         decision_s = placement.decision_s = time.perf_counter() - started_s
         waited_s = None if wait is None else wait.placed(placement)
         self.instrumentation.placed(placement, decision_s=decision_s, waited_s=waited_s)
-        self._record(placement, explained)
+        self._record(placement)
         return placement
 
-    def _explain_attempt(self, request: AttemptRequest) -> Decision | None:
-        """The decision table of the next placement, by its own draw; None where the usual plan is refused."""
-        started_s = time.perf_counter()
-        try:
-            return self.placer.explain_attempt(request, self._draws.next, now_s=self.clock())
-        except RoutingRefused:
-            return None
-        finally:
-            self._decisions.table_took(time.perf_counter() - started_s)
+    def _decided(
+        self, route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+    ) -> None:
+        """Keep the input of a decision, before anything of it changes."""
+        constraint = None if prefill is None else decision.constraint
+        self._decision_input = decision_input(route_request, view, constraint=constraint, prefill=prefill)
 
     def pick_decode_again(self, placement: Placement) -> None:
         """Pick the decode worker again after a synchronous prefill, under its constraint; move the lease."""
@@ -322,21 +302,35 @@ class ModelRouter:
             self.instrumentation.picked_again(placement, decision_s=time.perf_counter() - started_s)
             self._record(placement, is_again=True)
 
-    def _record(
-        self, placement: Placement, explained: Decision | None = None, *, is_again: bool = False
-    ) -> None:
-        """Record a decision, with the candidate table where that explains the same choice."""
-        decision = placement.decision
-        is_same = explained is not None and _ranks_of(explained) == _ranks_of(decision)
+    def _record(self, placement: Placement, *, is_again: bool = False) -> None:
+        """Record a decision, with its input."""
         self._decisions.record(
-            decision,
+            placement.decision,
             decided_at_s=time.time(),
             trace_id=placement.trace_id,
             model=self.fleet.model,
             isl_tokens=placement.prompt.isl_tokens,
             overlap_tokens=expected_tokens(placement),
             is_again=is_again,
-            rows=explained.rows if explained is not None and is_same else (),
+            decision_input=self._decision_input,
+        )
+        self._decision_input = None
+
+    def _record_refusal(self, request: AttemptRequest, refused: RoutingRefused, trace_id: str) -> None:
+        """Record the refusal of the usual plan, with the state of the moment in which it became final."""
+        if not self._decisions.keeps_decisions:
+            return
+        route_request, placer = request.options[RetryPlan.USUAL], self.placer
+        view = placer.view(
+            request.prompt, self._draws.next, now_s=self.clock(), has_media=route_request.has_media
+        )
+        self._decisions.refusals.record(
+            refused,
+            decision_input(route_request, view),
+            refused_at_s=time.time(),
+            mode=route_request.override.router_mode or placer.settings.mode,
+            trace_id=trace_id,
+            model=self.fleet.model,
         )
 
     # Settings that change
@@ -424,7 +418,7 @@ class ModelRouter:
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
         """Compare the engine's cached tokens with the prediction; ``prompt_tokens`` is its own count."""
         pick = prefilling(placement.decision)
-        predicted_tokens = pick.overlap_blocks * placement.block_size
+        predicted_tokens = expected_tokens(placement) or 0
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id
         self.instrumentation.cached_tokens(worker_id, predicted=predicted_tokens, actual=cached_tokens)
@@ -445,10 +439,6 @@ class ModelRouter:
             shape=placement.route_request.shape,
         ):
             self.cache.doubt(slot)
-
-
-def _ranks_of(decision: Decision) -> tuple[WorkerRank | None, WorkerRank]:
-    return None if decision.prefill is None else decision.prefill.rank, decision.decode.rank
 
 
 def _call_soon(call: Callable[[], None]) -> object:

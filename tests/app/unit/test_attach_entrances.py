@@ -1,4 +1,4 @@
-"""An engine gets its worker in three ways, and whichever way it was, comes back as what it now is."""
+"""An engine gets its worker in four ways, and whichever way it was, comes back as what it now is."""
 
 import re
 import subprocess
@@ -171,7 +171,7 @@ def test_new_engine_kind_needs_its_folder_and_one_line() -> None:
     command += ["-p", "no:cacheprovider", "tests/testing/toy_engine/checks.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("....  "), done.stdout
+    assert done.stdout.startswith(f"{'.' * (len(ATTACH_PATHS) + 1)}  "), done.stdout
 
 
 async def test_newly_loaded_adapter_keeps_the_incarnation_of_the_engine(tmp_path: Path) -> None:

@@ -113,10 +113,12 @@ async def test_a_kept_decision_of_a_router_is_drawn(capsys: pytest.CaptureFixtur
         unknown = capsys.readouterr().err
     assert out.startswith("team/a:1@x, 2 decisions\n")
     assert "\x1b" not in out
-    rows = [row for row in rows_of(out) if row[0] == "whole"]
     answered = response.headers["x-kvrouter-decode-worker"]
-    assert [row[1] for row in rows] == [f"{3 - int(answered)}/0", f"{answered}/0"]
-    assert [row[-1] for row in rows] == ["2", "1"]
+    failed = str(3 - int(answered))
+    rows = rows_of(out)
+    assert [row[0] for row in rows] == ["→", f"{answered}/0", "→", f"{failed}/0"]
+    assert rows[3][-1] == "excluded"
+    assert [row[1] for row in rows_of(out) if row[0] == "→"] == [f"{failed}/0", f"{answered}/0"]
     assert [attempt["attempt"] for attempt in kept["attempts"]] == [0, 1]
     assert unknown == f"kvrouter: {url}: 404 request_id: no decision is kept for 'a b'\n"
 
@@ -133,9 +135,26 @@ async def test_a_fallback_of_a_router_is_drawn(capsys: pytest.CaptureFixture[str
         )
         assert await asyncio.to_thread(main, ["explain", "--url", url, "--request-id", "f"]) == 0
     out = capsys.readouterr().out
-    assert [row[:2] for row in rows_of(out)][:2] == [["prefill", "1/0"], ["decode", "2/0"]]
+    assert [row[:2] for row in rows_of(out)][:2] == [["→", "1/0"], ["→", "2/0"]]
     assert "KV transfer: fallback zone=a" in out
     assert "crosses its domain" in out
+
+
+async def test_a_past_refusal_is_drawn_with_the_reason_of_each_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cards = (card(1, taints=("gpu",)), card(2))
+    async with running_frontend(*cards, script=text_answer("ok")) as frontend:
+        url = "http://{}:{}".format(*frontend.address)
+        body = {"model": MODEL, "prompt": "x", "nvext": {"routing_constraints": {"required_taints": ["tpu"]}}}
+        response = await frontend.http.post("/v1/completions", json=body, headers={"x-request-id": "f"})
+        assert response.status_code == 503
+        frontend.harness.discovery.drop(1)
+        assert await asyncio.to_thread(main, ["explain", "--url", url, "--request-id", "f"]) == 0
+    out = capsys.readouterr().out
+    assert "no_eligible_worker: no decode worker may take this request (of 2 decode ranks: 2 taint" in out
+    assert "Worker: nobody, 0 of 2 eligible" in out
+    assert [(row[0], row[-1]) for row in rows_of(out)] == [("1/0", "taint_missing"), ("2/0", "taint_missing")]
 
 
 async def overlaps(here: MockServer, *arguments: str, capsys: pytest.CaptureFixture[str]) -> list[int]:

@@ -56,7 +56,7 @@ ENGINES = ("--engine", "vllm", "--model", "org/model")
             [("worker", Role.BOTH, 2, {})],
         ),
         (
-            (*ENGINES, *("--url", "prefill@a=http://h:1"), *("--url", "decode@a=http://h:2/?x=1")),
+            (*ENGINES, *("--url", "prefill@a=http://h:1"), *("--url", "decode@a=http://h:2/x=1")),
             [("prefill-a", Role.PREFILL, 1, {"zone": "a"}), ("decode-a", Role.DECODE, 1, {"zone": "a"})],
         ),
         ((*ENGINES, "--url", "@b=http://h:1"), [("worker-b", Role.BOTH, 1, {"zone": "b"})]),
@@ -224,6 +224,21 @@ def test_strict_check_names_valid_but_likely_unintended_settings(
     out, err = capsys.readouterr()
     assert out.count("good") == 1
     assert f"kvrouter: {line}" in err
+
+
+@pytest.mark.parametrize("how", ["flag", "variable", "file"])
+def test_a_group_without_kv_events_is_as_it_should_be_where_the_router_uses_none(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    silent = FLEET.replace('"http://h:2"', '"http://h:2", kv_events: false', 1)
+    if how == "variable":
+        monkeypatch.setenv("DYN_ROUTER_USE_KV_EVENTS", "false")
+    if how == "file":
+        silent += "router: {kv_events: false}\n"
+    (folder / "f.yaml").write_text(silent)
+    flags = ["--no-kv-events"] if how == "flag" else []
+    assert main(["fleet", "check", "--strict", *flags, "f.yaml"]) == 0
+    assert "KV events" not in capsys.readouterr().err
 
 
 def test_engines_behind_one_gateway_are_not_one_engine(folder: Path, capsys: Captured) -> None:

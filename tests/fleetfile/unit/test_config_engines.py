@@ -4,8 +4,9 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_checks import load_fleet
-from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
+from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec, url_mistake
 from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.fleetfile.fleet_strict import strict_problems
 from kvrouter.settings.problems import parse_document
 
 GOOD = """\
@@ -57,6 +58,22 @@ def test_a_model_without_a_name_is_mock_or_the_one_its_engines_name() -> None:
         (A, 'url: "a:8000"', "4: workers[0].engine.url: must be http://HOST:PORT, or https, not 'a:8000'"),
         (A, 'url: "http://a/v1/"', "4: workers[0].engine.url: must be the server's own URL, without /v1"),
         (A, 'url: "http://a:x"', "4: workers[0].engine.url: must be http://HOST:PORT, or https, not 'http://a:x'"),
+        (A, 'url: "http://-a:8000"',
+         "4: workers[0].engine.url: must be http://HOST:PORT, or https, with a host's name or address, not"),
+        (A, 'url: "http://${HOST}:8000"',
+         "4: workers[0].engine.url: must have the host or port itself where it has the placeholder ${HOST}, "
+         "because nothing here fills in variables, not 'http://${HOST}:8000'"),
+        (A, 'url: "http://<your-host>:8000"', "4: workers[0].engine.url: must have the host or port itself "
+         "where it has the placeholder <your-host>, not 'http://<your-host>:8000'"),
+        (B, 'urls: ["http://b:8000", "http://c:PORT"]',
+         "5: workers[1].engine.urls[1]: must have the host or port itself where it has the placeholder"),
+        (A, 'url: "http://a:8000?x=1"',
+         "4: workers[0].engine.url: must be the server's own URL, without ? and what follows it"),
+        (A, 'url: "http://a:8000/#x"',
+         "4: workers[0].engine.url: must be the server's own URL, without # and what follows it"),
+        (A, f"{A}, kv_events_endpoint: 'tcp://$HOST:5557'",
+         "4: workers[0].engine.kv_events_endpoint: must have the host or port itself where it has the "
+         "placeholder $HOST"),
         (A, 'url: "http://me:secret@a:8000"',
          "4: workers[0].engine.url: must name no user: a key goes into KVROUTER_ENGINE_API_KEY, "
          "not 'http://…@a:8000'"),
@@ -105,3 +122,39 @@ def test_likely_unintended_engine_settings_are_warned_of(old: str, new: str, war
     assert load_fleet(parse_document(GOOD, "fleet.yaml")).warnings == ()
     (reported,) = load_fleet(parse_document(GOOD.replace(old, new), "fleet.yaml")).warnings
     assert warning in reported
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://10.0.0.7:8000",
+        "https://[fd00::7]:8000",
+        "http://vllm_0.internal.:8000/gateway/a",
+        "http://bücher:8000",
+        "http://localhost",
+    ],
+)
+def test_urls_of_engines_that_can_be_are_good(url: str) -> None:
+    assert url_mistake(url) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "is_one"),
+    [
+        ("HOST", True),
+        ("your-host", True),
+        ("YOUR_ENGINE", True),
+        ("TODO", True),
+        ("gpu.example.com", True),
+        ("example.org", True),
+        ("vllm.example", True),
+        ("host-7", False),
+        ("myexample.com", False),
+        ("10.0.0.7", False),
+        ("todo-service.prod", False),
+    ],
+)
+def test_strict_check_names_hosts_that_are_placeholders(host: str, is_one: bool) -> None:
+    fleet = load(GOOD.replace("http://a:8000", f"http://{host}:8000"))
+    found = [problem for problem in strict_problems(fleet) if "placeholder" in problem.must]
+    assert [problem.path for problem in found] == ([("workers", 0, "engine", "url")] if is_one else [])

@@ -8,10 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.admin import DECISIONS_LISTED_MAX
 from kvrouter.kernel.topology.link_table import Link, LinkTable
-from kvrouter.router import kv_flows, model_router
+from kvrouter.router import kv_flows
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.constants import SetConstants
 from tests.testing.frontend_harness import (
@@ -23,6 +24,8 @@ from tests.testing.frontend_harness import (
     zoned_cards,
 )
 from tests.testing.router_harness import MODEL, card, decode_card, prefill_card
+from tests.testing.scripted_transport import ScriptedStream
+from tests.testing.waits import until
 
 PROMPT = [7] * 40
 
@@ -70,40 +73,37 @@ async def test_a_non_numeric_or_too_large_limit_is_refused(limit: str) -> None:
     assert error_of(response)["param"] == "limit"
 
 
-async def test_candidates_are_kept_only_while_decisions_are_polled() -> None:
+async def test_the_candidates_of_past_requests_are_kept_though_nobody_asked_before() -> None:
     async with running_frontend(*zoned_cards(), script=handoff_script) as frontend:
-        await send(frontend, "before")
-        await asked(frontend, "/v1/decisions")
-        await send(frontend, "followed")
-        await send(frontend, "at-once")
+        await send(frontend, "past")
+        frontend.harness.discovery.drop(3)
+        await until(lambda: len(frontend.harness.model.fleet) == 2)
+        for n in range(3):
+            await send(frontend, f"later-{n}")
         latest = (await asked(frontend, "/v1/decisions"))["decisions"]
-        (followed,) = (await asked(frontend, "/v1/decisions/followed"))["attempts"]
-        (before,) = (await asked(frontend, "/v1/decisions/before"))["attempts"]
-    # the third one comes sooner after the second than a table may come after another
-    assert {row["request_id"]: row["has_table"] for row in latest} == {
-        "before": False,
-        "followed": True,
-        "at-once": False,
-    }
-    assert before["table"] is None
-    rows = {row["worker_id"]: row for row in followed["table"]["decode"]["candidates"]}
-    assert rows.keys() == {2, 3}
-    assert (rows[2]["chosen"], rows[2]["cost"]) == (True, followed["decode"]["cost"])
-    assert rows[3]["reason"] == "domain_mismatch"
-    assert followed["table"]["prefill"]["chosen"]["worker_id"] == followed["prefill"]["worker_id"]
+        (past,) = (await asked(frontend, "/v1/decisions/past"))["attempts"]
+        (later,) = (await asked(frontend, "/v1/decisions/later-2"))["attempts"]
+    assert all(row["has_table"] for row in latest)
+    rows = {row["worker_id"]: row for row in past["table"]["decode"]["candidates"]}
+    assert rows.keys() == {2, 3}, "a worker that left later is among them"
+    assert rows[2]["chosen"]
+    assert (rows[2]["cost"], rows[2]["overlap_blocks"]) == (
+        past["decode"]["cost"],
+        past["decode"]["overlap_blocks"],
+    )
+    assert rows[2]["times"] == past["decode"]["times"]
+    assert (rows[3]["reason"], rows[3]["domains"]) == ("domain_mismatch", {"zone": "b"})
+    assert past["table"]["prefill"]["chosen"]["worker_id"] == past["prefill"]["worker_id"]
+    assert [row["worker_id"] for row in later["table"]["decode"]["candidates"]] == [2]
 
 
 @pytest.mark.parametrize("mode", [RouterMode.RANDOM, RouterMode.ROUND_ROBIN])
-async def test_a_kept_table_shows_the_worker_that_was_chosen(
-    mode: RouterMode, set_constants: SetConstants
-) -> None:
+async def test_a_kept_table_shows_the_worker_that_was_chosen(mode: RouterMode) -> None:
     """By the draw of the booking, so that what was drawn is what the table says."""
-    set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9)
     config = KvRouterConfig(router_mode=mode)
     async with running_frontend(
         *(card(n) for n in range(1, 6)), script=text_answer("ok"), config=config
     ) as frontend:
-        await asked(frontend, "/v1/decisions")
         for n in range(12):
             await send(frontend, f"r{n}")
         picked = set()
@@ -114,14 +114,34 @@ async def test_a_kept_table_shows_the_worker_that_was_chosen(
     assert len(picked) > 1
 
 
-async def test_the_number_of_kept_tables_is_bounded(set_constants: SetConstants) -> None:
-    set_constants(model_router, TABLE_PAUSE_S=0.0, TABLE_TIME_SHARE=1e9, TABLES_MAX=2)
-    async with running_frontend(card(1), script=text_answer("ok")) as frontend:
-        await asked(frontend, "/v1/decisions")
-        for request_id in ("a", "b", "c"):
-            await send(frontend, request_id)
+async def test_a_refused_request_is_kept_with_the_reason_of_each_worker() -> None:
+    constraints = {"required_taints": ["gpu"]}
+    async with running_frontend(card(1, taints=("gpu",)), card(2), script=text_answer("ok")) as frontend:
+        body = {"model": MODEL, "prompt": PROMPT, "nvext": {"routing_constraints": constraints}}
+        frontend.harness.model.fleet.set_alive(WorkerId(1), alive=False)
+        response = await frontend.http.post("/v1/completions", json=body, headers={"x-request-id": "no"})
+        frontend.harness.model.fleet.set_alive(WorkerId(1), alive=True)
+        await send(frontend, "yes")
+        (kept,) = (await asked(frontend, "/v1/decisions/no"))["attempts"]
         latest = (await asked(frontend, "/v1/decisions"))["decisions"]
-    assert [row["has_table"] for row in latest] == [True, True, False]
+    error = error_of(response)
+    assert (kept["error"]["code"], kept["error"]["message"]) == ("no_eligible_worker", error["message"])
+    assert kept["error"]["refusals"] == error["refusals"] == {"not_alive": 1, "taint_missing": 1}
+    assert (kept["prefill"], kept["decode"], kept["table"]["decode"]["chosen"]) == (None, None, None)
+    reasons = {row["worker_id"]: row["reason"] for row in kept["table"]["decode"]["candidates"]}
+    assert reasons == {1: "not_alive", 2: "taint_missing"}
+    assert [row["request_id"] for row in latest] == ["yes"]
+
+
+async def test_a_request_that_is_refused_after_an_attempt_has_both() -> None:
+    def dying(worker: ScriptedStream) -> None:
+        worker.die()
+
+    async with running_frontend(card(1), script=dying) as frontend:
+        assert (await send(frontend, "a")).status_code == 503
+        first, second = (await asked(frontend, "/v1/decisions/a"))["attempts"]
+    assert (first["attempt"], first["decode"]["worker_id"], first["error"]) == (0, 1, None)
+    assert (second["attempt"], second["decode"], second["error"]["refusals"]) == (1, None, {"excluded": 1})
 
 
 async def test_flows_count_handoffs_bytes_and_cost_by_domain_pair() -> None:

@@ -317,6 +317,26 @@ def test_aggregated_failed_is_reset_once_no_pair_is_broken(fleet: Fleet) -> None
     assert not fleet.broken_pairs.aggregated_failed
 
 
+def test_a_snapshot_stays_as_it_is_and_is_shared_until_the_fleet_changes(fleet: Fleet) -> None:
+    """A report of load is no change; a new number of blocks is, and so is whether pairs are tried again."""
+    fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
+    rank, first = WorkerRank(WorkerId(1), DpRank(0)), fleet.snapshot
+    fleet.report(LoadReport(rank, 7, 100))
+    assert fleet.snapshot is first
+    fleet.report(LoadReport(rank, 7, 120))
+    assert fleet.snapshot.columns.total_blocks.tolist() == [120.0]
+    fleet.set_aggregated_failed(True)
+    second = fleet.snapshot
+    assert [each.columns.total_blocks.tolist() for each in (first, second)] == [[100.0], [120.0]]
+    assert [each.broken_pairs.aggregated_failed for each in (first, second)] == [False, True]
+    fleet.join(card(1, config=ModelRuntimeConfig(topology_domains={"zone": "b"}), dp_size=2))
+    kept = second.card(WorkerId(1))
+    assert kept is not None
+    assert (kept.dp_size, len(second.slots_of(WorkerId(1))), second.places.domains) == (1, 1, ())
+    fleet.leave(WorkerId(1), kept.incarnation)
+    assert second.rank_at(Slot(0)) == rank
+
+
 def test_the_required_domain_comes_from_prefill_workers(fleet: Fleet) -> None:
     required = ModelRuntimeConfig(
         topology_domains={"zone": "a"},

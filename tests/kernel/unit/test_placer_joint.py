@@ -3,15 +3,16 @@
 from msgspec import structs
 
 from kvrouter.core.constraints import PdSelection
-from kvrouter.core.ids import LeaseKey, RequestId, RouterId, Slot, WorkerId
+from kvrouter.core.ids import LeaseKey, RequestId, RouterId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.journey import Shape
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.routing.decision_input import DecisionInput, decision_input
 from kvrouter.kernel.routing.fleet_links import links_of
-from kvrouter.kernel.routing.interface import RoutingSettings
+from kvrouter.kernel.routing.interface import Decision, RouteRequest, RoutingSettings, Times, View
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from tests.kernel.unit.test_placer import place, placer_of
 from tests.testing.router_harness import card
@@ -123,6 +124,36 @@ def test_switching_to_blocks_cost_removes_the_load_on_links() -> None:
     again = place(placer, Draw(10, 10, 10))
     assert links.transfer(Slot(0), Slot(1), 1e9)[0] == alone_s
     assert again.decision.decode.transfer_blocks == last.decision.decode.transfer_blocks
+
+
+def _decode_times(kept: DecisionInput) -> dict[WorkerRank, Times | None]:
+    return {row.rank: row.times for row in kept.candidates() if row.leg is Leg.DECODE}
+
+
+def test_a_kept_input_has_the_load_of_links_at_the_time_of_its_decision() -> None:
+    placer = joint(*PAIR)
+    kept: list[DecisionInput] = []
+
+    def keep(
+        route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
+    ) -> None:
+        assert decision.prefill is not None
+        assert prefill is None
+        kept.append(decision_input(route_request, view))
+
+    placer.on_decided = keep
+    going = [place(placer, Draw(number, number, number)) for number in range(4)]
+    then = [_decode_times(each) for each in kept]
+    for each in going:
+        placer.release(each, now_s=1.0)
+    assert [_decode_times(each) for each in kept] == then
+    picked = going[3].decision.decode
+    last = then[3][picked.rank]
+    first = then[0][picked.rank]
+    assert last == picked.times
+    assert first is not None
+    assert last is not None
+    assert last.transfer_s > first.transfer_s, "three others were on their way"
 
 
 def test_a_failed_local_prefill_does_not_set_aggregated_failed() -> None:

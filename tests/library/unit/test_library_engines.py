@@ -25,7 +25,7 @@ from tests.testing.processes import eventually
 from tests.testing.scripted_engine import VLLM_PAGES, scripted_engine
 from tests.testing.small_engine import EngineProtocol, SmallEngine, small_engine
 from tests.testing.small_engine_protocols import SglangProtocol, TrtllmProtocol, VllmProtocol
-from tests.testing.waits import until
+from tests.testing.waits import LIMIT_S, until
 
 PROMPT = list(range(256, 256 + 4 * BLOCK_SIZE + 5))
 LONG: Mapping[str, object] = {"max_tokens": 400, "ignore_eos": True}
@@ -182,7 +182,7 @@ async def test_a_wait_that_is_cancelled_or_outlives_its_runtime_leaves_nothing(i
             if is_cancelled:
                 attaching.cancel()
         with pytest.raises(asyncio.CancelledError if is_cancelled else ShuttingDown):
-            await attaching
+            await asyncio.wait_for(attaching, LIMIT_S)
         with pytest.raises(ShuttingDown, match="this runtime was closed"):
             await runtime.attach("vllm", NOWHERE)
 

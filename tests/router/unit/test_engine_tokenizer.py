@@ -125,7 +125,7 @@ async def test_prompts_without_a_tokenizer_use_the_configured_fallback(
             await served(here, engine, CHAT, path="/v1/chat/completions")
             is_asked = fallback is TokenizeFallback.ENGINE
             assert bool(asked(engine)) is is_asked
-            assert await explained(here, CHAT) == ((len(TOKENS), 0) if is_asked else (100, 0))
+            assert await explained(here, CHAT) == ((len(TOKENS), 2) if is_asked else (100, 0))
             assert (await routing_of(here))[0] == ("cache" if is_asked else "load")
     event = "tokenized_by_engine" if fallback is TokenizeFallback.ENGINE else "routed_by_load"
     assert [each["reason"] for each in fields_of(caplog, event)] == ["tiny-model is no folder here"]

@@ -82,20 +82,6 @@ def test_a_second_verdict_needs_a_whole_new_window() -> None:
     assert verdicts[-1] is not None
 
 
-def test_the_block_of_the_last_token_is_not_predicted_as_cached() -> None:
-    check = IndexCheck(block_size=BLOCK)
-    for number in range(WINDOW_ANSWERS):
-        verdict = check.note(
-            SLOT,
-            predicted_tokens=8 * BLOCK,
-            cached_tokens=5 * BLOCK,
-            isl_tokens=6 * BLOCK,
-            prompt_tokens=None,
-            now_s=number,
-        )
-        assert verdict == Compared(Prediction.RIGHT, None)
-
-
 def test_answers_without_a_prediction_do_not_hide_wrong_predictions() -> None:
     check = IndexCheck(block_size=BLOCK)
     verdicts = []

@@ -10,8 +10,10 @@ import argparse
 import hashlib
 import os
 import shutil
-import subprocess
+import sys
 from pathlib import Path
+
+from scripts.steps import StepFailed, Steps
 
 VARIABLE = "KVROUTER_BROWSER"
 HERE = Path(__file__).parent
@@ -64,10 +66,14 @@ def main() -> None:
     for name in FILES:
         shutil.copy(HERE / name, folder)
     program = node()
-    subprocess.run([*NPM, "--no-audit", "--no-fund", "--silent"], cwd=folder, check=True)
     # The package unpacks its browser into the folder of temporary files.
     variables = {**os.environ, "TMPDIR": str(unpacked)}
-    subprocess.run([program, "unpack.mjs"], cwd=folder, env=variables, check=True)
+    steps = Steps("browser", 2)
+    try:
+        steps.run("packages of npm", [*NPM, "--no-audit", "--no-fund"], cwd=folder)
+        steps.run("unpacking Chromium", [program, "unpack.mjs"], cwd=folder, env=variables)
+    except StepFailed:
+        sys.exit(1)
     (folder / "browser.installed").write_text(_digest())
     print(f"browser: ready in {folder}")
 

@@ -18,11 +18,16 @@ PARTS = """() => [...document.querySelectorAll('section')].filter((node) => node
   .map((node) => node.id)"""
 
 
+def numbers(text: str, pattern: str) -> list[float]:
+    """The numbers that a pattern finds in a text."""
+    found = re.search(pattern, text, re.S)
+    assert found, text
+    return [float(number.replace(",", "")) for number in found.groups()]
+
+
 def figure(cards: dict[str, str], title: str, pattern: str) -> list[float]:
     """The numbers that a pattern finds in a card."""
-    found = re.search(pattern, cards[title], re.S)
-    assert found, cards[title]
-    return [float(number.replace(",", "")) for number in found.groups()]
+    return numbers(cards[title], pattern)
 
 
 async def mix(house: MockServer) -> None:
@@ -41,6 +46,7 @@ async def test_the_first_figures_equal_the_metrics(chromium: Browser, name: str)
         cards = await chromium.evaluate(CARDS)
         minute = (await house.http.get("/v1/fleet")).json()["request_stats"]["last_minute"]
         decision = await chromium.until_text(".decision", "chat-4", "→")
+        (row,) = (await house.http.get("/v1/decisions?limit=1")).json()["decisions"]
         assert await chromium.complaints() == []
     prompt, cached, expected, answer = (
         metrics.value(f"{each}_tokens_total") for each in ("prompt", "cached", "overlap", "completion")
@@ -71,7 +77,34 @@ async def test_the_first_figures_equal_the_metrics(chromium: Browser, name: str)
     (prompt_a_second,) = figure(cards, "Tokens a second", r"and ([\d,.]+) of prompts")
     assert prompt_a_second / answered_a_second == pytest.approx(prompt / answer, rel=0.02)
     assert "mock" in decision
-    assert re.search(r"[\d,]+ tokens.*\d+% → \d+%.*[\d.]+ m?s → [\d.]+ m?s", decision, re.S), decision
+    assert f"{row['isl_tokens']} tokens" in decision
+    shares = [100 * row[each] / row["isl_tokens"] for each in ("expected_cached_tokens", "cached_tokens")]
+    assert numbers(decision, r"(\d+)% → (\d+)%") == pytest.approx(shares, abs=0.51)
+    picks = [row[leg] for leg in ("prefill", "decode") if row[leg] is not None]
+    expected_ms = sum(pick["times"]["expected_ms"] for pick in picks)
+    times_ms = numbers(decision, r"([\d.]+) ms → ([\d.]+) ms")
+    assert times_ms == pytest.approx([expected_ms, row["ttft_ms"]], abs=0.51)
+
+
+HITS = {
+    "counted": (7, "Cache hit rate, as engines count", r"\n30\.0%\nrouter expected 45\.0%"),
+    "counted-partly": (3, "Cache hit rate, as engines count", "counted in 3 of 7 answers"),
+    "not-counted": (0, "Cache hit rate, as the router expects", r"\n45\.0%\nengines do not count theirs"),
+}
+
+
+@pytest.mark.parametrize("case", HITS)
+async def test_the_hit_rate_is_that_of_the_engines_where_they_count(chromium: Browser, case: str) -> None:
+    counted, title, says = HITS[case]
+    async with mock_server(FLEETS["plain"]) as house:
+        answer = (await house.http.get("/v1/fleet")).json()
+        for window in answer["request_stats"].values():
+            tokens = {"prompt_tokens": 1000 if counted else 0, "cached_tokens": 300 if counted else 0}
+            predicted = {"requests": 7, "prompt_tokens": 1000, "cached_tokens": 450}
+            window.update(first_tokens=7, predicted=predicted, reported={"requests": counted, **tokens})
+        await opened(chromium, house.url, answers={"/v1/fleet": answer})
+        cards = await chromium.evaluate(CARDS)
+    assert re.search(says, cards[title]), cards[title]
 
 
 async def test_a_plain_fleet_shows_no_part_that_has_nothing_yet(chromium: Browser) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from scripts.steps import StepFailed, Steps
 from tests.system.engines.install import engines_dir
 
 VARIABLE = "KVROUTER_CLIENTS"
@@ -105,12 +106,20 @@ def main() -> None:
     folder.mkdir(parents=True)
     for name in FILES:
         shutil.copy(HERE / name, folder)
-    for name, (requirements, _) in ENVIRONMENTS.items():
-        subprocess.run([pythons[name], "-m", "venv", folder / name], check=True)
-        pip = [str(folder / name / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, "--requirement", requirements], cwd=folder, check=True)
-    npm = ("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent")
-    subprocess.run(npm, cwd=folder, check=True)
+    steps = Steps("clients", len(ENVIRONMENTS) + 1)
+    try:
+        for name, (requirements, _) in ENVIRONMENTS.items():
+            pip = (folder / name / "bin" / "python", "-m", "pip", "install", "--progress-bar", "off")
+            steps.run(
+                f"packages of {requirements}",
+                [pythons[name], "-m", "venv", folder / name],
+                [*pip, "--requirement", requirements],
+                cwd=folder,
+            )
+        npm = ("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
+        steps.run("packages of npm", npm, cwd=folder)
+    except StepFailed:
+        sys.exit(1)
     (folder / "installed").write_text(_digest())
     print(f"clients: ready in {folder}")
 

@@ -22,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.steps import StepFailed, Steps
+
 KUBERNETES = "v1.36.2"
 VARIABLE = "KVROUTER_CLUSTER"
 MODULE = Path(__file__).parent / "go"
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if absent:
         try:
             go = find_go()
-            print(f"cluster: building {', '.join(absent)} into {folder}: minutes, the first time", flush=True)
+            print(f"cluster: building into {folder}: minutes, the first time", flush=True)
             (folder / "bin").mkdir(parents=True, exist_ok=True)
             build(go, absent)
         except (NoGo, NotBuilt) as error:
@@ -107,26 +109,26 @@ def build(go: str, names: Sequence[str]) -> None:
     program, and two at a time do each other no harm.
     """
     packages = {name: KWOK if name == "kwok" else f"./cmd/{name}" for name in names}
-    print("cluster: Go modules", flush=True)
-    if _go(go, "list", "-deps", "-f", "{{with .Error}}{{.}}{{end}}", *packages.values()):
+    environ = {**os.environ, "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly"}
+    steps = Steps("cluster", 1 + len(packages))
+    modules = (go, "list", "-deps", "-f", "{{with .Error}}{{.}}{{end}}", *packages.values())
+    try:
+        steps.run("Go modules", modules, cwd=MODULE, env=environ)
+    except StepFailed:
         proxy = subprocess.run([go, "env", "GOPROXY"], capture_output=True, text=True, check=False).stdout
         raise NotBuilt(
             f"the Go modules of {MODULE} could not be had, as shown above. They are asked of GOPROXY "
             f"({proxy.strip() or 'none'}): let this machine reach it, or name one that it reaches"
-        )
+        ) from None
     for name, package in packages.items():
-        print(f"cluster: {package}", flush=True)
         target = program(name)
         fresh = target.with_name(f".{target.name}.{os.getpid()}")
-        if _go(go, "build", "-trimpath", "-ldflags", LINKING, "-o", str(fresh), package):
-            raise NotBuilt(f"{package} could not be built, as shown above")
+        command = (go, "build", "-v", "-trimpath", "-ldflags", LINKING, "-o", fresh, package)
+        try:
+            steps.run(f"{name}, {package}", command, cwd=MODULE, env=environ)
+        except StepFailed:
+            raise NotBuilt(f"{package} could not be built, as shown above") from None
         fresh.replace(target)
-
-
-def _go(go: str, *arguments: str) -> int:
-    """Run Go among the sources; answers with its exit code."""
-    environ = {**os.environ, "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly"}
-    return subprocess.run([go, *arguments], cwd=MODULE, env=environ, check=False).returncode
 
 
 def find_go() -> str:

@@ -122,5 +122,5 @@ async def test_doctor_reports_a_rank_slower_than_the_others(monkeypatch: pytest.
         async with running_frontend(*others, card(4), config=TIME) as frontend:
             report = await run_doctor(frontend)
         assert findings_of(report, "slow-ranks") == [], "a rank without peers is no slow one"
-        assert all("3 are needed" in why for why in without_data(report, "slow-ranks"))
+        assert all("3 ranks with so many are needed" in why for why in without_data(report, "slow-ranks"))
         assert without_data(report, "slow-ranks") != []

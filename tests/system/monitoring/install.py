@@ -10,9 +10,10 @@ import argparse
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from scripts.steps import StepFailed, Steps
 
 VARIABLE = "KVROUTER_MONITORING"
 MODULE = Path(__file__).parent / "go"
@@ -49,13 +50,14 @@ def main() -> None:
     go = shutil.which("go")
     if go is None:
         sys.exit("monitoring: needs Go on PATH, of the version in tests/system/monitoring/go/go.mod or newer")
-    print(f"monitoring: building Prometheus into {folder}: minutes, the first time", flush=True)
     stamp = folder / "built"
     stamp.unlink(missing_ok=True)
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=readonly"}
-    command = [go, "build", *ARGUMENTS, "-o", str(folder / "bin" / "prometheus"), PACKAGE]
-    if subprocess.run(command, cwd=MODULE, env=environ, check=False).returncode:
+    command = [go, "build", "-v", *ARGUMENTS, "-o", str(folder / "bin" / "prometheus"), PACKAGE]
+    try:
+        Steps("monitoring", 1).run("Prometheus, minutes the first time", command, cwd=MODULE, env=environ)
+    except StepFailed:
         sys.exit(f"monitoring: {PACKAGE} could not be built, as shown above; its modules come from GOPROXY")
     stamp.write_text(digest)
     print(f"monitoring: ready in {folder}")

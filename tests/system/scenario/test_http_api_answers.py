@@ -19,7 +19,7 @@ from kvrouter.kernel.topology.link_table import Link, SharedLink
 from kvrouter.recording.files import RecordingFolder
 from kvrouter.recording.recorder import Recorder
 from kvrouter.recording.salt import Salt
-from kvrouter.router import model_router, prompt_shapes
+from kvrouter.router import prompt_shapes
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.planes import PlaneSettings
@@ -31,7 +31,6 @@ from tests.frontend.unit.test_standalone_app import TOKENS, open_router, pair, p
 from tests.oracles.sync import MemorySyncTransport
 from tests.router.unit.test_routed_by_load import before
 from tests.testing.calls import MakeFail
-from tests.testing.constants import SetConstants
 from tests.testing.frontend_harness import FrontendHarness, handoff_script, running_frontend, text_answer
 from tests.testing.golden_http import GoldenAnswers, check
 from tests.testing.processes import free_ports
@@ -96,8 +95,7 @@ def needs(taint: str) -> dict[str, object]:
     return {"nvext": {"routing_constraints": {"required_taints": [taint]}}}
 
 
-async def test_http_answers_of_a_fleet_of_pairs_are_unchanged(set_constants: SetConstants) -> None:
-    set_constants(model_router, WATCHED_S=3600.0, TABLE_PAUSE_S=3600.0)
+async def test_http_answers_of_a_fleet_of_pairs_are_unchanged() -> None:
     async with running_frontend(
         *two_zones(),
         script=losing,
@@ -121,6 +119,7 @@ async def test_http_answers_of_a_fleet_of_pairs_are_unchanged(set_constants: Set
             await g.ask("GET", "/v1/decisions?limit=1"),
             await g.ask("GET", "/v1/decisions/well"),
             await g.ask("GET", "/v1/decisions/lost"),
+            await g.ask("GET", "/v1/decisions/refused"),
             await g.ask("GET", "/v1/flows"),
             await g.ask("GET", "/v1/refusals"),
             await g.ask("POST", "/v1/route/explain", CHAT, x_request_id="asked"),

@@ -96,3 +96,18 @@ async def test_a_running_request_shows_its_first_token_before_its_end() -> None:
         assert row["expected_cached_tokens"] == 0
         assert stats["since_start"]["requests"] == 0
         await stream.close()
+
+
+async def test_the_expected_cache_is_that_of_the_worker_that_prefills() -> None:
+    async with mock_server(zoned_fleet()) as house:
+        for _ in range(2):
+            await house.openai.chat.completions.create(model=MODEL, messages=user(words(n=200)), max_tokens=4)
+            latest = msgspec.json.decode((await house.http.get("/v1/decisions")).content, type=LastDecisions)
+            row = latest.decisions[0]
+            assert row.decode is not None
+            await house.kill(row.decode.worker_id)  # the next decode worker has nothing of the prompt
+        await house.until_quiet()
+        metrics = await house.metrics()
+    assert row.decode is not None
+    assert row.decode.overlap_blocks == 0
+    assert row.expected_cached_tokens == row.cached_tokens == metrics.value("overlap_tokens_total") > 0

@@ -59,8 +59,9 @@ CANNOT_ASK = 2
 @takes(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
     """Check a running fleet: ask its router, and its engines where they can be reached, and name everything
-    that is wrong with what was seen of it, why it matters, and the remedy. Checks that could not be made are
-    listed with the reason. Nothing is changed; engines get a short text to tokenize.
+    that is wrong with what was seen of it, why it matters, and the remedy. Each check says what it compared;
+    checks with too little data, and those that could not be made, are listed with the reason. Nothing is
+    changed; engines get a short text to tokenize.
 
     Exit code: 0 where nothing is wrong (notes are no problems), 1 for problems, 2 where the router could not
     be asked, or RECORDING could not be read.

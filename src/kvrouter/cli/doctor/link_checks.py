@@ -129,7 +129,8 @@ def transfers(reading: Reading) -> Iterator[Outcome]:
 def ranks(reading: Reading) -> Iterator[Outcome]:
     """Ranks that take longer for a prompt than the others of the same model, role, engine and hardware."""
     timed = [model for model in reading.fleet.models if model.router_cost == "time"]
-    groups = [group for model in timed for group in _alike(reading.fleet.workers_of(model))]
+    prefilling = [[each for each in reading.fleet.workers_of(model) if each.prefills] for model in timed]
+    groups = [group for workers in prefilling for group in _alike(workers)]
     judged = [group for group in groups if sum(each.is_measured for each in group) >= RANKS_COMPARED]
     n_judged = sum(each.is_measured for group in judged for each in group)
     yield Compared(
@@ -147,8 +148,9 @@ def ranks(reading: Reading) -> Iterator[Outcome]:
         if len(measured) < RANKS_COMPARED:
             yield NotEnough(
                 first_of((str(each.worker) for each in group), 3),
-                f"{len(measured)} of {counted(len(group), 'rank')} of the same kind have answered "
-                f"{ANSWERS_COMPARED} requests: {RANKS_COMPARED} are needed to say which is slow",
+                f"{ANSWERS_COMPARED} requests were answered by {len(measured)} of "
+                f"{counted(len(group), 'rank')} of the same kind: {RANKS_COMPARED} ranks with so many are "
+                "needed to say which is slow",
             )
             continue
         for each in measured:

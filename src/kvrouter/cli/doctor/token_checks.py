@@ -45,9 +45,11 @@ def tokenizers(reading: Reading) -> Iterator[Outcome]:
     answers = reading.counts.total("kvrouter_prompt_shape_answers_total")
     missed = reading.counts.total("kvrouter_prompt_shape_answers_total", prediction="missed")
     engines = len({probe.worker_id for probe in made})
+    by_router = sum(not worker.takes_calls for worker in reading.fleet.workers)
     yield Compared(
         f"{equal} of {len(made)} prompts equal at {counted(engines, 'engine')}; "
-        f"{answers - missed:g} of {answers:g} cached answers as predicted, {reading.period}"
+        f"{answers - missed:g} of {answers:g} cached answers as predicted, {reading.period}; "
+        f"{counted(by_router, 'worker')} with the router's own tokens"
     )
     for model in reading.fleet.models:
         yield from _model(reading, model)

@@ -16,6 +16,7 @@ from kvrouter.api.decision_schema import (
     Decisions,
     Explanation,
     Leg,
+    Legs,
     Pick,
     Times,
 )
@@ -24,6 +25,8 @@ ROWS_MAX = 50
 """Candidates that a table shows; ``--output json`` has them all."""
 
 CROSSED = "The handoff crosses its domain: no decode worker was left in it."
+
+CANDIDATES_DROPPED = "The other candidates of this decision are kept no longer."
 
 LAST_RESORT = "Nobody else was left: workers that failed again and again may take it too."
 
@@ -39,16 +42,7 @@ def draw(explanation: Explanation, console: Console) -> None:
         )
     )
     columns: list[Column] = []
-    for title, leg in (
-        ("Prefill", explanation.prefill),
-        (_last_leg(explanation), explanation.decode),
-        ("Prefill on the decode worker", explanation.local_prefill),
-    ):
-        if leg is not None:
-            console.print(_table(title, leg, columns))
-            rest = _rest(leg)
-            if rest:
-                console.print(Text(rest, "dim"))
+    _draw_legs(explanation, columns, console)
     draw_transfer(explanation.constraint, console)
     if explanation.fallback_used:
         console.print(Text(CROSSED, "yellow"))
@@ -62,10 +56,6 @@ def draw_transfer(constraint: Constraint | None, console: Console) -> None:
     if constraint is not None:
         value = constraint.value or "unknown"
         console.print(f"KV transfer: {constraint.enforcement} {constraint.domain}={value}", markup=False)
-
-
-def _last_leg(explanation: Explanation) -> str:
-    return "Decode" if explanation.prefill is not None else "Worker"
 
 
 def _ordered(leg: Leg) -> list[Candidate]:
@@ -142,6 +132,20 @@ def _print_legend(shown: Sequence[Column], console: Console) -> None:
     for column in (*BLOCKS, BLOCKS_COST, TIME_COST, *TIMED, PAIR, CANDIDATES):
         if column in shown:
             console.print(Text(f"{f'{column.name} {column.unit}'.strip()}: {column.meaning}", "dim"))
+
+
+def _draw_legs(legs: Explanation | Legs, columns: list[Column], console: Console) -> None:
+    """Print a table for each leg, with a row for each candidate; add their columns to ``columns``."""
+    for title, leg in (
+        ("Prefill", legs.prefill),
+        ("Decode" if legs.prefill is not None else "Worker", legs.decode),
+        ("Prefill on the decode worker", legs.local_prefill),
+    ):
+        if leg is not None:
+            console.print(_table(title, leg, columns))
+            rest = _rest(leg)
+            if rest:
+                console.print(Text(rest, "dim"))
 
 
 def _table(title: str, leg: Leg, columns: list[Column]) -> Table:
@@ -244,12 +248,23 @@ def _rest(leg: Leg) -> str:
 
 
 def draw_decisions(decisions: Decisions, console: Console) -> None:
-    """Print a table for each decision, and how KV was to be moved."""
+    """Print the candidates of each decision, those that lost too, and how KV was to be moved; the picks alone
+    where the router keeps the candidates no longer.
+    """
     counted = "1 decision" if len(decisions.attempts) == 1 else f"{len(decisions.attempts)} decisions"
     console.print(Text.assemble((decisions.request_id, "bold"), f", {counted}"))
     columns: list[Column] = []
     for attempt in decisions.attempts:
-        console.print(_decisions_table(attempt, columns))
+        moment = datetime.fromtimestamp(attempt.decided_at, UTC).isoformat(timespec="milliseconds")
+        at = f"Attempt {attempt.attempt}, mode {attempt.mode}, {moment.removesuffix('+00:00')}Z"
+        console.print(Text(at, "bold"))
+        if attempt.error is not None:
+            console.print(Text(f"{attempt.error.code}: {attempt.error.message}", "bold red"))
+        if attempt.table is not None:
+            _draw_legs(attempt.table, columns, console)
+        elif attempt.error is None:
+            console.print(_picks_table(attempt, columns))
+            console.print(Text(CANDIDATES_DROPPED, "dim"))
         if attempt.pair_cost is not None:
             console.print(f"Together: {1e3 * attempt.pair_cost:.1f} ms", markup=False)
         draw_transfer(attempt.constraint, console)
@@ -264,15 +279,9 @@ def draw_decisions(decisions: Decisions, console: Console) -> None:
     _print_legend(columns, console)
 
 
-def _decisions_table(attempt: Attempt, columns: list[Column]) -> Table:
-    """Return the table of an attempt; add its columns to ``columns``."""
-    moment = datetime.fromtimestamp(attempt.decided_at, UTC).isoformat(timespec="milliseconds")
-    table = Table(
-        title=Text(f"Attempt {attempt.attempt}, mode {attempt.mode}, {moment.removesuffix('+00:00')}Z"),
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-    )
+def _picks_table(attempt: Attempt, columns: list[Column]) -> Table:
+    """Return the table of what was picked; add its columns to ``columns``."""
+    table = Table(header_style="bold")
     timed = any(pick is not None and pick.times is not None for pick in (attempt.prefill, attempt.decode))
     cost = TIME_COST if timed else BLOCKS_COST
     of_table = (LEG, WORKER, *BLOCKS, cost, CANDIDATES, *(TIMED * timed))

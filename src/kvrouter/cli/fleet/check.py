@@ -12,13 +12,14 @@ from kvrouter.app.attach.spec import FileEngine, file_engines
 from kvrouter.app.fleet_build import tokenizer_problems, tokenizer_warnings, topology_env_problems
 from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.attach import Attached
-from kvrouter.fleetfile.fleet_checks import examine_fleet, load_fleet, settings_in, url_path
+from kvrouter.fleetfile.fleet_checks import examine_fleet, settings_in, settled, url_path
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_strict import strict_problems
 from kvrouter.settings.problems import Document, Problem, dotted, read_document, without_password
 from kvrouter.settings.problems import Path as FieldPath
-from kvrouter.settings.sources import conflicts, settings_warnings
+from kvrouter.settings.setting_spec import SettingValue
+from kvrouter.settings.sources import conflicts, load_settings
 from kvrouter.transports.requests.port import WorkerUnreachable
 
 KEY_FIELDS = ("api_key_env", "api_key_file")
@@ -51,11 +52,20 @@ class FleetCheck(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str, str]) -> FleetCheck:
-    """Validate a fleet file as ``kvrouter up`` does, read its tokenizers, and start no process.
+def check_fleet(
+    path: Path,
+    *,
+    strict: bool,
+    connect: bool,
+    environ: Mapping[str, str],
+    flags: Mapping[str, SettingValue] | None = None,
+) -> FleetCheck:
+    """Validate a fleet file as ``kvrouter up`` does with these settings of ``flags`` and ``environ``, read
+    its tokenizers, and start no process.
 
     ``strict`` looks for more, and a warning fails the check; ``connect`` asks every running engine for its
-    values, with its key of ``environ``, and compares. Raises ConfigError for an unreadable file.
+    values, with its key of ``environ``, and compares. Raises ConfigError for an unreadable file, and for
+    variables that ``kvrouter up`` refuses.
     """
     document = read_document(path)
     examined = examine_fleet(document, (_setting_problems, topology_env_problems, tokenizer_problems))
@@ -63,7 +73,8 @@ def check_fleet(path: Path, *, strict: bool, connect: bool, environ: Mapping[str
     warnings: list[str] = []
     fleet = examined.fleet
     if fleet is not None and not mistakes:
-        warnings += [*settings_warnings(settings_in(fleet)), *load_fleet(document).warnings]
+        loaded = load_settings(flags=flags or {}, environ=environ, document=document)
+        warnings += [*loaded.warnings, *settled(fleet, loaded.settings).warnings]
         warnings += tokenizer_warnings(fleet)
         if strict:
             mistakes += [_mistake(document, problem) for problem in strict_problems(fleet)]

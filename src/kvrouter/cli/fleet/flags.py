@@ -37,6 +37,7 @@ class FleetTemplate:
 
 if TYPE_CHECKING:
     from kvrouter.cli.fleet.check import FleetCheck
+    from kvrouter.settings.setting_spec import SettingValue
 
 FILE = click.Path(path_type=Path)
 DEFAULT_FILE = Path("fleet.yaml")
@@ -68,7 +69,8 @@ def fleet_init(engines: EngineUrls, template: FleetTemplate, file: Path, *, forc
     from kvrouter.cli.fleet.check import summary_of  # noqa: PLC0415
     from kvrouter.cli.fleet.template import write_fleet  # noqa: PLC0415
 
-    written, answers = write_fleet(file, engines, template, os.environ, replace=force)
+    with working("asking the engines"):
+        written, answers = write_fleet(file, engines, template, os.environ, replace=force)
     for line in (line for answer in answers for line in answer.lines):
         echo(f"kvrouter: {line}", err=True)
     echo(
@@ -114,8 +116,8 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
 @click.option(
     "--strict",
     is_flag=True,
-    help="Take warnings for mistakes, and look for more: levels and links of places where no worker is, and "
-    "addresses that are one.",
+    help="Take warnings for mistakes, and look for more: levels and links of places where no worker is, "
+    "addresses that are one, and hosts named as in examples.",
 )
 @click.option(
     "--connect",
@@ -123,8 +125,15 @@ def fleet_show(file: Path | None, *, url: str | None, output: Output) -> None:
     help="Ask every engine that runs already what it is, and compare: model, block size, context length, "
     f"ranks. A key that they ask for is read from {ENGINE_KEY_VARIABLE}, or from where FILE says.",
 )
+@click.option(
+    "--no-kv-events",
+    is_flag=True,
+    help="Check FILE for kvrouter up --no-kv-events. Settings in variables count as they do there.",
+)
 @output_option
-def fleet_check(file: Path | None, *, strict: bool, connect: bool, output: Output) -> None:
+def fleet_check(
+    file: Path | None, *, strict: bool, connect: bool, no_kv_events: bool, output: Output
+) -> None:
     """Validate FILE (fleet.yaml by default), its settings and topology contracts too, read the tokenizers
     that it names, and start nothing. All mistakes are shown at once, by line.
 
@@ -135,7 +144,8 @@ def fleet_check(file: Path | None, *, strict: bool, connect: bool, output: Outpu
 
     file = file or _default_file("give FILE")
     with working(f"checking {file}"):
-        found = check_fleet(file, strict=strict, connect=connect, environ=os.environ)
+        flags: dict[str, SettingValue] = {"router.kv_events": False} if no_kv_events else {}
+        found = check_fleet(file, strict=strict, connect=connect, environ=os.environ, flags=flags)
     output.show(lambda: json_text(found), lambda: _show_check(found, strict=strict))
     if found.is_good:
         sys.exit(GOOD)

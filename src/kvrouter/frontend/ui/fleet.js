@@ -25,6 +25,7 @@ let levelsShown = "";
 function trouble(worker) {
   if (!worker.alive) return "not alive";
   if (worker.engine_silent) return "engine silent";
+  if (worker.several_engines) return "several engines";
   if (worker.draining) return "draining";
   if (worker.cordons.length) return "cordoned";
   if (worker.circuit !== "closed") return `circuit ${worker.circuit.replace("_", " ")}`;

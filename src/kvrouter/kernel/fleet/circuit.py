@@ -209,6 +209,13 @@ class BrokenPairs:
         are broken, pairs are then tried again instead.
         """
 
+    def copy(self) -> "BrokenPairs":
+        """Return a copy of the pairs."""
+        copied = BrokenPairs()
+        copied._of = {prefill: set(decodes) for prefill, decodes in self._of.items()}
+        copied.aggregated_failed = self.aggregated_failed
+        return copied
+
     def __bool__(self) -> bool:
         return bool(self._of)
 

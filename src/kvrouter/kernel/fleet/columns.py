@@ -100,6 +100,13 @@ class Columns:
                 self._full[name] = resized(full, capacity, empty)
         self._show(n_slots)
 
+    def copy(self) -> "Columns":
+        """Return a copy of all columns."""
+        copied = Columns()
+        copied._full = {name: full.copy() for name, full in self._full.items()}
+        copied._show(len(self.present))
+        return copied
+
     def write(self, slot: int, name: str, value: bool | int | float) -> None:
         """Set one entry."""
         self._full[name][slot] = value
@@ -152,6 +159,14 @@ class DomainColumn:
 
     def __len__(self) -> int:
         return len(self._id_of)
+
+    def copy(self) -> "DomainColumn":
+        """Return a copy of the column."""
+        copied = DomainColumn(0)
+        copied._full = self._full.copy()
+        copied._id_of, copied._values = dict(self._id_of), list(self._values)
+        copied._counts, copied._free = list(self._counts), list(self._free)
+        return copied
 
     @property
     def n_ids(self) -> int:
@@ -217,6 +232,16 @@ class PlaceColumns:
         self._taints_of: dict[Slot, frozenset[Taint]] = {}
         self._domains_of: dict[Slot, frozenset[str]] = {}
         self._taint_columns: dict[Taint, BoolColumn] = {}
+
+    def copy(self) -> "PlaceColumns":
+        """Return a copy of all domains and taints."""
+        copied = PlaceColumns()
+        copied._n_slots = self._n_slots
+        copied._domains = {name: column.copy() for name, column in self._domains.items()}
+        copied._own_taints.update({taint: set(slots) for taint, slots in self._own_taints.items()})
+        copied._taints_of, copied._domains_of = dict(self._taints_of), dict(self._domains_of)
+        copied._taint_columns = dict(self._taint_columns)
+        return copied
 
     def resize(self, n_slots: int) -> None:
         """Resize to ``n_slots`` entries; the caller has emptied removed slots before."""
@@ -310,6 +335,13 @@ class Policies:
     def __iter__(self) -> Iterator[tuple[TransferPolicy | None, SlotColumn]]:
         for policy, slots in self._slots.items():
             yield policy, np.fromiter(slots, np.intp, len(slots))
+
+    def copy(self) -> "Policies":
+        """Return a copy of all policies."""
+        copied = Policies()
+        copied._slots = {policy: set(slots) for policy, slots in self._slots.items()}
+        copied._policy_of = dict(self._policy_of)
+        return copied
 
     @property
     def required_domain(self) -> str | None:

@@ -44,7 +44,9 @@ class FleetChange(NamedTuple):
 
 
 class _Member:
-    """One worker: its card, slots by rank, liveness, circuit state and cordons."""
+    """One worker: its card, slots by rank, liveness, circuit state and cordons. A snapshot shares it, so that
+    another card or other slots make another member.
+    """
 
     __slots__ = ("alive", "card", "circuit_open", "cordons", "slots")
 
@@ -53,7 +55,7 @@ class _Member:
         self.alive = True
         self.circuit_open = False
         self.cordons: tuple[Cordon, ...] = ()
-        self.slots: dict[DpRank, Slot] = {}
+        self.slots: Mapping[DpRank, Slot] = {}
 
 
 def _answering(fleet: "Fleet") -> list[WorkerCard]:
@@ -140,6 +142,7 @@ class Fleet:
         self.policies = self._slots.policies
         self.broken_pairs = BrokenPairs()
         self._members: dict[WorkerId, _Member] = {}
+        self._snapshot: Fleet | None = None
         self._derived: dict[tuple[object, object], object] = {}
         self._derived_from_places: dict[tuple[object, object], object] = {}
         self._kv_bytes_per_token: int | None = None
@@ -255,6 +258,26 @@ class Fleet:
     rank_order = Derived(_rank_order)
     """The slots in use, sorted by worker rank, independent of the order in which workers joined."""
 
+    @property
+    def snapshot(self) -> "Fleet":
+        """The columns, places, slots and cards of this fleet without later changes, the same object until the
+        fleet changes. The loads that workers report are not such changes, except a new number of blocks.
+        """
+        if self._snapshot is None:
+            self._snapshot = self._copy()
+        return self._snapshot
+
+    def _copy(self) -> "Fleet":
+        """Return a copy, which shares the members and no column."""
+        copied = Fleet(self.model, self.block_size)
+        copied._slots = self._slots.copy()
+        copied.columns, copied.places = copied._slots.columns, copied._slots.places
+        copied.policies, copied.broken_pairs = copied._slots.policies, self.broken_pairs.copy()
+        copied._members = dict(self._members)
+        copied._kv_bytes_per_token, copied._cordons = self._kv_bytes_per_token, self._cordons
+        copied._last_took_calls, copied._last_names = self._last_took_calls, self._last_names
+        return copied
+
     def derived(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, cached until the fleet changes; ``key`` must be hashable.
 
@@ -293,8 +316,6 @@ class Fleet:
         if member is not None and member.card.incarnation != card.incarnation:
             freed += self._drop(member)
             member = None
-        if member is None:
-            member = self._members[card.worker_id] = _Member(card)
         joined = self._apply(member, card, freed)
         self._changed()
         return FleetChange(joined, tuple(freed), tuple(warnings))
@@ -350,8 +371,15 @@ class Fleet:
     def set_broken_pair(self, prefill: WorkerId, decode: WorkerId, is_broken: bool) -> None:
         """Set whether KV from one worker does not reach another; they need not be in the fleet."""
         if self.broken_pairs.put(prefill, decode, is_broken):
+            self._snapshot = None
             for slot in self.slots_of(prefill):
                 self._derived.pop((_unreached_from, slot), None)  # no other derived value depends on it
+
+    def set_aggregated_failed(self, has_failed: bool) -> None:
+        """Set whether the last request failed that ran aggregated because every pair was broken."""
+        if self.broken_pairs.aggregated_failed != has_failed:
+            self.broken_pairs.aggregated_failed = has_failed
+            self._snapshot = None
 
     def report(self, report: LoadReport) -> bool:
         """Store the latest load of a worker rank. Return whether the rank is in the fleet.
@@ -369,8 +397,9 @@ class Fleet:
         write(slot, "report_prefill_tokens", _known(report.active_prefill_tokens))
         write(slot, "report_running_requests", report.running_requests)
         write(slot, "report_waiting_requests", report.waiting_requests)
-        if report.total_blocks > 0:
+        if report.total_blocks > 0 and self.columns.total_blocks.item(slot) != report.total_blocks:
             write(slot, "total_blocks", report.total_blocks)
+            self._snapshot = None
         return True
 
     # --- internals
@@ -388,26 +417,32 @@ class Fleet:
                     self.columns.write(slot, "kv_bytes_per_token", measured)
         self._derived_from_places.clear()
         self._derived.clear()
+        self._snapshot = None
 
-    def _apply(self, member: _Member, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
+    def _apply(self, before: _Member | None, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
         wanted = {rank.dp_rank for rank in card.ranks()}
-        gone = [dp_rank for dp_rank in member.slots if dp_rank not in wanted]
-        freed.extend(self._slots.free(member.slots.pop(dp_rank)) for dp_rank in gone)
-        same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
-        is_elsewhere = _place_of(member.card) != _place_of(card)
-        member.card = card
+        member = self._members[card.worker_id] = _Member(card)
+        slots: dict[DpRank, Slot] = {}
+        same_blocks, is_elsewhere = True, False
+        if before is not None:
+            member.alive, member.circuit_open = before.alive, before.circuit_open
+            slots.update(before.slots)
+            same_blocks = before.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
+            is_elsewhere = _place_of(before.card) != _place_of(card)
+        gone = [dp_rank for dp_rank in slots if dp_rank not in wanted]
+        freed.extend(self._slots.free(slots.pop(dp_rank)) for dp_rank in gone)
         member.cordons = self._cordons.on(card, card.runtime_config.domains)
         joined = []
         for rank in card.ranks():
-            slot = member.slots.get(rank.dp_rank)
+            slot = slots.get(rank.dp_rank)
             is_new = slot is None
             if slot is None:
-                slot = member.slots[rank.dp_rank] = self._slots.take(rank)
+                slot = slots[rank.dp_rank] = self._slots.take(rank)
                 joined.append(slot)
             self._write(slot, member, keep_total_blocks=same_blocks and not is_new)
         if joined or gone or is_elsewhere:
             self._derived_from_places.clear()
-        member.slots = dict(sorted(member.slots.items()))
+        member.slots = dict(sorted(slots.items()))
         return tuple(joined)
 
     def _write(self, slot: Slot, member: _Member, *, keep_total_blocks: bool) -> None:
@@ -437,13 +472,13 @@ class Fleet:
 
     def _drop(self, member: _Member) -> list[Slot]:
         freed = [self._slots.free(slot) for slot in member.slots.values()]
-        member.slots.clear()
         self._derived_from_places.clear()
         return freed
 
     def _changed(self) -> None:
         self._slots.trim()
         self._derived.clear()
+        self._snapshot = None
 
 
 def _validate(card: WorkerCard, fleet: Fleet, n_others: int) -> list[str]:

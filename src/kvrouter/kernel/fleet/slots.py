@@ -18,6 +18,14 @@ class Slots:
         self.ranks: list[WorkerRank | None] = []
         self._free: list[Slot] = []
 
+    def copy(self) -> "Slots":
+        """Return a copy of the slots and their columns."""
+        copied = Slots()
+        copied.columns, copied.places = self.columns.copy(), self.places.copy()
+        copied.policies, copied.ranks = self.policies.copy(), list(self.ranks)
+        copied._free = list(self._free)
+        return copied
+
     @property
     def in_use(self) -> int:
         """The number of slots with a rank."""

@@ -100,7 +100,7 @@ class Circuits:
         """Handle the first token: for a pair, the KV arrived too."""
         placement.has_begun = True
         if self._is_instead_of_pairs(placement):
-            self._fleet.broken_pairs.aggregated_failed = False
+            self._fleet.set_aggregated_failed(False)
         self._begun(placement.decision.decode.rank.worker_id, has_ended=False, now_s=now_s)
         pair = pair_of(placement)
         if pair is not None:
@@ -117,7 +117,7 @@ class Circuits:
         if leg is not Leg.PREFILL:
             placement.has_begun = False
             if self._is_instead_of_pairs(placement):
-                self._fleet.broken_pairs.aggregated_failed = True
+                self._fleet.set_aggregated_failed(True)
         circuit = self._countable(placement, leg)
         if circuit is None:
             return False

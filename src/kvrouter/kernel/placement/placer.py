@@ -249,12 +249,6 @@ class Placer:
         view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
         return route(route_request, view, explain=True)
 
-    def explain_attempt(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Decision:
-        """Decide as :meth:`place` would by the usual plan, with a row for every candidate; books nothing."""
-        route_request = request.options[RetryPlan.USUAL]
-        view = self.view(request.prompt, draw, now_s=now_s, has_media=route_request.has_media)
-        return route(route_request, view, explain=True)
-
     # Placing
 
     def place(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Placement:

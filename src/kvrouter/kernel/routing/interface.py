@@ -183,7 +183,8 @@ class View(msgspec.Struct, frozen=True):
     requests for round-robin. ``unseen`` is the expected number of requests that other routers have placed and
     that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's load when the
     slot's latest load report was taken; None: reports include all bookings. ``rule`` replaces the settings'
-    cost and mode. ``cost_input`` is None under rules that do not need it.
+    cost and mode. ``cost_input`` is None under rules that do not need it. ``not_busy``: the slots below every
+    busy threshold, where that was computed before; None: it is computed from the loads.
     """
 
     fleet: Fleet
@@ -199,6 +200,7 @@ class View(msgspec.Struct, frozen=True):
     blocks_at_report: IntColumn | None = None
     rule: "PickingRule | None" = None
     cost_input: CostInput | None = None
+    not_busy: BoolColumn | None = None
 
 
 class Timed(NamedTuple):

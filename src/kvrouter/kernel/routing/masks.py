@@ -154,6 +154,8 @@ def not_busy(view: View) -> BoolColumn | None:
     )
     if fraction is None and tokens is None:
         return None
+    if view.not_busy is not None:
+        return view.not_busy
     columns, n_slots = view.fleet.columns, view.fleet.n_slots
     free = np.ones(n_slots, np.bool_)
     if fraction is not None:

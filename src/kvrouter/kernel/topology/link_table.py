@@ -202,6 +202,20 @@ class LinkState:
         """The number of links with a load."""
         return len(self._loads.keys() | self._others.keys())
 
+    @property
+    def n_entries(self) -> int:
+        """The number of loads and paces."""
+        return len(self._loads) + len(self._others) + len(self._paces)
+
+    def kept(self) -> "LinkState | None":
+        """Return a copy without a reader; None when every link is idle and as in the table."""
+        if not (self._loads or self._others or self._paces):
+            return None
+        copied = LinkState()
+        copied._loads, copied._others = self._loads.copy(), self._others.copy()
+        copied._paces = self._paces.copy()
+        return copied
+
     def loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
         """Yield each link that has a load, with its total load."""
         return ((link, self.on(link)) for link in self._loads.keys() | self._others.keys())
