@@ -37,6 +37,7 @@ SETTINGS_HEAD = f"""# Settings
 {MADE}
 Every setting of `kvrouter up` can be given as a flag, as an environment variable, or in the fleet file
 ([its page](fleet-file.md)). A flag wins over a variable, a variable over the file, the file over the default.
+`kvrouter up --help` shows the ten that matter first, `--help-all` every one.
 
 - A blank variable counts as unset.
 - The variables that kubelets set for Services are no settings, even if a Service is called `kvrouter…` or

@@ -71,6 +71,7 @@ async def probed_engine(
     ways: Any = None,
     refused_probes: int = REFUSED_PROBES,
     url: str | None = None,
+    is_checked: bool = False,
 ) -> AsyncIterator[ProbedEngine]:
     server = EngineServer(url or scripted.url)
     await server.open()
@@ -79,7 +80,7 @@ async def probed_engine(
         ways or vllm_client(),
         ZmqEvents(events_at or {}, decode, 32),
         started=started,
-        ask_start=ask_start if ways is None else None,
+        ask_start=ask_start if is_checked else None,
         look_each_s=0.005,
         refused_probes=refused_probes,
     )

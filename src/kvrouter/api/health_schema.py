@@ -28,6 +28,15 @@ class Ready(Struct, frozen=True, omit_defaults=True):
     engine_problems: Sequence[ExpectedEngine] = ()
 
 
+class WorkerStatus(Struct, frozen=True, omit_defaults=True):
+    """``GET /health`` and ``/accepting`` of a worker's process; ``engine_problems`` has the engines that have
+    no worker, or a wrong URL.
+    """
+
+    status: str
+    engine_problems: Sequence[ExpectedEngine] = ()
+
+
 class ServerLoad(Struct, frozen=True):
     """``GET /load``."""
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from msgspec.structs import replace
 
 from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
-from kvrouter.core.ids import Slot, WorkerId, WorkerRank
+from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.taints import worker_taints
 from kvrouter.core.workers import SEVERAL_ENGINES, Role, WorkerCard
 from kvrouter.frontend.cordon_routes import cordoned
@@ -150,17 +149,12 @@ def no_expected_engines() -> Sequence[api.ExpectedEngine]:
 
 
 def read_expected(service: RouterService, expected: ExpectedEngines) -> list[api.ExpectedEngine]:
-    """Return the expected engines; those whose URL is an address before several engines have that as their
-    reason, also where workers come from discovery.
+    """Return the expected engines, and those of workers from discovery whose URL is an address before several
+    engines.
     """
-    shared = {
-        card.worker_id: card for model in service.models() for card in model.fleet if card.several_engines
-    }
-    engines = []
-    for engine in expected():
-        card = None if engine.worker_id is None else shared.pop(WorkerId(engine.worker_id), None)
-        is_joined = engine.state == api.ExpectedState.JOINED
-        engines.append(replace(engine, reason=_shared_address(card)) if card and is_joined else engine)
+    engines = list(expected())
+    known = {engine.worker_id for engine in engines}
+    cards = (card for model in service.models() for card in model.fleet)
     return engines + [
         api.ExpectedEngine(
             engine_url=card.engine_url or None,
@@ -170,14 +164,11 @@ def read_expected(service: RouterService, expected: ExpectedEngines) -> list[api
             model=card.model,
             pod=card.pod or None,
             state=api.ExpectedState.JOINED,
-            reason=_shared_address(card),
+            reason=f"{card.engine_url} {SEVERAL_ENGINES}",
         )
-        for card in shared.values()
+        for card in cards
+        if card.several_engines and card.worker_id not in known
     ]
-
-
-def _shared_address(card: WorkerCard) -> str:
-    return f"{card.engine_url} {SEVERAL_ENGINES}"
 
 
 def fleet_state(

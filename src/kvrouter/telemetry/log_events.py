@@ -257,8 +257,8 @@ class Event(StrEnum):
     SEVERAL_ENGINES = (
         "several_engines",
         WARNING,
-        "The engine's URL is an address before several engines, such as a Kubernetes Service: what each has "
-        "cached is not known, and its worker is picked by load. Give kvrouter each engine's own URL.",
+        "The engine's URL is an address before several engines, such as a Kubernetes Service: which of them "
+        "gets a request is not known, and KV events count no more. Give kvrouter each engine's own URL.",
     )
     ONE_ENGINE = "one_engine", INFO, "One engine alone answers again at the URL of this worker's engine."
     ENGINE_POD_FOUND = (

@@ -16,6 +16,8 @@ import pytest
 from tests.testing.mock_fleet import zoned_fleet
 from tests.testing.mock_server import mock_server
 
+LIMIT_S = 60.0
+
 LEFT_SCREEN = b"\x1b[?1049l"
 """The escape by which a program returns from the whole terminal to what was there before."""
 
@@ -30,8 +32,9 @@ class Terminal(NamedTuple):
     async def shown_until(self, text: bytes, *, times: int = 1) -> bytes:
         """Return all that the program writes until it wrote ``text`` so many times."""
         shown = b""
-        while shown.count(text) < times:
-            shown += await asyncio.to_thread(os.read, self.user, 65536)
+        async with asyncio.timeout(LIMIT_S):
+            while shown.count(text) < times:
+                shown += await asyncio.to_thread(os.read, self.user, 65536)
         return shown
 
     def modes(self) -> list[object]:
@@ -39,13 +42,15 @@ class Terminal(NamedTuple):
 
 
 @asynccontextmanager
-async def running_top(*, has_keys: bool = True) -> AsyncIterator[tuple[Terminal, list[object]]]:
+async def running_top(
+    *, has_keys: bool = True, interval_s: float = 60.0
+) -> AsyncIterator[tuple[Terminal, list[object]]]:
     """Run it before a mock fleet; yield it with the terminal's modes from before."""
     user, program = pty.openpty()
     before = termios.tcgetattr(program)
     async with mock_server(zoned_fleet()) as here:
         top = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter", "top", "--url", here.url, "--interval-s", "60"),
+            *(sys.executable, "-m", "kvrouter", "top", "--url", here.url, "--interval-s", str(interval_s)),
             stdin=program if has_keys else DEVNULL,
             stdout=program,
             stderr=program,
@@ -57,8 +62,8 @@ async def running_top(*, has_keys: bool = True) -> AsyncIterator[tuple[Terminal,
             if top.returncode is None:
                 top.kill()
                 await top.wait()
+            os.close(program)  # ends a read that waits
             os.close(user)
-            os.close(program)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,9 @@ async def test_terminal_is_as_before_however_top_ends(ending: bytes | signal.Sig
 
 
 async def test_top_without_a_keyboard_leaves_the_terminal_alone() -> None:
-    async with running_top(has_keys=False) as (terminal, before):
-        assert b"q ends it" not in await terminal.shown_until(b"6 of 6 workers", times=2)
-        assert terminal.modes() == before
+    async with running_top(has_keys=False, interval_s=0.2) as (terminal, before):
         os.write(terminal.user, b"q")
+        assert b"q ends it" not in await terminal.shown_until(b"6 of 6 workers", times=4)
+        assert terminal.modes() == before
         terminal.top.send_signal(signal.SIGINT)
         assert await terminal.top.wait() == 0

@@ -22,6 +22,8 @@ with progress.working("replaying", total=200) as shown:
 print("result")
 """
 
+LIMIT_S = 60.0
+
 TRACE = Path(__file__).parents[3] / "data" / "mooncake-conversation-sample.jsonl"
 
 
@@ -43,8 +45,9 @@ async def worked(stderr: int) -> Process:
 async def test_progress_in_a_log_is_lines_and_the_result_stays_clean() -> None:
     process = await worked(PIPE)
     assert process.stderr is not None
-    while b"43%" not in (line := await process.stderr.readline()):
-        assert line
+    async with asyncio.timeout(LIMIT_S):
+        while b"43%" not in (line := await process.stderr.readline()):
+            assert line
     assert line.startswith(b"kvrouter: kvrouter [seed=1]: 43%, ")
     assert line.endswith(b" s\n")
     assert b"\x1b" not in line

@@ -6,8 +6,10 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
+from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.cli.worker.worker_process import WorkerHealth, health_of, health_pages
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
@@ -45,6 +47,17 @@ async def test_health_page_always_answers_and_accepting_only_when_ok() -> None:
             assert answers.status_code == 200
             assert accepts.status_code == (200 if now is WorkerHealth.OK else 503)
             assert answers.json() == accepts.json() == {"status": now.value}
+
+
+async def test_health_page_names_engines_without_a_worker() -> None:
+    waits = ExpectedEngine(engine_url="http://gpu-7:8000", state="awaited", reason="connection refused")
+    planes = PlaneSettings(health_port=free_ports(1))
+    async with (
+        health_pages(planes, lambda: WorkerHealth.OK, lambda: [waits, ExpectedEngine(state="joined")]),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http,
+    ):
+        for path in ("/health", "/accepting"):
+            assert (await http.get(path)).json() == {"status": "ok", "engine_problems": [to_builtins(waits)]}
 
 
 async def test_taken_health_port_is_reported_with_its_flag() -> None:

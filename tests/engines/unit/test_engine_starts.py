@@ -87,7 +87,9 @@ async def behind_a_service() -> AsyncIterator[tuple[Service, Publisher, ProbedEn
         made.proxy.take_turns(*made.ports)
         await stack.enter_async_context(made.proxy)
         events = await stack.enter_async_context(publisher())
-        watched = await stack.enter_async_context(probed_engine(one, {R0: events.at}, url=made.url))
+        watched = await stack.enter_async_context(
+            probed_engine(one, {R0: events.at}, url=made.url, is_checked=True)
+        )
         yield made, events, watched
 
 
@@ -126,7 +128,7 @@ async def test_one_engine_that_is_left_is_listened_to_again(set_constants: SetCo
 
 
 async def test_restart_of_one_engine_is_no_sign_of_several() -> None:
-    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted, is_checked=True) as watched:
         await wait_for_probes(scripted, 2)
         scripted.replace(METRICS, STARTED_LINE, OTHER_LINE)
         await watched.until(why="the engine restarted")
@@ -151,7 +153,7 @@ async def test_sglang_tells_its_start_on_a_new_connection() -> None:
 
 @pytest.mark.parametrize("status", [404, 500])
 async def test_failed_check_is_not_a_failed_probe(status: int) -> None:
-    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+    async with scripted_engine() as scripted, probed_engine(scripted, is_checked=True) as watched:
         scripted.set_page(METRICS, "", status=status)
         await wait_for_probes(scripted, 20)
         assert watched.states == []

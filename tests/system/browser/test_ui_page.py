@@ -91,8 +91,7 @@ async def test_an_opened_decision_shows_its_candidates_and_their_reasons(chromiu
         await send(house, 1, name="before-anybody-looked")
         await opened(chromium, house.url)
         await chromium.click(".decision")
-        before = await chromium.until_text(".opened", "What was chosen", "keeps no candidates")
-        assert "candidates" in before
+        await chromium.until_text(".opened:has(.chosen)", "Prefill", "Decode")
         await send(house, 2, name="while-it-is-open")
         await chromium.until_text("#newer", "Show 1 newer")
         assert "while-it-is-open" not in await chromium.evaluate(
@@ -100,11 +99,27 @@ async def test_an_opened_decision_shows_its_candidates_and_their_reasons(chromiu
         )
         await chromium.click("#newer")
         await chromium.until_text("#decision-list", "while-it-is-open")
-        await chromium.click(".has-table .decision")
+        await chromium.click("li:not(:has(.chosen)) .decision")
         text = await chromium.until_text("[aria-expanded=true] + .opened:has(.chosen)", "Prefill", "Decode")
     assert text.count("chosen: the lowest cost") == 2
     assert "refused, domain_mismatch: KV may not leave the prefill worker's domain" in text
     assert "costs" in text
+
+
+async def test_attempts_without_candidates_and_refused_ones_are_shown(chromium: Browser) -> None:
+    async with mock_server(zoned_fleet()) as house:
+        await send(house, 1, name="sent-again")
+        path = "/v1/decisions/sent-again"
+        answer = (await house.http.get(path)).json()
+        (attempt,) = answer["attempts"]
+        error = {"code": "no_eligible_worker", "message": "nobody is left", "refusals": {}}
+        last = {"attempt": 1, "prefill": None, "decode": None, "error": error}
+        answer["attempts"] = [{**attempt, "table": None}, {**attempt, **last, "table": None}]
+        await opened(chromium, house.url, answers={path: answer})
+        await chromium.click(".decision")
+        await chromium.until_text(".opened", "attempt 1", "What was chosen", "keeps no candidates")
+        await chromium.until_text(".opened", "attempt 2", "No worker could take it: nobody is left")
+        assert await chromium.complaints() == []
 
 
 def sum_of(parts: str) -> float:

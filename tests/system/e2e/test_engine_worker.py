@@ -6,10 +6,11 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.testing.engine_publisher import publisher, stored_event, vllm_batch
-from tests.testing.processes import ENDS_WITHIN_S, Fleet, Frontend, eventually, fleet
+from tests.testing.processes import ENDS_WITHIN_S, Fleet, Frontend, eventually, fleet, free_ports
 from tests.testing.scripted_engine import SGLANG_PAGES, VLLM_PAGES, AnswerEnd, ScriptedAnswer, scripted_engine
 
 SETTINGS = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "2"}
@@ -81,6 +82,34 @@ async def start(processes: Fleet, kind: str, *arguments: str) -> Process:
         stdout=DEVNULL,
         stderr=PIPE,
     )
+
+
+async def test_a_worker_that_waits_says_so_at_its_health_port() -> None:
+    port, nowhere = free_ports(1), free_ports(1)
+    url = f"http://127.0.0.1:{nowhere}"
+    async with fleet(SETTINGS) as processes, httpx.AsyncClient() as http:
+        flags = ("--url", url, "--worker-id", "7", "--health-port", str(port), "--role", "decode")
+        process = await start(processes, "vllm", *flags)
+        try:
+
+            async def waits() -> bool:
+                try:
+                    status = (await http.get(f"http://127.0.0.1:{port}/accepting")).json()
+                except httpx.ConnectError:
+                    return False
+                (problem,) = status.get("engine_problems", [{}])
+                return (
+                    status["status"] == "starting"
+                    and problem.get("engine_url") == url
+                    and problem["worker_id"] == 7
+                    and problem["state"] == "awaited"
+                    and "connection refused" in problem["reason"]
+                )
+
+            await eventually(waits)
+        finally:
+            process.terminate()
+            assert (await ended(process))[0] == 0
 
 
 async def ended(process: Process) -> tuple[int | None, str]:

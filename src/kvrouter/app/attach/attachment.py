@@ -18,7 +18,7 @@ from kvrouter.app.attach.transport_provider import TransportProvider
 from kvrouter.app.tls import advertised
 from kvrouter.core.errors import ConfigError, InternalError, KvrouterError
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import SEVERAL_ENGINES, Role
 from kvrouter.engines.attach import Attached, AttachEngine, AttachSpec, KeyRefused
 from kvrouter.engines.registry import ENGINES
 from kvrouter.settings.tree import Settings
@@ -304,8 +304,9 @@ class EngineAttachment:
         drain_limit_s: float = 0.0,
     ) -> None:
         self.spec = spec
-        self.expected = expected_engine(spec)
-        """The engine, its state, and why it has no worker."""
+        self._expected = expected_engine(spec)
+        self._announcing = SERVED_ELSEWHERE if spec.is_standby else "it answered, and is being announced"
+        """Why an engine that answered has no worker."""
 
         self._workers = workers
         self._topology = topology
@@ -319,6 +320,14 @@ class EngineAttachment:
         self._refusal = ""
         """The last reported reason; cleared when a worker joins."""
         self._attached_worker: AttachedWorker | None = None
+
+    @property
+    def expected(self) -> ExpectedEngine:
+        """The engine, its state, and why it has no worker, or what is wrong with its URL."""
+        card = None if self.worker is None else self.worker.card
+        if card is None or not card.several_engines:
+            return self._expected
+        return msgspec.structs.replace(self._expected, reason=f"{card.engine_url} {SEVERAL_ENGINES}")
 
     @property
     def worker(self) -> Worker | None:
@@ -340,6 +349,7 @@ class EngineAttachment:
                 why = await self._until_another(attached_worker)
                 self._note(ExpectedState.AWAITED, why)
                 is_lost = attached_worker.lost.is_set()
+                self._announcing = why
                 await self.leave(drain_limit_s=self._drain_limit_s if is_lost else 0.0)
                 continue
             except KvrouterError as error:
@@ -385,7 +395,7 @@ class EngineAttachment:
 
     async def _joined(self) -> AttachedWorker:
         attached = await self._attached()
-        self._note(ExpectedState.AWAITED, SERVED_ELSEWHERE)
+        self._note(ExpectedState.AWAITED, self._announcing)
         try:
             return await self._workers.start(
                 self.spec, attached, topology=self._topology, draining=lambda: self._draining
@@ -438,10 +448,10 @@ class EngineAttachment:
 
     def _note(self, state: ExpectedState, reason: str | None = None, *, model: str | None = None) -> None:
         """Set the state of the engine; ``reason`` may begin with where the engine is, which is left out."""
-        before = self.expected
+        before = self._expected
         if reason is not None:
             reason = _without_place(reason, self.spec)
-        self.expected = msgspec.structs.replace(
+        self._expected = msgspec.structs.replace(
             before,
             state=state,
             reason=reason,

@@ -70,7 +70,7 @@ _EXPECTED: dict[str, tuple[Severity, str, str, str]] = {
     ExpectedState.JOINED: (
         Severity.WARNING,
         "it has a worker, and its URL is wrong",
-        "what the router knows of one engine is taken for another's: load, KV events and cached blocks mix",
+        "nobody can say which of them gets a request: its KV events do not count, and their loads mix",
         "name each engine by its own address (its pod or host), and not by that of a service before several",
     ),
 }

@@ -2,13 +2,14 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 
+from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.app.attach.attachment import EngineWorkers
-from kvrouter.app.attach.pod_fleet import WatchedPods, account_of, pods_followed, policy_of
+from kvrouter.app.attach.pod_fleet import PodFleet, WatchedPods, account_of, pods_followed, policy_of
 from kvrouter.app.attach.transport_provider import MemoryTransports, network_transports
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
@@ -175,6 +176,9 @@ class _Following:
 
     def __init__(self) -> None:
         self.health = WorkerHealth.STARTING
+        self.fleet: PodFleet | None = None
+        """The followed pods; None until they are."""
+
         self._is_lost = False
 
     def on_store(self, is_reachable: bool, why: str) -> None:
@@ -188,6 +192,10 @@ class _Following:
         if self.health is WorkerHealth.STARTING and not self._is_lost:
             self.health = WorkerHealth.OK
 
+    def expected(self) -> Sequence[ExpectedEngine]:
+        """The engines of the followed pods."""
+        return () if self.fleet is None else self.fleet.expected()
+
     def drain(self) -> None:
         """The process was asked to stop."""
         self.health = WorkerHealth.DRAINING
@@ -198,7 +206,9 @@ async def _announce(settings: Settings, watched: WatchedPods, *, drain_limit_s: 
     log_event(_worker_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(stop_on_signals())
-        await stack.enter_async_context(health_pages(settings.planes, lambda: following.health))
+        await stack.enter_async_context(
+            health_pages(settings.planes, lambda: following.health, following.expected)
+        )
         try:
             async with unless_stopping(stopping):
                 transports = await stack.enter_async_context(network_transports(settings))
@@ -212,6 +222,7 @@ async def _announce(settings: Settings, watched: WatchedPods, *, drain_limit_s: 
         except StopRequested:
             log_event(_worker_log, Event.STOP)
             return 0
+        following.fleet = fleet
         following.on_asked()
         settle_memory()
         log_event(_worker_log, Event.READY, workers=len(fleet.workers))

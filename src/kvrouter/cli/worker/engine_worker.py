@@ -1,6 +1,6 @@
 """``kvrouter worker vllm`` and its like: a worker process for one engine."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -43,8 +43,10 @@ async def engine_worker(
     environ: Mapping[str, str],
     *,
     on_lost: GoneSink | None = None,
+    on_engine: Callable[[RunningEngine], None] = lambda _: None,
 ) -> AsyncIterator[RunningEngine]:
-    """Run the worker on this event loop: inside, it serves; ``on_lost`` is called when another has its place.
+    """Run the worker on this event loop: inside, it serves; ``on_lost`` is called when another has its place,
+    ``on_engine`` before the engine is asked.
 
     Raises the errors of its first start: TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
@@ -55,6 +57,7 @@ async def engine_worker(
     settings = settled(settings, kv_events=spec.publishes_kv_events)
     workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), log=logger)
     engine = RunningEngine(spec, workers, topology=topology if topology.enabled else None)
+    on_engine(engine)
     await engine.start()
     try:
         yield engine
@@ -70,4 +73,10 @@ def serve_engine_worker(
     Returns the exit code, LOST_PLACE when another has the place.
     """
     process = WorkerProcess(settings, spec.worker_id, role=spec.role.value, drain_limit_s=drain_limit_s)
-    return process.serve(lambda on_lost: engine_worker(settings, spec, environ, on_lost=on_lost))
+
+    def on_engine(engine: RunningEngine) -> None:
+        process.engine = engine
+
+    return process.serve(
+        lambda on_lost: engine_worker(settings, spec, environ, on_lost=on_lost, on_engine=on_engine)
+    )

@@ -2,14 +2,18 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
 import uvloop
 from aiohttp import web
 
+from kvrouter.api.fleet_schema import ExpectedEngine
+from kvrouter.api.health_schema import WorkerStatus
+from kvrouter.app.attach.running_engine import RunningEngine
 from kvrouter.app.lifetime import (
     LOST_PLACE,
     StopRequested,
@@ -59,9 +63,13 @@ def health_of(card: WorkerCard | None) -> WorkerHealth:
 
 
 @asynccontextmanager
-async def health_pages(planes: PlaneSettings, health: Callable[[], WorkerHealth]) -> AsyncIterator[None]:
+async def health_pages(
+    planes: PlaneSettings,
+    health: Callable[[], WorkerHealth],
+    expected: Callable[[], Sequence[ExpectedEngine]] = tuple,
+) -> AsyncIterator[None]:
     """Answer ``GET /health`` with 200, whatever ``health`` returns, and ``GET /accepting`` with 503 unless it
-    is ok; without a port in the settings, on none.
+    is ok; without a port in the settings, on none. Both name the ``expected`` engines that have a problem.
 
     Raises ConfigError if the port is not available.
     """
@@ -74,7 +82,9 @@ async def health_pages(planes: PlaneSettings, health: Callable[[], WorkerHealth]
         if request.method not in ("GET", "HEAD") or request.path not in ("/health", "/accepting"):
             return last_answer(web.Response(status=404))
         is_well = found is WorkerHealth.OK or request.path == "/health"
-        return last_answer(web.json_response({"status": found.value}, status=200 if is_well else 503))
+        problems = [engine for engine in expected() if engine.has_problem]
+        status = msgspec.to_builtins(WorkerStatus(found.value, problems or ()))
+        return last_answer(web.json_response(status, status=200 if is_well else 503))
 
     # Clients are not authenticated here: so many connections at once, and each for one answer.
     on_refused = refusals_on("health")
@@ -130,6 +140,8 @@ class WorkerProcess:
         self._role = role
         self._drain_limit_s = drain_limit_s
         self._running: Running | None = None
+        self.engine: RunningEngine | None = None
+        """The engine that runs already, from before it is asked; None of another worker."""
 
     def serve(self, run: Run) -> int:
         """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
@@ -147,7 +159,7 @@ class WorkerProcess:
         code = 0
         async with AsyncExitStack() as stack:
             stopping = stack.enter_context(stop_on_signals())
-            await stack.enter_async_context(health_pages(self._settings.planes, self._health))
+            await stack.enter_async_context(health_pages(self._settings.planes, self._health, self._expected))
 
             def on_lost(_: WorkerId, __: Epoch, lost: Gone) -> None:
                 nonlocal code
@@ -174,6 +186,9 @@ class WorkerProcess:
             await running.drain(self._drain_limit_s)
             log_event(logger, Event.STOP, worker=worker_id)
         return code
+
+    def _expected(self) -> Sequence[ExpectedEngine]:
+        return () if self.engine is None else (self.engine.attachment.expected,)
 
     def _health(self) -> WorkerHealth:
         worker = None if self._running is None else self._running.worker

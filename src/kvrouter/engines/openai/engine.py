@@ -53,8 +53,10 @@ REFUSED_PROBES_DRAINING = 31
 period of a Kubernetes pod."""
 
 
-CHECKS_AT_FIRST = 8
-"""How many of the first probes are followed by a check whether several engines answer at the URL."""
+CHECKED_PROBES = range(2, 10)
+"""The probes from the start on that are followed by a check whether several engines answer at the URL. The
+first is not: an engine that is just attached has been asked enough.
+"""
 
 CHECK_EACH_PROBES = 10
 """After how many further probes each check follows."""
@@ -264,7 +266,7 @@ class ServedEngine:
         kept connection, which an address of several engines leads to one of them.
         """
         self._n_probes += 1
-        is_due = self._n_probes <= CHECKS_AT_FIRST or self._n_probes % CHECK_EACH_PROBES == 0
+        is_due = self._n_probes in CHECKED_PROBES or self._n_probes % CHECK_EACH_PROBES == 0
         if self._ask_start is None or not is_due:
             return
         try:

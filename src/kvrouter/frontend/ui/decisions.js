@@ -153,8 +153,10 @@ function attemptNodes(attempt, n, row) {
     attempt.pair_cost === null ? null : `pair ${costText(attempt.prefill, attempt.pair_cost)}`,
     attempt.trace_id ? `trace ${attempt.trace_id}` : null,
   ].filter(Boolean);
-  const head = el("p", { class: "soft" }, details.join(" · "));
-  if (attempt.table) return [head, ...legTables(attempt.table, attempt.mode)];
+  const head = [el("p", { class: "soft" }, details.join(" · "))];
+  if (attempt.error) head.push(el("p", { class: "warning" }, `No worker could take it: ${attempt.error.message}`));
+  if (attempt.table) return [...head, ...legTables(attempt.table, attempt.mode)];
+  if (attempt.error) return head;
   const why = "The router keeps no candidates of this decision. The box “Where would this prompt go?” shows every candidate.";
-  return [head, pickTable(attempt), el("p", { class: "soft" }, why)];
+  return [...head, pickTable(attempt), el("p", { class: "soft" }, why)];
 }
