@@ -58,7 +58,7 @@ def test_time_cost_answers_sooner_than_block_cost_and_is_repeatable() -> None:
 
 
 def test_slow_workers_are_learned_and_get_fewer_requests() -> None:
-    rows = traffic(600, per_s=12.0)
+    rows = traffic(600, per_s=20.0)
     simulation = simulated(fleet(TIME + HALF_SLOW), rows)
     readings = [simulation.fleet.placer.speeds.reading(Slot(slot)) for slot in range(4)]
     slowness = [reading.slowness for reading in readings if reading is not None]

@@ -156,7 +156,7 @@ def ranks(reading: Reading) -> Iterator[Outcome]:
         for each in measured:
             peers = [other.slowness for other in measured if other is not each]
             relative = each.slowness / median(peers)
-            if relative >= SLOW:
+            if relative >= SLOW and each.is_surely_slow:
                 yield Problem(
                     Severity.WARNING,
                     f"{each.worker}, rank {each.rank.dp_rank}",
@@ -177,6 +177,11 @@ class _MeasuredRank(NamedTuple):
     @property
     def is_measured(self) -> bool:
         return self.rank.speed is not None and self.rank.speed.requests >= ANSWERS_COMPARED
+
+    @property
+    def is_surely_slow(self) -> bool:
+        """Whether the router says so, which rules out noise."""
+        return self.rank.speed is not None and self.rank.speed.slow
 
     @property
     def slowness(self) -> float:

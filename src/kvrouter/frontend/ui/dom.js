@@ -142,6 +142,7 @@ export function short(n) {
 export const count = (n) => (Math.abs(n) < 1e6 ? whole(n) : short(n));
 
 export function percent(share) {
+  if (share < 1 && share > 0.99) return "99%"; // 100% is all
   if (share >= 0.1 || share === 0) return `${Math.round(100 * share)}%`;
   return `${Math.max(0.1, 100 * share).toFixed(1)}%`;
 }

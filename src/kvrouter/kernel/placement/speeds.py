@@ -65,8 +65,27 @@ ALIKE = 0.05
 SLOWNESS_MIN = 1e-3
 SLOWNESS_MAX = 1e3
 
-SLOW_REQUESTS = 3
-"""The least number of a rank's requests for such a judgement."""
+SETTLED_REQUESTS = 3
+"""The least number of a rank's requests for its slowness to count among those of others, and for a slow rank
+to recover.
+"""
+
+JUDGED_REQUESTS = 12
+SLOW_REQUESTS = 10
+"""A rank becomes slow only when so many of its last ``JUDGED_REQUESTS`` requests each took longer than
+``RECOVERED`` times the median: few of them say little, nor does a long one alone that weighs most.
+"""
+
+VERY_SLOW = 2.0
+VERY_SLOW_REQUESTS = 5
+"""So many requests in a row suffice that each took longer than ``VERY_SLOW`` times the median: such a rank
+gets few.
+"""
+
+JUDGED_EVERY_S = 1.0
+"""Of requests that were placed within this time one is judged: a pause of an engine delays all that are
+there, once.
+"""
 
 CLIENT_SHARE = 0.5
 """The largest share of one client in a rank's last requests, or the client's share in all ranks' last
@@ -196,10 +215,14 @@ class LearnedSpeeds:
         plain_s, steps_s = expected.plain_s, expected.steps_s
         self._interference.note(slot, plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)
         waited_s = self._interference.share * steps_s
-        rank.note(plain_s, max(seen_s - waited_s, seen_s / 10), before, now_s)
+        taken_s = max(seen_s - waited_s, seen_s / 10)
+        rank.note(plain_s, taken_s, before, now_s)
         if not self._is_settled:
             self._refresh_slowness(now_s)
         self._slowness[slot] = rank.slowness(self._mean, now_s)
+        if expected.at_s - rank.judged_s >= JUDGED_EVERY_S:
+            rank.judged_s = expected.at_s
+            rank.judged(taken_s / (self._median * plain_s))
         self._judge(rank, expected.rank, float(self._slowness[slot]))
 
     def _counts(self, rank: "_Rank", client: int, now_s: float) -> bool:
@@ -282,10 +305,12 @@ class LearnedSpeeds:
             self._inserted = resized(self._inserted, capacity, 0.0)
 
     def _judge(self, rank: "_Rank", worker_rank: WorkerRank, slowness: float) -> None:
-        if rank.n_seen < SLOW_REQUESTS or len(self._ranks) < 2:
+        if rank.n_seen < SETTLED_REQUESTS or len(self._ranks) < 2:
             return
         relative = slowness / self._median
-        is_slow = relative > (RECOVERED if rank.is_slow else SLOW)
+        is_slow = relative > RECOVERED
+        if not rank.is_slow:
+            is_slow = relative > SLOW and rank.is_surely_slow
         if is_slow != rank.is_slow:
             rank.is_slow = is_slow
             self.events.rank_speed_changed(worker_rank, is_slow=is_slow, slowness=relative)
@@ -342,7 +367,7 @@ def _known(ranks: Mapping[Slot, "_Rank"]) -> tuple[list[float], bool]:
     """Return the slownesses of ranks with enough requests, sorted, and True; without any, those of all
     measured ranks, and False: first requests show the error of the timing rather than of their rank.
     """
-    known = sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SLOW_REQUESTS)
+    known = sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SETTLED_REQUESTS)
     return (known, True) if known else (sorted(rank.own() for rank in ranks.values() if rank.n_seen), False)
 
 
@@ -355,10 +380,13 @@ class _Rank:
         "_taken",
         "clients",
         "is_slow",
+        "judged_s",
         "last_s",
         "n_seen",
+        "n_very_slow",
         "predicted_s",
         "seen_s",
+        "took_longer",
         "warm_s",
         "worker_rank",
     )
@@ -371,6 +399,12 @@ class _Rank:
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
         self.is_slow = False
+        self.took_longer: deque[bool] = deque(maxlen=JUDGED_REQUESTS)
+        """Whether each of its last judged requests took longer than those of a rank that is not slow."""
+        self.n_very_slow = 0
+        """The number of the last judged requests in a row that took longer than those of a very slow rank."""
+        self.judged_s = -inf
+        """When the last of them was placed."""
         self.warm_s = inf
         """When the first answer arrived since its engine started; ``inf`` before that."""
         self.worker_rank: WorkerRank | None = None
@@ -379,8 +413,20 @@ class _Rank:
         """Reset the measurements: the engine starts again."""
         self._plain = self._taken = 0.0
         self.n_seen = 0
+        self.took_longer.clear()
+        self.n_very_slow = 0
         self.clients.clear()
         self.warm_s = inf
+
+    def judged(self, relative: float) -> None:
+        """Judge a request that took ``relative`` times as long as at the median rank."""
+        self.took_longer.append(relative > RECOVERED)
+        self.n_very_slow = self.n_very_slow + 1 if relative > VERY_SLOW else 0
+
+    @property
+    def is_surely_slow(self) -> bool:
+        """Whether most of its last requests were slow, so that its slowness is no noise."""
+        return sum(self.took_longer) >= SLOW_REQUESTS or self.n_very_slow >= VERY_SLOW_REQUESTS
 
     def predicted(self, predicted_s: float, seen_s: float) -> None:
         """Add a predicted and a measured time to the means."""
@@ -393,7 +439,7 @@ class _Rank:
         """Add a request that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
         keep = 1.0 - 1.0 / RECENT_REQUESTS
         # the first requests may show that the timing is for another engine, which affects all ranks
-        least_s = plain_s * slowness / CLIP if self.n_seen >= SLOW_REQUESTS else 0.0
+        least_s = plain_s * slowness / CLIP if self.n_seen >= SETTLED_REQUESTS else 0.0
         bounded_s = min(max(taken_s, least_s), plain_s * slowness * CLIP)
         self._plain = keep * self._plain + plain_s * plain_s
         self._taken = keep * self._taken + plain_s * bounded_s
