@@ -116,6 +116,14 @@ async def prompts_of_whole_blocks(_: SetConstants) -> Report:
         return await run_doctor(here)
 
 
+async def first_burst(_: SetConstants) -> Report:
+    async with mock_server(uniform_fleet(replicas=1)) as here:
+        body = {"model": MODEL, "prompt": words(n=400), "max_tokens": 1}
+        sent = (here.http.post("/v1/completions", json=body) for _n in range(16))
+        assert {each.status_code for each in await asyncio.gather(*sent)} == {200}
+        return await run_doctor(here)
+
+
 async def idle(_: SetConstants) -> Report:
     async with mock_server(uniform_fleet(replicas=2)) as here:
         return await run_doctor(here)
@@ -322,6 +330,7 @@ HEALTHY = (
     DoctorFleet("prefill and decode in two zones", two_zones),
     DoctorFleet("one prefill and one decode worker", a_pair),
     DoctorFleet("whole prompts cached, of three blocks", prompts_of_whole_blocks),
+    DoctorFleet("the first burst of one new prompt", first_burst),
     DoctorFleet("idle, no request yet", idle),
     DoctorFleet("cached tokens told on one of two routes", cached_tokens_on_some_routes),
     DoctorFleet("--no-kv-events on purpose", events_off_on_purpose),

@@ -30,6 +30,7 @@ TIMES = (
     "clock_ahead_s",
     "since_s",
     "window_s",
+    "span_s",
     "ttft_p50_s",
     "ttft_p99_s",
     "ttft_ms",

@@ -194,12 +194,13 @@ class Feed(Struct, frozen=True, kw_only=True):
 
 
 class Predictions(Struct, frozen=True, kw_only=True):
-    """Predicted against actual cached tokens of a rank's last answers."""
+    """Predicted against actual cached tokens of a rank's last answers, which span ``span_s``."""
 
     answers: int
     wrong: int
     wrong_share: float
     mean_error_blocks: float
+    span_s: float | None = None
 
 
 class Speed(Struct, frozen=True, kw_only=True):

@@ -442,6 +442,7 @@ def _predictions_state(answers: AnswerCounts) -> api.Predictions:
         wrong=answers.n_wrong,
         wrong_share=round(answers.n_wrong / answers.n_answers, 3),
         mean_error_blocks=round(answers.mean_error_blocks, 3),
+        span_s=round(answers.span_s, 3),
     )
 
 

@@ -35,12 +35,14 @@ class Prediction(StrEnum):
 
 class AnswerCounts(NamedTuple):
     """The last answers of one rank: how many there are, how many were predicted wrongly, and the mean error
-    of all in blocks; above 0 the index predicts blocks that the engine does not have.
+    of all in blocks; above 0 the index predicts blocks that the engine does not have. ``span_s`` is the time
+    from the first of them to the last.
     """
 
     n_answers: int
     n_wrong: int
     mean_error_blocks: float
+    span_s: float
 
 
 class Compared(NamedTuple):
@@ -64,7 +66,8 @@ class _Window:
     def summed(self) -> AnswerCounts:
         errors = [error for _, error in self.answers]
         n_wrong = sum(1 for error in errors if abs(error) > TOLERANCE_BLOCKS)
-        return AnswerCounts(len(errors), n_wrong, sum(errors) / len(errors))
+        span_s = self.answers[-1][0] - self.answers[0][0]
+        return AnswerCounts(len(errors), n_wrong, sum(errors) / len(errors), span_s)
 
 
 class IndexCheck:
@@ -120,11 +123,10 @@ class IndexCheck:
 
     @staticmethod
     def _judged(window: _Window) -> AnswerCounts | None:
-        answers = window.answers
-        if window.n_since_verdict < WINDOW_ANSWERS or answers[-1][0] - answers[0][0] < SPAN_S:
+        if window.n_since_verdict < WINDOW_ANSWERS:
             return None
         summed = window.summed()
-        if summed.n_wrong < WRONG_SHARE * WINDOW_ANSWERS:
+        if summed.span_s < SPAN_S or summed.n_wrong < WRONG_SHARE * WINDOW_ANSWERS:
             return None
         window.n_since_verdict = 0
         return summed

@@ -48,12 +48,16 @@ def test_engine_pods_exclude_fleet_file_replicas_and_nats(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--engine-namespace", "other"), ("--model-path", "tiny=/models/tiny")]
+    ("arguments", "says"),
+    [
+        (("--engine-namespace", "other"), "--engine-namespace: only with --engine-pods"),
+        (("--model-path", "tiny=/models/tiny"), "--model-path: only with --url or --engine-pods"),
+    ],
 )
 def test_engine_pod_options_without_engine_pods_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
 ) -> None:
-    assert "only with --engine-pods" in reported(capsys, *arguments)
+    assert says in reported(capsys, *arguments)
 
 
 def test_a_mistake_in_the_policy_names_the_variable(

@@ -56,12 +56,12 @@ def noted(
 def test_a_window_of_wrong_predictions_is_reported_once(error: int) -> None:
     verdicts = noted([error] * WINDOW_ANSWERS)
     assert verdicts[:-1] == [None] * (WINDOW_ANSWERS - 1)
-    assert verdicts[-1] == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
+    assert verdicts[-1] == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error), SPAN_S)
 
 
 def test_a_verdict_needs_half_of_the_answers_wrong() -> None:
     half = WINDOW_ANSWERS // 2
-    assert noted([0] * half + [3] * half)[-1] == AnswerCounts(WINDOW_ANSWERS, half, 1.5)
+    assert noted([0] * half + [3] * half)[-1] == AnswerCounts(WINDOW_ANSWERS, half, 1.5, SPAN_S)
     assert noted([0] * (half + 1) + [3] * (half - 1))[-1] is None
 
 
@@ -107,15 +107,21 @@ def test_each_answer_has_its_own_prediction_result() -> None:
     assert said == [right, right, right, Prediction.TOO_MANY, Prediction.TOO_FEW]
 
 
+def counted(check: IndexCheck) -> tuple[int, int, float]:
+    last = check.last_answers(SLOT)
+    assert last is not None
+    return last.n_answers, last.n_wrong, last.mean_error_blocks
+
+
 def test_the_last_answers_are_kept_after_a_verdict_until_the_slot_is_freed() -> None:
     check = IndexCheck(block_size=BLOCK)
     assert check.last_answers(SLOT) is None
     compared([0, 0, 0, -4], check=check)
-    assert check.last_answers(SLOT) == AnswerCounts(4, 1, -1.0)
+    assert counted(check) == (4, 1, -1.0)
     assert noted([4] * WINDOW_ANSWERS, check=check)[-1] is not None
-    assert check.last_answers(SLOT) == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, 4.0)
+    assert counted(check) == (WINDOW_ANSWERS, WINDOW_ANSWERS, 4.0)
     compared([0] * (WINDOW_ANSWERS // 2), check=check)
-    assert check.last_answers(SLOT) == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS // 2, 2.0)
+    assert counted(check) == (WINDOW_ANSWERS, WINDOW_ANSWERS // 2, 2.0)
     check.freed(SLOT)
     assert check.last_answers(SLOT) is None
 

@@ -21,6 +21,7 @@ from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from kvrouter.text.source import MOCK_FOLDER
+from tests.testing.doctor import UNTIMED
 from tests.testing.engine_requests import MODEL
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
 from tests.testing.mock_server import mock_server
@@ -36,7 +37,10 @@ TIMING = Timing(
     decode_linear=0.0,
     decode_base=1.0,
 )
-ENGINE = MockConfig(block_size=16, total_kv_blocks=256, timing=TIMING)
+ENGINE = MockConfig(block_size=16, total_kv_blocks=1024, timing=TIMING)
+"""One cache has room for all conversations of a second: nothing depends on how even they are spread."""
+
+ONE_AT_A_TIME = ("--prompt-tokens", "480", "--answer-tokens", "2", "--concurrency", "1")
 
 
 class TextVllm(VllmProtocol):
@@ -92,7 +96,7 @@ async def router_before(folder: Path, *protocols: TextVllm) -> AsyncIterator[str
             f"workers: [{{name: w, engine: {{kind: vllm, urls: [{urls}]}}}}]\n"
         )
         fleet = load_fleet(parse_document(text, "fleet.yaml")).fleet
-        settings = Settings(frontend=FrontendSettings(http_port=0))
+        settings = Settings(frontend=FrontendSettings(http_port=0), router=UNTIMED)
         async with embedded(settings, fleet, environ={}) as system:
             host, port = system.address
             yield f"http://{host}:{port}"
@@ -100,7 +104,7 @@ async def router_before(folder: Path, *protocols: TextVllm) -> AsyncIterator[str
 
 async def bench(url: str, *flags: str) -> int:
     """Run the command for one round."""
-    return await asyncio.to_thread(main, ["bench", "--url", url, "--seconds", "20", "--rounds", "1", *flags])
+    return await asyncio.to_thread(main, ["bench", "--url", url, "--seconds", "1", "--rounds", "1", *flags])
 
 
 async def report_of(capsys: pytest.CaptureFixture[str], url: str, *flags: str) -> dict[str, Any]:
@@ -115,7 +119,7 @@ async def test_the_router_finds_more_than_round_robin_and_as_much_as_the_engines
 ) -> None:
     protocols = TextVllm(), TextVllm()
     async with router_before(tmp_path, *protocols) as url:
-        found = await report_of(capsys, url, "--answer-tokens", "2", "--concurrency", "1")
+        found = await report_of(capsys, url, *ONE_AT_A_TIME)
     ours, round_robin = found["arms"]
     assert (ours["errors"], round_robin["errors"]) == (0, 0)
     assert ours["requests"] == round_robin["requests"] == found["rounds"] * found["conversations"] * 4
@@ -133,7 +137,7 @@ async def test_engines_that_answer_without_cached_tokens_are_read_by_their_count
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with router_before(tmp_path, TextVllm(says_cached=False)) as url:
-        found = await report_of(capsys, url, "--answer-tokens", "2", "--prompt-tokens", "320")
+        found = await report_of(capsys, url, *ONE_AT_A_TIME)
     ours, round_robin = found["arms"]
     assert ours["hit_rate"] == round_robin["hit_rate"] > 0.5
     assert ours["cached_tokens"] == ours["counted"]["cached_tokens"]
@@ -151,11 +155,13 @@ async def test_engines_that_answer_without_cached_tokens_are_read_by_their_count
 async def test_mock_fleets_are_compared_with_the_routers_own_round_robin(
     fleet: FleetFile, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with mock_server(fleet) as here:
-        assert await bench(here.url, "--prompt-tokens", "640", "--seconds", "1") == 0
+    async with mock_server(fleet, router=UNTIMED) as here:
+        assert await bench(here.url, "--output", "json", *ONE_AT_A_TIME) == 0
     shown, said = capsys.readouterr()
-    assert why in shown
-    assert "hit rate" in shown
+    ours, round_robin = json.loads(shown)["arms"]
+    assert why in round_robin["via"]
+    assert ours["hit_rate"] > round_robin["hit_rate"] > 0.0
+    assert ours["counted"] is None, "no engine has a page of metrics here"
     assert "each round sends " in said
     assert "round 1, round-robin: " in said
 

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.api.client import RouterClient
+from kvrouter.cli.doctor import kv_event_checks
 from kvrouter.cli.doctor.diagnosis import examine, gather
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.cli.doctor.flags import DoctorOptions
@@ -171,7 +172,10 @@ async def test_doctor_notes_repaired_event_gaps() -> None:
 
 
 @pytest.mark.parametrize(("cached", "words"), [(32, "2 blocks more"), (0, None)])
-async def test_doctor_reports_engines_that_contradict_the_index(cached: int, words: str | None) -> None:
+async def test_doctor_reports_engines_that_contradict_the_index(
+    cached: int, words: str | None, set_constants: SetConstants
+) -> None:
+    set_constants(kv_event_checks, ANSWERS_SPAN_S=0.0)
     async with running_frontend(card(1), script=text_answer("ok", cached=cached)) as frontend:
         for _ in range(8):
             await frontend.complete([5] * 40)
@@ -183,7 +187,8 @@ async def test_doctor_reports_engines_that_contradict_the_index(cached: int, wor
         assert finding.seen == f"8 of its last 8 answers contradict the index, by {words} cached in the mean"
 
 
-async def test_doctor_reports_an_index_lacking_an_engines_blocks() -> None:
+async def test_doctor_reports_an_index_lacking_an_engines_blocks(set_constants: SetConstants) -> None:
+    set_constants(kv_event_checks, ANSWERS_SPAN_S=0.0)
     async with mock_server(uniform_fleet(replicas=1)) as here:
         (model,) = here.system.service.models()
         cache = model.cache

@@ -22,6 +22,9 @@ ROUND_ROBIN = "round-robin"
 
 MODELS = "/v1/models"
 
+SLOW, SLOW_SHOWN = 1.25, 3
+"""Workers that are so many times as slow as the fastest one are named, and so many of them."""
+
 
 class BenchedFleet(NamedTuple):
     """What a router says of one model's workers. ``engine_urls`` are empty where round-robin cannot go
@@ -64,6 +67,23 @@ def read_fleet(client: RouterClient, options: BenchOptions) -> BenchedFleet:
         is_by_load=model.routing_reason is not None or model.router_mode not in ("", "kv"),
         notes=tuple(_notes(model)),
     )
+
+
+def slow_workers(fleet: Fleet, model: str) -> Sequence[str]:
+    """Return a line for each worker that a router takes for slower than the fastest one, slowest first."""
+    slowness = {
+        str(worker): max(rank.speed.slowness for rank in worker.ranks if rank.speed is not None)
+        for worker in fleet.workers
+        if worker.model == model and any(rank.speed is not None for rank in worker.ranks)
+    }
+    fastest = min(slowness.values(), default=1.0)
+    slow = sorted(slowness, key=lambda worker: -slowness[worker])[:SLOW_SHOWN]
+    return [
+        f"the router takes {worker} for {slowness[worker] / fastest:.1f} times as slow as the fastest one: "
+        "it sends fewer requests there, and the other caches have more to hold"
+        for worker in slow
+        if slowness[worker] >= SLOW * fastest
+    ]
 
 
 def _urls_of(workers: Sequence[Worker], router_url: str) -> tuple[tuple[str, ...], str | None]:

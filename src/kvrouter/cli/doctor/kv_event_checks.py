@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrouter.api.fleet_schema import Feed, Model, Rank, Worker
+from kvrouter.api.fleet_schema import Feed, Model, Predictions, Rank, Worker
 from kvrouter.cli.doctor.findings import (
     CacheShares,
     Check,
@@ -27,6 +27,9 @@ LONG_BLOCKS = 2
 
 WRONG_SHARE = 0.2
 """No more than this share of compared answers may contradict the index."""
+
+ANSWERS_SPAN_S = 5.0
+"""Answers of a shorter time say nothing: no index predicts the first burst of a new prompt."""
 
 TOKENS_PREDICTED = 2_000
 """So many predicted tokens say something,"""
@@ -213,16 +216,17 @@ def predictions(reading: Reading) -> Iterator[Outcome]:
         if worker.prefills
         for rank in worker.ranks
     ]
-    compared = [(subject, last) for subject, last in ranks if last and last.answers >= ANSWERS_COMPARED]
+    compared = [(subject, last) for subject, last in ranks if last is not None and _is_enough(last)]
     answers = sum(last.answers for _, last in compared)
     yield Compared(
         f"the last {counted(answers, 'answer')} of {len(compared)} of {counted(len(ranks), 'rank')}"
     )
     if len(compared) < len(ranks):
-        few = [subject for subject, last in ranks if not last or last.answers < ANSWERS_COMPARED]
+        few = [subject for subject, last in ranks if last is None or not _is_enough(last)]
         yield NotEnough(
             first_of(few, 3),
-            f"fewer than {ANSWERS_COMPARED} answers with blocks that were predicted or cached",
+            f"fewer than {ANSWERS_COMPARED} answers with blocks that were predicted or cached, or all of "
+            f"them in {ANSWERS_SPAN_S:g} s: no index predicts the first burst of a new prompt",
         )
     for subject, last in compared:
         if last.wrong_share > WRONG_SHARE:
@@ -239,6 +243,11 @@ def predictions(reading: Reading) -> Iterator[Outcome]:
                 if fewer
                 else "its events come late or are not passed on: look at kv_events_skipped and its event lag",
             )
+
+
+def _is_enough(last: Predictions) -> bool:
+    spans = last.span_s is None or last.span_s >= ANSWERS_SPAN_S
+    return spans and last.answers >= ANSWERS_COMPARED
 
 
 def shares(reading: Reading) -> list[CacheShares]:
