@@ -50,7 +50,7 @@ async def round_of(
         turns_in_order(size, 1),
         Prompts(mock_words(), 1.0, size, 1, (1,)),
         concurrency=concurrency,
-        on_request=ended.append,
+        on_request=lambda n_ended, _failures: ended.append(n_ended),
     )
     assert ended == list(range(1, size.requests + 1))
     return found
@@ -59,7 +59,9 @@ async def round_of(
 async def test_each_answer_has_its_time_and_its_counts() -> None:
     engine = TimedEngine()
     found = await sent(engine)
-    assert {round(answer.ttft_s, 6) for answer in found.answers} == {WAY_S + QUEUE_S + PREFILL_S}
+    assert {round(answer.first_s - answer.sent_s, 6) for answer in found.answers} == {
+        WAY_S + QUEUE_S + PREFILL_S
+    }
     assert {answer.output_tokens for answer in found.answers} == {2}
     assert {answer.cached_tokens for answer in found.answers} == {None}
     words = [len(call["prompt"].split()) for call in engine.calls]

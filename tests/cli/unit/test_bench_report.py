@@ -6,22 +6,25 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
+from kvrouter.cli.bench.arms import BenchedFleet
 from kvrouter.cli.bench.counters import CacheCounts
-from kvrouter.cli.bench.load import Answer, ArmRound
-from kvrouter.cli.bench.report import ArmRounds, BenchReport, Measured, report_of, show_report
+from kvrouter.cli.bench.flags import BenchOptions
+from kvrouter.cli.bench.load import ArmRound
+from kvrouter.cli.bench.report import ArmRounds, BenchReport, HitRateSource, report_of, show_report
 from kvrouter.cli.bench.workload import Caches, WorkloadSize
+from kvrouter.cli.timed_stream import TimedCompletion
 
 CACHES = Caches(number=2, cache_tokens=19_200, context_tokens=4_096, block_size=32)
-MEASURED = Measured(
+FLEET = BenchedFleet(
     model="tiny",
-    url="http://127.0.0.1:8000",
     engines=2,
     caches=CACHES,
-    concurrency=2,
-    answer_tokens=16,
-    size=WorkloadSize(12, 3264),
-    running_before=0,
+    engine_urls=(),
+    why_through=None,
+    is_separate=False,
+    running_requests=0,
     is_by_load=False,
+    notes=(),
 )
 
 
@@ -34,13 +37,14 @@ def arm(
     counted: CacheCounts | None = None,
     n: int = 4,
 ) -> ArmRounds:
-    answers = [Answer(ttft_s * (at + 1), 1_000, 16, cached) for at in range(n)]
+    first_s = [ttft_s * (at + 1) for at in range(n)]
+    answers = [TimedCompletion(0.0, each, each, 1_000, 16, cached, None) for each in first_s]
     counts = [] if counted is None else [counted]
     return ArmRounds(name, f"through {name}", [ArmRound(answers, failures, 2.0)], counts)
 
 
-def report(ours: ArmRounds, other: ArmRounds, measured: Measured = MEASURED) -> BenchReport:
-    return report_of(measured, [ours, other], ())
+def report(ours: ArmRounds, other: ArmRounds, fleet: BenchedFleet = FLEET) -> BenchReport:
+    return report_of(BenchOptions(), fleet, WorkloadSize(12, 3264), [ours, other], ())
 
 
 def shown(found: BenchReport) -> str:
@@ -84,9 +88,44 @@ def test_counters_of_engines_stand_in_for_answers_that_count_nothing() -> None:
     unknown = report(arm("kvrouter", cached=None), arm("round-robin", cached=None))
     assert unknown.arms[0].hit_rate is None
     (note,) = unknown.notes
-    assert "hit rate unknown for kvrouter, round-robin" in note
+    assert note.startswith("hit rate unknown: some answers do not say cached tokens")
     assert "--enable-prompt-tokens-details" in note
     assert "unknown" in shown(unknown)
+
+
+def test_hit_rates_of_two_sources_are_not_compared() -> None:
+    counted = CacheCounts(4_000, 1_000)
+    found = report(arm("kvrouter", cached=900, counted=counted), arm("round-robin", cached=None))
+    assert (found.hit_rate_source, [each.hit_rate for each in found.arms]) == (None, [None, None])
+    found = report(
+        arm("kvrouter", cached=900, counted=counted), arm("round-robin", cached=None, counted=counted)
+    )
+    assert (found.hit_rate_source, [each.hit_rate for each in found.arms]) == (
+        HitRateSource.COUNTERS,
+        [0.25, 0.25],
+    )
+
+
+@pytest.mark.parametrize("prompt_tokens", [2_000, 9_000])
+def test_counters_that_counted_other_prompts_are_no_source(prompt_tokens: int) -> None:
+    mixed = arm("kvrouter", cached=None, counted=CacheCounts(prompt_tokens, 1_000))
+    found = report(mixed, arm("round-robin", cached=None, counted=CacheCounts(4_000, 1_000)))
+    assert [each.hit_rate for each in found.arms] == [None, None]
+    assert any(note.startswith("hit rate unknown") for note in found.notes)
+
+
+def test_a_counter_that_began_anew_is_no_count() -> None:
+    assert CacheCounts(500, 100).since(CacheCounts(400, 80)) == CacheCounts(100, 20)
+    assert CacheCounts(500, 100).since(CacheCounts(4_000, 80)) is None
+    half = arm("kvrouter", cached=None, counted=CacheCounts(4_000, 1_000))
+    half.rounds.append(half.rounds[0])
+    assert report(half, arm("round-robin")).arms[0].counted is None
+
+
+def test_answers_of_decode_do_not_count_what_prefill_had_cached() -> None:
+    found = report(arm("kvrouter"), arm("round-robin"), FLEET._replace(is_separate=True))
+    assert found.arms[0].hit_rate is None
+    assert any("what decode had cached" in note for note in found.notes)
 
 
 def test_requests_of_others_are_seen_in_the_counters() -> None:
@@ -97,24 +136,31 @@ def test_requests_of_others_are_seen_in_the_counters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "said"),
+    ("fleet", "said"),
     [
-        (MEASURED._replace(engines=1), "one engine: every rule"),
-        (MEASURED._replace(caches=CACHES._replace(cache_tokens=None)), "does not know how much KV"),
-        (MEASURED._replace(caches=CACHES._replace(cache_tokens=10**6)), "cache holds 1,000,000 tokens"),
-        (MEASURED, "round-robin over two engines"),
-        (MEASURED._replace(running_before=3), "3 requests of others ran at the start"),
+        (FLEET._replace(engines=2, caches=CACHES._replace(number=1)), "one KV cache: every rule"),
+        (FLEET._replace(caches=CACHES._replace(cache_tokens=None)), "does not know how much KV"),
+        (FLEET._replace(caches=CACHES._replace(cache_tokens=10**6)), "one cache holds 1,000,000 tokens"),
+        (FLEET, "round-robin over two caches"),
+        (FLEET._replace(running_requests=3), "3 requests of others ran at the start"),
     ],
 )
-def test_a_small_difference_is_explained(measured: Measured, said: str) -> None:
-    notes = report(arm("kvrouter", cached=700), arm("round-robin"), measured).notes
+def test_a_small_difference_is_explained(fleet: BenchedFleet, said: str) -> None:
+    notes = report(arm("kvrouter", cached=700), arm("round-robin"), fleet).notes
     assert any(said in note for note in notes), notes
 
 
 def test_a_router_that_looks_at_no_cache_needs_no_other_explanation() -> None:
-    by_load = MEASURED._replace(is_by_load=True)
-    found = report_of(by_load, [arm("kvrouter", cached=300), arm("round-robin", cached=300)], ["by load"])
+    by_load = FLEET._replace(is_by_load=True, notes=("by load",))
+    found = report(arm("kvrouter", cached=300), arm("round-robin", cached=300), by_load)
     assert found.notes == ["by load"]
+
+
+def test_eight_ranks_of_one_worker_are_eight_caches() -> None:
+    ranks = FLEET._replace(engines=1, caches=CACHES._replace(number=8))
+    found = report(arm("kvrouter", cached=700), arm("round-robin"), ranks)
+    assert (found.engines, found.caches, found.concurrency) == (1, 8, 8)
+    assert not any("one KV cache" in note or "two caches" in note for note in found.notes)
 
 
 def test_engines_without_a_single_hit_are_explained() -> None:
@@ -136,3 +182,4 @@ def test_an_arm_without_an_answer_has_no_figures() -> None:
     found = report(arm("kvrouter", n=0, failures=["down"]), arm("round-robin"))
     assert (found.arms[0].ttft_p50_ms, found.arms[0].hit_rate) == (None, None)
     assert "unknown" in shown(found)
+    assert "loses in none" not in shown(report(arm("kvrouter"), arm("round-robin", n=0)))

@@ -97,7 +97,11 @@ def test_sizes_are_bounded_and_fit(
 ) -> None:
     fleet = Caches(caches, cache_tokens, context_tokens, 16)
     longest = longest_prompt(fleet, None, 16)
-    size = size_workload(fleet, longest, request_s=request_s, arms=arms, seconds=seconds, is_fixed=False)
+    try:
+        size = size_workload(fleet, longest, request_s=request_s, arms=arms, seconds=seconds, is_fixed=False)
+    except ConfigError:
+        assert CONVERSATIONS_MIN * arms * TURNS * request_s > seconds
+        return
     assert CONVERSATIONS_MIN <= size.conversations <= CONVERSATIONS_MAX
     assert size.prompt_tokens <= longest
     assert size.prompt_tokens >= min(longest, SHORTEST_PROMPT_TOKENS)
@@ -106,7 +110,10 @@ def test_sizes_are_bounded_and_fit(
     if cache_tokens is not None:
         # a group that is not full has its system prompt alone
         assert size.distinct_tokens <= caches * cache_tokens
-    assert 0.0 < size.possible_hit_rate < 1.0
+    assert 0.0 < size.possible_hit_rate(1) < 1.0
+    assert size.possible_hit_rate(1) == pytest.approx(
+        1 - size.distinct_tokens / size.total_prompt_tokens, abs=0.02
+    )
     assert size.distinct_tokens < size.total_prompt_tokens
 
 
@@ -116,10 +123,25 @@ def test_conversations_fill_more_than_one_cache_where_time_allows_it() -> None:
 
 
 def test_slow_engines_get_shorter_prompts_unless_their_length_is_given() -> None:
-    slow = size_workload(CACHES, 3264, request_s=40.0, arms=2, seconds=60.0, is_fixed=False)
+    slow = size_workload(CACHES, 3264, request_s=10.0, arms=2, seconds=60.0, is_fixed=False)
     assert slow == (CONVERSATIONS_MIN, SHORTEST_PROMPT_TOKENS)
-    fixed = size_workload(CACHES, 3264, request_s=40.0, arms=2, seconds=60.0, is_fixed=True)
+    fixed = size_workload(CACHES, 3264, request_s=1.5, arms=2, seconds=60.0, is_fixed=True)
     assert fixed == (CONVERSATIONS_MIN, 3264)
+
+
+def test_a_time_that_the_smallest_round_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--seconds: must be at least 320: .* 8 conversations"):
+        size_workload(CACHES, 3264, request_s=10.0, arms=2, seconds=60.0, is_fixed=True)
+    with pytest.raises(ConfigError, match=r"--seconds: must be at least 76: .* up to 256 tokens"):
+        size_workload(CACHES, 3264, request_s=30.0, arms=2, seconds=60.0, is_fixed=False)
+
+
+def test_only_whole_blocks_can_be_found() -> None:
+    size = WorkloadSize(6, 400)
+    shared, repeated = 80, 340 + 360 + 380
+    assert size.possible_hit_rate(1) == pytest.approx((4 * shared + 6 * repeated) / size.total_prompt_tokens)
+    assert size.possible_hit_rate(64) == pytest.approx((4 * 64 + 6 * 3 * 320) / size.total_prompt_tokens)
+    assert size.possible_hit_rate(512) == 0.0
 
 
 def test_prompts_that_cannot_be_are_refused_by_flag() -> None:

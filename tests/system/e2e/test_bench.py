@@ -3,6 +3,9 @@
 import asyncio
 import json
 import shutil
+import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 
 from kvrouter.cli import main
 from kvrouter.cli.up.run import embedded
+from kvrouter.core.errors import INTERRUPTED
 from kvrouter.core.requests import EngineChunk
 from kvrouter.core.timing import Timing
 from kvrouter.engines.mock_engine.config import MockConfig
@@ -38,7 +42,7 @@ TIMING = Timing(
     decode_base=1.0,
 )
 ENGINE = MockConfig(block_size=16, total_kv_blocks=1024, timing=TIMING)
-"""One cache has room for all conversations of a second: nothing depends on how even they are spread."""
+"""One cache has room for all conversations of three seconds: nothing depends on how even they are spread."""
 
 ONE_AT_A_TIME = ("--prompt-tokens", "480", "--answer-tokens", "2", "--concurrency", "1")
 
@@ -104,7 +108,7 @@ async def router_before(folder: Path, *protocols: TextVllm) -> AsyncIterator[str
 
 async def bench(url: str, *flags: str) -> int:
     """Run the command for one round."""
-    return await asyncio.to_thread(main, ["bench", "--url", url, "--seconds", "1", "--rounds", "1", *flags])
+    return await asyncio.to_thread(main, ["bench", "--url", url, "--seconds", "3", "--rounds", "1", *flags])
 
 
 async def report_of(capsys: pytest.CaptureFixture[str], url: str, *flags: str) -> dict[str, Any]:
@@ -141,7 +145,7 @@ async def test_engines_that_answer_without_cached_tokens_are_read_by_their_count
     ours, round_robin = found["arms"]
     assert ours["hit_rate"] == round_robin["hit_rate"] > 0.5
     assert ours["cached_tokens"] == ours["counted"]["cached_tokens"]
-    assert any(note.startswith("one engine: ") for note in found["notes"])
+    assert any(note.startswith("one KV cache: ") for note in found["notes"])
 
 
 @pytest.mark.parametrize(
@@ -161,9 +165,28 @@ async def test_mock_fleets_are_compared_with_the_routers_own_round_robin(
     ours, round_robin = json.loads(shown)["arms"]
     assert why in round_robin["via"]
     assert ours["hit_rate"] > round_robin["hit_rate"] > 0.0
-    assert ours["counted"] is None, "no engine has a page of metrics here"
+    assert ours["counted"]["prompt_tokens"] == ours["prompt_tokens"], "by the router's page of metrics"
     assert "each round sends " in said
     assert "round 1, round-robin: " in said
+
+
+async def test_ctrl_c_leaves_a_report_of_the_rounds_that_are_over() -> None:
+    async with mock_server(uniform_fleet(replicas=2), router=UNTIMED) as here:
+        flags = ("--url", here.url, "--seconds", "60", "--output", "json", "--prompt-tokens", "96")
+        bench = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrouter.cli", "bench", *flags), stdout=PIPE, stderr=PIPE
+        )
+        assert bench.stderr is not None
+        async with asyncio.timeout(50.0):
+            while not (await bench.stderr.readline()).startswith(b"round 2, "):
+                assert not bench.stderr.at_eof()
+            bench.send_signal(signal.SIGINT)
+            shown, _ = await bench.communicate()
+    found = json.loads(shown)
+    assert bench.returncode == INTERRUPTED
+    assert any(note.startswith("interrupted: round ") for note in found["notes"])
+    assert found["rounds"] >= 1
+    assert found["arms"][0]["requests"] == found["rounds"] * found["conversations"] * 4
 
 
 async def test_mistakes_name_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,13 +196,20 @@ async def test_mistakes_name_their_flag(capsys: pytest.CaptureFixture[str]) -> N
             (("--peer", "x"), "--peer: must be NAME=URL, not 'x'"),
             (("--peer", "kvrouter=http://127.0.0.1:1"), "--peer: 'kvrouter' is another arm's name already"),
             (("--peer", "x=ftp://a"), "--peer: ftp://a: must be http://HOST:PORT"),
-            (("--peer", "x=http://127.0.0.1:1"), "--peer: x: http://127.0.0.1:1/v1/completions: "),
-            (("--engine-url", "http://127.0.0.1:1"), "--engine-url: http://127.0.0.1:1/v1/models: "),
+            (("--engine-url", "http://127.0.0.1:1"), "--engine-url: 1 given, and the router has 2 engines"),
+            (("--engine-url", url), f"--engine-url: {url}: is the router itself"),
             (("--engine-url", "nowhere"), "--engine-url: nowhere: must be http://HOST:PORT"),
             (("--model", "other"), f"--model: {here.url} serves mock, not 'other'"),
             (("--prompt-tokens", "1000000"), "--prompt-tokens: must be at most "),
         ):
             assert await bench(here.url, *flags) == 2
+            assert message in capsys.readouterr().err
+        both = ("--engine-url", "http://127.0.0.1:1", "--engine-url", "http://127.0.0.1:2")
+        for flags, message in (
+            (("--peer", "x=http://127.0.0.1:1"), "--peer: x: http://127.0.0.1:1/v1/completions: "),
+            (both, "--engine-url: round-robin: http://127.0.0.1:1/v1/completions: "),
+        ):
+            assert await bench(here.url, *flags) == 1
             assert message in capsys.readouterr().err
     assert await bench(url) == 1
     assert f"{url}: no answer" in capsys.readouterr().err

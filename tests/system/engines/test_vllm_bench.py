@@ -51,6 +51,4 @@ async def test_the_router_finds_thirty_points_more_than_round_robin(
             "prompt_tokens": arm["prompt_tokens"],
             "cached_tokens": arm["cached_tokens"],
         }
-    gain = ours["hit_rate"] - round_robin["hit_rate"]
-    # Other programs on an engine's core make it slow: then the router sends less there, and must say so.
-    assert gain >= 0.3 or any("times as slow as the fastest" in note for note in found["notes"]), found
+    assert ours["hit_rate"] - round_robin["hit_rate"] >= 0.30, found

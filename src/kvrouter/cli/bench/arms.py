@@ -1,18 +1,16 @@
 """The arms of a bench, and what the router says of its engines: asked before anything is sent."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 from kvrouter.api.client import RouterClient, decode_answer
 from kvrouter.api.fleet_schema import Fleet, Model, Worker
-from kvrouter.api.health_schema import ModelList
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import Arm
 from kvrouter.cli.bench.workload import Caches
 from kvrouter.cli.doctor.diagnosis import reached_at
+from kvrouter.cli.doctor.reading import counted
 from kvrouter.core.errors import ConfigError, KvrouterError
-from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.fleetfile.fleet_engines import url_mistake
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
@@ -20,15 +18,12 @@ from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 OURS = "kvrouter"
 ROUND_ROBIN = "round-robin"
 
-MODELS = "/v1/models"
-
-SLOW, SLOW_SHOWN = 1.25, 3
-"""Workers that are so many times as slow as the fastest one are named, and so many of them."""
+WHERE_ENGINES_ARE = f"--engine-url says where it is, {ENGINE_KEY_VARIABLE} its key"
 
 
 class BenchedFleet(NamedTuple):
-    """What a router says of one model's workers. ``engine_urls`` are empty where round-robin cannot go
-    straight to them, ``why_through`` says why not. ``notes`` are lines for the user.
+    """What a router reports of one model's workers. ``engine_urls`` is empty where round-robin cannot send
+    straight to the engines, and ``why_through`` is then the reason. ``notes`` are lines for the user.
     """
 
     model: str
@@ -36,13 +31,18 @@ class BenchedFleet(NamedTuple):
     caches: Caches
     engine_urls: tuple[str, ...]
     why_through: str | None
+    is_separate: bool
+    """Whether prefill and decode are different workers: an answer then counts what decode had cached."""
+
     running_requests: int
     is_by_load: bool
     notes: tuple[str, ...]
 
 
 def read_fleet(client: RouterClient, options: BenchOptions) -> BenchedFleet:
-    """Ask a router for the workers of the model. Raises AskFailed, and ConfigError that names the flag."""
+    """Ask a router for the workers of the model. Raises AskFailed, and ConfigError, which names
+    the flag.
+    """
     name = options.model or client.only_model()
     fleet = decode_answer(client.fleet(), Fleet)
     model = next((each for each in fleet.models if each.model == name), None)
@@ -52,55 +52,56 @@ def read_fleet(client: RouterClient, options: BenchOptions) -> BenchedFleet:
     workers = [worker for worker in fleet.workers_of(model) if worker.takes_requests]
     if not workers:
         raise ConfigError(f"--url: no worker of {name} at {client.url} takes requests", param="url")
-    urls, why = tuple(options.engine_urls), None
-    for url in urls:
-        _check_url("--engine-url", url)
+    if fleet.running_requests and not options.yes:
+        raise ConfigError(
+            f"--yes: is needed, since {counted(fleet.running_requests, 'request')} of others run at "
+            f"{client.url}: a bench makes them slower, and takes room in caches from their prompts",
+            param="yes",
+        )
+    is_separate = any(not worker.prefills or not worker.decodes for worker in workers)
+    urls, why = _given_urls(options, workers, client.url), None
     if not urls:
-        urls, why = _urls_of(workers, client.url)
+        urls, why = ((), "prefill and decode are separate") if is_separate else _urls_of(workers, client.url)
     return BenchedFleet(
         model=name,
         engines=len(workers),
         caches=_caches(model, workers),
         engine_urls=urls,
         why_through=why,
+        is_separate=is_separate,
         running_requests=fleet.running_requests,
         is_by_load=model.routing_reason is not None or model.router_mode not in ("", "kv"),
         notes=tuple(_notes(model)),
     )
 
 
-def slow_workers(fleet: Fleet, model: str) -> Sequence[str]:
-    """Return a line for each worker that a router takes for slower than the fastest one, slowest first."""
-    slowness = {
-        str(worker): max(rank.speed.slowness for rank in worker.ranks if rank.speed is not None)
-        for worker in fleet.workers
-        if worker.model == model and any(rank.speed is not None for rank in worker.ranks)
-    }
-    fastest = min(slowness.values(), default=1.0)
-    slow = sorted(slowness, key=lambda worker: -slowness[worker])[:SLOW_SHOWN]
-    return [
-        f"the router takes {worker} for {slowness[worker] / fastest:.1f} times as slow as the fastest one: "
-        "it sends fewer requests there, and the other caches have more to hold"
-        for worker in slow
-        if slowness[worker] >= SLOW * fastest
-    ]
+def _given_urls(options: BenchOptions, workers: Sequence[Worker], router_url: str) -> tuple[str, ...]:
+    """Return the URLs of --engine-url. Raises ConfigError unless there is one for each engine: both arms use
+    the same caches.
+    """
+    urls = tuple(dict.fromkeys(options.engine_urls))
+    for url in urls:
+        _check_url("engine-url", url, router_url)
+    known = {worker.engine_url for worker in workers}
+    n_engines = len(workers) if None in known else len(known)
+    if urls and len(urls) != n_engines:
+        raise ConfigError(
+            f"--engine-url: {len(urls)} given, and the router has {counted(n_engines, 'engine')}: give it "
+            "once for each (--peer takes a server that is before all of them)",
+            param="engine-url",
+        )
+    return urls
 
 
 def _urls_of(workers: Sequence[Worker], router_url: str) -> tuple[tuple[str, ...], str | None]:
-    if any(not worker.prefills or not worker.decodes for worker in workers):
-        return (), "prefill and decode are separate"
-    known = [(worker.engine_url, worker.address) for worker in workers]
     urls: list[str] = []
-    for engine_url, address in known:
-        if engine_url is None:
+    for worker in workers:
+        if worker.engine_url is None:
             return (), "the router says no URL of its engines (mock engines have none)"
         try:
-            urls.append(reached_at(engine_url, address, router_url))
+            urls.append(reached_at(worker.engine_url, worker.address, router_url))
         except KvrouterError as error:
-            return (
-                (),
-                f"an engine cannot be reached from here ({error.message}; --engine-url says where it is)",
-            )
+            return (), f"{error.message} ({WHERE_ENGINES_ARE})"
     return tuple(dict.fromkeys(urls)), None
 
 
@@ -130,13 +131,15 @@ def _notes(model: Model) -> Iterable[str]:
         yield "the router has no KV events of its engines: it guesses what is cached from what it sent"
 
 
-def _check_url(flag: str, url: str) -> None:
+def _check_url(flag: str, url: str, router_url: str) -> None:
     mistake = url_mistake(url)
+    if mistake is None and url.rstrip("/") == router_url.rstrip("/"):
+        mistake = "is the router itself (--url)"
     if mistake is not None:
-        raise ConfigError(f"{flag}: {url}: {mistake}", param=flag.removeprefix("--"))
+        raise ConfigError(f"--{flag}: {url}: {mistake}", param=flag)
 
 
-def peers_of(options: BenchOptions) -> dict[str, str]:
+def peers_of(options: BenchOptions, router_url: str) -> dict[str, str]:
     """Return the URLs of peers by name. Raises ConfigError."""
     found: dict[str, str] = {}
     for peer in options.peers:
@@ -145,63 +148,34 @@ def peers_of(options: BenchOptions) -> dict[str, str]:
             raise ConfigError(f"--peer: must be NAME=URL, not {peer!r}", param="peer")
         if name in (OURS, ROUND_ROBIN, *found):
             raise ConfigError(f"--peer: {name!r} is another arm's name already", param="peer")
-        _check_url("--peer", url)
+        _check_url("peer", url, router_url)
         found[name] = url
     return found
 
 
 def arms_of(
-    fleet: BenchedFleet, router_url: str, peers: Mapping[str, str], api_key: str | None
-) -> tuple[Arm, ...]:
-    """Return the arms, ours first. Their servers are not open yet."""
-    ours = EngineServer(router_url)
-    arms = [Arm(OURS, f"through {router_url}", (ours,), {}, "--url")]
+    fleet: BenchedFleet, options: BenchOptions, router_url: str, peers: Mapping[str, str], api_key: str | None
+) -> list[Arm]:
+    """Return the arms: ours, round-robin, peers. Their servers are not open yet. ``api_key`` is sent to the
+    URLs of flags alone, and not where a router's answer points to.
+    """
+    ours = Arm(OURS, f"through {router_url}", (EngineServer(router_url),), {}, "--url")
+    round_robin = through_router(ours, router_url, fleet.why_through)
     if fleet.engine_urls:
-        servers = tuple(EngineServer(url, api_key=api_key) for url in fleet.engine_urls)
-        via = f"straight to {len(servers)} {'engine' if len(servers) == 1 else 'engines'}, in turn"
-        arms.append(Arm(ROUND_ROBIN, via, servers, {}, "--engine-url"))
-    else:
-        override = {"nvext": {"router_config_override": {"router_mode": "round-robin"}}}
-        via = f"through {router_url} in its mode round-robin, because {fleet.why_through}"
-        arms.append(Arm(ROUND_ROBIN, via, (ours,), override, "--url"))
-    arms += [
+        key = api_key if options.engine_urls else None
+        servers = tuple(EngineServer(url, api_key=key) for url in fleet.engine_urls)
+        via = f"straight to {counted(len(servers), 'engine')}, in turn"
+        flag = "--engine-url" if options.engine_urls else "--url"
+        round_robin = Arm(ROUND_ROBIN, via, servers, {}, flag)
+    others = (
         Arm(name, f"through {url}", (EngineServer(url, api_key=api_key),), {}, "--peer")
         for name, url in peers.items()
-    ]
-    return tuple(arms)
+    )
+    return [ours, round_robin, *others]
 
 
-async def reached_engines(fleet: BenchedFleet, options: BenchOptions, api_key: str | None) -> BenchedFleet:
-    """Return the fleet, without the engines' URLs where the router says them and one does not answer here.
-    Raises ConfigError for those that --engine-url gives.
-    """
-    try:
-        for url in fleet.engine_urls:
-            async with AsyncExitStack() as stack:
-                server = EngineServer(url, api_key=api_key)
-                await server.open()
-                stack.push_async_callback(server.close)
-                await _check_engine(server, fleet.model)
-    except ConfigError as error:
-        if options.engine_urls:
-            raise
-        return fleet._replace(engine_urls=(), why_through=error.message)
-    return fleet
-
-
-async def _check_engine(server: EngineServer, model: str) -> None:
-    """Raise ConfigError for an engine that does not answer, or serves other models."""
-    try:
-        page = await server.look(MODELS)
-        served = [] if page is None else decode_answer(page, ModelList).data
-    except KeyRefused as error:
-        raise ConfigError(
-            f"--engine-url: {error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="engine-url"
-        ) from error
-    except KvrouterError as error:
-        raise ConfigError(f"--engine-url: {error.message}", param="engine-url") from error
-    names = [each.id for each in served]
-    if names and model not in names:
-        raise ConfigError(
-            f"--engine-url: {server.url} serves {', '.join(names)}, not {model!r}", param="engine-url"
-        )
+def through_router(ours: Arm, router_url: str, why: str | None) -> Arm:
+    """Return the arm of round-robin that the router itself does."""
+    override = {"nvext": {"router_config_override": {"router_mode": "round-robin"}}}
+    via = f"through {router_url} in its mode round-robin, because {why}"
+    return Arm(ROUND_ROBIN, via, ours.servers, override, "--url")

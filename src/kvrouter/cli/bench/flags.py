@@ -16,7 +16,7 @@ from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(RouterOptions):
-    """Who is compared, and with how many requests."""
+    """The compared routers and engines, and the requests that they get."""
 
     model: str | None = option("The model; may be left out where one is served.", metavar="NAME")
     engine_urls: tuple[str, ...] = option(
@@ -33,7 +33,8 @@ class BenchOptions(RouterOptions):
         metavar="NAME=URL",
     )
     seconds: float = option(
-        "How long it may take; the number of conversations follows from it.",
+        "The time for all rounds; the number of conversations follows from it. A run that takes three times "
+        "as long, and 30 s more, is stopped.",
         default=100.0,
         metavar="S",
         at_least=1.0,
@@ -46,7 +47,7 @@ class BenchOptions(RouterOptions):
         at_most=100,
     )
     concurrency: int | None = option(
-        "How many requests are in flight at a time.  [default: one for each engine]",
+        "How many requests are in flight at a time.  [default: one for each KV cache of the engines]",
         metavar="N",
         at_least=1,
         at_most=1024,
@@ -59,6 +60,7 @@ class BenchOptions(RouterOptions):
     answer_tokens: int = option(
         "How many tokens each answer has.", default=16, metavar="N", at_least=1, at_most=4096
     )
+    yes: bool = option("Send it while requests of others run there, too.", default=False)
     output: Output = TABLE
 
 
@@ -72,12 +74,13 @@ def bench(options: BenchOptions) -> None:
 
     Groups of users share a system prompt, and each user asks several times. Sizes fit the engines' context
     and caches, and the speed of a few requests that are sent first. How many requests follow is said before
-    they are sent: they take room in the engines' caches from other users' prompts.
+    they are sent: they take room in the engines' caches from other users' prompts. Where requests of others
+    run, --yes is needed. Ctrl-C ends it, with a report of the rounds that are over.
 
     Where engines have no URL, or prefill and decode are separate, the router itself does round-robin.
 
-    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN; a key that engines and peers
-    ask for, from KVROUTER_ENGINE_API_KEY.
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN. The key in
+    KVROUTER_ENGINE_API_KEY is sent to the URLs of --engine-url and --peer, and to no other.
     """
     from kvrouter.cli.bench.run import run_bench  # noqa: PLC0415
 

@@ -1,6 +1,7 @@
 """What a bench found: the figures of each arm, where ours loses, and why a difference is small."""
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
@@ -8,9 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvrouter.cli.bench.arms import BenchedFleet
 from kvrouter.cli.bench.counters import CacheCounts
+from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import ArmRound
 from kvrouter.cli.bench.workload import TURNS, Caches, WorkloadSize
+from kvrouter.cli.doctor.reading import counted
+from kvrouter.cli.timed_stream import TimedCompletion
 from kvrouter.settings.setting import installed_version
 
 ALIKE = 0.02
@@ -33,25 +38,32 @@ class ArmRounds(NamedTuple):
     rounds: list[ArmRound]
     counts: list[CacheCounts]
 
+    @property
+    def answers(self) -> Sequence[TimedCompletion]:
+        """Those of all rounds."""
+        return [answer for each in self.rounds for answer in each.answers]
 
-class Measured(NamedTuple):
-    """The conditions of a bench."""
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests with an answer."""
+        return sum(answer.prompt_tokens for answer in self.answers)
 
-    model: str
-    url: str
-    engines: int
-    caches: Caches
-    concurrency: int
-    answer_tokens: int
-    size: WorkloadSize
-    running_before: int
-    is_by_load: bool
-    """The router does not look at caches; a note says why."""
+    @property
+    def counted(self) -> CacheCounts | None:
+        """What was counted in all rounds; None where a round has no count."""
+        return CacheCounts.total(self.counts) if 0 < len(self.counts) == len(self.rounds) else None
+
+
+class HitRateSource(StrEnum):
+    """What the hit rates of all arms come from: the usage in answers, or counters on pages of metrics."""
+
+    ANSWERS = "answers"
+    COUNTERS = "counters"
 
 
 class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm. ``cached_tokens`` are the engines' own count: in their answers, or else on their pages of
-    metrics; None where they say none. ``counted`` is what those pages counted meanwhile, None without.
+    """One arm. ``cached_tokens`` and ``hit_rate`` are the engines' own count, None where it is unknown.
+    ``counted`` is what counters on pages of metrics counted in all rounds, None where one is missing.
     """
 
     name: str
@@ -71,14 +83,16 @@ class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison. ``possible_hit_rate`` is that of an endless cache that all engines share; ``losses`` are
-    sentences on what ours does worse, ``notes`` on what the figures depend on.
+    """A comparison. ``possible_hit_rate`` is that of an endless cache that all engines share.
+    ``hit_rate_source`` is that of all arms, None where no source has it of all. ``losses`` are sentences on
+    what ours does worse, ``notes`` on what the figures depend on.
     """
 
     version: str
     url: str
     model: str
     engines: int
+    caches: int
     rounds: int
     concurrency: int
     conversations: int
@@ -88,6 +102,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     distinct_tokens: int
     cache_tokens: int | None
     possible_hit_rate: float
+    hit_rate_source: HitRateSource | None
     arms: Sequence[ArmReport]
     losses: Sequence[str]
     notes: Sequence[str]
@@ -99,60 +114,84 @@ class _Figure(NamedTuple):
     label: str
     name: str
     is_more_better: bool
-    is_share: bool
     unit: str
+    """``%`` for a share."""
 
 
 _FIGURES = (
-    _Figure("TTFT p50", "ttft_p50_ms", False, False, "ms"),
-    _Figure("TTFT p99", "ttft_p99_ms", False, False, "ms"),
-    _Figure("hit rate", "hit_rate", True, True, "%"),
-    _Figure("output tokens/s", "output_tokens_per_s", True, False, ""),
-    _Figure("errors", "errors", False, False, ""),
+    _Figure("TTFT p50", "ttft_p50_ms", False, "ms"),
+    _Figure("TTFT p99", "ttft_p99_ms", False, "ms"),
+    _Figure("hit rate", "hit_rate", True, "%"),
+    _Figure("output tokens/s", "output_tokens_per_s", True, ""),
+    _Figure("errors", "errors", False, ""),
 )
 
 
-def report_of(measured: Measured, found: Sequence[ArmRounds], notes: Sequence[str]) -> BenchReport:
+def concurrency_of(options: BenchOptions, fleet: BenchedFleet) -> int:
+    """Return how many requests are in flight at a time."""
+    return options.concurrency or fleet.caches.number
+
+
+def report_of(
+    options: BenchOptions,
+    fleet: BenchedFleet,
+    size: WorkloadSize,
+    found: Sequence[ArmRounds],
+    notes: Sequence[str],
+) -> BenchReport:
     """Return the report of all rounds; ours is the first arm, round-robin the second one."""
-    arms = [_arm_report(each) for each in found]
-    size = measured.size
+    source = _hit_rate_source(fleet, found)
+    arms = [_arm_report(each, source) for each in found]
     return BenchReport(
         version=installed_version(),
-        url=measured.url,
-        model=measured.model,
-        engines=measured.engines,
+        url=options.url,
+        model=fleet.model,
+        engines=fleet.engines,
+        caches=fleet.caches.number,
         rounds=len(found[0].rounds),
-        concurrency=measured.concurrency,
+        concurrency=concurrency_of(options, fleet),
         conversations=size.conversations,
         turns=TURNS,
         prompt_tokens_longest=size.prompt_tokens,
-        answer_tokens=measured.answer_tokens,
+        answer_tokens=options.answer_tokens,
         distinct_tokens=size.distinct_tokens,
-        cache_tokens=measured.caches.cache_tokens,
-        possible_hit_rate=size.possible_hit_rate,
+        cache_tokens=fleet.caches.cache_tokens,
+        possible_hit_rate=size.possible_hit_rate(fleet.caches.block_size),
+        hit_rate_source=source,
         arms=arms,
         losses=[loss for other in arms[1:] for loss in _losses(arms[0], other)],
-        notes=[*notes, *_notes(measured, arms)],
+        notes=[*fleet.notes, *notes, *_notes(fleet, size, source, arms)],
     )
 
 
-def _arm_report(arm: ArmRounds) -> ArmReport:
-    answers = [answer for each in arm.rounds for answer in each.answers]
+def _hit_rate_source(fleet: BenchedFleet, found: Sequence[ArmRounds]) -> HitRateSource | None:
+    """Return the source that has the hit rate of every arm with answers: two sources are not compared.
+    Counters are one where they counted the prompts from here alone.
+    """
+    answered = [arm for arm in found if arm.answers]
+    if not answered:
+        return None
+    cached = (answer.cached_tokens for arm in answered for answer in arm.answers)
+    if not fleet.is_separate and all(tokens is not None for tokens in cached):
+        return HitRateSource.ANSWERS
+    for arm in answered:
+        counted_tokens = None if arm.counted is None else arm.counted.prompt_tokens
+        if counted_tokens is None or abs(counted_tokens - arm.prompt_tokens) > ALIKE * arm.prompt_tokens:
+            return None
+    return HitRateSource.COUNTERS
+
+
+def _arm_report(arm: ArmRounds, source: HitRateSource | None) -> ArmReport:
+    answers = arm.answers
     failures = [failure for each in arm.rounds for failure in each.failures]
-    times_ms = sorted(answer.ttft_s * 1e3 for answer in answers)
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    times_ms = sorted((answer.first_s - answer.sent_s) * 1e3 for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
     wall_s = sum(each.wall_s for each in arm.rounds)
-    counted = CacheCounts(
-        sum(each.prompt_tokens for each in arm.counts), sum(each.cached_tokens for each in arm.counts)
-    )
-    by_counters = counted.cached_tokens / counted.prompt_tokens if counted.prompt_tokens > 0 else None
-    cached_tokens, hit_rate = None, by_counters
-    if answers and all(answer.cached_tokens is not None for answer in answers):
+    cached_tokens = None
+    if answers and source is HitRateSource.ANSWERS:
         cached_tokens = sum(answer.cached_tokens or 0 for answer in answers)
-        hit_rate = cached_tokens / prompt_tokens
-    elif by_counters is not None:
-        cached_tokens = counted.cached_tokens
+    elif answers and source is HitRateSource.COUNTERS and arm.counted is not None:
+        cached_tokens = arm.counted.cached_tokens
     return ArmReport(
         name=arm.name,
         via=arm.via,
@@ -161,10 +200,10 @@ def _arm_report(arm: ArmRounds) -> ArmReport:
         first_error=failures[0][:FAILURE_CHARS] if failures else None,
         ttft_p50_ms=_quantile(times_ms, 0.5),
         ttft_p99_ms=_quantile(times_ms, 0.99),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=arm.prompt_tokens,
         cached_tokens=cached_tokens,
-        hit_rate=hit_rate,
-        counted=counted if arm.counts else None,
+        hit_rate=None if cached_tokens is None else cached_tokens / arm.prompt_tokens,
+        counted=arm.counted,
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / wall_s if wall_s > 0 else 0.0,
         wall_s=wall_s,
@@ -181,7 +220,7 @@ def _losses(ours: ArmReport, other: ArmReport) -> Iterator[str]:
         mine, theirs = getattr(ours, figure.name), getattr(other, figure.name)
         if mine is None or theirs is None:
             continue
-        margin = ALIKE if figure.is_share else ALIKE * max(mine, theirs)
+        margin = ALIKE if figure.unit == "%" else ALIKE * max(mine, theirs)
         behind = theirs - mine if figure.is_more_better else mine - theirs
         if behind > margin:
             yield (
@@ -190,13 +229,15 @@ def _losses(ours: ArmReport, other: ArmReport) -> Iterator[str]:
             )
 
 
-def _notes(measured: Measured, arms: Sequence[ArmReport]) -> Iterator[str]:
+def _notes(
+    fleet: BenchedFleet, size: WorkloadSize, source: HitRateSource | None, arms: Sequence[ArmReport]
+) -> Iterator[str]:
     ours, round_robin = arms[0], arms[1]
     for arm in arms:
         if arm.first_error is not None:
             yield f"{arm.name}: {arm.errors} of {arm.requests} requests failed, the first: {arm.first_error}"
-    if measured.running_before:
-        yield f"{measured.running_before} requests of others ran at the start: their load is in all figures"
+    if fleet.running_requests:
+        yield f"{fleet.running_requests} requests of others ran at the start: their load is in all figures"
     for arm in arms:
         others_tokens = 0 if arm.counted is None else arm.counted.prompt_tokens - arm.prompt_tokens
         if others_tokens > ALIKE * arm.prompt_tokens and not arm.errors:
@@ -204,33 +245,35 @@ def _notes(measured: Measured, arms: Sequence[ArmReport]) -> Iterator[str]:
                 f"others used the engines during {arm.name}: these counted {others_tokens:,} prompt tokens "
                 "more than were sent from here, whose blocks took room in their caches"
             )
-    silent = [arm.name for arm in arms if arm.hit_rate is None and arm.requests > arm.errors]
-    if silent:
-        yield (
-            f"hit rate unknown for {', '.join(silent)}: neither answers nor the engines' metrics say cached "
-            "tokens (vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report)"
+    if source is None and any(arm.requests > arm.errors for arm in arms):
+        why = (
+            "an answer counts what decode had cached, not prefill"
+            if fleet.is_separate
+            else "some answers do not say cached tokens (vLLM: --enable-prompt-tokens-details, older ones "
+            "omit 0; SGLang: --enable-cache-report)"
         )
+        yield f"hit rate unknown: {why}, and no counters count just the prompts that were sent here"
     if ours.hit_rate == 0 and round_robin.hit_rate == 0:
         yield (
             "no engine found a cached token in any arm: is prefix caching off there, or every prompt shorter "
-            f"than a block of {measured.caches.block_size} tokens?"
+            f"than a block of {fleet.caches.block_size} tokens?"
         )
-    if ours.hit_rate is None or round_robin.hit_rate is None or not ours.hit_rate:
+    if not ours.hit_rate or round_robin.hit_rate is None or fleet.is_by_load:
         return
     if ours.hit_rate - round_robin.hit_rate < SMALL_GAIN:
-        yield from _why_small(measured)
-    missed = measured.size.possible_hit_rate - ours.hit_rate
-    if missed > MISSED and not measured.is_by_load:
+        yield from _why_small(fleet.caches, size)
+    missed = size.possible_hit_rate(fleet.caches.block_size) - ours.hit_rate
+    if missed > MISSED:
         yield (
-            f"kvrouter found {100 * missed:.0f} points less than an endless cache would: it takes an engine "
-            "without a prompt's blocks where it expects to wait longer at the one that has them, and what "
-            "others send takes room in caches (kvrouter explain and the page at /ui show each choice)"
+            f"kvrouter found {100 * missed:.0f} points less than an endless cache would: the reason may be "
+            "requests that would have waited longer at the engine with their blocks, or blocks that caches "
+            "dropped for others (kvrouter explain and the page at /ui show each choice)"
         )
     is_faster = _ratio(ours.ttft_p50_ms, round_robin.ttft_p50_ms) < 1 - ALIKE
     if ours.hit_rate > round_robin.hit_rate + ALIKE and not is_faster:
         yield (
-            "more was cached, and half of the first tokens came no sooner: these engines compute what is "
-            "missing in little time; longer prompts (--prompt-tokens) show more"
+            "more was cached, and half of the first tokens came no sooner: it may be that these engines "
+            "compute what is missing in little time; longer prompts (--prompt-tokens) show more"
         )
 
 
@@ -238,56 +281,43 @@ def _ratio(mine: float | None, theirs: float | None) -> float:
     return 1.0 if mine is None or not theirs else mine / theirs
 
 
-def _why_small(measured: Measured) -> Iterator[str]:
-    if measured.is_by_load:
-        return
-    if measured.engines == 1:
-        yield "one engine: every rule sends every request to it, and finds the same there"
-        return
-    cache_tokens, distinct = measured.caches.cache_tokens, measured.size.distinct_tokens
-    if cache_tokens is None:
+def _why_small(caches: Caches, size: WorkloadSize) -> Iterator[str]:
+    if caches.number == 1:
+        yield "one KV cache: every rule sends every request to it, and finds the same there"
+    elif caches.cache_tokens is None:
         yield (
-            "the router does not know how much KV its engines hold: where all conversations fit into each "
-            "engine's cache, round-robin finds nearly as much; more --seconds send more"
+            "the router does not know how much KV its engines hold: where one cache holds all conversations, "
+            "round-robin finds nearly as much; more --seconds send more"
         )
-    elif distinct < 1.5 * cache_tokens:
+    elif size.distinct_tokens < 1.5 * caches.cache_tokens:
         yield (
-            f"one engine's cache holds {cache_tokens:,} tokens, and a round has {distinct:,}: round-robin "
-            "loses most where its engines cannot hold all conversations each; more --seconds send more"
+            f"one cache holds {caches.cache_tokens:,} tokens, and a round has {size.distinct_tokens:,}: "
+            "round-robin loses most where one cache cannot hold all conversations; more --seconds send more"
         )
-    if measured.engines == 2:
-        yield (
-            "round-robin over two engines meets the one of the turn before by chance in half of the "
-            "requests, over four in a quarter"
-        )
+    if caches.number == 2:
+        yield "round-robin over two caches meets the one of the turn before by chance in half of the requests"
 
 
 def show_report(report: BenchReport, console: Console) -> None:
     """Print what was sent, where ours loses, the figures, and the notes."""
     ours = report.arms[0]
-    each = f"{ours.requests:,} requests of each arm"
-    console.print(
-        Text(
-            f"{report.model}, {report.engines} engines: {each}, in {report.rounds} rounds of "
-            f"{report.conversations} conversations with {report.turns} turns, {report.concurrency} at a "
-            f"time; prompts up to {report.prompt_tokens_longest:,} tokens, {ours.prompt_tokens:,} together"
-        ),
-        soft_wrap=True,
+    lines = [
+        f"{report.model}, {counted(report.engines, 'engine')}: {ours.requests:,} requests of each arm, in "
+        f"{counted(report.rounds, 'round')} of {counted(report.conversations, 'conversation')} with "
+        f"{report.turns} turns, {report.concurrency} at a time; prompts up to "
+        f"{report.prompt_tokens_longest:,} tokens, {ours.prompt_tokens:,} together",
+        *(f"  {arm.name}: {arm.via}" for arm in report.arms),
+    ]
+    last = (
+        "hit rate: prompt tokens that engines found in their caches, by their own count; at most "
+        f"{100 * report.possible_hit_rate:.1f} % can be found in these conversations, which repeat more than "
+        "most traffic: kvrouter worth says what routing brings on your own"
     )
-    for arm in report.arms:
-        console.print(Text(f"  {arm.name}: {arm.via}"), soft_wrap=True)
-    for loss in report.losses or ("kvrouter loses in none of these figures",):
-        console.print(Text(loss, "bold red" if report.losses else "green"), soft_wrap=True)
-    console.print(_table(report))
-    console.print(
-        Text(
-            "hit rate: prompt tokens that engines found in their caches, by their own count; at most "
-            f"{100 * report.possible_hit_rate:.1f} % can be found"
-        ),
-        soft_wrap=True,
-    )
-    for note in report.notes:
-        console.print(Text(note), soft_wrap=True)
+    shown: list[Text | Table] = [*map(Text, lines), *(Text(loss, "bold red") for loss in report.losses)]
+    if not report.losses and all(arm.requests > arm.errors for arm in report.arms):
+        shown.append(Text("kvrouter loses in none of the figures that are known", "green"))
+    for each in (*shown, _table(report), Text(last), *map(Text, report.notes)):
+        console.print(each, soft_wrap=not isinstance(each, Table))
 
 
 def _table(report: BenchReport) -> Table:
@@ -311,7 +341,7 @@ def _table(report: BenchReport) -> Table:
 def _shown(value: float | None, figure: _Figure) -> str:
     if value is None:
         return "unknown"
-    if figure.is_share:
+    if figure.unit == "%":
         return f"{100 * value:.1f} %"
     number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
     return f"{number} {figure.unit}".rstrip()
@@ -320,6 +350,6 @@ def _shown(value: float | None, figure: _Figure) -> str:
 def _compared(mine: float | None, theirs: float | None, figure: _Figure) -> str:
     if mine is None or theirs is None or figure.name == "errors":
         return ""
-    if figure.is_share:
+    if figure.unit == "%":
         return f"{100 * (mine - theirs):+.1f} points"
     return f"{mine / theirs:.2f}" if theirs else ""

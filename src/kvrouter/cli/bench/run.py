@@ -3,20 +3,27 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rich.console import Console
 
-from kvrouter.api.client import RouterClient, decode_answer
-from kvrouter.api.fleet_schema import Fleet
-from kvrouter.cli.bench.arms import BenchedFleet, arms_of, peers_of, reached_engines, read_fleet, slow_workers
+from kvrouter.api.client import RouterClient
+from kvrouter.cli.bench.arms import (
+    ROUND_ROBIN,
+    WHERE_ENGINES_ARE,
+    BenchedFleet,
+    arms_of,
+    peers_of,
+    read_fleet,
+    through_router,
+)
 from kvrouter.cli.bench.counters import CacheCounts, read_counts
 from kvrouter.cli.bench.flags import BenchOptions
-from kvrouter.cli.bench.load import Answer, Arm, ArmRound, RequestFailed, Sender, run_round
-from kvrouter.cli.bench.report import ArmRounds, Measured, report_of, show_report
+from kvrouter.cli.bench.load import Arm, ArmRound, Sender, run_round
+from kvrouter.cli.bench.report import FAILURE_CHARS, ArmRounds, concurrency_of, report_of, show_report
 from kvrouter.cli.bench.workload import (
     TURNS,
     Prompts,
@@ -26,26 +33,25 @@ from kvrouter.cli.bench.workload import (
     size_workload,
     turns_in_order,
 )
+from kvrouter.cli.doctor.reading import counted
 from kvrouter.cli.output import echo, json_text
 from kvrouter.cli.progress import Progress, working
-from kvrouter.cli.timed_stream import Clock
-from kvrouter.core.errors import ConfigError, KvrouterError
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.cli.timed_stream import Clock, CompletionFailed, TimedCompletion
+from kvrouter.core.errors import INTERRUPTED, KvrouterError
 from kvrouter.text.model import mock_words
 
 ROUNDS_MAX = 100
 """What is kept of each answer is bounded by this and by the requests of a round."""
 
 OVERRUN, OVERRUN_S = 3.0, 30.0
-"""Rounds stop where they take so many times the seconds that they may take, and so many more."""
+"""Rounds are stopped once they have taken ``OVERRUN`` times --seconds, and ``OVERRUN_S`` more."""
 
 PROBE_WORDS = 64
-"""Of the first prompt of each server, which says how many tokens a word has."""
+"""The words of the first prompt to each server, whose answer gives the tokens of a word."""
 
-PROBE_WAVES = 2
-PROBE_SHARE = 0.1
-"""So many requests for each that may be in flight say how fast engines compute prompts, in this share of the
-time.
+PROBE_WAVES, PROBE_SHARE = 2, 0.1
+"""The engines' speed is measured with so many requests for each that may be in flight, within this share of
+--seconds.
 """
 
 
@@ -57,44 +63,46 @@ class BenchFailed(KvrouterError):
 
 def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, api_key: str | None) -> int:
     """Compare, and print the report. Returns the exit code: 1 where no request through the router was
-    answered.
+    answered. Interrupted, the report has the rounds that were over.
 
     Raises ConfigError, which names the flag, AskFailed, BenchFailed.
     """
     options.output.check()
-    peers = peers_of(options)
+    peers = peers_of(options, client.url)
     fleet = read_fleet(client, options)
+    arms = arms_of(fleet, options, client.url, peers, api_key)
+    is_whole = True
     with working("asking the engines") as progress:
-        measured, found = asyncio.run(_compare(options, fleet, client.url, peers, api_key, progress))
-    slow = slow_workers(decode_answer(client.fleet(), Fleet), fleet.model)
-    report = report_of(measured, found, [*fleet.notes, *slow])
+        bench = _Bench(options, fleet, arms, progress, time.monotonic)
+        try:
+            asyncio.run(bench.run())
+        except KeyboardInterrupt:
+            if not bench.n_rounds:
+                raise
+            is_whole = False
+            bench.notes.append(f"interrupted: round {bench.n_rounds + 1} is not counted")
+    report = report_of(options, bench.fleet, bench.size, bench.found, bench.notes)
     options.output.show(lambda: json_text(report), lambda: show_report(report, console))
+    if not is_whole:
+        return INTERRUPTED
     return 0 if report.arms[0].requests > report.arms[0].errors else 1
-
-
-async def _compare(
-    options: BenchOptions,
-    fleet: BenchedFleet,
-    router_url: str,
-    peers: Mapping[str, str],
-    api_key: str | None,
-    progress: Progress,
-) -> tuple[Measured, Sequence[ArmRounds]]:
-    fleet = await reached_engines(fleet, options, api_key)
-    arms = arms_of(fleet, router_url, peers, api_key)
-    return await _Bench(options, fleet, arms, progress, time.monotonic).run()
 
 
 @dataclass(slots=True)
 class _Bench:
-    """One comparison."""
+    """One comparison. ``found`` has the rounds that are over, ``notes`` what the user should know of them."""
 
     options: BenchOptions
     fleet: BenchedFleet
-    arms: tuple[Arm, ...]
+    arms: list[Arm]
     progress: Progress
     clock: Clock
     salt: int = field(default_factory=lambda: secrets.randbits(63))
+    size: WorkloadSize = field(init=False)
+    found: list[ArmRounds] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: Sequence[str] = ()
+    """The failures of the arm that requests are sent to."""
 
     @property
     def sender(self) -> Sender:
@@ -102,13 +110,16 @@ class _Bench:
 
     @property
     def concurrency(self) -> int:
-        return self.options.concurrency or self.fleet.engines
+        return concurrency_of(self.options, self.fleet)
 
-    async def run(self) -> tuple[Measured, Sequence[ArmRounds]]:
-        """Send everything; return the conditions and what came back."""
-        prompt_tokens = longest_prompt(
-            self.fleet.caches, self.options.prompt_tokens, self.options.answer_tokens
-        )
+    @property
+    def n_rounds(self) -> int:
+        return len(self.found[0].rounds) if self.found else 0
+
+    async def run(self) -> None:
+        """Send everything. Raises ConfigError, BenchFailed."""
+        caches = self.fleet.caches
+        prompt_tokens = longest_prompt(caches, self.options.prompt_tokens, self.options.answer_tokens)
         async with AsyncExitStack() as stack:
             for server in {server for arm in self.arms for server in arm.servers}:
                 await server.open()
@@ -116,43 +127,43 @@ class _Bench:
             began_s = self.clock()
             first = await self._first_requests()
             request_s = await self._request_s(prompt_tokens, first)
-            size = size_workload(
-                self.fleet.caches,
+            self.size = size_workload(
+                caches,
                 prompt_tokens,
                 request_s=request_s,
                 arms=len(self.arms),
                 seconds=self.options.seconds,
                 is_fixed=self.options.prompt_tokens is not None,
             )
-            self._announce(size)
-            rounds = await self._rounds(size, first.tokens_per_word, began_s)
-        measured = Measured(
-            model=self.fleet.model,
-            url=self.options.url,
-            engines=self.fleet.engines,
-            caches=self.fleet.caches,
-            concurrency=self.concurrency,
-            answer_tokens=self.options.answer_tokens,
-            size=size,
-            running_before=self.fleet.running_requests,
-            is_by_load=self.fleet.is_by_load,
-        )
-        return measured, rounds
+            self._announce()
+            await self._rounds(first.tokens_per_word, began_s)
 
     async def _first_requests(self) -> "_FirstAnswers":
-        """Send a short prompt to each server of each arm: what fails, fails before anything else is sent."""
-        answers: list[Answer] = []
-        size = WorkloadSize(1, PROBE_WORDS)
+        """Send a short prompt to each server of each arm: what fails, fails before anything else is sent.
+        Where an engine fails whose URL the router reports, the router does round-robin itself.
+        """
+        answers: list[TimedCompletion] = []
         for at, arm in enumerate(self.arms):
-            for number, server in enumerate(arm.servers):
-                self.progress.show(f"a first request to {server.url}")
-                prompts = Prompts(mock_words(), 1.0, size, 0, (self.salt, at, number))
-                try:
-                    answers.append(await self.sender.send(arm, number, prompts.text(Turn(0, TURNS - 1))))
-                except RequestFailed as error:
-                    raise ConfigError(f"{arm.flag}: {arm.name}: {error.message}", param=arm.flag) from error
+            try:
+                answers += await self._answers_of(at, arm)
+            except CompletionFailed as error:
+                if arm.name != ROUND_ROBIN or self.options.engine_urls or not self.fleet.engine_urls:
+                    raise BenchFailed(f"{arm.flag}: {arm.name}: {error.message}") from error
+                why = f"{error.message} ({WHERE_ENGINES_ARE})"
+                self.arms[at] = through_router(self.arms[0], self.options.url, why)
         tokens = sum(answer.prompt_tokens for answer in answers)
-        return _FirstAnswers(tokens / (PROBE_WORDS * len(answers)), min(each.ttft_s for each in answers))
+        return _FirstAnswers(
+            tokens / (PROBE_WORDS * len(answers)), min(each.first_s - each.sent_s for each in answers)
+        )
+
+    async def _answers_of(self, at: int, arm: Arm) -> list[TimedCompletion]:
+        """Send a short prompt to each server of an arm."""
+        answers = []
+        for number, server in enumerate(arm.servers):
+            self.progress.show(f"a first request to {server.url}")
+            prompts = Prompts(mock_words(), 1.0, WorkloadSize(1, PROBE_WORDS), 0, (self.salt, at, number))
+            answers.append(await self.sender.send(arm, number, prompts.text(Turn(0, TURNS - 1))))
+        return answers
 
     async def _request_s(self, prompt_tokens: int, first: "_FirstAnswers") -> float:
         """Return the time of a prompt of that length that no engine has cached, over how many run at once."""
@@ -164,77 +175,95 @@ class _Bench:
         turns = [Turn(number, TURNS - 1) for number in range(size.conversations)]
         prompts = Prompts(mock_words(), first.tokens_per_word, size, 0, (self.salt, len(self.arms)))
         probed = await run_round(
-            self.sender, self.arms[0], turns, prompts, concurrency=self.concurrency, on_request=lambda _: None
+            self.sender,
+            self.arms[0],
+            turns,
+            prompts,
+            concurrency=self.concurrency,
+            on_request=lambda _n_ended, _failures: None,
         )
         if not probed.answers:
-            raise ConfigError(f"--url: {probed.failures[0]}", param="url")
+            raise BenchFailed(f"--url: {probed.failures[0]}")
         return probed.wall_s / len(probed.answers) * prompt_tokens / probed_tokens
 
-    async def _rounds(self, size: WorkloadSize, tokens_per_word: float, began_s: float) -> list[ArmRounds]:
+    async def _rounds(self, tokens_per_word: float, began_s: float) -> None:
         """Send rounds until another one would take too long; each has all arms, and begins with another."""
-        has_counters = await read_counts(self._engines()) is not None
-        found = [ArmRounds(arm.name, arm.via, [], []) for arm in self.arms]
+        has_counters = await read_counts(self.arms[1].servers, self.fleet.model) is not None
+        self.found = [ArmRounds(arm.name, arm.via, [], []) for arm in self.arms]
         deadline_s = began_s + OVERRUN * self.options.seconds + OVERRUN_S
         for number in range(1, (self.options.rounds or ROUNDS_MAX) + 1):
             round_began_s = self.clock()
             try:
                 async with asyncio.timeout(deadline_s - self.clock()):
-                    results = await self._one_round(size, tokens_per_word, number, has_counters)
+                    results = await self._one_round(tokens_per_word, number, has_counters)
             except TimeoutError as error:
-                if number > 1:
-                    break
-                raise BenchFailed(
-                    f"--seconds: a round of {size.requests * len(self.arms)} requests was not over after "
-                    f"{self.clock() - began_s:.0f} s: the engines became slower than they were at first"
-                ) from error
-            for arm, (arm_round, counts) in zip(found, results, strict=True):
+                stopped = self._stopped_text(number, self.clock() - round_began_s)
+                if number == 1:
+                    raise BenchFailed(f"--seconds: {stopped}") from error
+                self.notes.append(stopped)
+                break
+            for arm, (arm_round, counts) in zip(self.found, results, strict=True):
                 arm.rounds.append(arm_round)
                 if counts is not None:
                     arm.counts.append(counts)
             took_s = self.clock() - round_began_s
             if self.clock() - began_s + took_s > self.options.seconds:
                 break
-        return found
+
+    def _stopped_text(self, number: int, after_s: float) -> str:
+        failed = ""
+        if self.failures:
+            failed = f"; {len(self.failures)} of these failed, the first: {self.failures[0][:FAILURE_CHARS]}"
+        return (
+            f"round {number} was stopped after {after_s:.0f} s and is not counted: it was at "
+            f"{self.progress.text}{failed}"
+        )
 
     async def _one_round(
-        self, size: WorkloadSize, tokens_per_word: float, number: int, has_counters: bool
+        self, tokens_per_word: float, number: int, has_counters: bool
     ) -> list[tuple[ArmRound, CacheCounts | None]]:
-        turns = turns_in_order(size, number)
+        """Send one round; the first one begins with round-robin, whose caches are then the emptier ones."""
+        turns = turns_in_order(self.size, number)
         results: dict[int, tuple[ArmRound, CacheCounts | None]] = {}
-        n_arms = len(self.arms)
-        for at in ((number - 1 + step) % n_arms for step in range(n_arms)):
-            arm = self.arms[at]
-            before = await read_counts(self._engines()) if has_counters else None
+        n_arms, model = len(self.arms), self.fleet.model
+        for at in ((number + step) % n_arms for step in range(n_arms)):
+            arm, counting = self.arms[at], self.arms[1].servers
+            before = await read_counts(counting, model) if has_counters else None
             sent = await run_round(
                 self.sender,
                 arm,
                 turns,
-                Prompts(mock_words(), tokens_per_word, size, number, (self.salt, at, number)),
+                Prompts(mock_words(), tokens_per_word, self.size, number, (self.salt, at, number)),
                 concurrency=self.concurrency,
                 on_request=self._shows(f"round {number}, {arm.name}", len(turns)),
             )
-            after = await read_counts(self._engines()) if before is not None else None
+            after = await read_counts(counting, model) if before is not None else None
             results[at] = (sent, None if before is None or after is None else after.since(before))
             echo(f"round {number}, {arm.name}: {len(turns)} requests in {sent.wall_s:.1f} s", err=True)
         return [results[at] for at in range(n_arms)]
 
-    def _shows(self, label: str, n_requests: int) -> Callable[[int], None]:
-        return lambda n_ended: self.progress.show(f"{label}: {n_ended} of {n_requests} requests")
+    def _shows(self, label: str, n_requests: int) -> Callable[[int, Sequence[str]], None]:
+        def show(n_ended: int, failures: Sequence[str]) -> None:
+            self.failures = failures
+            self.progress.show(f"{label}: {n_ended} of {n_requests} requests")
 
-    def _engines(self) -> Sequence[EngineServer]:
-        """The engines themselves; none where only the router reaches them."""
-        return self.arms[1].servers if self.fleet.engine_urls else ()
+        show(0, ())
+        return show
 
-    def _announce(self, size: WorkloadSize) -> None:
+    def _announce(self) -> None:
         """Say what will be sent, before it is."""
-        others = self.fleet.running_requests
-        if others:
-            echo(f"{others} requests of others run here: their load is in all figures", err=True)
+        size, caches = self.size, self.fleet.caches
+        share = ""
+        if caches.cache_tokens is not None:
+            percent = 100 * size.distinct_tokens / (caches.number * caches.cache_tokens)
+            share = f", up to {percent:.0f} % of all caches"
         echo(
             f"each round sends {size.requests:,} requests to each of {len(self.arms)} arms, "
-            f"{self.concurrency} at a time: {size.conversations} conversations of {TURNS} turns, prompts up "
-            f"to {size.prompt_tokens:,} tokens, {size.total_prompt_tokens:,} prompt tokens together; they "
-            f"take {size.distinct_tokens:,} tokens of cache (Ctrl-C ends it)",
+            f"{self.concurrency} at a time: {counted(size.conversations, 'conversation')} of {TURNS} turns, "
+            f"prompts up to {size.prompt_tokens:,} tokens, {size.total_prompt_tokens:,} prompt tokens "
+            f"together\neach arm of each round takes at least {size.distinct_tokens:,} tokens of cache"
+            f"{share}, anew; rounds go on for about {self.options.seconds:g} s, at most "
+            f"{self.options.rounds or ROUNDS_MAX} (Ctrl-C ends it)",
             err=True,
         )
 

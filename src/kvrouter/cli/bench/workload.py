@@ -6,6 +6,7 @@ text, and not what an engine wrote, so that every arm gets the same prompts.
 """
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -17,29 +18,29 @@ USERS = 3
 
 TURNS = 4
 SHARED_PARTS, OWN_PARTS, TURN_PARTS = 8, 24, 2
-"""The parts of a prompt that are the group's system prompt, the user's document, and one turn."""
+"""How many of a prompt's parts the group's system prompt, the user's document, and each turn have."""
 
 PARTS = SHARED_PARTS + OWN_PARTS + TURNS * TURN_PARTS
-"""Of a last turn's prompt."""
+"""How many parts the prompt of a last turn has."""
 
 LONGEST_PROMPT_TOKENS = 4096
 SHORTEST_PROMPT_TOKENS = 256
-"""What a last turn's prompt has by default, at most, and at least for engines that are slow."""
+"""A last turn's prompt has at most the first by default. Slow engines get shorter ones, to the second."""
 
 CONTEXT_SHARE = 0.8
-"""So much of the context is used: a word is not always as many tokens."""
+"""The share of the context that a prompt may fill: the number of tokens of a word varies."""
 
 FILLED_SHARE = 0.9
-"""So much of all caches together the conversations of a round fill: more than one cache, less than all."""
+"""The share of all caches together that a round's conversations fill: more than one cache, less than all."""
 
 CONVERSATIONS_MIN = 8
 CONVERSATIONS_MAX = 1024
 
 COMPUTED_SHARE = 0.5
-"""So much of the time of a prompt without cached tokens a request takes, over all arms and turns."""
+"""A request's mean time over all arms and turns, as a share of the time of a prompt without cached tokens."""
 
 ROUND_SHARE = 0.4
-"""So much of the time a first round may take, so that a second one follows."""
+"""The share of the time that a first round may take, so that a second one follows."""
 
 SALT_WORDS = 8
 """At the beginning of every prompt; they differ from arm to arm, from round to round and from run to run."""
@@ -87,11 +88,18 @@ class WorkloadSize(NamedTuple):
         own = (PARTS - SHARED_PARTS) * self.conversations
         return round((own + SHARED_PARTS * self.groups) * self.prompt_tokens / PARTS)
 
-    @property
-    def possible_hit_rate(self) -> float:
-        """The share of prompt tokens that an endless cache, shared by all engines, would find."""
-        seen = self.distinct_tokens
-        return 1.0 - seen / self.total_prompt_tokens
+    def possible_hit_rate(self, block_size: int) -> float:
+        """Return the share of prompt tokens that an endless cache, shared by all engines, would find: whole
+        blocks of the shared part in a first turn, and of the prompt of the turn before in the others.
+        """
+        shared = (self.conversations - self.groups) * self._whole_blocks(SHARED_PARTS, block_size)
+        repeated = sum(self._whole_blocks(_parts_of(turn), block_size) for turn in range(TURNS - 1))
+        return (shared + self.conversations * repeated) / self.total_prompt_tokens
+
+    def _whole_blocks(self, parts: int, block_size: int) -> int:
+        """Return the tokens of the whole blocks in so many parts."""
+        tokens = round(parts * self.prompt_tokens / PARTS)
+        return tokens - tokens % block_size
 
 
 def longest_prompt(caches: Caches, wanted: int | None, answer_tokens: int) -> int:
@@ -107,12 +115,12 @@ def longest_prompt(caches: Caches, wanted: int | None, answer_tokens: int) -> in
         raise ConfigError(
             f"--prompt-tokens: must be at most {max(0, longest)}: the context has {context} tokens, also for "
             f"the answer of {answer_tokens}, and words differ in tokens",
-            param="prompt_tokens",
+            param="prompt-tokens",
         )
     if longest < PARTS // TURN_PARTS:
         raise ConfigError(
             f"--answer-tokens: leaves no prompt: the context has {context} tokens",
-            param="answer_tokens",
+            param="answer-tokens",
         )
     return longest
 
@@ -124,11 +132,22 @@ def size_workload(
 
     ``request_s`` is the time of a prompt of this length without cached tokens, divided by how many run at
     once. Prompts become shorter where too few conversations would remain, unless their length ``is_fixed``.
+    Raises ConfigError where a round of the fewest conversations takes longer than ``seconds``.
     """
-    affordable = seconds * ROUND_SHARE / (arms * TURNS * COMPUTED_SHARE * max(request_s, 1e-6))
+    conversation_s = arms * TURNS * COMPUTED_SHARE * max(request_s, 1e-6)
+    affordable = seconds * ROUND_SHARE / conversation_s
     if affordable < CONVERSATIONS_MIN and not is_fixed:
         shorter = int(prompt_tokens * affordable / CONVERSATIONS_MIN)
-        prompt_tokens = min(prompt_tokens, max(SHORTEST_PROMPT_TOKENS, shorter))
+        shorter = min(prompt_tokens, max(SHORTEST_PROMPT_TOKENS, shorter))
+        conversation_s *= shorter / prompt_tokens
+        prompt_tokens = shorter
+    least_s = CONVERSATIONS_MIN * conversation_s
+    if least_s > seconds:
+        raise ConfigError(
+            f"--seconds: must be at least {ceil(least_s)}: as long takes a round of {CONVERSATIONS_MIN} "
+            f"conversations with prompts up to {prompt_tokens:,} tokens on these engines",
+            param="seconds",
+        )
     fitting = CONVERSATIONS_MAX
     if caches.cache_tokens is not None:
         each = WorkloadSize(USERS, prompt_tokens).distinct_tokens / USERS

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from kvrouter.cli.timed_stream import COMPLETIONS, Clock, read_timed_stream
+from kvrouter.cli.timed_stream import Clock, CompletionFailed, closed_loop, send_completion
 from kvrouter.core.errors import KvrouterError
 from kvrouter.engines.openai.request_times import (
     RUNNING,
@@ -77,7 +76,7 @@ async def measure_engine(
     measured: list[ClientRequest] = []
     for phase in load.phases:
         for batch in _batches(phase):
-            sent = await _closed_loop(sender, batch, len(measured), on_request)
+            sent = await _sent_phase(sender, batch, len(measured), on_request)
             after = await _settled(server, before, len(sent))
             _check_alone(server, times_between(before, after), len(sent))
             measured += _with_times(sent, times_between(before, after))
@@ -114,34 +113,21 @@ async def _check_idle(server: EngineServer) -> None:
     raise MeasurementFailed(f"{server.url}: has {n_running} requests that were not sent from here: {OTHERS}")
 
 
-async def _closed_loop(
+async def _sent_phase(
     sender: "_Sender", phase: LoadPhase, n_before: int, on_request: Callable[[int], None]
 ) -> list[ClientRequest]:
     """Send the next request of a phase as one ends; return all, in the order in which they were sent.
 
     ``n_before`` requests had ended before it.
     """
-    waiting = iter(phase.requests)
     ended: list[ClientRequest] = []
 
-    async def client() -> None:
-        for request in waiting:
-            ended.append(await sender.send(request))
-            on_request(n_before + len(ended))
+    async def send(request: LoadRequest) -> None:
+        ended.append(await sender.send(request))
+        on_request(n_before + len(ended))
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(phase.concurrency):
-                group.create_task(client())
-    except BaseExceptionGroup as failed:
-        raise _first_leaf(failed) from failed
+    await closed_loop(phase.requests, send, concurrency=phase.concurrency)
     return sorted(ended, key=lambda request: request.sent_s)
-
-
-def _first_leaf(failed: BaseException) -> BaseException:
-    while isinstance(failed, BaseExceptionGroup):
-        failed = failed.exceptions[0]
-    return failed
 
 
 def _with_times(requests: Sequence[ClientRequest], times: RequestTimes) -> list[ClientRequest]:
@@ -200,42 +186,26 @@ class _Sender:
         """Send one request and read its stream. Raises MeasurementFailed."""
         tokens_per_word = self._sent_tokens / self._sent_words if self._sent_words else 1.0
         n_words = max(1, round(request.prompt_tokens / tokens_per_word))
-        body = msgspec.json.encode(
-            {
-                "model": self._model,
-                "prompt": self._text(n_words),
-                "max_tokens": request.answer_tokens,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
-        sent_s = self._clock()
-        where = f"{self._server.url}{COMPLETIONS}"
+        fields = {
+            "model": self._model,
+            "prompt": self._text(n_words),
+            "max_tokens": request.answer_tokens,
+        }
         try:
-            async with asyncio.timeout(self._limit_s):
-                stream = await read_timed_stream(self._server, body, self._clock)
-        except TimeoutError as error:
-            raise MeasurementFailed(f"{where}: a request did not end within {self._limit_s:g} s") from error
-        except KvrouterError as error:
-            raise MeasurementFailed(f"{where}: {error.message}") from error
-        usage = stream.usage
-        if usage is None or not usage.prompt_tokens or not usage.completion_tokens or not stream.times_s:
-            raise MeasurementFailed(
-                f"{where}: the answer has no tokens, or does not count them: stream_options.include_usage is "
-                "needed"
-            )
+            answer = await send_completion(self._server, fields, limit_s=self._limit_s, clock=self._clock)
+        except CompletionFailed as error:
+            raise MeasurementFailed(error.message) from error
         self._sent_words += n_words
-        self._sent_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens or 0
+        self._sent_tokens += answer.prompt_tokens
+        self.cached_tokens += answer.cached_tokens or 0
         return ClientRequest(
-            prompt_tokens=usage.prompt_tokens,
-            answer_tokens=usage.completion_tokens,
-            sent_s=sent_s,
-            first_s=stream.times_s[0],
-            last_s=stream.times_s[-1],
-            queue_s=None if stream.own is None else stream.own.queue_s,
-            prefill_s=None if stream.own is None else stream.own.prefill_s,
+            prompt_tokens=answer.prompt_tokens,
+            answer_tokens=answer.output_tokens,
+            sent_s=answer.sent_s,
+            first_s=answer.first_s,
+            last_s=answer.last_s,
+            queue_s=None if answer.own is None else answer.own.queue_s,
+            prefill_s=None if answer.own is None else answer.own.prefill_s,
         )
 
     def _text(self, n_words: int) -> str:
