@@ -136,8 +136,8 @@ async def cached_tokens_on_some_routes(_: SetConstants) -> Report:
         if call.route is CallRoute.TOKENIZE:
             stream.feed(InvalidRequest("no such route"))
             return
-        told = 0 if call.route is CallRoute.CHAT else None
-        stream.feed(EngineChunk(raw=b"{}", text_chars=1, cached_tokens=told, finish=FinishReason.STOP))
+        cached = 0 if call.route is CallRoute.CHAT else None
+        stream.feed(EngineChunk(raw=b"{}", text_chars=1, cached_tokens=cached, finish=FinishReason.STOP))
 
     async with running_frontend(replace(card(1), takes_calls=True), script=answer) as here:
         for path, fields in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
@@ -332,7 +332,7 @@ HEALTHY = (
     DoctorFleet("whole prompts cached, of three blocks", prompts_of_whole_blocks),
     DoctorFleet("the first burst of one new prompt", first_burst),
     DoctorFleet("idle, no request yet", idle),
-    DoctorFleet("cached tokens told on one of two routes", cached_tokens_on_some_routes),
+    DoctorFleet("cached tokens reported on one of two routes", cached_tokens_on_some_routes),
     DoctorFleet("--no-kv-events on purpose", events_off_on_purpose),
     DoctorFleet("two models", several_models),
     DoctorFleet("mixed hardware, three times as fast", mixed_hardware),

@@ -235,8 +235,8 @@ async def test_doctor_counts_the_answers_that_say_what_was_cached_by_route() -> 
         reports.inc(MODEL, "responses", "no", by=10)
         report = await run_doctor(frontend)
     (cache,) = report.cache
-    assert cache.answers_told == "30 of 40 answers (chat 27 of 27, responses 0 of 10, tokens 3 of 3)"
-    assert (cache.prompt_tokens, cache.told_prompt_tokens) == (120, 120)
+    assert cache.reported_by_route == "30 of 40 answers (chat 27 of 27, responses 0 of 10, tokens 3 of 3)"
+    assert (cache.prompt_tokens, cache.reported_prompt_tokens) == (120, 120)
     assert findings_of(report, "hit-rate") == []
     assert skipped_checks(report, "hit-rate") == []
     (why,) = without_data(report, "hit-rate")

@@ -18,8 +18,8 @@ CLOCK_WHY = (
 
 def engines(reading: Reading) -> Iterator[Outcome]:
     """Engines that could not be asked: other checks rely on their workers' values."""
-    n_told = sum(engine.why is None for engine in reading.engines.values())
-    yield Compared(f"{n_told} of {counted(len(reading.engines), 'engine')} with an address answered")
+    n_answered = sum(engine.why is None for engine in reading.engines.values())
+    yield Compared(f"{n_answered} of {counted(len(reading.engines), 'engine')} with an address answered")
     if not reading.engines_asked:
         yield NotMade("engines", "--no-engines: no engine was asked")
     for engine in reading.engines.values():

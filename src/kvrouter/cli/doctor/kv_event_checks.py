@@ -267,25 +267,26 @@ def _shares(reading: Reading, model: str, prompt: int, predicted: int, cached: i
     name = "kvrouter_cache_reports_total"
     counts = reading.counts
     by_route = {
-        route: (round(counts.total(name, model=model, route=route, told="yes")), round(answers))
+        route: (round(counts.total(name, model=model, route=route, reported="yes")), round(answers))
         for route, answers in counts.by(name, "route", model=model).items()
     }
-    answers, told = sum(all_ for _, all_ in by_route.values()), sum(told for told, _ in by_route.values())
-    told_prompt = round(counts.total("kvrouter_cache_reported_prompt_tokens_total", model=model))
+    answers = sum(all_ for _, all_ in by_route.values())
+    reported = sum(known for known, _ in by_route.values())
+    reported_tokens = round(counts.total("kvrouter_cache_reported_prompt_tokens_total", model=model))
     if not by_route:  # an older router counts them by how much was cached alone
         name = "kvrouter_time_to_first_token_by_cache_hit_seconds_count"
         answers = round(counts.total(name, model=model))
-        told = answers - round(counts.total(name, model=model, cache_hit="unknown"))
-        told_prompt = prompt
+        reported = answers - round(counts.total(name, model=model, cache_hit="unknown"))
+        reported_tokens = prompt
     return CacheShares(
         model=model,
         prompt_tokens=prompt,
         predicted_tokens=predicted,
         cached_tokens=cached,
-        engines_say=told > 0,
-        told_prompt_tokens=told_prompt,
+        engines_say=reported > 0,
+        reported_prompt_tokens=reported_tokens,
         answers=answers,
-        told=told,
+        reported_answers=reported,
         by_route=by_route,
     )
 
@@ -293,30 +294,30 @@ def _shares(reading: Reading, model: str, prompt: int, predicted: int, cached: i
 def hit_rate(reading: Reading) -> Iterator[Outcome]:
     """Fleets with far fewer cached tokens in engines than predicted."""
     found = shares(reading)
-    said = "; ".join(f"{share.answers_told} of {share.model} say what was cached" for share in found)
+    said = "; ".join(f"{share.reported_by_route} of {share.model} say what was cached" for share in found)
     yield Compared(f"{said or 'no answer'}, {reading.period}")
     for model in reading.fleet.models:
         if model.model not in {share.model for share in found}:
             yield NotEnough(f"model {model.model}", f"no answer {reading.period}")
     for share in found:
-        if not share.told:
+        if not share.reported_answers:
             yield NotMade(
                 f"model {share.model}",
-                f"{share.answers_told} say how many tokens were cached: vLLM does with "
+                f"{share.reported_by_route} say how many tokens were cached: vLLM does with "
                 "--enable-prompt-tokens-details, SGLang with --enable-cache-report",
             )
         elif share.predicted_tokens < TOKENS_PREDICTED:
             yield NotEnough(
                 f"model {share.model}",
                 f"{counted(share.predicted_tokens, 'token')} were predicted to be cached, of "
-                f"{share.answers_told}: {TOKENS_PREDICTED:,} tell",
+                f"{share.reported_by_route}: {TOKENS_PREDICTED:,} tell",
             )
         elif share.cached_tokens < SHORT * share.predicted_tokens:
             yield Problem(
                 Severity.WARNING,
                 f"model {share.model}",
                 f"{share.predicted_tokens:,} tokens were predicted to be cached {reading.period}, and "
-                f"engines had {share.cached_tokens:,} of them, by {share.answers_told}",
+                f"engines had {share.cached_tokens:,} of them, by {share.reported_by_route}",
                 "prompts are sent where their blocks are gone, or were never kept",
                 "look at the findings on feeds and predictions; caches that are too small for the traffic "
                 "lose blocks between decision and prefill: kvrouter hit-rate says what a larger one would "
