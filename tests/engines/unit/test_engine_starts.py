@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.ids import DpRank
+from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.engines.openai import engine_starts
+from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.engine_starts import CHECKS_ALIKE, STARTS_KEPT, EngineStarts
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.port import EngineState
+from kvrouter.engines.sglang.attach import SglangClient, decode
 from kvrouter.engines.sglang.attach import ask_start as ask_sglang_start
+from kvrouter.engines.sglang.introspect import START_MAX_BYTES, ask_info
 from tests.testing.constants import SetConstants
 from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
 from tests.testing.probed_engine import METRICS, ProbedEngine, probed_engine, wait_for_probes
@@ -147,6 +151,49 @@ async def test_sglang_tells_its_start_on_a_new_connection() -> None:
             assert await ask_sglang_start(server) not in (None, first)
             scripted.replace("/server_info", '"startup_time"', '"of_another_version"')
             assert await ask_sglang_start(server) is None
+        finally:
+            await server.close()
+
+
+async def test_sglang_engine_that_was_replaced_without_a_failed_probe_is_a_restart() -> None:
+    async with scripted_engine(SGLANG_PAGES) as one, scripted_engine(SGLANG_PAGES) as other:
+        other.replace("/server_info", '"load_weight": 0.03', '"load_weight": 0.04')
+        async with TcpProxy("127.0.0.1", int(one.url.rpartition(":")[2])) as proxy:
+            server = EngineServer(f"http://127.0.0.1:{proxy.port}")
+            await server.open()
+            info = await ask_info(server)
+            engine = ServedEngine(
+                server,
+                SglangClient(WorkerId(7), info),
+                ZmqEvents({}, decode, 16),
+                started=info.started,
+                ask_start=ask_sglang_start,
+                look_each_s=0.005,
+            )
+            states: list[EngineState] = []
+            engine.watch(states.append)
+            await engine.start(lambda *_: None, lambda _: None)
+            try:
+                await until(lambda: one.asked["/server_info"] >= 2)
+                proxy.take_turns(int(other.url.rpartition(":")[2]))
+                proxy.cut()
+                await until(lambda: other.asked["/server_info"] >= 5)
+            finally:
+                await engine.stop()
+    assert [(state.why, state.several_engines) for state in states] == [("the engine restarted", False)]
+
+
+@pytest.mark.parametrize("startup_time", [None, "a" * START_MAX_BYTES])
+async def test_sglang_engine_whose_start_is_not_told_has_none(startup_time: object) -> None:
+    async with scripted_engine(SGLANG_PAGES) as scripted:
+        scripted.set_json("/server_info", {**scripted.json("/server_info"), "startup_time": startup_time})
+        server = EngineServer(scripted.url)
+        await server.open()
+        try:
+            assert (await ask_info(server)).started is None
+            assert await ask_sglang_start(server) is None
+            del scripted.pages["/server_info"]
+            assert (await ask_info(server)).started is None
         finally:
             await server.close()
 
