@@ -50,11 +50,7 @@ def install_serving(venv: Path) -> None:
     """Install what a process of a fleet needs."""
     steps = Steps("install", 3)
     pip = _pip(venv)
-    # without pip, the making of it was interrupted
-    create: list[list[str | Path]] = (
-        [] if (venv / "bin" / "pip").exists() else [[sys.executable, "-m", "venv", "--clear", venv]]
-    )
-    steps.run(f"virtual environment {venv.name}", *create, [*pip, "--upgrade", "pip>=24"], cwd=ROOT)
+    steps.run(f"virtual environment {venv.name}", *creation(venv), [*pip, "--upgrade", "pip>=24"], cwd=ROOT)
     steps.run("packages that serving needs", [*pip, *CONSTRAINTS, *dependencies(_project())], cwd=ROOT)
     own = ("--verbose", "--no-deps", "--editable", ".")
     steps.run("kvrouter and its native core", [*pip, *own], cwd=ROOT)
@@ -72,6 +68,18 @@ def install_development(venv: Path) -> None:
     )
     build = ("cargo", "build", "--release", "--manifest-path", "native/Cargo.toml", "-p", "kvrouter-c")
     steps.run("the C library", build, cwd=ROOT)
+
+
+def creation(venv: Path) -> list[list[str | Path]]:
+    """Return the command that gives an environment its pip, if it has none: what is in an environment that
+    another tool made, such as ``uv venv``, stays.
+    """
+    python = venv / "bin" / "python"
+    if (venv / "bin" / "pip").exists():
+        return []
+    if (venv / "pyvenv.cfg").exists() and python.exists():
+        return [[python, "-m", "ensurepip", "--default-pip"]]
+    return [[sys.executable, "-m", "venv", "--clear", venv]]
 
 
 def dependencies(project: Mapping[str, object]) -> list[str]:

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import threading
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
 
 from scripts import steps
-from scripts.environment import dependencies, extra
+from scripts.environment import creation, dependencies, extra
 from scripts.gate import ROOT
 from scripts.steps import StepFailed, Steps
 from tests.system.engines import install as engines
@@ -36,6 +37,21 @@ def test_make_serve_installs_what_serving_needs_and_make_test_adds_the_rest() ->
 def test_make_serve_takes_a_port() -> None:
     assert "kvrouter up --http-port 9000\n" in commands_of("serve", "PORT=9000")
     assert "kvrouter up \n" in commands_of("serve", "PORT=")
+
+
+def test_environment_of_another_tool_gets_a_pip_and_keeps_its_packages(tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    (command,) = creation(environment)
+    assert command[0] == environment / "bin" / "python"
+    subprocess.run(command, check=True, capture_output=True)
+    assert creation(environment) == []
+
+
+def test_interrupted_environment_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").touch()
+    ((_, *arguments),) = creation(tmp_path)
+    assert arguments == ["-m", "venv", "--clear", tmp_path]
 
 
 def test_requirements_of_serving_and_of_tests_have_no_extra_of_our_own() -> None:

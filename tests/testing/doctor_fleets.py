@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from kvrouter.cli.doctor.diagnosis import PROBE
 from kvrouter.cli.doctor.findings import Report, Severity
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
@@ -40,6 +41,7 @@ Examined = Callable[[SetConstants], Awaitable[Report]]
 """Starts a fleet, lets it be as it is, and returns what doctor says of it."""
 
 EVENTS_OFF = KvRouterConfig(kv_events=False, router_cost="blocks")
+ROUND_ROBIN = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
 OPEN_LONG = KvRouterConfig(circuit_failures=2, circuit_open_s=600.0, circuit_open_max_s=600.0)
 SERVED = text_answer("ok", cached=0)
 
@@ -136,8 +138,8 @@ async def cached_tokens_on_some_routes(_: SetConstants) -> Report:
         if call.route is CallRoute.TOKENIZE:
             stream.feed(InvalidRequest("no such route"))
             return
-        told = 0 if call.route is CallRoute.CHAT else None
-        stream.feed(EngineChunk(raw=b"{}", text_chars=1, cached_tokens=told, finish=FinishReason.STOP))
+        cached = 0 if call.route is CallRoute.CHAT else None
+        stream.feed(EngineChunk(raw=b"{}", text_chars=1, cached_tokens=cached, finish=FinishReason.STOP))
 
     async with running_frontend(replace(card(1), takes_calls=True), script=answer) as here:
         for path, fields in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
@@ -151,6 +153,19 @@ async def events_off_on_purpose(_: SetConstants) -> Report:
     fleet = uniform_fleet(replicas=2, engine="{kv_events: false}")
     async with mock_server(fleet, router=EVENTS_OFF) as here:
         await send_chats(here, n=12)
+        return await run_doctor(here)
+
+
+async def round_robin(_: SetConstants) -> Report:
+    async with mock_server(uniform_fleet(replicas=2), router=ROUND_ROBIN) as here:
+        await send_chats(here, n=24)
+        return await run_doctor(here)
+
+
+async def two_silent_engines(_: SetConstants) -> Report:
+    by_time = KvRouterConfig(kv_events=False, router_cost="time")
+    async with running_frontend(card(1), card(2), script=text_answer("ok"), config=by_time) as here:
+        await served(here)
         return await run_doctor(here)
 
 
@@ -324,7 +339,14 @@ async def not_accepting(_: SetConstants) -> Report:
         return await run_doctor(here)
 
 
+SERVED_ENOUGH = (
+    DoctorFleet("round-robin", round_robin),
+    DoctorFleet("two engines that say nothing of their caches", two_silent_engines),
+)
+"""Healthy fleets of which more traffic shows nothing more."""
+
 HEALTHY = (
+    *SERVED_ENOUGH,
     DoctorFleet("one worker", one_worker),
     DoctorFleet("two equal workers", two_equal_workers),
     DoctorFleet("prefill and decode in two zones", two_zones),
@@ -332,7 +354,7 @@ HEALTHY = (
     DoctorFleet("whole prompts cached, of three blocks", prompts_of_whole_blocks),
     DoctorFleet("the first burst of one new prompt", first_burst),
     DoctorFleet("idle, no request yet", idle),
-    DoctorFleet("cached tokens told on one of two routes", cached_tokens_on_some_routes),
+    DoctorFleet("cached tokens reported on one of two routes", cached_tokens_on_some_routes),
     DoctorFleet("--no-kv-events on purpose", events_off_on_purpose),
     DoctorFleet("two models", several_models),
     DoctorFleet("mixed hardware, three times as fast", mixed_hardware),

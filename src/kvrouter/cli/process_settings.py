@@ -1,10 +1,10 @@
 """The settings and files of a command that runs a process of a fleet: read, warned of, and logging begun."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvrouter.cli.output import echo
 from kvrouter.cli.setting_flags import given_flags
@@ -13,6 +13,7 @@ from kvrouter.settings.option import option
 
 if TYPE_CHECKING:
     from kvrouter.core.ids import ModelName
+    from kvrouter.engines.attach import AttachSpec
     from kvrouter.kernel.topology.link_table import LinkTable
     from kvrouter.settings.problems import Document
     from kvrouter.settings.sources import Loaded
@@ -36,18 +37,32 @@ class FileOptions:
     )
 
 
-def router_settings(
-    files: FileOptions, flags: Mapping[str, object]
-) -> "tuple[Settings, dict[ModelName, str], LinkTable | None]":
-    """Return a router's settings, tokenizers and links; print warnings about the links."""
+class RouterFiles(NamedTuple):
+    """What a router takes of its flags, variables and files: the tokenizers are by model, and ``engines`` are
+    those that the file names, for which other processes run workers.
+    """
+
+    settings: "Settings"
+    sources: "Mapping[ModelName, str]"
+    links: "LinkTable | None" = None
+    engines: "Sequence[AttachSpec]" = ()
+
+
+def router_settings(files: FileOptions, flags: Mapping[str, object]) -> RouterFiles:
+    """Return a router's settings and files; print warnings about the links."""
     document, loaded = begun(flags, files.config)
     sources = model_sources(files.model_paths)
+    from kvrouter.app.attach.spec import file_engines  # noqa: PLC0415
     from kvrouter.app.fleet_build import links_of  # noqa: PLC0415
+    from kvrouter.fleetfile.fleet_checks import load_part  # noqa: PLC0415
     from kvrouter.fleetfile.link_table import link_warnings  # noqa: PLC0415
 
     links = None if document is None else links_of(document)
     warn(link_warnings(loaded.settings.router, links))
-    return loaded.settings, sources, links
+    engines: Sequence[AttachSpec] = ()
+    if document is not None and "workers" in document.content:
+        engines = [each.spec for each in file_engines(load_part(document))]
+    return RouterFiles(loaded.settings, sources, links, engines)
 
 
 def begin(loaded: "Loaded") -> None:

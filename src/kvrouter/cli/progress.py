@@ -1,10 +1,12 @@
 """What a command that takes a while is doing, on standard error: results on standard output stay clean."""
 
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 SHOWN_AFTER_S = 1.0
 REFRESH_INTERVAL_S = 0.2
@@ -12,6 +14,13 @@ REFRESH_INTERVAL_S = 0.2
 
 LOG_INTERVAL_S = 10.0
 """Elsewhere, such as in a job's log: how often a line is written."""
+
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a process at once, unless it handles them."""
+
+SIGNALLED = 128
+"""A process that a signal ended has this and the signal's number for an exit code."""
 
 
 class Progress:
@@ -43,10 +52,31 @@ def working(text: str, *, total: float | None = None) -> Iterator[Progress]:
     thread = threading.Thread(target=show, args=(progress, ended), name="progress", daemon=True)
     thread.start()
     try:
-        yield progress
+        with ended_by_signals():
+            yield progress
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let signals that would end the process end the body as Ctrl-C does: a terminal is put back as it was.
+    Signals with a handler, and those that are ignored, as SIGHUP is under nohup, are left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [each for each in ENDING if is_main and signal.getsignal(each) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(SIGNALLED + number)
 
 
 def _log(progress: Progress, ended: threading.Event) -> None:

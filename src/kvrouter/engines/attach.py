@@ -84,7 +84,7 @@ class AttachSpec:
         """
         place = self.fields_at.get(param or "")
         places = [f"{self.written_at}: {self.url}"] if self.written_at else []
-        places += [] if place is None else [place]
+        places += [] if place in (None, self.written_at) else [place]
         return ConfigError(": ".join((*places, must)), param=self.written_at or param)
 
 

@@ -153,9 +153,9 @@ def url_mistake(url: str) -> str | None:
     """Return what the URL of an engine's server must be, if ``url`` is invalid."""
     if "@" in url.partition("://")[2].partition("/")[0]:
         return f"must name no user: a key goes into {ENGINE_KEY_VARIABLE}"
-    blank = _BLANK.search(url)
-    if blank is not None:
-        return _is_blank(blank)
+    placeholder = _PLACEHOLDER.search(url)
+    if placeholder is not None:
+        return _placeholder_mistake(placeholder)
     try:
         parts = urlsplit(url)
         has_place = bool(parts.hostname) and parts.port != 0
@@ -186,12 +186,15 @@ def is_host(host: str) -> bool:
     return True
 
 
-def _is_blank(blank: re.Match[str]) -> str:
-    fills_none = ", because nothing here fills in variables" if blank[0].startswith(("$", "%", "{")) else ""
-    return f"must have the host or port itself where it has the placeholder {blank[0]}{fills_none}"
+def _placeholder_mistake(placeholder: re.Match[str]) -> str:
+    text = placeholder[0]
+    fills_none = ", because nothing here fills in variables" if text.startswith(("$", "%", "{")) else ""
+    return f"must have the host or port itself where it has the placeholder {text}{fills_none}"
 
 
-_BLANK = re.compile(r"\$\{[^}]*\}?|\$\([^)]*\)?|\$\w+|\{\{[^}]*\}*|%[A-Za-z_]{3,}%|<[^>]*>?|\{\w*\}|:PORT\b")
+_PLACEHOLDER = re.compile(
+    r"\$\{[^}]*\}?|\$\([^)]*\)?|\$\w+|\{\{[^}]*\}*|%[A-Za-z_]{3,}%|<[^>]*>?|\{\w*\}|:PORT\b"
+)
 """A part of an address that is to be filled in, in the forms of shells, templates and pages."""
 
 _HOST = re.compile(r"[^\W_]([\w.-]*\w)?\.?")
@@ -206,9 +209,9 @@ def _check_url(url: str) -> str:
 
 
 def _check_endpoint(endpoint: str) -> str:
-    blank = _BLANK.search(endpoint)
-    if blank is not None:
-        raise PydanticCustomError("endpoint", _is_blank(blank))
+    placeholder = _PLACEHOLDER.search(endpoint)
+    if placeholder is not None:
+        raise PydanticCustomError("endpoint", _placeholder_mistake(placeholder))
     base, _, port = endpoint.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
     host = base.removeprefix("tcp://")

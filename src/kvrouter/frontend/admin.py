@@ -189,7 +189,8 @@ class AdminRoutes:
         decisions, refusal = log.get(request_id), log.refusals.get(request_id)
         if decisions is None and refusal is None:
             raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
-        return json_page(Decisions(request_id=request_id, attempts=attempts_of(decisions or (), refusal)))
+        attempts = await attempts_of(decisions or (), refusal)
+        return json_page(Decisions(request_id=request_id, attempts=attempts))
 
     async def latest_decisions(self, request: PageRequest) -> Page:
         """``GET /v1/decisions?limit=N``: the last decision of each of the last N requests, newest first."""

@@ -61,7 +61,7 @@ class FrontendInstrumentation:
         error. ``generation`` is None when no engine was asked.
         """
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
-        if route in _CALL_ROUTES:
+        if route in _GENERATION_ROUTES:
             self.stats.ended(model, _ended_call(generation, is_error=code is not None))
         if self._telemetry.gen_ai is not None and generation is not None:
             operation = _OPERATIONS.get(route, route)
@@ -154,7 +154,7 @@ class FrontendInstrumentation:
         return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
 
 
-_CALL_ROUTES = frozenset(route.value for route in CallRoute)
+_GENERATION_ROUTES = frozenset(route.value for route in CallRoute if route.generates is not None)
 
 
 def _ended_call(generation: Generation | None, *, is_error: bool) -> EndedCall:

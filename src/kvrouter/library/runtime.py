@@ -129,8 +129,9 @@ class Runtime:
         """
         if settings is None:
             settings = load_settings(flags={}, environ=os.environ).settings
+        settings = _without_others(settings)
         async with program_engines(settings, environ=os.environ) as engines:
-            yield cls._before(engines, settings)
+            yield cls._with_engines(engines, settings)
 
     @classmethod
     @asynccontextmanager
@@ -144,20 +145,17 @@ class Runtime:
         """
         document = read_document(Path(path))
         loaded = load_settings(flags={}, environ=os.environ, document=document)
-        refuse_clusters(loaded.settings.planes, "a runtime of a fleet file discovers no workers")
-        fleet, warnings = settled(load_fleet(document).fleet, loaded.settings)
-        settings, notes = loaded.settings, [*loaded.warnings, *warnings]
-        if settings.router.replica_sync:
-            notes.append("router.replica_sync has no effect here: Runtime.connect joins other routers")
-            router = settings.router.model_copy(update={"replica_sync": False})
-            settings = settings.model_copy(update={"router": router})
-        for note in notes:
+        settings = _without_others(loaded.settings)
+        fleet, warnings = settled(load_fleet(document).fleet, settings)
+        for note in (*loaded.warnings, *warnings):
             log_event(_log, Event.CONFIG_WARNING, detail=note)
         async with program_engines(settings, fleet, environ=os.environ) as engines:
-            yield cls._before(engines, settings, link_table(fleet))
+            yield cls._with_engines(engines, settings, link_table(fleet))
 
     @classmethod
-    def _before(cls, engines: ProgramEngines, settings: Settings, links: LinkTable | None = None) -> Self:
+    def _with_engines(
+        cls, engines: ProgramEngines, settings: Settings, links: LinkTable | None = None
+    ) -> Self:
         transports = engines.transports
         return cls(
             transports.discovery,
@@ -196,8 +194,8 @@ class Runtime:
         may take: an engine loads its model before.
 
         Raises ConfigError whose ``param`` names the argument: one that is invalid or contradicted by the
-        engine, and ``url`` for an engine that does not answer in time. An engine that ends or restarts later
-        gets nothing until it answers again.
+        engine, and ``url`` for an engine that is attached already, or does not answer in time. An engine that
+        ends or restarts later gets nothing until it answers again.
         """
         engines = self._own_engines()
         optional = {
@@ -244,6 +242,19 @@ class Runtime:
     def namespace(self, name: str) -> "Namespace":
         """The namespace ``name``."""
         return Namespace(self, name)
+
+
+def _without_others(settings: Settings) -> Settings:
+    """Return settings without replica sync, for a runtime that has its workers and its router itself. Raises
+    ConfigError where other clusters are named.
+    """
+    refuse_clusters(settings.planes, "a runtime with engines of its own discovers no workers")
+    if not settings.router.replica_sync:
+        return settings
+    note = "router.replica_sync has no effect here: Runtime.connect joins other routers"
+    log_event(_log, Event.CONFIG_WARNING, detail=note)
+    router = settings.router.model_copy(update={"replica_sync": False})
+    return settings.model_copy(update={"router": router})
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class EventCacheView:
         """Note the decision in the predictions, for prompts with images, and for ranks without KV events."""
         if has_media:
             self._predicted.decided(decision, prompt, now_s=now_s)
+            return
         for leg in (decision.decode, decision.prefill):
             if leg is not None and self.ingest.feed_at(leg.slot) is None:
                 self._unreported.decided(leg.slot, prompt, now_s=now_s)

@@ -153,9 +153,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far; tokens that several workers served count once."""
+        """Token counts so far; tokens that several workers served count once. The engine counts a prompt that
+        is unknown here.
+        """
+        counted = self._run.prompt_tokens if self.request.is_prompt_unknown else None
         return Usage(
-            prompt_tokens=self.request.isl_tokens,
+            prompt_tokens=self.request.isl_tokens if counted is None else counted,
             completion_tokens=self._completion_tokens,
             cached_tokens=self._run.cached_tokens,
         )

@@ -602,10 +602,10 @@ def prefilling(decision: Decision) -> Pick:
 
 def expected_tokens(placement: Placement) -> int | None:
     """Return the prompt tokens that the router expected the prefilling worker to find in its cache; None
-    where it does not know the prompt. An engine always computes the last token, and so the block that it
-    ends, also where all blocks are cached.
+    where it does not know the prompt, and where there is none. An engine always computes the last token, and
+    so the block that it ends, also where all blocks are cached.
     """
-    if placement.route_request.is_prompt_unknown:
+    if placement.route_request.is_prompt_unknown or not placement.prompt.isl_tokens:
         return None
     found_blocks = (placement.prompt.isl_tokens - 1) // placement.block_size
     return min(prefilling(placement.decision).overlap_blocks, found_blocks) * placement.block_size

@@ -110,7 +110,11 @@ class DecisionLog:
                     self._inputs.drop((dropped_id, kept.decided_at_s))
         elif len(attempts) == ATTEMPTS_MAX:
             self._inputs.drop((decision.request_id, attempts[0].decided_at_s))
-        seen = attempts[-1].seen if is_again and attempts else SeenAnswer()
+        seen = SeenAnswer()
+        if attempts and is_again:
+            seen = attempts[-1].seen
+        elif attempts and decision.attempt:  # an answer that is resumed keeps its first token
+            seen.ttft_s = attempts[-1].seen.ttft_s
         attempts.append(
             KeptDecision(decided_at_s, decision, trace_id, model, isl_tokens, overlap_tokens, seen)
         )

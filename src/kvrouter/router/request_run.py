@@ -97,6 +97,8 @@ class RequestRun:
         self.cached_tokens = 0
         self.cache_known = False
         """Whether an engine reported how many prompt tokens it had cached."""
+        self.prompt_tokens: int | None = None
+        """The prompt's tokens by that engine's count; None where it reported none."""
         self.is_held_back = False
         """Whether the client ever read more slowly than the engine answered."""
         self.trail: list[SentAttempt] = []
@@ -200,6 +202,7 @@ class RequestRun:
             return  # the attempt was abandoned meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens, self.cache_known = cached_tokens, True
+            self.prompt_tokens = prompt_tokens
         self._model.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
 
     # The journey's commands

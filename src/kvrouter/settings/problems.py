@@ -184,7 +184,8 @@ def _number(limit: object) -> str:
 
 
 _SHOWN_MAX_CHARS = 60
-_USER_IN_URL = re.compile(r"//[^/@]*@")
+_USER_IN_URL = re.compile(r"//.*@")
+"""Up to the last @: a password may have one, and any other character."""
 
 
 def without_password(text: str) -> str:

@@ -91,10 +91,11 @@ class Telemetry(MetricsPage):
     cache_reports = counter(
         "kvrouter_cache_reports",
         "Answers with a first token, by route (chat, completions, responses, messages; tokens where engines "
-        "get tokens) and whether the engine said how many prompt tokens it had cached: told is yes or no.",
+        "get tokens) and whether the engine said how many prompt tokens it had cached: reported is yes or "
+        "no.",
         "model",
         "route",
-        "told",
+        "reported",
     )
     cache_reported_prompt_tokens = counter(
         "kvrouter_cache_reported_prompt_tokens",

@@ -9,6 +9,7 @@ import pytest
 from kvrouter.app.attach.spec import file_engines, without_credentials
 from kvrouter.cli import main
 from kvrouter.cli.up.multi_process import ENGINE_WAIT_S, worker_commands
+from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.fleetfile.fleet_checks import load_fleet
@@ -145,3 +146,15 @@ def test_worker_id_may_be_given_beside_a_fleet_file(path: Path, runs: list[Run])
 )
 def test_published_engine_url_has_no_credentials(url: str, shown: str) -> None:
     assert without_credentials(url) == shown
+
+
+def test_place_of_an_engine_and_of_its_fields_is_named_once() -> None:
+    spec = AttachSpec(
+        kind="vllm",
+        url="http://h:1",
+        worker_id=WorkerId(1),
+        written_at="--url",
+        fields_at={"block_size": "--url", "role": "roles"},
+    )
+    assert spec.mistake("no", param="block_size").message == "--url: http://h:1: no"
+    assert spec.mistake("no", param="role").message == "--url: http://h:1: roles: no"

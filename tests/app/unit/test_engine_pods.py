@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.app.attach import attachment, pod_fleet
-from kvrouter.app.attach.attachment import SERVED_ELSEWHERE
+from kvrouter.app.attach.attachment import ANNOUNCING, SERVED_ELSEWHERE
 from kvrouter.app.attach.pod_fleet import (
     JOINED,
     MISTAKEN,
@@ -288,6 +288,13 @@ async def test_worker_whose_place_is_taken_leaves_and_rejoins_when_it_is_free() 
         made.ground.is_free.set()
         again = await made.joined(given)
         assert (again.incarnation == card.incarnation, again.draining) == (False, True)
+
+
+async def test_engine_whose_worker_waits_for_another_process_is_described_so() -> None:
+    async with scripted_engine() as engine, running_pod_fleet() as made:
+        made.ground.is_free.clear()
+        made.fleet.on_pod(pod_of_engine(engine))
+        await until(lambda: [ANNOUNCING in line for line in problems(made)] == [True])
 
 
 async def test_worker_whose_place_is_taken_drains_within_the_limit(

@@ -420,6 +420,29 @@ async def test_late_engine_that_contradicts_the_file_is_reported_once_and_retrie
             await late.stop()
 
 
+async def test_late_engine_with_other_blocks_than_its_model_stays_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = await down()
+    late.replace("/metrics", 'block_size="32"', 'block_size="16"')
+    async with (
+        scripted_engine() as engine,
+        up(file_of(VLLM.format(url=engine.url), VLLM.format(url=late.url))) as here,
+    ):
+        await late.start()
+        try:
+            await until(lambda: "worker_refused" in caplog.text)
+            (refused,) = await here.expected()
+            assert refused["state"] == "refused"
+            assert "engines of one model have blocks of one size" in str(refused["reason"])
+            asked = late.asked["/v1/models"]
+            await until(lambda: late.asked["/v1/models"] >= asked + 3)
+            assert await here.expected() == [refused]
+            assert caplog.text.count("worker_refused") == 1
+        finally:
+            await late.stop()
+
+
 async def test_engine_that_restarts_changed_gets_a_new_incarnation() -> None:
     async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
         (before,) = (worker.card for worker in here.workers.values())

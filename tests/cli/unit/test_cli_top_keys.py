@@ -15,6 +15,8 @@ import pytest
 
 from tests.testing.mock_fleet import zoned_fleet
 from tests.testing.mock_server import mock_server
+from tests.testing.tcp_proxy import TcpProxy
+from tests.testing.waits import until
 
 LIMIT_S = 60.0
 
@@ -23,11 +25,12 @@ LEFT_SCREEN = b"\x1b[?1049l"
 
 
 class Terminal(NamedTuple):
-    """A terminal with ``kvrouter top`` in it."""
+    """A terminal with ``kvrouter top`` in it, which asks through ``router``."""
 
     user: int
     program: int
     top: Process
+    router: TcpProxy
 
     async def shown_until(self, text: bytes, *, times: int = 1) -> bytes:
         """Return all that the program writes until it wrote ``text`` so many times."""
@@ -41,6 +44,11 @@ class Terminal(NamedTuple):
         return termios.tcgetattr(self.program)
 
 
+def _address(url: str) -> tuple[str, int]:
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
 @asynccontextmanager
 async def running_top(
     *, has_keys: bool = True, interval_s: float = 60.0
@@ -48,16 +56,17 @@ async def running_top(
     """Run it before a mock fleet; yield it with the terminal's modes from before."""
     user, program = pty.openpty()
     before = termios.tcgetattr(program)
-    async with mock_server(zoned_fleet()) as here:
+    async with mock_server(zoned_fleet()) as here, TcpProxy(*_address(here.url)) as router:
+        url = f"http://127.0.0.1:{router.port}"
         top = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter", "top", "--url", here.url, "--interval-s", str(interval_s)),
+            *(sys.executable, "-m", "kvrouter", "top", "--url", url, "--interval-s", str(interval_s)),
             stdin=program if has_keys else DEVNULL,
             stdout=program,
             stderr=program,
             env={**os.environ, "TERM": "xterm-256color"},
         )
         try:
-            yield Terminal(user, program, top), before
+            yield Terminal(user, program, top, router), before
         finally:
             if top.returncode is None:
                 top.kill()
@@ -68,7 +77,12 @@ async def running_top(
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [(b"q", 0), (b"x\x1b[AQ", 0), (signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)],
+    [
+        (b"q", 0),
+        (b"x\x1b[AQ", 0),
+        (signal.SIGINT, 0),
+        *((number, 128 + number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)),
+    ],
 )
 async def test_terminal_is_as_before_however_top_ends(ending: bytes | signal.Signals, code: int) -> None:
     async with running_top() as (terminal, before):
@@ -81,6 +95,17 @@ async def test_terminal_is_as_before_however_top_ends(ending: bytes | signal.Sig
         assert await terminal.top.wait() == code
         assert terminal.modes() == before
         assert LEFT_SCREEN in await terminal.shown_until(LEFT_SCREEN)
+
+
+async def test_q_ends_top_while_the_router_does_not_answer() -> None:
+    async with running_top(interval_s=0.2) as (terminal, _):
+        await terminal.shown_until(b"q ends it")
+        terminal.router.pause()
+        n_asked = terminal.router.n_accepted
+        await until(lambda: terminal.router.n_accepted > n_asked)
+        os.write(terminal.user, b"q")
+        assert await terminal.top.wait() == 0
+        assert b"not reachable" not in await terminal.shown_until(LEFT_SCREEN)
 
 
 async def test_top_without_a_keyboard_leaves_the_terminal_alone() -> None:

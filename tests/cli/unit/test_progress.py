@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -23,6 +24,8 @@ print("result")
 """
 
 LIMIT_S = 60.0
+
+SHOW_CURSOR = b"\x1b[?25h"
 
 TRACE = Path(__file__).parents[3] / "data" / "mooncake-conversation-sample.jsonl"
 
@@ -65,6 +68,21 @@ async def test_progress_on_a_terminal_is_one_line_that_goes() -> None:
     os.close(program)
     drawn += await asyncio.to_thread(os.read, user, 65536)
     assert b"\x1b[2K" in drawn.rpartition(b"43%")[2], "it is erased"
+    os.close(user)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+async def test_a_signal_that_ends_the_work_leaves_the_cursor_shown(ending: signal.Signals) -> None:
+    user, program = pty.openpty()
+    process = await worked(program)
+    drawn = b""
+    while b"kvrouter [seed=1]: 43%" not in drawn:
+        drawn += await asyncio.to_thread(os.read, user, 65536)
+    process.send_signal(ending)
+    assert await process.wait() == 128 + ending
+    os.close(program)
+    drawn += await asyncio.to_thread(os.read, user, 65536)
+    assert SHOW_CURSOR in drawn
     os.close(user)
 
 

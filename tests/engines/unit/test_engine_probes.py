@@ -9,6 +9,7 @@ from kvrouter.core.ids import DpRank
 from kvrouter.engines.openai.engine import SILENT_AFTER_PROBES, Probe
 from kvrouter.engines.openai.pages import MODELS
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.port import EngineState
 from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.testing.engine_publisher import Publisher, stored_event, vllm_batch
 from tests.testing.engine_requests import short_completion
@@ -64,6 +65,21 @@ async def test_exception_in_a_probe_is_reported_and_probing_goes_on() -> None:
         await until(lambda: ways.n_looks >= 3)
         assert watched.states == []
     assert [str(each) for each in shown] == ["of ours"]
+
+
+async def test_exception_behind_a_probe_is_reported_and_probing_goes_on() -> None:
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+
+        def fail(_: EngineState) -> None:
+            raise OSError("no descriptors left")
+
+        watched.engine.watch(fail)
+        scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.79528047999e+09")
+        await until(lambda: bool(shown))
+        await wait_for_probes(scripted, 3)
+    assert [str(each) for each in shown] == ["no descriptors left"]
 
 
 async def test_few_failed_probes_are_not_reported() -> None:

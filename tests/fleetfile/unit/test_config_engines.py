@@ -77,6 +77,9 @@ def test_a_model_without_a_name_is_mock_or_the_one_its_engines_name() -> None:
         (A, 'url: "http://me:secret@a:8000"',
          "4: workers[0].engine.url: must name no user: a key goes into KVROUTER_ENGINE_API_KEY, "
          "not 'http://…@a:8000'"),
+        (A, 'url: "http://me:se@c/r et@a:8000"',
+         "4: workers[0].engine.url: must name no user: a key goes into KVROUTER_ENGINE_API_KEY, "
+         "not 'http://…@a:8000'"),
         (A, 'url: "http://b:8000/"',
          "5: workers[1].engine.urls[0]: must be unique: http://b:8000 is workers[0].engine.url"),
         (B, "urls: []", "5: workers[1].engine.urls: must not be empty"),

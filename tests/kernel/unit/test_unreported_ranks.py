@@ -30,3 +30,13 @@ def test_predictions_fill_the_slots_without_events_alone() -> None:
     assert filled(prompt) == [3, 0, 2, 0, 0]
     ranks.freed(Slot(0))
     assert filled(prompt) == [0, 0, 2, 0, 0]
+
+
+def test_a_slot_of_another_rank_behind_all_of_these_is_no_error() -> None:
+    index = NativeApproximateIndex()
+    ranks, prompt = UnreportedRanks(index), Prompt(range(6), block_size=2)
+    ranks.decided(Slot(3), prompt, now_s=0.0)
+    index.touch(FAR, prompt, 0.0)  # an image's prompt was decided for it
+    out = np.zeros(FAR + 1, np.uint32)
+    ranks.fill(out, prompt, now_s=1.0)
+    assert (out[3], out[FAR]) == (3, 0)

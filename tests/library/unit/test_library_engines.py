@@ -12,11 +12,21 @@ from msgspec.structs import replace
 
 from kvrouter import KvRouter, ModelRuntimeConfig, Runtime, mock_fleet
 from kvrouter.app.attach import attachment
-from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.core.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvrouterError,
+    NoEligibleWorker,
+    Reason,
+    ShuttingDown,
+)
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
 from kvrouter.library import Endpoint
+from kvrouter.settings.planes import PlaneSettings
+from kvrouter.settings.router_settings import KvRouterConfig
+from kvrouter.settings.tree import Settings
 from tests.testing.attached_engines import BLOCK_SIZE, CONTEXT_TOKENS, config
 from tests.testing.constants import SetConstants
 from tests.testing.embedding_program import tokens_of
@@ -123,6 +133,7 @@ INVALID: list[tuple[dict[str, object], str, str]] = [
     ({"model": "large"}, "model", "the engine serves tiny, not 'large'"),
     ({"kv_events_endpoint": "here"}, "kv_events_endpoint", "must be tcp://HOST:PORT, not 'here'"),
     ({"kv_events_replay_endpoint": "tcp://a:1"}, "kv_events_replay_endpoint", "only together with kv_events"),
+    ({"api_key": "a\nb"}, "api_key", "holds a line break or another control character"),
     ({"wait_s": math.nan}, "wait_s", "must be ≥ 0, not nan"),
     ({"url": NOWHERE}, "url", f"no engine answered: {NOWHERE}/v1/models: connection refused"),
     ({"url": NOWHERE, "wait_s": 0.02}, "url", f"no engine answered within 0.02 s: {NOWHERE}/v1/models: "),
@@ -153,8 +164,9 @@ async def test_engines_of_one_model_with_other_blocks_are_refused_by_block_size(
             f"block_size: the engine's blocks have 16 tokens, and those of {a.url} have 32: "
             "engines of one model have blocks of one size"
         )
-        with pytest.raises(ConfigError, match="is attached already, by worker 1"):
-            await runtime.attach("vllm", a.url)
+        for same in (a.url, f"{a.url}/", a.url.upper()):
+            with pytest.raises(ConfigError, match="is attached already, by worker 1"):
+                await runtime.attach("vllm", same)
         async with KvRouter(endpoint_of(runtime), block_size=16) as router:
             with pytest.raises(NoEligibleWorker, match="block_size: must be 16, as this router's, not 32"):
                 await router.best_worker(PROMPT)
@@ -204,7 +216,25 @@ async def test_a_detached_engine_ends_its_requests_and_gets_no_new_ones() -> Non
             assert (await runtime.attach("vllm", a.url)).worker_id == 3
 
 
-@pytest.mark.parametrize("given", ["mine", None])
+async def test_an_engine_that_drains_is_ended_with_its_runtime() -> None:
+    async with vllm() as engine, nothing_left():
+        async with Runtime.in_process() as runtime:
+            await runtime.attach("vllm", engine.url)
+            async with KvRouter(endpoint_of(runtime)) as router:
+                answer = await router.generate(PROMPT, stop_conditions=LONG)
+                await anext(answer)
+                detaching = asyncio.create_task(runtime.detach(1, drain_limit_s=600.0))
+                client = await endpoint_of(runtime).client()
+                await until(lambda: client.instance_ids() == [])
+                client.close()
+                assert runtime.engines is not None
+                await runtime.engines.close()
+                with pytest.raises(KvrouterError):
+                    await tokens_of(answer)
+        await asyncio.wait_for(detaching, LIMIT_S)
+
+
+@pytest.mark.parametrize("given", ["mine", "mine\n", None])
 async def test_an_engine_gets_the_key_that_was_given_or_that_of_all_engines(
     given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +242,22 @@ async def test_an_engine_gets_the_key_that_was_given_or_that_of_all_engines(
     async with scripted_engine(VLLM_PAGES) as engine, nothing_left(), Runtime.in_process() as runtime:
         await runtime.attach("vllm", engine.url, api_key=given, kv_events=False)
         keys = {headers["Authorization"] for headers in engine.question_headers}
-        assert keys == {f"Bearer {given or 'all'}"}
+        assert keys == {f"Bearer {(given or 'all').strip()}"}
+
+
+async def test_a_runtime_in_the_program_routes_without_other_routers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = Settings(router=KvRouterConfig(replica_sync=True))
+    async with vllm() as engine, nothing_left(), Runtime.in_process(settings) as runtime:
+        await runtime.attach("vllm", engine.url)
+        async with KvRouter(endpoint_of(runtime)) as router:
+            assert (await router.best_worker(PROMPT)).worker_id == 1
+    assert caplog.text.count("router.replica_sync has no effect here") == 1
+    elsewhere = Settings(planes=PlaneSettings(other_clusters="b=http://b:1"))
+    with pytest.raises(ConfigError, match="discovers no workers"):
+        async with Runtime.in_process(elsewhere):
+            pass
 
 
 async def test_runtimes_without_engines_of_their_own_attach_none() -> None:

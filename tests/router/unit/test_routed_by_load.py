@@ -94,6 +94,25 @@ async def test_a_prompt_without_a_tokenizer_has_an_estimated_length_and_no_overl
         assert (await here.http.post("/v1/route/explain", json=ids)).json()["isl_tokens"] == 3
 
 
+async def test_the_engine_counts_a_prompt_that_the_router_cannot_read() -> None:
+    usage = {"prompt_tokens": 40, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 32}}
+    counted = json.dumps({"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage}).encode()
+    async with scripted_engine() as engine, up(before(engine)) as here:
+        for path, call in {
+            "/v1/completions": COMPLETION,
+            "/v1/embeddings": {"model": "tiny", "input": ["hi"]},
+        }.items():
+            engine.answers.append(ScriptedAnswer((counted,), content_type=JSON))
+            assert (await here.http.post(path, json=call)).is_success
+        engine.answers.append(ScriptedAnswer((counted,), content_type=JSON))
+        assert (await here.http.post("/v1/completions", json={**COMPLETION, "prompt": ""})).is_success
+        figures = (await here.http.get("/v1/fleet")).json()["request_stats"]["since_start"]
+    assert figures["requests"] == 2
+    assert figures["predicted"]["requests"] == 0
+    assert figures["reported"]["cached_tokens"] == 64
+    assert figures["prompt_tokens"] == 40
+
+
 async def test_a_pair_serves_a_model_without_a_tokenizer() -> None:
     kept = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_engine_id": "e"}
     prefilled = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": kept}

@@ -70,3 +70,16 @@ def test_reading_the_decision_log_gives_a_copy() -> None:
     assert kept is not None
     kept.clear()
     assert attempts(log, "a") == [(0.0, 0)]
+
+
+def test_a_resumed_answer_keeps_the_time_of_its_first_token() -> None:
+    log = DecisionLog(requests_max=2)
+    log.record(decision("a"), decided_at_s=0.0)
+    seen = log.seen(RequestId("a"))
+    assert seen is not None
+    seen.ttft_s, seen.cached_tokens = 0.5, 64
+    log.record(decision("a", 1), decided_at_s=1.0)
+    (last,) = log.latest(1)
+    assert (last.decision.attempt, last.seen.ttft_s, last.seen.cached_tokens) == (1, 0.5, None)
+    log.record(decision("a"), decided_at_s=2.0)  # a client's own retry under the same id
+    assert log.latest(1)[0].seen.ttft_s is None

@@ -136,6 +136,9 @@ async def test_doctor_reports_a_worker_with_a_partially_known_cache() -> None:
     async with running_frontend(replace(card(1), cache_is_partial=True)) as frontend:
         report = await run_doctor(frontend)
     assert only_finding(report, "feeds", Severity.WARNING).seen == "some of its events are lost for good"
+    (why,) = skipped_checks(report, "predictions")
+    assert "some of its events are lost for good" in why
+    assert without_data(report, "predictions") == []
 
 
 @pytest.mark.parametrize("reason", ["other_block_size", "orphan", "unreadable"])
@@ -217,12 +220,14 @@ async def test_doctor_reports_engines_with_far_less_cached_than_predicted() -> N
     assert cache.predicted_tokens > 2000
 
 
-async def test_doctor_skips_hit_rate_if_engines_report_no_cached_tokens() -> None:
+async def test_doctor_skips_what_engines_report_no_cached_tokens_for() -> None:
     async with running_frontend(card(1), script=text_answer("ok")) as frontend:
         await frontend.complete([5] * 40)
         report = await run_doctor(frontend)
-    (why,) = skipped_checks(report, "hit-rate")
-    assert "--enable-prompt-tokens-details" in why
+    for check in ("hit-rate", "predictions"):
+        (why,) = skipped_checks(report, check)
+        assert "--enable-prompt-tokens-details" in why
+        assert without_data(report, check) == []
     assert [cache.engines_say for cache in report.cache] == [False]
 
 
@@ -235,12 +240,31 @@ async def test_doctor_counts_the_answers_that_say_what_was_cached_by_route() -> 
         reports.inc(MODEL, "responses", "no", by=10)
         report = await run_doctor(frontend)
     (cache,) = report.cache
-    assert cache.answers_told == "30 of 40 answers (chat 27 of 27, responses 0 of 10, tokens 3 of 3)"
-    assert (cache.prompt_tokens, cache.told_prompt_tokens) == (120, 120)
+    assert cache.reported_by_route == "30 of 40 answers (chat 27 of 27, responses 0 of 10, tokens 3 of 3)"
+    assert (cache.prompt_tokens, cache.reported_prompt_tokens) == (120, 120)
     assert findings_of(report, "hit-rate") == []
     assert skipped_checks(report, "hit-rate") == []
     (why,) = without_data(report, "hit-rate")
     assert "of 30 of 40 answers" in why
+
+
+@pytest.mark.parametrize(("silent", "is_made"), [(3, True), (10, False)])
+async def test_the_hit_rate_of_engines_that_may_report_hits_alone_is_unknown(
+    silent: int, is_made: bool
+) -> None:
+    async with running_frontend(card(1)) as frontend:
+        telemetry = frontend.harness.telemetry
+        telemetry.prompt_tokens.inc(MODEL, by=9000)
+        for tokens in (telemetry.overlap_tokens, telemetry.cached_tokens):
+            tokens.inc(MODEL, by=3000)
+        telemetry.cache_reports.inc(MODEL, "chat", "yes", by=30)
+        telemetry.cache_reports.inc(MODEL, "chat", "no", by=silent)
+        telemetry.cache_reports.inc(MODEL, "responses", "no", by=20)
+        report = await run_doctor(frontend)
+    assert ("hit-rate" in {each.check for each in report.passed}) is is_made
+    assert ["vLLM 0.22 and older" in why for why in skipped_checks(report, "hit-rate")] == [True] * (
+        not is_made
+    )
 
 
 async def test_doctor_names_shapes_and_not_the_tokenizer_where_prompts_are_equal() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.testing.constants import SetConstants
-from tests.testing.doctor_fleets import BROKEN, HEALTHY, DoctorFleet
+from tests.testing.doctor_fleets import BROKEN, HEALTHY, SERVED_ENOUGH, DoctorFleet
 
 
 @pytest.mark.parametrize("fleet", HEALTHY, ids=lambda each: each.name)
@@ -13,6 +13,15 @@ async def test_a_healthy_fleet_has_no_finding_that_asks_for_action(
     report = await fleet.examined(set_constants)
     assert fleet.verdict(report) == "no finding"
     assert all(each.compared for each in report.passed)
+
+
+@pytest.mark.parametrize("fleet", SERVED_ENOUGH, ids=lambda each: each.name)
+async def test_a_check_that_no_traffic_makes_does_not_ask_for_more(
+    fleet: DoctorFleet, set_constants: SetConstants
+) -> None:
+    report = await fleet.examined(set_constants)
+    assert report.not_enough == []
+    assert {"clocks", "predictions", "hit-rate", "slow-ranks"} <= {each.check for each in report.not_made}
 
 
 @pytest.mark.parametrize("fleet", BROKEN, ids=lambda each: each.name)

@@ -114,13 +114,12 @@ async def test_doctor_reports_a_rank_slower_than_the_others(monkeypatch: pytest.
         report = await run_doctor(frontend)
     finding = only_finding(report, "slow-ranks", Severity.WARNING)
     assert finding.subject.startswith("worker 2 ")
-    assert (
-        finding.seen == "it takes 2.5 times as long for a prompt as half of the 2 other ranks of its kind do"
-    )
+    assert finding.seen == "a prompt takes 2.5 times the median of 2 like ranks"
     assert finding.compared.startswith("3 ranks with 8 requests or more, in 1 group of the same model")
     for others in ((), (card(2),), (card(1, Role.PREFILL), card(3, taints=("gpu=a",)))):
         async with running_frontend(*others, card(4), config=TIME) as frontend:
             report = await run_doctor(frontend)
         assert findings_of(report, "slow-ranks") == [], "a rank without peers is no slow one"
-        assert all("3 ranks with so many are needed" in why for why in without_data(report, "slow-ranks"))
-        assert without_data(report, "slow-ranks") != []
+        (why,) = skipped_checks(report, "slow-ranks")
+        assert "fewer than 3 ranks of a kind" in why
+        assert without_data(report, "slow-ranks") == [], "no traffic makes more of them"

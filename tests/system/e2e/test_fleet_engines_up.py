@@ -166,3 +166,26 @@ async def test_with_replicas_each_engine_has_a_worker_process(tmp_path: Path) ->
             async with asyncio.timeout(ENDS_WITHIN_S):
                 assert await process.wait() == 0
                 assert b"Traceback" not in await reading
+
+
+async def test_frontends_of_replicas_name_an_engine_that_no_worker_announces(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    async with scripted_engine() as engine:
+        gone = f"http://127.0.0.1:{free_ports()}"
+        file.write_text(
+            f"{MODEL}workers:\n  - name: a\n"
+            f"    engine: {{kind: vllm, urls: ['{engine.url}', '{gone}'], kv_events: false}}\n"
+        )
+        async with (
+            up(file, "--nats", "--http-port", str(free_ports())) as (process, (url,)),
+            httpx.AsyncClient(base_url=url, timeout=60.0) as http,
+        ):
+            assert process.stderr is not None
+            reading = asyncio.create_task(process.stderr.read())
+            (problem,) = (await http.get("/ready")).json()["engine_problems"]
+            assert (problem["engine_url"], problem["state"]) == (gone, "awaited")
+            assert "no worker has announced it" in problem["reason"]
+            process.terminate()
+            async with asyncio.timeout(ENDS_WITHIN_S):
+                assert await process.wait() == 0
+                await reading

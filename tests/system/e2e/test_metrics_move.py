@@ -197,7 +197,7 @@ async def test_every_answer_moves_its_metrics() -> None:
         assert after.value("prompt_tokens_total") > 200
         assert after.value("completion_tokens_total") == 16
         assert after.value("cached_tokens_total") == after.value("overlap_tokens_total") >= 96
-        assert after.value("cache_reports_total", route="tokens", told="yes") == 2
+        assert after.value("cache_reports_total", route="tokens", reported="yes") == 2
         assert after.value("cache_reported_prompt_tokens_total") == after.value("prompt_tokens_total")
         assert after.value("index_predictions_total", prediction="right") >= 1
         assert after.value("index_predictions_total", prediction="too_many") == 0

@@ -159,12 +159,9 @@ class EngineWorkers:
         topology: TopologyEnv | None,
         draining: Callable[[], bool],
     ) -> AttachedWorker:
-        """Start the worker of an engine that answered. ``topology`` is the worker's own topology environment;
-        ``draining`` returns whether it starts without new requests.
-
-        Raises ConfigError where the engine contradicts its spec, or other engines of its model.
+        """Start the worker of an engine that answered and was checked. ``topology`` is the worker's own
+        topology environment; ``draining`` returns whether it starts without new requests.
         """
-        self._check(spec, attached)
         self._engines[spec.worker_id] = attached, spec
         stack = AsyncExitStack()
         try:
@@ -206,7 +203,8 @@ class EngineWorkers:
             self._engines.pop(spec.worker_id, None)
             await attached_worker.stack.aclose()
 
-    def _check(self, spec: AttachSpec, attached: Attached) -> None:
+    def check(self, spec: AttachSpec, attached: Attached) -> None:
+        """Raise ConfigError where the engine contradicts its spec, or other engines of its model."""
         if spec.dp_size not in (None, attached.dp_size):
             raise spec.mistake(
                 f"the engine has {attached.dp_size} data-parallel ranks, not {spec.dp_size}: leave it out",
@@ -230,7 +228,8 @@ class EngineWorkers:
             if _differ(other.context_length, attached.context_length):
                 raise spec.mistake(
                     f"the engine's context holds {attached.context_length} tokens, and that of "
-                    f"{its.place} {other.context_length}: say the smaller one, for both",
+                    f"{its.place} {other.context_length}: start both with the same one, or give both the "
+                    "smaller one, such as in a fleet file",
                     param="context_length",
                 )
 
@@ -257,6 +256,7 @@ StateChanged = Callable[[], None]
 
 
 SERVED_ELSEWHERE = "it is served by another process"
+ANNOUNCING = "it answered, and is announced once no other process serves it"
 
 
 def expected_engine(spec: AttachSpec) -> ExpectedEngine:
@@ -305,7 +305,7 @@ class EngineAttachment:
     ) -> None:
         self.spec = spec
         self._expected = expected_engine(spec)
-        self._announcing = SERVED_ELSEWHERE if spec.is_standby else "it answered, and is being announced"
+        self._announcing = ANNOUNCING
         """Why an engine that answered has no worker."""
 
         self._workers = workers
@@ -395,8 +395,9 @@ class EngineAttachment:
 
     async def _joined(self) -> AttachedWorker:
         attached = await self._attached()
-        self._note(ExpectedState.AWAITED, self._announcing)
         try:
+            self._workers.check(self.spec, attached)  # before: a refused engine stays refused
+            self._note(ExpectedState.AWAITED, self._announcing)
             return await self._workers.start(
                 self.spec, attached, topology=self._topology, draining=lambda: self._draining
             )

@@ -28,6 +28,7 @@ from kvrouter.kube.client import ClusterError
 from kvrouter.settings.tree import Settings
 from kvrouter.settings.variables import ENGINE_KEYS_PREFIX
 from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.log_events import cut
 from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods_reason
 from kvrouter.transports.records.port import StoreSink
 from kvrouter.worker import Worker
@@ -269,6 +270,7 @@ class PodFleet:
 
     def _leave_out(self, pod: EnginePod, state: ExpectedState, reason: str) -> bool:
         """Note why a pod gets no worker; return whether that is news."""
+        reason = str(cut(reason))
         known = self._without.get(pod.uid)
         if known is not None and (known.state, known.reason) == (state, reason):
             return False

@@ -3,16 +3,18 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from urllib.parse import urlsplit, urlunsplit
 
 from kvrouter.api.fleet_schema import ExpectedEngine
 from kvrouter.app.attach.attached_fleet import AttachedFleet
 from kvrouter.app.attach.attachment import EngineWorkers
 from kvrouter.app.attach.running_engine import RunningEngine
-from kvrouter.app.attach.spec import attach_spec, with_key
+from kvrouter.app.attach.spec import attach_spec, with_key, without_credentials
 from kvrouter.app.attach.transport_provider import MemoryTransports
 from kvrouter.app.mock_fleet import MockFleet, ProcessTransports
 from kvrouter.core.errors import ConfigError, InvalidRequest, ShuttingDown
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.secret import checked_secret
 from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.engines.registry import ENGINES
@@ -64,7 +66,7 @@ def described_engine(
     if api_key is None:
         spec = with_key(spec, group.engine, environ)
     else:
-        spec = replace(spec, api_key=api_key, key_at="api_key")
+        spec = replace(spec, api_key=checked_secret(api_key, "api_key"), key_at="api_key")
     return replace(spec, runtime_config=runtime_config, wait_s=wait_s)
 
 
@@ -101,7 +103,7 @@ class ProgramEngines:
         if self._is_closed:
             raise ShuttingDown("this runtime was closed: no engine is attached")
         for known in self.expected():
-            if known.engine_url == spec.url:
+            if _address_of(known.engine_url or "") == _address_of(spec.url):
                 raise ConfigError(
                     f"url: {spec.url} is attached already, by worker {known.worker_id}", param="url"
                 )
@@ -117,13 +119,16 @@ class ProgramEngines:
 
     async def detach(self, worker_id: WorkerId, *, drain_limit_s: float) -> None:
         """Let no new request go to an attached engine, wait for running ones, and end its worker."""
-        engine = self._engines.pop(worker_id, None)
+        engine = self._engines.get(worker_id)
         if engine is None:
             raise InvalidRequest(f"worker_id: {worker_id} was not attached here", param="worker_id")
         try:
             await engine.drain(drain_limit_s)
         finally:
-            await engine.stop()
+            try:
+                await engine.stop()
+            finally:
+                self._engines.pop(worker_id, None)
 
     async def close(self) -> None:
         """End the workers of the engines that were attached, and of those that are awaited. Idempotent."""
@@ -132,6 +137,12 @@ class ProgramEngines:
         async with AsyncExitStack() as stack:
             for engine in engines.values():
                 stack.push_async_callback(engine.stop)
+
+
+def _address_of(url: str) -> str:
+    """Return what is the same for two spellings of an engine's URL."""
+    parts = urlsplit(without_credentials(url))
+    return urlunsplit(parts._replace(netloc=parts.netloc.lower())).rstrip("/")
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ CLOCK_WHY = (
 
 def engines(reading: Reading) -> Iterator[Outcome]:
     """Engines that could not be asked: other checks rely on their workers' values."""
-    n_told = sum(engine.why is None for engine in reading.engines.values())
-    yield Compared(f"{n_told} of {counted(len(reading.engines), 'engine')} with an address answered")
+    n_answered = sum(engine.why is None for engine in reading.engines.values())
+    yield Compared(f"{n_answered} of {counted(len(reading.engines), 'engine')} with an address answered")
     if not reading.engines_asked:
         yield NotMade("engines", "--no-engines: no engine was asked")
     for engine in reading.engines.values():
@@ -107,7 +107,7 @@ def versions(reading: Reading) -> Iterator[Outcome]:
 
 def clocks(reading: Reading) -> Iterator[Outcome]:
     """Hosts with a clock far from the router's."""
-    unknown: list[int] = []
+    unknown: list[Worker] = []
     for worker in reading.fleet.workers:
         known = [
             rank.feed.clock_ahead_s
@@ -115,7 +115,7 @@ def clocks(reading: Reading) -> Iterator[Outcome]:
             if rank.feed is not None and rank.feed.clock_ahead_s is not None
         ]
         if not known:
-            unknown.append(worker.worker_id)
+            unknown.append(worker)
             continue
         ahead_s = max(known)
         if abs(ahead_s) > CLOCK_APART_S:
@@ -133,11 +133,15 @@ def clocks(reading: Reading) -> Iterator[Outcome]:
     n_engines = sum(engine.clock_ahead_s is not None for engine in reading.engines.values())
     yield Compared(f"the clocks of {counted(n_clocks, 'worker')} and {counted(n_engines, 'engine')}")
     with_clock = {engine.worker_id for engine in reading.engines.values() if engine.clock_ahead_s is not None}
-    silent = [worker_id for worker_id in unknown if worker_id not in with_clock]
-    if silent:
-        yield NotEnough(
-            f"worker {silent[0]}" if len(silent) == 1 else f"workers {first_of(silent)}",
-            "neither KV events with a time nor an engine that says the time was heard of",
+    silent = [worker for worker in unknown if worker.worker_id not in with_clock]
+    followed = [each.worker_id for each in silent if any(rank.feed is not None for rank in each.ranks)]
+    timeless = [each.worker_id for each in silent if each.worker_id not in followed]
+    if followed:
+        yield NotEnough(f"workers {first_of(followed)}", "no KV event with a time was heard of yet")
+    if timeless:
+        yield NotMade(
+            f"workers {first_of(timeless)}",
+            "no KV events of theirs are followed, and no engine said its time",
         )
 
 

@@ -101,8 +101,9 @@ class Passed(msgspec.Struct, frozen=True):
 
 class CacheShares(msgspec.Struct, frozen=True):
     """Prompt tokens of a model's answers: all, those that the router expected to be cached, and those that
-    engines counted. The last two, and ``told_prompt_tokens``, are of the ``told`` answers whose engine says
-    what it had; ``by_route`` has these and all answers of each route. ``engines_say`` is False if none does.
+    engines counted. The last two, and ``reported_prompt_tokens``, are of the ``reported_answers``, those
+    whose engine says what it had; ``by_route`` has the numbers of these and of all answers of each route.
+    ``engines_say`` is False if no engine says it.
     """
 
     model: str
@@ -110,16 +111,16 @@ class CacheShares(msgspec.Struct, frozen=True):
     predicted_tokens: int
     cached_tokens: int
     engines_say: bool
-    told_prompt_tokens: int
+    reported_prompt_tokens: int
     answers: int
-    told: int
+    reported_answers: int
     by_route: Mapping[str, tuple[int, int]]
 
     @property
-    def answers_told(self) -> str:
+    def reported_by_route(self) -> str:
         """How many answers say it, by route, such as ``30 of 40 answers (chat 30 of 30, …)``."""
-        routes = ", ".join(f"{route} {told:,} of {all_:,}" for route, (told, all_) in self.by_route.items())
-        return f"{self.told:,} of {self.answers:,} answers" + (f" ({routes})" if routes else "")
+        routes = ", ".join(f"{route} {n:,} of {all_:,}" for route, (n, all_) in self.by_route.items())
+        return f"{self.reported_answers:,} of {self.answers:,} answers" + (f" ({routes})" if routes else "")
 
 
 class Report(msgspec.Struct, frozen=True):

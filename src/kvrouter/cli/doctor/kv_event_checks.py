@@ -37,6 +37,19 @@ TOKENS_PREDICTED = 2_000
 SHORT = 0.7
 """and engines should have had at least this share of them cached."""
 
+REPORTED_SHARE = 0.9
+"""Where a smaller share of a route's answers says what was cached, the others may be those without a hit."""
+
+SAY_CACHED = (
+    "say how many tokens were cached: vLLM does with --enable-prompt-tokens-details, SGLang with "
+    "--enable-cache-report"
+)
+
+SAY_HITS = (
+    "say how many tokens were cached, and the others may be those without a hit: older SGLang, and vLLM 0.22 "
+    "and older, leave out a count of 0"
+)
+
 EVENTS_REMEDY = (
     "start its engine with KV events (vLLM and SGLang: --kv-events-config, docs/events.md) and its worker "
     "without --no-kv-events; or run the whole fleet without: --no-kv-events on routers too"
@@ -210,19 +223,27 @@ def _feed(subject: str, rank: Rank, feed: Feed) -> Iterator[Outcome]:
 
 def predictions(reading: Reading) -> Iterator[Outcome]:
     """Engines with own counts of cached tokens that contradict the index."""
-    ranks = [
-        (f"{worker}, rank {rank.dp_rank}", rank.predictions)
-        for worker in reading.fleet.workers
-        if worker.prefills
-        for rank in worker.ranks
-    ]
-    compared = [(subject, last) for subject, last in ranks if last is not None and _is_enough(last)]
+    found = {share.model: share for share in shares(reading)}
+    compared: list[tuple[str, Predictions]] = []
+    few: list[str] = []
+    never: dict[str, list[str]] = {}
+    for model in reading.fleet.models:
+        for worker in reading.fleet.workers_of(model):
+            for rank in worker.ranks if worker.prefills else ():
+                subject = f"{worker}, rank {rank.dp_rank}"
+                why = _never_compared(model, worker, rank, found.get(model.model))
+                if rank.predictions is not None and _is_enough(rank.predictions):
+                    compared.append((subject, rank.predictions))
+                elif why is not None:
+                    never.setdefault(why, []).append(subject)
+                else:
+                    few.append(subject)
     answers = sum(last.answers for _, last in compared)
-    yield Compared(
-        f"the last {counted(answers, 'answer')} of {len(compared)} of {counted(len(ranks), 'rank')}"
-    )
-    if len(compared) < len(ranks):
-        few = [subject for subject, last in ranks if last is None or not _is_enough(last)]
+    n_ranks = len(compared) + len(few) + sum(map(len, never.values()))
+    yield Compared(f"the last {counted(answers, 'answer')} of {len(compared)} of {counted(n_ranks, 'rank')}")
+    for why, subjects in never.items():
+        yield NotMade(first_of(subjects, 3), why)
+    if few:
         yield NotEnough(
             first_of(few, 3),
             f"fewer than {ANSWERS_COMPARED} answers with blocks that were predicted or cached, or all of "
@@ -243,6 +264,19 @@ def predictions(reading: Reading) -> Iterator[Outcome]:
                 if fewer
                 else "its events come late or are not passed on: look at kv_events_skipped and its event lag",
             )
+
+
+def _never_compared(model: Model, worker: Worker, rank: Rank, share: CacheShares | None) -> str | None:
+    """Return why no traffic will make the router compare the answers of a rank; None if it will."""
+    if model.cache_view not in (None, "events"):
+        return "the router indexes no KV events of its model (--no-kv-events, or its mode)"
+    if worker.event_lane is None:
+        return "it publishes no KV events"
+    if rank.feed is not None and rank.feed.state == "partial":
+        return "some of its events are lost for good: its answers are not compared"
+    if share is not None and not share.reported_answers:
+        return f"{share.reported_by_route} {SAY_CACHED}"
+    return None
 
 
 def _is_enough(last: Predictions) -> bool:
@@ -267,25 +301,26 @@ def _shares(reading: Reading, model: str, prompt: int, predicted: int, cached: i
     name = "kvrouter_cache_reports_total"
     counts = reading.counts
     by_route = {
-        route: (round(counts.total(name, model=model, route=route, told="yes")), round(answers))
+        route: (round(counts.total(name, model=model, route=route, reported="yes")), round(answers))
         for route, answers in counts.by(name, "route", model=model).items()
     }
-    answers, told = sum(all_ for _, all_ in by_route.values()), sum(told for told, _ in by_route.values())
-    told_prompt = round(counts.total("kvrouter_cache_reported_prompt_tokens_total", model=model))
+    answers = sum(all_ for _, all_ in by_route.values())
+    reported = sum(known for known, _ in by_route.values())
+    reported_tokens = round(counts.total("kvrouter_cache_reported_prompt_tokens_total", model=model))
     if not by_route:  # an older router counts them by how much was cached alone
         name = "kvrouter_time_to_first_token_by_cache_hit_seconds_count"
         answers = round(counts.total(name, model=model))
-        told = answers - round(counts.total(name, model=model, cache_hit="unknown"))
-        told_prompt = prompt
+        reported = answers - round(counts.total(name, model=model, cache_hit="unknown"))
+        reported_tokens = prompt
     return CacheShares(
         model=model,
         prompt_tokens=prompt,
         predicted_tokens=predicted,
         cached_tokens=cached,
-        engines_say=told > 0,
-        told_prompt_tokens=told_prompt,
+        engines_say=reported > 0,
+        reported_prompt_tokens=reported_tokens,
         answers=answers,
-        told=told,
+        reported_answers=reported,
         by_route=by_route,
     )
 
@@ -293,35 +328,45 @@ def _shares(reading: Reading, model: str, prompt: int, predicted: int, cached: i
 def hit_rate(reading: Reading) -> Iterator[Outcome]:
     """Fleets with far fewer cached tokens in engines than predicted."""
     found = shares(reading)
-    said = "; ".join(f"{share.answers_told} of {share.model} say what was cached" for share in found)
+    said = "; ".join(f"{share.reported_by_route} of {share.model} say what was cached" for share in found)
     yield Compared(f"{said or 'no answer'}, {reading.period}")
+    by_model = {share.model: share for share in found}
     for model in reading.fleet.models:
-        if model.model not in {share.model for share in found}:
-            yield NotEnough(f"model {model.model}", f"no answer {reading.period}")
-    for share in found:
-        if not share.told:
+        share = by_model.get(model.model)
+        if model.cache_view == "none":
             yield NotMade(
-                f"model {share.model}",
-                f"{share.answers_told} say how many tokens were cached: vLLM does with "
-                "--enable-prompt-tokens-details, SGLang with --enable-cache-report",
+                f"model {model.model}",
+                f"the router predicts no cached tokens: its mode is {model.router_mode}, or overlap weighs 0",
             )
-        elif share.predicted_tokens < TOKENS_PREDICTED:
-            yield NotEnough(
-                f"model {share.model}",
-                f"{counted(share.predicted_tokens, 'token')} were predicted to be cached, of "
-                f"{share.answers_told}: {TOKENS_PREDICTED:,} tell",
-            )
-        elif share.cached_tokens < SHORT * share.predicted_tokens:
-            yield Problem(
-                Severity.WARNING,
-                f"model {share.model}",
-                f"{share.predicted_tokens:,} tokens were predicted to be cached {reading.period}, and "
-                f"engines had {share.cached_tokens:,} of them, by {share.answers_told}",
-                "prompts are sent where their blocks are gone, or were never kept",
-                "look at the findings on feeds and predictions; caches that are too small for the traffic "
-                "lose blocks between decision and prefill: kvrouter hit-rate says what a larger one would "
-                "bring",
-            )
+        elif share is None:
+            yield NotEnough(f"model {model.model}", f"no answer {reading.period}")
+        else:
+            yield from _hit_rate(reading, share)
+
+
+def _hit_rate(reading: Reading, share: CacheShares) -> Iterator[Outcome]:
+    subject = f"model {share.model}"
+    if not share.reported_answers:
+        yield NotMade(subject, f"{share.reported_by_route} {SAY_CACHED}")
+    elif share.predicted_tokens < TOKENS_PREDICTED:
+        yield NotEnough(
+            subject,
+            f"{counted(share.predicted_tokens, 'token')} were predicted to be cached, of "
+            f"{share.reported_by_route}: {TOKENS_PREDICTED:,} tell",
+        )
+    elif share.cached_tokens < SHORT * share.predicted_tokens:
+        yield Problem(
+            Severity.WARNING,
+            subject,
+            f"{share.predicted_tokens:,} tokens were predicted to be cached {reading.period}, and "
+            f"engines had {share.cached_tokens:,} of them, by {share.reported_by_route}",
+            "prompts are sent where their blocks are gone, or were never kept",
+            "look at the findings on feeds and predictions; caches that are too small for the traffic "
+            "lose blocks between decision and prefill: kvrouter hit-rate says what a larger one would "
+            "bring",
+        )
+    elif any(0 < n < REPORTED_SHARE * all_ for n, all_ in share.by_route.values()):
+        yield NotMade(subject, f"{share.reported_by_route} {SAY_HITS}")
 
 
 def _listed(counts: dict[str, float] | dict[str, int]) -> str:

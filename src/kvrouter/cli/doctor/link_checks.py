@@ -130,7 +130,8 @@ def ranks(reading: Reading) -> Iterator[Outcome]:
     """Ranks that take longer for a prompt than the others of the same model, role, engine and hardware."""
     timed = [model for model in reading.fleet.models if model.router_cost == "time"]
     prefilling = [[each for each in reading.fleet.workers_of(model) if each.prefills] for model in timed]
-    groups = [group for workers in prefilling for group in _alike(workers)]
+    kinds = [group for workers in prefilling for group in _alike(workers)]
+    groups = [group for group in kinds if len(group) >= RANKS_COMPARED]
     judged = [group for group in groups if sum(each.is_measured for each in group) >= RANKS_COMPARED]
     n_judged = sum(each.is_measured for group in judged for each in group)
     yield Compared(
@@ -143,6 +144,12 @@ def ranks(reading: Reading) -> Iterator[Outcome]:
                 f"model {model.model}",
                 f"speeds are learned under --router-cost time alone, and it is {model.router_cost}",
             )
+    few = dict.fromkeys(str(each.worker) for group in kinds if len(group) < RANKS_COMPARED for each in group)
+    if few:
+        yield NotMade(
+            first_of(few, 3),
+            f"fewer than {RANKS_COMPARED} ranks of a kind cannot show which of them is slow",
+        )
     for group in groups:
         measured = [each for each in group if each.is_measured]
         if len(measured) < RANKS_COMPARED:
@@ -160,8 +167,7 @@ def ranks(reading: Reading) -> Iterator[Outcome]:
                 yield Problem(
                     Severity.WARNING,
                     f"{each.worker}, rank {each.rank.dp_rank}",
-                    f"it takes {relative:.3g} times as long for a prompt as half of the "
-                    f"{counted(len(peers), 'other rank')} of its kind do",
+                    f"a prompt takes {relative:.3g} times the median of {len(peers)} like ranks",
                     "it gets fewer requests, and those that it gets start later",
                     "look at its accelerator's clocks, temperature and neighbours, and at its engine's "
                     "flags; replace its host if it stays so",

@@ -109,12 +109,12 @@ def _cache(shares: CacheShares) -> Text:
     if not shares.engines_say:
         return Text(f"{head}; 0 of {shares.answers:,} answers say how many of them engines had cached")
     predicted, cached = (
-        f"{tokens / shares.told_prompt_tokens:.1%}" if shares.told_prompt_tokens else "nothing"
+        f"{tokens / shares.reported_prompt_tokens:.1%}" if shares.reported_prompt_tokens else "nothing"
         for tokens in (shares.predicted_tokens, shares.cached_tokens)
     )
     return Text(
-        f"{head}; of the {shares.told_prompt_tokens:,} in {shares.answers_told} that say what was cached, "
-        f"the router expected {predicted}, engines had {cached}"
+        f"{head}; of the {shares.reported_prompt_tokens:,} in {shares.reported_by_route} that say what was "
+        f"cached, the router expected {predicted}, engines had {cached}"
     )
 
 

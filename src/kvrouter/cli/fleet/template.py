@@ -1,5 +1,6 @@
 """``kvrouter fleet init``: a fleet file to begin with, as its owner would write it, with comments."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -7,16 +8,20 @@ from typing import NamedTuple
 import yaml
 
 from kvrouter.app.atomic_file import check_folder, write_atomic
+from kvrouter.app.attach.attachment import NotAnswered, probe
 from kvrouter.cli.fleet.flags import FleetTemplate
-from kvrouter.cli.fleet.probes import EngineAnswer, ask_engines
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.secret import secret_variable
 from kvrouter.core.workers import Role
+from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_engines import MOCK, url_mistake
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.worker_options import EngineUrls
 from kvrouter.settings.problems import Document, dotted, parse_document, without_password
 from kvrouter.settings.problems import Path as FieldPath
+from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 
 _MOCK_WORKERS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 4}
 """How many mock workers of a role a group has."""
@@ -38,6 +43,25 @@ class _Placed(NamedTuple):
     zone: str | None
     url: str
     model: str | None = None
+
+
+class EngineAnswer(NamedTuple):
+    """The answer of the engine at ``url``; ``attached`` is None where it does not answer, for ``why``."""
+
+    url: str
+    attached: Attached | None
+    why: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """The answer in words: what the engine is, and its warnings."""
+        found = self.attached
+        if found is None:
+            return [f"{self.url}: does not answer now ({self.why}): it is asked when the fleet is run"]
+        events = "KV events" if found.publishes_kv_events else "no KV events"
+        size = f"blocks of {found.block_size or 'unknown'} tokens"
+        first = f"{self.url}: {found.version} serves {found.model}: {size}, {events}"
+        return [first, *(f"warning: {warning}" for warning in found.warnings)]
 
 
 class WrittenFleet(NamedTuple):
@@ -281,3 +305,26 @@ def _items(texts: Sequence[str]) -> list[str]:
 def _text(text: str) -> str:
     """Return a text as YAML has it inside braces too, in quotes where it needs them."""
     return yaml.safe_dump([text], default_flow_style=True, width=10_000, allow_unicode=True).strip()[1:-1]
+
+
+def ask_engines(kind: str, urls: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineAnswer, ...]:
+    """Ask all engines at once, with their key of ``environ``. Raises ConfigError for a server of another
+    kind, and for one that asks for a key.
+    """
+    key = secret_variable(environ, ENGINE_KEY_VARIABLE)
+    specs = [AttachSpec(kind=kind, url=url, worker_id=WorkerId(0), api_key=key) for url in urls]
+    return asyncio.run(_asked(specs))
+
+
+async def _asked(specs: Sequence[AttachSpec]) -> tuple[EngineAnswer, ...]:
+    return tuple(await asyncio.gather(*map(_answer, specs)))
+
+
+async def _answer(spec: AttachSpec) -> EngineAnswer:
+    try:
+        return EngineAnswer(spec.url, await probe(spec))
+    except NotAnswered as error:
+        why = error.__cause__.message if isinstance(error.__cause__, KvrouterError) else error.message
+        return EngineAnswer(spec.url, None, why.removeprefix(f"{spec.url}/v1/models: "))
+    except ConfigError as error:
+        raise ConfigError(f"--url: {error.message}", param="url") from error

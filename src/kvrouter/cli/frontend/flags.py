@@ -34,19 +34,19 @@ def frontend(files: FileOptions, static: StaticOptions, **flags: object) -> None
     Run as many as you like, on any host: they know nothing of each other, but what --router-replica-sync
     tells. Workers and frontends of one fleet share --namespace, --discovery and --request-plane.
     """
-    settings, sources, links = router_settings(files, flags)
+    read = router_settings(files, flags)
     from kvrouter.cli.frontend.run import serve_frontend  # noqa: PLC0415
     from kvrouter.core.constraints import RouterMode  # noqa: PLC0415
     from kvrouter.settings.static_endpoint import static_cards  # noqa: PLC0415
 
-    if static.endpoints and settings.router.router_mode is RouterMode.KV:
+    if static.endpoints and read.settings.router.router_mode is RouterMode.KV:
         raise ConfigError(
             "--static-endpoint: needs --router-mode round-robin or random; KV routing needs workers that "
             "discovery finds",
             param="static_endpoint",
         )
-    cards = static_cards(static.endpoints, settings.planes.request_plane)
-    sys.exit(serve_frontend(settings, sources, links, cards))
+    cards = static_cards(static.endpoints, read.settings.planes.request_plane)
+    sys.exit(serve_frontend(read.settings, read.sources, read.links, cards, read.engines))
 
 
 frontend.params.extend(setting_options("router", "frontend", "planes", "recording", "log"))

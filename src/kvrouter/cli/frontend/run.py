@@ -5,11 +5,13 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
+from kvrouter.app.attach.attachment import expected_engine
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.frontend_server import ServingApp, open_frontend
@@ -24,7 +26,9 @@ from kvrouter.app.traffic_recording import recording
 from kvrouter.cli.up.run import serve_until
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
+from kvrouter.engines.attach import AttachSpec
 from kvrouter.frontend.engine_tokens import ModelTexts
+from kvrouter.frontend.fleet_state import announced
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.router.replica_sync import ReplicaSync
@@ -49,11 +53,13 @@ async def frontend(
     sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
     static: Sequence[WorkerCard] = (),
+    engines: Sequence[AttachSpec] = (),
 ) -> AsyncIterator[ServingApp]:
     """Serve the workers of the namespace, or those of ``static`` alone, on this event loop.
 
     ``sources`` are this host's tokenizers by model; other models are tokenized by the folder that their
-    workers name. Raises CannotListen, NatsUnreachable, or ConfigError.
+    workers name. ``engines`` are named when no worker announces them. Raises CannotListen, NatsUnreachable,
+    or ConfigError.
     """
     front = settings.frontend
     telemetry = Telemetry(gen_ai=wants_gen_ai(os.environ))
@@ -71,6 +77,7 @@ async def frontend(
             settings=front,
             telemetry=telemetry,
             sockets=sockets,
+            expected=partial(announced, router.service, [*map(expected_engine, engines)]),
             tracing=router.spans,
         ) as app,
         saving(router.transports.snapshots, router.service, settings.router.snapshot_threshold),
@@ -177,9 +184,10 @@ def serve_frontend(
     sources: Mapping[ModelName, str],
     links: LinkTable | None = None,
     static: Sequence[WorkerCard] = (),
+    engines: Sequence[AttachSpec] = (),
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
-    return uvloop.run(_serve(settings, sources, links, static))
+    return uvloop.run(_serve(settings, sources, links, static, engines))
 
 
 async def _serve(
@@ -187,11 +195,12 @@ async def _serve(
     sources: Mapping[ModelName, str],
     links: LinkTable | None,
     static: Sequence[WorkerCard],
+    engines: Sequence[AttachSpec],
 ) -> int:
     allow_many_files()
     log_event(logger, Event.START, version=installed_version(), models=",".join(sources))
     with stop_on_signals() as stopping, joined_as_table() as show_joined:
-        async with frontend(settings, sources, links, static) as app:
+        async with frontend(settings, sources, links, static, engines) as app:
             show_joined()
             await serve_until(stopping, app, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

@@ -63,10 +63,10 @@ def router(options: StandaloneOptions, files: RouterFileOptions, **flags: object
 
     It finds workers as a frontend does: they share --namespace, --discovery and --request-plane.
     """
-    settings, sources, links = router_settings(files, flags)
+    read = router_settings(files, flags)
     from kvrouter.cli.router.run import serve_standalone  # noqa: PLC0415
 
-    sys.exit(serve_standalone(settings, options, sources, links))
+    sys.exit(serve_standalone(read.settings, options, read.sources, read.links))
 
 
 router.params.extend(setting_options("router", "frontend", "planes", "log"))

@@ -1,8 +1,15 @@
 """``kvrouter top``: the fleet of a running router, live in a terminal."""
 
+import os
+import select
+import sys
+import termios
+import threading
 import time
+import tty
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -13,12 +20,15 @@ from rich.text import Text
 from kvrouter.api.client import AskFailed, RouterClient, decode_answer
 from kvrouter.api.decision_schema import LastDecision, LastDecisions, RankId
 from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState, Fleet, Flow, Flows, Worker
-from kvrouter.cli.progress import working
-from kvrouter.cli.top.keys import terminal_keys
+from kvrouter.cli.progress import ended_by_signals, working
 
 DECISIONS_SHOWN = 8
 WORKERS_SHOWN = 200
 """More are counted; the page at /ui shows them all."""
+
+READ_BYTES = 64
+KEY_INTERVAL_S = 0.05
+"""How often the keys are looked at while the router is asked."""
 
 NUMBERS = frozenset(
     ("load", "running", "waiting", "cached blocks", "of candidates", "handoffs", "bytes", "now")
@@ -68,21 +78,76 @@ def read_frame(client: RouterClient) -> Frame:
     return shown_frame(read_answers(client))
 
 
+class Keys:
+    """The keys of standard input; none where that is no terminal."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self.is_terminal = is_terminal
+
+    def is_pressed(self, key: str, *, within_s: float) -> bool:
+        """Wait for a key until the time is over; the end of the input counts as any key."""
+        if not self.is_terminal:
+            time.sleep(within_s)
+            return False
+        until_s = time.monotonic() + within_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            if select.select([sys.stdin], [], [], left_s)[0]:
+                pressed = os.read(sys.stdin.fileno(), READ_BYTES)
+                if not pressed or key.encode() in pressed.lower():
+                    return True
+        return False
+
+
+@contextmanager
+def terminal_keys() -> Iterator[Keys]:
+    """Have the terminal hand over each key at once, without showing it; it is as before at the end."""
+    if not sys.stdin.isatty():
+        yield Keys(is_terminal=False)
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield Keys(is_terminal=True)
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
+
+
 def show_live(client: RouterClient, url: str, console: Console, *, interval_s: float) -> None:
     """Show a router in the whole terminal until ``q`` or Ctrl-C. Raises AskFailed where it does not answer at
     first; one that is lost later does not end it.
     """
     with working(f"asking {url}"):
         first = drawn(read_frame(client), url)
+    asked = frames(client, url, first)
     with (
         suppress(KeyboardInterrupt),
+        ended_by_signals(),
         terminal_keys() as keys,
         Live(first, console=console, screen=True, auto_refresh=False) as live,
     ):
-        for shown in frames(client, url, first):
+        while True:
+            frame = _next_frame(asked)
+            while not frame.done():
+                if keys.is_pressed("q", within_s=KEY_INTERVAL_S):
+                    return
+            shown = frame.result()
             live.update(Group(QUIT_HINT, shown) if keys.is_terminal else shown, refresh=True)
             if keys.is_pressed("q", within_s=interval_s):
                 return
+
+
+def _next_frame(asked: Iterator[RenderableType]) -> Future[RenderableType]:
+    """Ask for the next frame in a thread that ends with the process: a router may take long to answer."""
+    frame: Future[RenderableType] = Future()
+
+    def ask() -> None:
+        try:
+            frame.set_result(next(asked))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the frame is taken
+            frame.set_exception(error)
+
+    threading.Thread(target=ask, name="frame", daemon=True).start()
+    return frame
 
 
 def frames(client: RouterClient, url: str, shown: RenderableType) -> Iterator[RenderableType]:

@@ -23,6 +23,7 @@ from kvrouter.app.lifetime import claimed, explained, stop_on_signals
 from kvrouter.app.nats_connection import nameable
 from kvrouter.app.supervisor import Supervisor
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import LOOPBACK
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import numbered_workers
@@ -46,7 +47,6 @@ STOP_LIMIT_S = 15.0
 
 NATS_PORT = 4222
 NATS_LOG_MAX_BYTES = 1 << 20
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class WorkerCommand(NamedTuple):
@@ -199,7 +199,7 @@ async def _nats(servers: str, supervisor: Supervisor) -> AsyncIterator[str]:
         host, port = at.hostname or "localhost", at.port or NATS_PORT
     except ValueError as error:
         raise ConfigError(f"planes.nats_server: {nameable(first)}: {error}", param="nats_server") from error
-    if await _answers(host, port) or host not in _LOCAL or "," in servers:
+    if await _answers(host, port) or host not in LOOPBACK or "," in servers:
         yield servers
         return
     binary = nats_server_binary()

@@ -61,6 +61,9 @@ first is not: an engine that is just attached has been asked enough.
 CHECK_EACH_PROBES = 10
 """After how many further probes each check follows."""
 
+CHECK_LIMIT_S = 2.0
+"""How long a check may take: no probe goes out meanwhile."""
+
 
 def _read_as_openai() -> ReadEvent:
     return read_event
@@ -248,11 +251,14 @@ class ServedEngine:
                 self._report_mistake(error)
                 self._probe_failed(f"{type(error).__name__}: {error}")
             else:
-                self._note_refused(is_refused=False)
-                self._probe_answered(probe)
-                for report in probe.loads:
-                    on_load(self._completed(report))
-                await self._check_address()
+                try:
+                    self._note_refused(is_refused=False)
+                    self._probe_answered(probe)
+                    for report in probe.loads:
+                        on_load(self._completed(report))
+                    await self._check_address()
+                except Exception as error:  # noqa: BLE001 - the same, such as no descriptors for listeners
+                    self._report_mistake(error)
             await asyncio.sleep(self._look_each_s)
 
     def _completed(self, report: LoadReport) -> LoadReport:
@@ -270,13 +276,10 @@ class ServedEngine:
         if self._ask_start is None or not is_due:
             return
         try:
-            async with asyncio.timeout(PROBE_LIMIT_S):
+            async with asyncio.timeout(CHECK_LIMIT_S):
                 started = await self._ask_start(self._server)
         except (KvrouterError, TimeoutError):
             return  # whether it answers is for the probes to say
-        except Exception as error:  # noqa: BLE001 - as of a probe
-            self._report_mistake(error)
-            return
         self._note_start(started, is_check=True)
 
     def _report_mistake(self, error: Exception) -> None:
@@ -294,7 +297,12 @@ class ServedEngine:
         if self._starts.is_several is was_several:
             self._notify("the engine restarted")
         elif was_several:
-            self._listen()
+            try:
+                self._listen()
+            except Exception:  # such as no descriptors left
+                self._stop_listening()
+                self._starts.is_several = True  # so the next probe tries again
+                raise
             self._notify(f"{self._server.url} is the address of one engine again")
         else:
             self._stop_listening()

@@ -25,7 +25,8 @@ class EngineStarts:
         self._n_alike = 0
 
     def note(self, started: object, *, is_check: bool = False) -> bool:
-        """Note a start, None where the engine tells none; return whether it is new or ``is_several`` changed.
+        """Note a start that was observed just now, None where none was; return whether it is a restart, or
+        ``is_several`` changed.
 
         ``is_check``: it was asked on a new connection, which an address of several engines may lead to
         another one than the last.

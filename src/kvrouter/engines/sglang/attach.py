@@ -6,12 +6,8 @@ by each token and the next one publishes pairs; the ids of images are already in
 
 from urllib.parse import urlsplit
 
-from msgspec import Struct
-from msgspec.json import Decoder
-
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.json import decoded
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, Role
 from kvrouter.engines.attach import (
@@ -37,19 +33,19 @@ from kvrouter.engines.kv_events.engine_events import EngineBatch, EngineEvent
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.sglang.calls import call_of
-from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads
+from kvrouter.engines.sglang.introspect import SglangInfo, ask_info, ask_loads, start_on
 from kvrouter.transports.requests.port import EngineFailed, WorkerUnreachable
 
 
 class SglangClient:
-    """A start takes this engine longer than a probe, so only after a failed probe is it asked which one
-    this is: that page is long.
+    """Calls and probes of one SGLang server. The page that tells its start is long, and a start takes longer
+    than a probe: a probe asks for it only after one that failed, and tells no start otherwise.
     """
 
     def __init__(self, worker_id: WorkerId, info: SglangInfo) -> None:
         self._worker_id = worker_id
         self._info = info
-        self._started: str | None = info.started
+        self._is_restart_possible = False
 
     def call_of(self, request: EngineRequest) -> EngineCall:
         """Return the call to SGLang for a leg. Raises EngineFailed for a leg without bootstrap values in a
@@ -61,18 +57,20 @@ class SglangClient:
         return call_of(request, n_ranks=self._info.dp_size, tells_usage=self._info.tells_usage)
 
     async def look(self, server: EngineServer) -> Probe:
-        """Ask for its loads."""
+        """Ask for its loads, and after a failed probe also for its start."""
+        started = None
         try:
             info = self._info
             loads = await ask_loads(server, self._worker_id, info.block_size, model=info.model)
-            if self._started is None:
+            if self._is_restart_possible:
                 now = await ask_info(server, model=info.model, role=info.role, dp_size=info.dp_size)
                 check_identity(server.url, now.identity, self._info.identity)
-                self._started = now.started
+                started = now.started
+                self._is_restart_possible = False
         except WorkerUnreachable:
-            self._started = None
+            self._is_restart_possible = True
             raise
-        return Probe(loads, self._started)
+        return Probe(loads, started)
 
 
 class _Stored(StoredFields):
@@ -108,15 +106,7 @@ _SHAPES: EventShapes = {
 async def ask_start(server: EngineServer) -> str | None:
     """An :data:`~kvrouter.engines.openai.engine.AskStart`: how long this start took in its parts."""
     page = await server.look("/server_info", on_new_connection=True)
-    found = None if page is None else decoded(_server_info, page, f"{server.url}/server_info").startup_time
-    return None if found is None else str(found)
-
-
-class _ServerInfo(Struct, frozen=True):
-    startup_time: object = None
-
-
-_server_info = Decoder(_ServerInfo)
+    return None if page is None else start_on(page, f"{server.url}/server_info")
 
 
 async def attach(spec: AttachSpec) -> Attached:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,7 +36,7 @@ class SglangInfo:
     role: Role
     bootstrap_port: int | None
     events: Mapping[DpRank, EventsAt]
-    started: str
+    started: str | None
     missing: tuple[str, ...] = ()
 
     @property
@@ -49,6 +50,10 @@ class SglangInfo:
             "modes of disaggregation": self.role.value,
             "bootstrap ports": self.bootstrap_port,
         }
+
+
+class _Started(msgspec.Struct, frozen=True):
+    startup_time: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Events(msgspec.Struct, frozen=True):
@@ -73,6 +78,11 @@ class _Loads(msgspec.Struct, frozen=True):
 
 
 _loads = msgspec.json.Decoder(_Loads)
+_started = msgspec.json.Decoder(_Started)
+_value = msgspec.json.Decoder(object)
+
+START_MAX_BYTES = 16 * 1024
+"""A longer start is not read: an SGLang engine's has some hundred bytes."""
 
 _EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 - what an engine binds; nothing is bound here
 
@@ -121,7 +131,7 @@ async def ask_info(
         role=_ROLES.get(mode, Role.BOTH) if isinstance(mode, str) else role,
         bootstrap_port=count_of(server_info.get("disaggregation_bootstrap_port")),
         events=_events_at(_events_of(server_info.get("kv_events"), pages), server.url),
-        started=str(server_info.get("startup_time")),
+        started=_start_of(server_info.get("startup_time")),
         missing=pages.missing,
     )
 
@@ -137,6 +147,21 @@ def _events_of(value: object, pages: EnginePages) -> _Events | None:
     except Unreadable as error:
         pages.note(f"/server_info: kv_events: {error}", "where it publishes KV events is unknown")
         return None
+
+
+def start_on(page: bytes, where: str) -> str | None:
+    """Return what distinguishes the start on a page ``/server_info`` from others: how long it took in its
+    parts; None where the engine does not tell. Raises ProtocolError that begins with ``where``.
+    """
+    found = decoded(_started, page, where).startup_time
+    return None if len(found) > START_MAX_BYTES else _start_of(decoded(_value, found, where))
+
+
+def _start_of(startup_time: object) -> str | None:
+    text = msgspec.json.encode(startup_time)
+    if startup_time is None or len(text) > START_MAX_BYTES:
+        return None
+    return blake2b(text, digest_size=16).hexdigest()
 
 
 async def ask_loads(

@@ -5,7 +5,7 @@ const part = document.getElementById("engines");
 const list = document.getElementById("engine-list");
 
 function engineItem(engine) {
-  const where = engine.engine_url ?? engine.written_at ?? "an engine";
+  const where = engine.engine_url || engine.written_at || "an engine";
   const about = [engine.kind, engine.role, engine.model, engine.pod && `pod ${engine.pod}`,
     engine.engine_url && engine.written_at ? engine.written_at : null].filter(Boolean).join(" · ");
   const since = engine.since_s === null ? "" : ` since ${time(new Date(1000 * engine.since_s))}`;

@@ -140,10 +140,7 @@ class UnreportedRanks:
 
     def decided(self, slot: Slot, prompt: Prompt, *, now_s: float) -> None:
         """Predict that the slot's rank, which publishes no KV events, will hold the prompt's blocks."""
-        if slot >= len(self._is_unreported):
-            grown = np.zeros(max(slot + 1, 2 * len(self._is_unreported)), np.bool_)
-            grown[: len(self._is_unreported)] = self._is_unreported
-            self._is_unreported, self._predicted = grown, np.zeros(len(grown), np.uint32)
+        self._hold(slot + 1)
         self._n_unreported += not self._is_unreported[slot]
         self._is_unreported[slot] = True
         self._index.touch(slot, prompt, now_s)
@@ -152,10 +149,10 @@ class UnreportedRanks:
         """Write the leading blocks that these ranks are predicted to hold into ``out``."""
         if not self._n_unreported:
             return
-        n_slots = min(len(out), len(self._predicted))
-        predicted = self._predicted[:n_slots]
+        self._hold(len(out))  # the index may have slots of other ranks, behind all of these
+        predicted = self._predicted[: len(out)]
         self._index.overlap(prompt, predicted, now_s)
-        np.copyto(out[:n_slots], predicted, where=self._is_unreported[:n_slots])
+        np.copyto(out, predicted, where=self._is_unreported[: len(out)])
 
     def freed(self, slot: Slot) -> None:
         """Remove the slot's blocks."""
@@ -163,3 +160,11 @@ class UnreportedRanks:
             self._is_unreported[slot] = False
             self._n_unreported -= 1
             self._index.drop(slot)
+
+    def _hold(self, n_slots: int) -> None:
+        """Have a place for each of ``n_slots``."""
+        held = len(self._is_unreported)
+        if n_slots > held:
+            grown = np.zeros(max(n_slots, 2 * held), np.bool_)
+            grown[:held] = self._is_unreported
+            self._is_unreported, self._predicted = grown, np.zeros(len(grown), np.uint32)

@@ -134,7 +134,7 @@ def decision_input(
             slowness, decode_slowness, turnover, _, _ = speeds
             columns += slowness.tobytes(), decode_slowness.tobytes(), turnover.tobytes()
         if state is not None:
-            transfers = state.kept()
+            transfers = state.copy()
     n_bytes = INPUT_BYTES + BYTES_PER_SLOT * len(view.prefill_tokens)
     if transfers is not None:
         n_bytes += LINK_BYTES * transfers.n_entries

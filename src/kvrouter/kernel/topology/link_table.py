@@ -207,7 +207,7 @@ class LinkState:
         """The number of loads and paces."""
         return len(self._loads) + len(self._others) + len(self._paces)
 
-    def kept(self) -> "LinkState | None":
+    def copy(self) -> "LinkState | None":
         """Return a copy without a reader; None when every link is idle and as in the table."""
         if not (self._loads or self._others or self._paces):
             return None

@@ -123,7 +123,7 @@ def complete(
 
 
 def _missing_engine(component: ComponentSpec) -> str:
-    """Return what to write for a component without containers: no engine is anybody's default."""
+    """Return what to write for a component without containers: there is no default engine."""
     args = f"[worker, mock, --role, {component.type.role}]"
     return (
         f"is needed: the container of {component.name}'s engine, called main. To try it without a GPU add "
