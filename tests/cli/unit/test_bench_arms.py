@@ -108,7 +108,7 @@ async def test_the_key_of_engines_goes_to_the_urls_of_flags_alone(*, is_given: b
         for arm in arms_of(fleet, options, router.url, {"x": engine.url}, "secret"):
             (server,) = arm.servers
             await server.open()
-                await server.look("/v1/models")
+            await server.look("/v1/models")
             await server.close()
     assert [headers.get("authorization") for headers in router.headers] == [None]
     key = "Bearer secret"
