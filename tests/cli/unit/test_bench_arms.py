@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvrouter.api.client import RouterClient
-from kvrouter.api.fleet_schema import Fleet, Model, Rank, Worker
+from kvrouter.api.fleet_schema import Fleet, Model, Rank, RoleName, Worker
 from kvrouter.cli.bench.arms import BenchedFleet, arms_of, peers_of, read_fleet
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.core.errors import ConfigError
@@ -19,11 +19,11 @@ ROUTER_URL = "http://127.0.0.1:8000"
 ENGINE_URLS = ("http://10.0.0.1:1", "http://10.0.0.2:1")
 
 
-def worker(worker_id: int, *, role: str = "both", ranks: int = 1, url: str | None = None) -> Worker:
+def worker(worker_id: int, *, role: RoleName = "both", ranks: int = 1, url: str | None = None) -> Worker:
     return Worker(
         worker_id=worker_id,
         model="m",
-        role=role,  # type: ignore[arg-type]
+        role=role,
         engine=None,
         engine_url=url,
         domains={},
