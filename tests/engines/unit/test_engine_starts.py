@@ -1,5 +1,6 @@
 """Several engines behind one URL are told from one that restarts, and what is known of their cache."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.engines.openai import engine_starts
+from kvrouter.engines.kv_events.listener import EngineListener
+from kvrouter.engines.openai import engine, engine_starts
 from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.engine_starts import CHECKS_ALIKE, STARTS_KEPT, EngineStarts
 from kvrouter.engines.openai.server import EngineServer
@@ -21,7 +23,13 @@ from kvrouter.engines.sglang.introspect import START_MAX_BYTES, ask_info
 from tests.testing.constants import SetConstants
 from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
 from tests.testing.probed_engine import METRICS, ProbedEngine, probed_engine, wait_for_probes
-from tests.testing.scripted_engine import SGLANG_PAGES, ScriptedEngine, scripted_engine
+from tests.testing.scripted_engine import (
+    SGLANG_PAGES,
+    AnswerEnd,
+    ScriptedAnswer,
+    ScriptedEngine,
+    scripted_engine,
+)
 from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
@@ -117,10 +125,22 @@ async def test_cache_of_several_engines_is_not_known_and_said_once() -> None:
         assert watched.loads[-1].kv_transfers is None
 
 
-async def test_one_engine_that_is_left_is_listened_to_again(set_constants: SetConstants) -> None:
+async def test_one_engine_that_is_left_is_listened_to_again_once_that_works(
+    set_constants: SetConstants, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_constants(engine_starts, CHECKS_ALIKE=3)
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    start = EngineListener.start
+
+    def start_at_second_try(listener: EngineListener) -> None:
+        if not shown:
+            raise OSError("no descriptors left")
+        start(listener)
+
     async with behind_a_service() as (at, events, watched):
         await several(watched)
+        monkeypatch.setattr(EngineListener, "start", start_at_second_try)
         events.subscribed.clear()
         at.proxy.take_turns(at.ports[1])
         await at.engines[0].stop()
@@ -129,6 +149,7 @@ async def test_one_engine_that_is_left_is_listened_to_again(set_constants: SetCo
         await events.subscribed.wait()
         await events.publish(vllm_batch(stored_event(3)))
         await until(lambda: watched.heard.held == [3])
+    assert [str(each) for each in shown] == ["no descriptors left"]
 
 
 async def test_restart_of_one_engine_is_no_sign_of_several() -> None:
@@ -155,31 +176,49 @@ async def test_sglang_tells_its_start_on_a_new_connection() -> None:
             await server.close()
 
 
+@asynccontextmanager
+async def checked_sglang(url: str) -> AsyncIterator[list[EngineState]]:
+    """The states of an SGLang engine that is probed and checked."""
+    server = EngineServer(url)
+    await server.open()
+    info = await ask_info(server)
+    served = ServedEngine(
+        server,
+        SglangClient(WorkerId(7), info),
+        ZmqEvents({}, decode, 16),
+        started=info.started,
+        ask_start=ask_sglang_start,
+        look_each_s=0.005,
+    )
+    states: list[EngineState] = []
+    served.watch(states.append)
+    await served.start(lambda *_: None, lambda _: None)
+    try:
+        yield states
+    finally:
+        await served.stop()
+
+
+async def test_check_without_an_answer_holds_no_probe_for_long(set_constants: SetConstants) -> None:
+    set_constants(engine, CHECK_LIMIT_S=0.01)
+    async with scripted_engine(SGLANG_PAGES) as scripted, checked_sglang(scripted.url) as states:
+        scripted.pages["/server_info"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
+        await until(lambda: scripted.asked["/v1/loads"] >= 20)
+        assert states == []
+        scripted.release()
+
+
 async def test_sglang_engine_that_was_replaced_without_a_failed_probe_is_a_restart() -> None:
     async with scripted_engine(SGLANG_PAGES) as one, scripted_engine(SGLANG_PAGES) as other:
         other.replace("/server_info", '"load_weight": 0.03', '"load_weight": 0.04')
-        async with TcpProxy("127.0.0.1", int(one.url.rpartition(":")[2])) as proxy:
-            server = EngineServer(f"http://127.0.0.1:{proxy.port}")
-            await server.open()
-            info = await ask_info(server)
-            engine = ServedEngine(
-                server,
-                SglangClient(WorkerId(7), info),
-                ZmqEvents({}, decode, 16),
-                started=info.started,
-                ask_start=ask_sglang_start,
-                look_each_s=0.005,
-            )
-            states: list[EngineState] = []
-            engine.watch(states.append)
-            await engine.start(lambda *_: None, lambda _: None)
-            try:
-                await until(lambda: one.asked["/server_info"] >= 2)
-                proxy.take_turns(int(other.url.rpartition(":")[2]))
-                proxy.cut()
-                await until(lambda: other.asked["/server_info"] >= 5)
-            finally:
-                await engine.stop()
+        async with (
+            TcpProxy("127.0.0.1", int(one.url.rpartition(":")[2])) as proxy,
+            checked_sglang(f"http://127.0.0.1:{proxy.port}") as states,
+        ):
+            await until(lambda: one.asked["/server_info"] >= 2)
+            proxy.take_turns(int(other.url.rpartition(":")[2]))
+            proxy.cut()
+            await until(lambda: other.asked["/server_info"] >= 5)
     assert [(state.why, state.several_engines) for state in states] == [("the engine restarted", False)]
 
 

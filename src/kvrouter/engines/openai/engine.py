@@ -297,7 +297,12 @@ class ServedEngine:
         if self._starts.is_several is was_several:
             self._notify("the engine restarted")
         elif was_several:
-            self._listen()
+            try:
+                self._listen()
+            except Exception:  # such as no descriptors left
+                self._stop_listening()
+                self._starts.is_several = True  # so the next probe tries again
+                raise
             self._notify(f"{self._server.url} is the address of one engine again")
         else:
             self._stop_listening()
