@@ -241,6 +241,9 @@ def predictions(reading: Reading) -> Iterator[Outcome]:
     answers = sum(last.answers for _, last in compared)
     n_ranks = len(compared) + len(few) + sum(map(len, never.values()))
     yield Compared(f"the last {counted(answers, 'answer')} of {len(compared)} of {counted(n_ranks, 'rank')}")
+    for share in found.values():
+        if _may_be_hits_alone(share):
+            never.setdefault(f"{share.reported_by_route} {SAY_HITS}", []).append(f"model {share.model}")
     for why, subjects in never.items():
         yield NotMade(first_of(subjects, 3), why)
     if few:
@@ -271,7 +274,7 @@ def _never_compared(model: Model, worker: Worker, rank: Rank, share: CacheShares
     if model.cache_view not in (None, "events"):
         return "the router indexes no KV events of its model (--no-kv-events, or its mode)"
     if worker.event_lane is None:
-        return "it publishes no KV events"
+        return "without its KV events none of its answers is compared"
     if rank.feed is not None and rank.feed.state == "partial":
         return "some of its events are lost for good: its answers are not compared"
     if share is not None and not share.reported_answers:
@@ -365,8 +368,12 @@ def _hit_rate(reading: Reading, share: CacheShares) -> Iterator[Outcome]:
             "lose blocks between decision and prefill: kvrouter hit-rate says what a larger one would "
             "bring",
         )
-    elif any(0 < n < REPORTED_SHARE * all_ for n, all_ in share.by_route.values()):
+    elif _may_be_hits_alone(share):
         yield NotMade(subject, f"{share.reported_by_route} {SAY_HITS}")
+
+
+def _may_be_hits_alone(share: CacheShares) -> bool:
+    return any(0 < n < REPORTED_SHARE * all_ for n, all_ in share.by_route.values())
 
 
 def _listed(counts: dict[str, float] | dict[str, int]) -> str:
