@@ -171,8 +171,9 @@ async def test_mock_fleets_are_compared_with_the_routers_own_round_robin(
 
 
 async def test_ctrl_c_leaves_a_report_of_the_rounds_that_are_over() -> None:
-    async with mock_server(uniform_fleet(replicas=2), router=UNTIMED) as here:
-        flags = ("--url", here.url, "--seconds", "60", "--output", "json", "--prompt-tokens", "96")
+    small_caches = uniform_fleet(replicas=2, engine="{total_kv_blocks: 64}")  # a round has few conversations
+    async with mock_server(small_caches, router=UNTIMED) as here:
+        flags = ("--url", here.url, "--seconds", "600", "--output", "json", "--prompt-tokens", "96")
         bench = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvrouter.cli", "bench", *flags), stdout=PIPE, stderr=PIPE
         )
