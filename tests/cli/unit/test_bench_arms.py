@@ -85,7 +85,8 @@ def test_peers_have_names_of_their_own(peers: tuple[str, ...]) -> None:
     ids=["ranks", "pairs", "engines"],
 )
 def test_every_rank_that_prefills_has_a_cache(workers: list[Worker], caches: int) -> None:
-    assert read(workers, BenchOptions(model="m")).caches.number == caches
+    fleet = read(workers, BenchOptions(model="m"))
+    assert (fleet.caches.number, fleet.concurrency) == (caches, caches)
 
 
 def test_engine_urls_are_one_for_each_engine() -> None:

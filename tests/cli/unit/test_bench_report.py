@@ -10,7 +10,7 @@ from kvrouter.cli.bench.arms import BenchedFleet
 from kvrouter.cli.bench.counters import CacheCounts
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import ArmRound
-from kvrouter.cli.bench.report import ArmRounds, BenchReport, HitRateSource, report_of, show_report
+from kvrouter.cli.bench.report import ArmRounds, BenchReport, report_of, show_report
 from kvrouter.cli.bench.workload import Caches, WorkloadSize
 from kvrouter.cli.timed_stream import TimedCompletion
 
@@ -19,6 +19,7 @@ FLEET = BenchedFleet(
     model="tiny",
     engines=2,
     caches=CACHES,
+    concurrency=2,
     engine_urls=(),
     why_through=None,
     is_separate=False,
@@ -101,7 +102,7 @@ def test_hit_rates_of_two_sources_are_not_compared() -> None:
         arm("kvrouter", cached=900, counted=counted), arm("round-robin", cached=None, counted=counted)
     )
     assert (found.hit_rate_source, [each.hit_rate for each in found.arms]) == (
-        HitRateSource.COUNTERS,
+        "counters",
         [0.25, 0.25],
     )
 
@@ -157,7 +158,7 @@ def test_a_router_that_looks_at_no_cache_needs_no_other_explanation() -> None:
 
 
 def test_eight_ranks_of_one_worker_are_eight_caches() -> None:
-    ranks = FLEET._replace(engines=1, caches=CACHES._replace(number=8))
+    ranks = FLEET._replace(engines=1, caches=CACHES._replace(number=8), concurrency=8)
     found = report(arm("kvrouter", cached=700), arm("round-robin"), ranks)
     assert (found.engines, found.caches, found.concurrency) == (1, 8, 8)
     assert not any("one KV cache" in note or "two caches" in note for note in found.notes)

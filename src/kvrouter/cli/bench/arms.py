@@ -29,6 +29,7 @@ class BenchedFleet(NamedTuple):
     model: str
     engines: int
     caches: Caches
+    concurrency: int
     engine_urls: tuple[str, ...]
     why_through: str | None
     is_separate: bool
@@ -40,8 +41,8 @@ class BenchedFleet(NamedTuple):
 
 
 def read_fleet(client: RouterClient, options: BenchOptions) -> BenchedFleet:
-    """Ask a router for the workers of the model. Raises AskFailed, and ConfigError, which names
-    the flag.
+    """Ask a router for the workers of the model. Raises AskFailed, and ConfigError, which names the
+    flag.
     """
     name = options.model or client.only_model()
     fleet = decode_answer(client.fleet(), Fleet)
@@ -62,10 +63,12 @@ def read_fleet(client: RouterClient, options: BenchOptions) -> BenchedFleet:
     urls, why = _given_urls(options, workers, client.url), None
     if not urls:
         urls, why = ((), "prefill and decode are separate") if is_separate else _urls_of(workers, client.url)
+    caches = _caches(model, workers)
     return BenchedFleet(
         model=name,
         engines=len(workers),
-        caches=_caches(model, workers),
+        caches=caches,
+        concurrency=options.concurrency or caches.number,
         engine_urls=urls,
         why_through=why,
         is_separate=is_separate,
@@ -82,8 +85,7 @@ def _given_urls(options: BenchOptions, workers: Sequence[Worker], router_url: st
     urls = tuple(dict.fromkeys(options.engine_urls))
     for url in urls:
         _check_url("engine-url", url, router_url)
-    known = {worker.engine_url for worker in workers}
-    n_engines = len(workers) if None in known else len(known)
+    n_engines = len(_urls_of(workers, router_url)[0]) or len(workers)
     if urls and len(urls) != n_engines:
         raise ConfigError(
             f"--engine-url: {len(urls)} given, and the router has {counted(n_engines, 'engine')}: give it "

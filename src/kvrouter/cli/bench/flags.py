@@ -40,8 +40,9 @@ class BenchOptions(RouterOptions):
         at_least=1.0,
         at_most=86_400,
     )
-    rounds: int | None = option(
-        "How many rounds there are at most.  [default: as many as the time allows]",
+    rounds: int = option(
+        "How many rounds there are at most; they end before where the time is over.",
+        default=100,
         metavar="N",
         at_least=1,
         at_most=100,

@@ -1,10 +1,10 @@
 """What a bench found: the figures of each arm, where ours loses, and why a difference is small."""
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -54,11 +54,8 @@ class ArmRounds(NamedTuple):
         return CacheCounts.total(self.counts) if 0 < len(self.counts) == len(self.rounds) else None
 
 
-class HitRateSource(StrEnum):
-    """What the hit rates of all arms come from: the usage in answers, or counters on pages of metrics."""
-
-    ANSWERS = "answers"
-    COUNTERS = "counters"
+HitRateSource = Literal["answers", "counters"]
+"""What the hit rates of all arms come from: the usage in answers, or counters on pages of metrics."""
 
 
 class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +124,6 @@ _FIGURES = (
 )
 
 
-def concurrency_of(options: BenchOptions, fleet: BenchedFleet) -> int:
-    """Return how many requests are in flight at a time."""
-    return options.concurrency or fleet.caches.number
-
-
 def report_of(
     options: BenchOptions,
     fleet: BenchedFleet,
@@ -149,7 +141,7 @@ def report_of(
         engines=fleet.engines,
         caches=fleet.caches.number,
         rounds=len(found[0].rounds),
-        concurrency=concurrency_of(options, fleet),
+        concurrency=fleet.concurrency,
         conversations=size.conversations,
         turns=TURNS,
         prompt_tokens_longest=size.prompt_tokens,
@@ -173,24 +165,25 @@ def _hit_rate_source(fleet: BenchedFleet, found: Sequence[ArmRounds]) -> HitRate
         return None
     cached = (answer.cached_tokens for arm in answered for answer in arm.answers)
     if not fleet.is_separate and all(tokens is not None for tokens in cached):
-        return HitRateSource.ANSWERS
+        return "answers"
     for arm in answered:
         counted_tokens = None if arm.counted is None else arm.counted.prompt_tokens
         if counted_tokens is None or abs(counted_tokens - arm.prompt_tokens) > ALIKE * arm.prompt_tokens:
             return None
-    return HitRateSource.COUNTERS
+    return "counters"
 
 
 def _arm_report(arm: ArmRounds, source: HitRateSource | None) -> ArmReport:
     answers = arm.answers
     failures = [failure for each in arm.rounds for failure in each.failures]
-    times_ms = sorted((answer.first_s - answer.sent_s) * 1e3 for answer in answers)
+    times_ms = [(answer.first_s - answer.sent_s) * 1e3 for answer in answers]
+    quantiles_ms = np.quantile(times_ms, (0.5, 0.99), method="inverted_cdf").tolist() if answers else None
     output_tokens = sum(answer.output_tokens for answer in answers)
     wall_s = sum(each.wall_s for each in arm.rounds)
     cached_tokens = None
-    if answers and source is HitRateSource.ANSWERS:
+    if answers and source == "answers":
         cached_tokens = sum(answer.cached_tokens or 0 for answer in answers)
-    elif answers and source is HitRateSource.COUNTERS and arm.counted is not None:
+    elif answers and source == "counters" and arm.counted is not None:
         cached_tokens = arm.counted.cached_tokens
     return ArmReport(
         name=arm.name,
@@ -198,8 +191,8 @@ def _arm_report(arm: ArmRounds, source: HitRateSource | None) -> ArmReport:
         requests=len(answers) + len(failures),
         errors=len(failures),
         first_error=failures[0][:FAILURE_CHARS] if failures else None,
-        ttft_p50_ms=_quantile(times_ms, 0.5),
-        ttft_p99_ms=_quantile(times_ms, 0.99),
+        ttft_p50_ms=None if quantiles_ms is None else quantiles_ms[0],
+        ttft_p99_ms=None if quantiles_ms is None else quantiles_ms[1],
         prompt_tokens=arm.prompt_tokens,
         cached_tokens=cached_tokens,
         hit_rate=None if cached_tokens is None else cached_tokens / arm.prompt_tokens,
@@ -208,11 +201,6 @@ def _arm_report(arm: ArmRounds, source: HitRateSource | None) -> ArmReport:
         output_tokens_per_s=output_tokens / wall_s if wall_s > 0 else 0.0,
         wall_s=wall_s,
     )
-
-
-def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that ``share`` of the sorted ``values`` do not exceed."""
-    return values[max(0, -int(-share * len(values) // 1) - 1)] if values else None
 
 
 def _losses(ours: ArmReport, other: ArmReport) -> Iterator[str]:
@@ -269,16 +257,6 @@ def _notes(
             "requests that would have waited longer at the engine with their blocks, or blocks that caches "
             "dropped for others (kvrouter explain and the page at /ui show each choice)"
         )
-    is_faster = _ratio(ours.ttft_p50_ms, round_robin.ttft_p50_ms) < 1 - ALIKE
-    if ours.hit_rate > round_robin.hit_rate + ALIKE and not is_faster:
-        yield (
-            "more was cached, and half of the first tokens came no sooner: it may be that these engines "
-            "compute what is missing in little time; longer prompts (--prompt-tokens) show more"
-        )
-
-
-def _ratio(mine: float | None, theirs: float | None) -> float:
-    return 1.0 if mine is None or not theirs else mine / theirs
 
 
 def _why_small(caches: Caches, size: WorkloadSize) -> Iterator[str]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from rich.console import Console
 
@@ -23,7 +22,7 @@ from kvrouter.cli.bench.arms import (
 from kvrouter.cli.bench.counters import CacheCounts, read_counts
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import Arm, ArmRound, Sender, run_round
-from kvrouter.cli.bench.report import FAILURE_CHARS, ArmRounds, concurrency_of, report_of, show_report
+from kvrouter.cli.bench.report import FAILURE_CHARS, ArmRounds, report_of, show_report
 from kvrouter.cli.bench.workload import (
     TURNS,
     Prompts,
@@ -33,15 +32,11 @@ from kvrouter.cli.bench.workload import (
     size_workload,
     turns_in_order,
 )
-from kvrouter.cli.doctor.reading import counted
 from kvrouter.cli.output import echo, json_text
 from kvrouter.cli.progress import Progress, working
 from kvrouter.cli.timed_stream import Clock, CompletionFailed, TimedCompletion
 from kvrouter.core.errors import INTERRUPTED, KvrouterError
 from kvrouter.text.model import mock_words
-
-ROUNDS_MAX = 100
-"""What is kept of each answer is bounded by this and by the requests of a round."""
 
 OVERRUN, OVERRUN_S = 3.0, 30.0
 """Rounds are stopped once they have taken ``OVERRUN`` times --seconds, and ``OVERRUN_S`` more."""
@@ -109,10 +104,6 @@ class _Bench:
         return Sender(self.fleet.model, self.options.answer_tokens, self.clock)
 
     @property
-    def concurrency(self) -> int:
-        return concurrency_of(self.options, self.fleet)
-
-    @property
     def n_rounds(self) -> int:
         return len(self.found[0].rounds) if self.found else 0
 
@@ -125,8 +116,8 @@ class _Bench:
                 await server.open()
                 stack.push_async_callback(server.close)
             began_s = self.clock()
-            first = await self._first_requests()
-            request_s = await self._request_s(prompt_tokens, first)
+            tokens_per_word, ttft_s = await self._first_requests()
+            request_s = await self._request_s(prompt_tokens, tokens_per_word, ttft_s)
             self.size = size_workload(
                 caches,
                 prompt_tokens,
@@ -136,50 +127,45 @@ class _Bench:
                 is_fixed=self.options.prompt_tokens is not None,
             )
             self._announce()
-            await self._rounds(first.tokens_per_word, began_s)
+            await self._rounds(tokens_per_word, began_s)
 
-    async def _first_requests(self) -> "_FirstAnswers":
+    async def _first_requests(self) -> tuple[float, float]:
         """Send a short prompt to each server of each arm: what fails, fails before anything else is sent.
-        Where an engine fails whose URL the router reports, the router does round-robin itself.
+        Where an engine fails whose URL the router reports, the router does round-robin itself. Returns the
+        tokens of a word, and the shortest time to a first token.
         """
         answers: list[TimedCompletion] = []
         for at, arm in enumerate(self.arms):
             try:
-                answers += await self._answers_of(at, arm)
+                for number, server in enumerate(arm.servers):
+                    self.progress.show(f"a first request to {server.url}")
+                    salt = (self.salt, at, number)
+                    prompt = Prompts(mock_words(), 1.0, WorkloadSize(1, PROBE_WORDS), 0, salt)
+                    answers.append(await self.sender.send(arm, number, prompt.text(Turn(0, TURNS - 1))))
             except CompletionFailed as error:
                 if arm.name != ROUND_ROBIN or self.options.engine_urls or not self.fleet.engine_urls:
                     raise BenchFailed(f"{arm.flag}: {arm.name}: {error.message}") from error
                 why = f"{error.message} ({WHERE_ENGINES_ARE})"
                 self.arms[at] = through_router(self.arms[0], self.options.url, why)
         tokens = sum(answer.prompt_tokens for answer in answers)
-        return _FirstAnswers(
-            tokens / (PROBE_WORDS * len(answers)), min(each.first_s - each.sent_s for each in answers)
-        )
+        ttft_s = min(answer.first_s - answer.sent_s for answer in answers)
+        return tokens / (PROBE_WORDS * len(answers)), ttft_s
 
-    async def _answers_of(self, at: int, arm: Arm) -> list[TimedCompletion]:
-        """Send a short prompt to each server of an arm."""
-        answers = []
-        for number, server in enumerate(arm.servers):
-            self.progress.show(f"a first request to {server.url}")
-            prompts = Prompts(mock_words(), 1.0, WorkloadSize(1, PROBE_WORDS), 0, (self.salt, at, number))
-            answers.append(await self.sender.send(arm, number, prompts.text(Turn(0, TURNS - 1))))
-        return answers
-
-    async def _request_s(self, prompt_tokens: int, first: "_FirstAnswers") -> float:
+    async def _request_s(self, prompt_tokens: int, tokens_per_word: float, ttft_s: float) -> float:
         """Return the time of a prompt of that length that no engine has cached, over how many run at once."""
         limit_s = self.options.seconds * PROBE_SHARE / PROBE_WAVES
-        affordable = int(PROBE_WORDS * limit_s / max(first.ttft_s, 1e-6))
+        affordable = int(PROBE_WORDS * limit_s / max(ttft_s, 1e-6))
         probed_tokens = max(PROBE_WORDS, min(prompt_tokens, affordable))
-        size = WorkloadSize(PROBE_WAVES * self.concurrency, probed_tokens)
+        size = WorkloadSize(PROBE_WAVES * self.fleet.concurrency, probed_tokens)
         self.progress.show(f"{size.conversations} requests, to see how fast the engines are")
         turns = [Turn(number, TURNS - 1) for number in range(size.conversations)]
-        prompts = Prompts(mock_words(), first.tokens_per_word, size, 0, (self.salt, len(self.arms)))
+        prompts = Prompts(mock_words(), tokens_per_word, size, 0, (self.salt, len(self.arms)))
         probed = await run_round(
             self.sender,
             self.arms[0],
             turns,
             prompts,
-            concurrency=self.concurrency,
+            concurrency=self.fleet.concurrency,
             on_request=lambda _n_ended, _failures: None,
         )
         if not probed.answers:
@@ -191,7 +177,7 @@ class _Bench:
         has_counters = await read_counts(self.arms[1].servers, self.fleet.model) is not None
         self.found = [ArmRounds(arm.name, arm.via, [], []) for arm in self.arms]
         deadline_s = began_s + OVERRUN * self.options.seconds + OVERRUN_S
-        for number in range(1, (self.options.rounds or ROUNDS_MAX) + 1):
+        for number in range(1, self.options.rounds + 1):
             round_began_s = self.clock()
             try:
                 async with asyncio.timeout(deadline_s - self.clock()):
@@ -234,7 +220,7 @@ class _Bench:
                 arm,
                 turns,
                 Prompts(mock_words(), tokens_per_word, self.size, number, (self.salt, at, number)),
-                concurrency=self.concurrency,
+                concurrency=self.fleet.concurrency,
                 on_request=self._shows(f"round {number}, {arm.name}", len(turns)),
             )
             after = await read_counts(counting, model) if before is not None else None
@@ -259,15 +245,9 @@ class _Bench:
             share = f", up to {percent:.0f} % of all caches"
         echo(
             f"each round sends {size.requests:,} requests to each of {len(self.arms)} arms, "
-            f"{self.concurrency} at a time: {counted(size.conversations, 'conversation')} of {TURNS} turns, "
-            f"prompts up to {size.prompt_tokens:,} tokens, {size.total_prompt_tokens:,} prompt tokens "
-            f"together\neach arm of each round takes at least {size.distinct_tokens:,} tokens of cache"
-            f"{share}, anew; rounds go on for about {self.options.seconds:g} s, at most "
-            f"{self.options.rounds or ROUNDS_MAX} (Ctrl-C ends it)",
+            f"{self.fleet.concurrency} at a time: {size.conversations} conversations of {TURNS} turns, "
+            f"prompts up to {size.prompt_tokens:,} tokens, {size.total_prompt_tokens:,} together\n"
+            f"each arm of each round takes at least {size.distinct_tokens:,} tokens of cache{share}, anew; "
+            f"rounds go on for about {self.options.seconds:g} s, at most {self.options.rounds} (Ctrl-C ends it)",
             err=True,
         )
-
-
-class _FirstAnswers(NamedTuple):
-    tokens_per_word: float
-    ttft_s: float
