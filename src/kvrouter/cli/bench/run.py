@@ -68,7 +68,7 @@ def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, 
     arms = arms_of(fleet, options, client.url, peers, api_key)
     is_whole = True
     with working("asking the engines") as progress:
-        bench = _Bench(options, fleet, arms, progress, time.monotonic)
+        bench = Bench(options, fleet, arms, progress, time.monotonic)
         try:
             asyncio.run(bench.run())
         except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, 
 
 
 @dataclass(slots=True)
-class _Bench:
+class Bench:
     """One comparison. ``found`` has the rounds that are over, ``notes`` what the user should know of them."""
 
     options: BenchOptions
@@ -101,10 +101,12 @@ class _Bench:
 
     @property
     def sender(self) -> Sender:
+        """The sender of all arms."""
         return Sender(self.fleet.model, self.options.answer_tokens, self.clock)
 
     @property
     def n_rounds(self) -> int:
+        """How many rounds are over."""
         return len(self.found[0].rounds) if self.found else 0
 
     async def run(self) -> None:
@@ -248,6 +250,6 @@ class _Bench:
             f"{self.fleet.concurrency} at a time: {size.conversations} conversations of {TURNS} turns, "
             f"prompts up to {size.prompt_tokens:,} tokens, {size.total_prompt_tokens:,} together\n"
             f"each arm of each round takes at least {size.distinct_tokens:,} tokens of cache{share}, anew; "
-            f"rounds go on for about {self.options.seconds:g} s, at most {self.options.rounds} (Ctrl-C ends it)",
+            f"rounds go on for {self.options.seconds:g} s, at most {self.options.rounds} (Ctrl-C ends it)",
             err=True,
         )
