@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvrouter.cli.bench.load import Arm, ArmRound, Sender, run_round
+from kvrouter.cli.bench.load import Arm, ArmRound, run_round
 from kvrouter.cli.bench.workload import TURNS, Prompts, WorkloadSize, turns_in_order
 from kvrouter.cli.timed_stream import Clock
 from kvrouter.engines.openai.server import EngineServer
@@ -45,10 +45,10 @@ async def round_of(
     size = WorkloadSize(conversations, 120)
     ended: list[int] = []
     found = await run_round(
-        Sender(MODEL, 2, clock),
-        Arm("x", "", servers, {"user": "u"}, "--peer"),
+        Arm("x", "", servers, {"model": MODEL, "max_tokens": 2, "user": "u"}, "--peer"),
         turns_in_order(size, 1),
         Prompts(mock_words(), 1.0, size, 1, (1,)),
+        clock,
         concurrency=concurrency,
         on_request=lambda n_ended, _failures: ended.append(n_ended),
     )

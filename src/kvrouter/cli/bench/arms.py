@@ -161,23 +161,24 @@ def arms_of(
     """Return the arms: ours, round-robin, peers. Their servers are not open yet. ``api_key`` is sent to the
     URLs of flags alone, and not where a router's answer points to.
     """
-    ours = Arm(OURS, f"through {router_url}", (EngineServer(router_url),), {}, "--url")
-    round_robin = through_router(ours, router_url, fleet.why_through)
+    fields = {"model": fleet.model, "max_tokens": options.answer_tokens, "temperature": 0}
+    ours = Arm(OURS, f"through {router_url}", (EngineServer(router_url),), fields, "--url")
+    round_robin = through_router(ours, fleet.why_through)
     if fleet.engine_urls:
         key = api_key if options.engine_urls else None
         servers = tuple(EngineServer(url, api_key=key) for url in fleet.engine_urls)
         via = f"straight to {counted(len(servers), 'engine')}, in turn"
         flag = "--engine-url" if options.engine_urls else "--url"
-        round_robin = Arm(ROUND_ROBIN, via, servers, {}, flag)
+        round_robin = Arm(ROUND_ROBIN, via, servers, fields, flag)
     others = (
-        Arm(name, f"through {url}", (EngineServer(url, api_key=api_key),), {}, "--peer")
+        Arm(name, f"through {url}", (EngineServer(url, api_key=api_key),), fields, "--peer")
         for name, url in peers.items()
     )
     return [ours, round_robin, *others]
 
 
-def through_router(ours: Arm, router_url: str, why: str | None) -> Arm:
+def through_router(ours: Arm, why: str | None) -> Arm:
     """Return the arm of round-robin that the router itself does."""
     override = {"nvext": {"router_config_override": {"router_mode": "round-robin"}}}
-    via = f"through {router_url} in its mode round-robin, because {why}"
-    return Arm(ROUND_ROBIN, via, ours.servers, override, "--url")
+    via = f"{ours.via} in its mode round-robin, because {why}"
+    return ours._replace(name=ROUND_ROBIN, via=via, fields={**ours.fields, **override})

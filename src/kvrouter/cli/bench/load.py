@@ -13,7 +13,7 @@ REQUEST_LIMIT_S = 120.0
 
 
 class Arm(NamedTuple):
-    """One way to the engines: ``servers`` take requests in turn. ``fields`` are added to each request."""
+    """One way to the engines: ``servers`` take requests in turn. Each request has ``fields``."""
 
     name: str
     via: str
@@ -31,27 +31,19 @@ class ArmRound(NamedTuple):
     wall_s: float
 
 
-class Sender(NamedTuple):
-    """Sends completions of ``model`` with answers of ``answer_tokens``."""
-
-    model: str
-    answer_tokens: int
-    clock: Clock
-
-    async def send(self, arm: Arm, number: int, prompt: str) -> TimedCompletion:
-        """Send an arm's request ``number``. Raises CompletionFailed, which names the URL."""
-        fields = {"model": self.model, "prompt": prompt, "max_tokens": self.answer_tokens, "temperature": 0}
-        server = arm.servers[number % len(arm.servers)]
-        return await send_completion(
-            server, {**fields, **arm.fields}, limit_s=REQUEST_LIMIT_S, clock=self.clock
-        )
+async def send_prompt(arm: Arm, number: int, prompt: str, clock: Clock) -> TimedCompletion:
+    """Send an arm's request ``number``. Raises CompletionFailed, which names the URL."""
+    server = arm.servers[number % len(arm.servers)]
+    return await send_completion(
+        server, {**arm.fields, "prompt": prompt}, limit_s=REQUEST_LIMIT_S, clock=clock
+    )
 
 
 async def run_round(
-    sender: Sender,
     arm: Arm,
     turns: Sequence[Turn],
     prompts: Prompts,
+    clock: Clock,
     *,
     concurrency: int,
     on_request: Callable[[int, Sequence[str]], None],
@@ -71,12 +63,12 @@ async def run_round(
         if before is not None:
             await before.wait()
         try:
-            answers.append(await sender.send(arm, number, prompt))
+            answers.append(await send_prompt(arm, number, prompt, clock))
         except CompletionFailed as error:
             failures.append(error.message)
         ended[turn].set()
         on_request(len(answers) + len(failures), failures)
 
-    began_s = sender.clock()
+    began_s = clock()
     await closed_loop(enumerate(turns), send, concurrency=concurrency)
-    return ArmRound(answers, failures, sender.clock() - began_s)
+    return ArmRound(answers, failures, clock() - began_s)

@@ -221,14 +221,13 @@ def _notes(
     fleet: BenchedFleet, size: WorkloadSize, source: HitRateSource | None, arms: Sequence[ArmReport]
 ) -> Iterator[str]:
     ours, round_robin = arms[0], arms[1]
-    for arm in arms:
-        if arm.first_error is not None:
-            yield f"{arm.name}: {arm.errors} of {arm.requests} requests failed, the first: {arm.first_error}"
     if fleet.running_requests:
         yield f"{fleet.running_requests} requests of others ran at the start: their load is in all figures"
     for arm in arms:
         others_tokens = 0 if arm.counted is None else arm.counted.prompt_tokens - arm.prompt_tokens
-        if others_tokens > ALIKE * arm.prompt_tokens and not arm.errors:
+        if arm.first_error is not None:
+            yield f"{arm.name}: {arm.errors} of {arm.requests} requests failed, the first: {arm.first_error}"
+        elif others_tokens > ALIKE * arm.prompt_tokens:
             yield (
                 f"others used the engines during {arm.name}: these counted {others_tokens:,} prompt tokens "
                 "more than were sent from here, whose blocks took room in their caches"

@@ -21,7 +21,7 @@ from kvrouter.cli.bench.arms import (
 )
 from kvrouter.cli.bench.counters import CacheCounts, read_counts
 from kvrouter.cli.bench.flags import BenchOptions
-from kvrouter.cli.bench.load import Arm, ArmRound, Sender, run_round
+from kvrouter.cli.bench.load import Arm, ArmRound, run_round, send_prompt
 from kvrouter.cli.bench.report import FAILURE_CHARS, ArmRounds, report_of, show_report
 from kvrouter.cli.bench.workload import (
     TURNS,
@@ -100,11 +100,6 @@ class Bench:
     """The failures of the arm that requests are sent to."""
 
     @property
-    def sender(self) -> Sender:
-        """The sender of all arms."""
-        return Sender(self.fleet.model, self.options.answer_tokens, self.clock)
-
-    @property
     def n_rounds(self) -> int:
         """How many rounds are over."""
         return len(self.found[0].rounds) if self.found else 0
@@ -143,12 +138,14 @@ class Bench:
                     self.progress.show(f"a first request to {server.url}")
                     salt = (self.salt, at, number)
                     prompt = Prompts(mock_words(), 1.0, WorkloadSize(1, PROBE_WORDS), 0, salt)
-                    answers.append(await self.sender.send(arm, number, prompt.text(Turn(0, TURNS - 1))))
+                    answers.append(
+                        await send_prompt(arm, number, prompt.text(Turn(0, TURNS - 1)), self.clock)
+                    )
             except CompletionFailed as error:
                 if arm.name != ROUND_ROBIN or self.options.engine_urls or not self.fleet.engine_urls:
                     raise BenchFailed(f"{arm.flag}: {arm.name}: {error.message}") from error
                 why = f"{error.message} ({WHERE_ENGINES_ARE})"
-                self.arms[at] = through_router(self.arms[0], self.options.url, why)
+                self.arms[at] = through_router(self.arms[0], why)
         tokens = sum(answer.prompt_tokens for answer in answers)
         ttft_s = min(answer.first_s - answer.sent_s for answer in answers)
         return tokens / (PROBE_WORDS * len(answers)), ttft_s
@@ -163,10 +160,10 @@ class Bench:
         turns = [Turn(number, TURNS - 1) for number in range(size.conversations)]
         prompts = Prompts(mock_words(), tokens_per_word, size, 0, (self.salt, len(self.arms)))
         probed = await run_round(
-            self.sender,
             self.arms[0],
             turns,
             prompts,
+            self.clock,
             concurrency=self.fleet.concurrency,
             on_request=lambda _n_ended, _failures: None,
         )
@@ -218,10 +215,10 @@ class Bench:
             arm, counting = self.arms[at], self.arms[1].servers
             before = await read_counts(counting, model) if has_counters else None
             sent = await run_round(
-                self.sender,
                 arm,
                 turns,
                 Prompts(mock_words(), tokens_per_word, self.size, number, (self.salt, at, number)),
+                self.clock,
                 concurrency=self.fleet.concurrency,
                 on_request=self._shows(f"round {number}, {arm.name}", len(turns)),
             )
@@ -244,7 +241,7 @@ class Bench:
         share = ""
         if caches.cache_tokens is not None:
             percent = 100 * size.distinct_tokens / (caches.number * caches.cache_tokens)
-            share = f", up to {percent:.0f} % of all caches"
+            share = f", up to {percent:.2g} % of all caches"
         echo(
             f"each round sends {size.requests:,} requests to each of {len(self.arms)} arms, "
             f"{self.fleet.concurrency} at a time: {size.conversations} conversations of {TURNS} turns, "
