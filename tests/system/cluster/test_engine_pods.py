@@ -63,7 +63,7 @@ async def test_a_labelled_engine_pod_is_served_while_ready_until_deleted(
     worker_id = worker_id_of(await here.uid("one"))
 
     async def is_seen() -> bool:
-        return "the engine of pod one is not ready" in (await frontend.http.get("/ready")).text
+        return "the pod is not ready" in (await frontend.http.get("/ready")).text
 
     await eventually(is_seen)
     assert (await frontend.metrics()).total("engines_awaited") == 1
