@@ -185,7 +185,7 @@ async def test_ctrl_c_leaves_a_report_of_the_rounds_that_are_over() -> None:
             shown, _ = await bench.communicate()
     found = json.loads(shown)
     assert bench.returncode == INTERRUPTED
-    assert any(note.startswith("interrupted: round ") for note in found["notes"])
+    assert any(note.startswith("interrupted: ") for note in found["notes"])
     assert found["rounds"] >= 1
     assert found["arms"][0]["requests"] == found["rounds"] * found["conversations"] * 4
 

@@ -72,10 +72,10 @@ def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, 
         try:
             asyncio.run(bench.run())
         except KeyboardInterrupt:
-            if not bench.n_rounds:
+            if not bench.found or not bench.found[0].rounds:
                 raise
             is_whole = False
-            bench.notes.append(f"interrupted: round {bench.n_rounds + 1} is not counted")
+            bench.notes.append("interrupted: the round that was not over is not counted")
     report = report_of(options, bench.fleet, bench.size, bench.found, bench.notes)
     options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if not is_whole:
@@ -98,11 +98,6 @@ class Bench:
     notes: list[str] = field(default_factory=list)
     failures: Sequence[str] = ()
     """The failures of the arm that requests are sent to."""
-
-    @property
-    def n_rounds(self) -> int:
-        """How many rounds are over."""
-        return len(self.found[0].rounds) if self.found else 0
 
     async def run(self) -> None:
         """Send everything. Raises ConfigError, BenchFailed."""

@@ -144,8 +144,8 @@ def size_workload(
     least_s = CONVERSATIONS_MIN * conversation_s
     if least_s > seconds:
         raise ConfigError(
-            f"--seconds: must be at least {ceil(least_s)}: as long takes a round of {CONVERSATIONS_MIN} "
-            f"conversations with prompts up to {prompt_tokens:,} tokens on these engines",
+            f"--seconds: must be at least {ceil(least_s)}: that long a round of {CONVERSATIONS_MIN} "
+            f"conversations with prompts up to {prompt_tokens:,} tokens takes on these engines",
             param="seconds",
         )
     fitting = CONVERSATIONS_MAX
