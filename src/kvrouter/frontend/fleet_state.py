@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from msgspec.structs import replace
 
 from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
@@ -140,8 +139,6 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     return None
 
 
-NOT_ANNOUNCED = "no worker has announced it: the log of its worker says why"
-
 ExpectedEngines = Callable[[], Sequence[api.ExpectedEngine]]
 """Returns the engines that this process is to attach, those that have workers too."""
 
@@ -149,25 +146,6 @@ ExpectedEngines = Callable[[], Sequence[api.ExpectedEngine]]
 def no_expected_engines() -> Sequence[api.ExpectedEngine]:
     """Return no engines: workers come from discovery, so none is expected."""
     return ()
-
-
-def announced(service: RouterService, named: Sequence[api.ExpectedEngine]) -> list[api.ExpectedEngine]:
-    """Return the engines that a file names and other processes attach, and whether a worker of each has
-    joined: one of the file's id, or one whose engine has the URL.
-    """
-    cards = [card for model in service.models() for card in model.fleet]
-    by_url = {card.engine_url: card for card in cards}
-    by_id = {int(card.worker_id): card for card in cards}
-    return [
-        replace(engine, reason=NOT_ANNOUNCED)
-        if (card := by_url.get(engine.engine_url or "") or by_id.get(engine.worker_id or 0)) is None
-        else replace(
-            engine,
-            state=api.ExpectedState.JOINED,
-            reason=f"{card.engine_url} {SEVERAL_ENGINES}" if card.several_engines else None,
-        )
-        for engine in named
-    ]
 
 
 def read_expected(service: RouterService, expected: ExpectedEngines) -> list[api.ExpectedEngine]:

@@ -182,9 +182,16 @@ async def test_frontends_of_replicas_name_an_engine_that_no_worker_announces(tmp
         ):
             assert process.stderr is not None
             reading = asyncio.create_task(process.stderr.read())
-            (problem,) = (await http.get("/ready")).json()["engine_problems"]
-            assert (problem["engine_url"], problem["state"]) == (gone, "awaited")
-            assert "no worker has announced it" in problem["reason"]
+
+            async def is_named() -> bool:
+                (problem,) = (await http.get("/ready")).json()["engine_problems"]
+                assert (problem["engine_url"], problem["state"]) == (gone, "awaited")
+                return (
+                    "no worker has announced it; asked from here: /v1/models: connection refused"
+                    in (problem["reason"])
+                )
+
+            await eventually(is_named)
             process.terminate()
             async with asyncio.timeout(ENDS_WITHIN_S):
                 assert await process.wait() == 0

@@ -275,7 +275,7 @@ def expected_engine(spec: AttachSpec) -> ExpectedEngine:
     )
 
 
-def _without_place(reason: str, spec: AttachSpec) -> str:
+def without_place(reason: str, spec: AttachSpec) -> str:
     """Return a reason without the place and URL of the engine at its beginning, which its record has, and
     without the password of the URL.
     """
@@ -451,7 +451,7 @@ class EngineAttachment:
         """Set the state of the engine; ``reason`` may begin with where the engine is, which is left out."""
         before = self._expected
         if reason is not None:
-            reason = _without_place(reason, self.spec)
+            reason = without_place(reason, self.spec)
         self._expected = msgspec.structs.replace(
             before,
             state=state,

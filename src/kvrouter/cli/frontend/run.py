@@ -5,13 +5,12 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
-from kvrouter.app.attach.attachment import expected_engine
+from kvrouter.app.attach.named_engines import NamedEngines
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.frontend_server import ServingApp, open_frontend
@@ -28,7 +27,6 @@ from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import WorkerCard
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.frontend.engine_tokens import ModelTexts
-from kvrouter.frontend.fleet_state import announced
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.router.replica_sync import ReplicaSync
@@ -71,13 +69,14 @@ async def frontend(
         connected(
             settings, telemetry, sockets, sources, links, static=static, traffic=traffic, place=place.domains
         ) as router,
+        NamedEngines(engines, router.service) as named,
         open_frontend(
             router.service,
             router.texts,
             settings=front,
             telemetry=telemetry,
             sockets=sockets,
-            expected=partial(announced, router.service, [*map(expected_engine, engines)]),
+            expected=named.expected,
             tracing=router.spans,
         ) as app,
         saving(router.transports.snapshots, router.service, settings.router.snapshot_threshold),
