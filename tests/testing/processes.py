@@ -293,3 +293,9 @@ def free_ports(n: int = 2) -> int:
             continue
         return first
     raise AssertionError("no free ports")
+
+
+def default_signals() -> None:
+    """Undo ignored signals in a new process, before its program: whoever runs the tests may ignore hang-ups."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.testing.mock_fleet import zoned_fleet
 from tests.testing.mock_server import mock_server
+from tests.testing.processes import ENDS_WITHIN_S, default_signals
 from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
@@ -64,6 +65,7 @@ async def running_top(
             stdout=program,
             stderr=program,
             env={**os.environ, "TERM": "xterm-256color"},
+            preexec_fn=default_signals,
         )
         try:
             yield Terminal(user, program, top, router), before
@@ -92,7 +94,8 @@ async def test_terminal_is_as_before_however_top_ends(ending: bytes | signal.Sig
             os.write(terminal.user, ending)
         else:
             terminal.top.send_signal(ending)
-        assert await terminal.top.wait() == code
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            assert await terminal.top.wait() == code
         assert terminal.modes() == before
         assert LEFT_SCREEN in await terminal.shown_until(LEFT_SCREEN)
 

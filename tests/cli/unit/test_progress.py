@@ -13,6 +13,7 @@ import pytest
 from kvrouter.cli import main, progress
 from kvrouter.cli.progress import working
 from tests.testing.constants import SetConstants
+from tests.testing.processes import default_signals
 
 WORK = """
 from kvrouter.cli import progress
@@ -42,6 +43,7 @@ async def worked(stderr: int) -> Process:
         stdout=PIPE,
         stderr=stderr,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
+        preexec_fn=default_signals,
     )
 
 
@@ -79,7 +81,8 @@ async def test_a_signal_that_ends_the_work_leaves_the_cursor_shown(ending: signa
     while b"kvrouter [seed=1]: 43%" not in drawn:
         drawn += await asyncio.to_thread(os.read, user, 65536)
     process.send_signal(ending)
-    assert await process.wait() == 128 + ending
+    async with asyncio.timeout(LIMIT_S):
+        assert await process.wait() == 128 + ending
     os.close(program)
     drawn += await asyncio.to_thread(os.read, user, 65536)
     assert SHOW_CURSOR in drawn
