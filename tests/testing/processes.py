@@ -296,6 +296,6 @@ def free_ports(n: int = 2) -> int:
 
 
 def default_signals() -> None:
-    """Undo ignored signals in a new process, before its program: whoever runs the tests may ignore hang-ups."""
+    """Undo ignored signals in a new process, before its program: who runs tests may ignore hang-ups."""
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
