@@ -3,16 +3,20 @@
 import asyncio
 import os
 import pty
+import select
 import signal
 import sys
 import termios
+import threading
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import pytest
 
+from kvrouter.cli.top.run import SIGNAL_WAIT_S, Keys
 from tests.testing.mock_fleet import zoned_fleet
 from tests.testing.mock_server import mock_server
 from tests.testing.processes import ENDS_WITHIN_S, default_signals
@@ -118,3 +122,43 @@ async def test_top_without_a_keyboard_leaves_the_terminal_alone() -> None:
         assert terminal.modes() == before
         terminal.top.send_signal(signal.SIGINT)
         assert await terminal.top.wait() == 0
+
+
+class Ended(Exception):
+    """Raised by the handler of a signal."""
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise Ended
+
+
+def test_a_signal_that_interrupts_no_wait_for_a_key_ends_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait does not see a signal that came just before it, nor one that another thread gets, as here."""
+    before = signal.signal(signal.SIGUSR1, _end)
+    wait, is_waiting, is_over = select.select, threading.Event(), threading.Event()
+    waits: list[float] = []
+
+    def watched(*args: Any) -> Any:
+        waits.append(args[-1])
+        is_waiting.set()
+        return wait(*args)
+
+    def get_signal() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        is_waiting.wait()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        is_over.wait()
+
+    monkeypatch.setattr(select, "select", watched)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    other = threading.Thread(target=get_signal)
+    other.start()
+    try:
+        with pytest.raises(Ended):
+            Keys(is_terminal=False).is_pressed("q", within_s=20 * SIGNAL_WAIT_S)
+        assert waits == [SIGNAL_WAIT_S], "the wait that was under way is the last"
+    finally:
+        is_over.set()
+        other.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        signal.signal(signal.SIGUSR1, before)

@@ -30,6 +30,9 @@ READ_BYTES = 64
 KEY_INTERVAL_S = 0.05
 """How often the keys are looked at while the router is asked."""
 
+SIGNAL_WAIT_S = 0.5
+"""The longest that a signal which came at a bad moment waits."""
+
 NUMBERS = frozenset(
     ("load", "running", "waiting", "cached blocks", "of candidates", "handoffs", "bytes", "now")
 )
@@ -85,13 +88,14 @@ class Keys:
         self.is_terminal = is_terminal
 
     def is_pressed(self, key: str, *, within_s: float) -> bool:
-        """Wait for a key until the time is over; the end of the input counts as any key."""
-        if not self.is_terminal:
-            time.sleep(within_s)
-            return False
+        """Wait for a key until the time is over; the end of the input counts as any key.
+
+        It waits in pieces: a signal that arrives just before a wait begins is handled only when that ends.
+        """
+        awaited = [sys.stdin] if self.is_terminal else []
         until_s = time.monotonic() + within_s
         while (left_s := until_s - time.monotonic()) > 0:
-            if select.select([sys.stdin], [], [], left_s)[0]:
+            if select.select(awaited, [], [], min(left_s, SIGNAL_WAIT_S))[0]:
                 pressed = os.read(sys.stdin.fileno(), READ_BYTES)
                 if not pressed or key.encode() in pressed.lower():
                     return True
