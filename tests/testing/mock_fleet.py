@@ -24,7 +24,7 @@ from kvrouter.settings.problems import parse_document
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.requests.memory import memory_address
-from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestTransport
+from kvrouter.transports.requests.port import AliveSink, RequestTransport, SentLeg, TokenSink
 from kvrouter.worker import Worker, new_incarnation
 from tests.testing.blocks import Blocks, blocks, blocks_of_cache, reported_by
 from tests.testing.waits import until
@@ -172,7 +172,7 @@ class Pause:
 
 
 class WatchedStream:
-    def __init__(self, inner: EngineStream, plane: "WatchedTransport", request: EngineRequest, address: str):
+    def __init__(self, inner: SentLeg, plane: "WatchedTransport", request: EngineRequest, address: str):
         self.inner = inner
         self.request = request
         self.worker_id = WorkerId(int(address.split("/")[2]))
@@ -180,6 +180,16 @@ class WatchedStream:
         self._plane = plane
         self._tokens = 0
         self._begun = False
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.inner.is_accepted
+
+    async def accepted(self) -> None:
+        await self.inner.accepted()
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Every chunk is seen: tokens are only read."""
 
     def __aiter__(self) -> "WatchedStream":
         return self

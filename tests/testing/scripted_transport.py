@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.transports.requests.port import AliveSink, StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import (
+    AliveSink,
+    StreamBroken,
+    TokenSink,
+    WorkerFull,
+    WorkerUnreachable,
+)
 
 Step = EngineChunk | Exception
 
@@ -18,9 +24,25 @@ class ScriptedStream:
         self.request = request
         self.address = address
         self.cancelled_for: str | None = None
+        self.is_accepted = True
         self._steps: deque[Step] = deque()
         self._more = asyncio.Event()
         self._ended = False
+
+    @classmethod
+    def refused(cls, request: EngineRequest, address: str, error: Exception) -> "ScriptedStream":
+        """The stream of a leg that its worker does not accept."""
+        stream = cls(request, address)
+        stream.is_accepted = False
+        stream.feed(error)
+        return stream
+
+    async def accepted(self) -> None:
+        if not self.is_accepted:
+            await self.__anext__()
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Tokens are only read."""
 
     def feed(self, *steps: Step) -> None:
         self._steps.extend(steps)
@@ -60,7 +82,10 @@ def silent(stream: ScriptedStream) -> None:
 
 
 class ScriptedTransport:
-    """Opens scripted streams; ``script`` is called with each one. Unreachable addresses refuse."""
+    """Opens scripted streams; ``script`` is called with each one. ``full`` addresses refuse.
+
+    Where ``accepts`` is cleared, nothing can be sent yet.
+    """
 
     def __init__(self, script: Callable[[ScriptedStream], None] | None = None) -> None:
         self.asked: list[str] = []
@@ -86,7 +111,7 @@ class ScriptedTransport:
         self.asked.append(address)
         await self.accepts.wait()
         if address in self.full:
-            raise WorkerFull(f"{address}: its queue is full")
+            return ScriptedStream.refused(request, address, WorkerFull(f"{address}: its queue is full"))
         if address in self.unreachable:
             raise WorkerUnreachable(f"{address} refuses")
         stream = ScriptedStream(request, address)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
-from kvrouter.transports.requests.port import EngineStream
+from kvrouter.transports.requests.port import EngineStream, RequestTransport, SentLeg
 
 IN_TIME_S = 20.0
 """How long a test waits for what must happen; a plane that hangs fails it."""
@@ -85,3 +85,14 @@ async def read_all(stream: EngineStream) -> tuple[list[int], EngineChunk]:
         async for chunk in stream:
             tokens += chunk.token_ids
     return tokens, chunk
+
+
+async def accepted(transport: RequestTransport, address: str, request: EngineRequest) -> SentLeg:
+    """Open a leg and wait until its worker has accepted it; a caller that is cancelled cancels it."""
+    stream = await transport.open(address, request)
+    try:
+        await stream.accepted()
+    except asyncio.CancelledError:
+        stream.cancel("its caller left")
+        raise
+    return stream

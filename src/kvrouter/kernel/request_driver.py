@@ -117,6 +117,8 @@ class FailedLegs:
 
     def end(self, now_s: float) -> None:
         """Count all remaining failures: the request is not sent again. Idempotent."""
+        if not (self._prefill or self._last or self._kv_lost):
+            return
         is_shared = len(self._prefill) + len(self._last) + len(self._kv_lost) > 1
         for failed in (self._prefill, self._last):
             self._blame(failed, Suspicion.SHARED if is_shared else Suspicion.ALONE, now_s)
@@ -211,7 +213,7 @@ class RequestDriver(Generic[AttemptT]):
         self._failed_legs.prefilled(now_s)
 
     def decode_sent(self, attempt: AttemptT, now_s: float) -> Sequence[Command]:
-        """Handle that the last leg was accepted; a failure of a parallel prefill leg takes effect now."""
+        """Handle that the last leg was sent; a failure of a parallel prefill leg takes effect now."""
         if attempt.prefill_refused is not None:
             return self.journey.handle(LegRefused(attempt.prefill_refused))
         if attempt.prefill_lost is not None:

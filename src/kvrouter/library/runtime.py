@@ -367,6 +367,11 @@ class Client:
         if card is None:
             raise InvalidRequest(f"worker_id: {worker_id} does not serve this endpoint", param="worker_id")
         stream = await self._endpoint.runtime.requests.open(card.address, _engine_request(request, card))
+        try:
+            await stream.accepted()
+        except asyncio.CancelledError:
+            stream.cancel("its caller left while it was sent")
+            raise
         return answers_of(stream)
 
     def _refuse_when_closed(self) -> None:

@@ -19,11 +19,10 @@ from kvrouter.kernel.request_driver import Attempt
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times, expected_tokens
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.request_run import RequestRun, SentAttempt
-from kvrouter.router.stall_watch import Timeouts
+from kvrouter.router.stall_watch import StallSweep, Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
     EngineStream,
-    HandingStream,
     RequestTransport,
     StreamBroken,
     TokenSink,
@@ -87,6 +86,7 @@ class Generation:
         transport: RequestTransport,
         *,
         timeouts: Timeouts,
+        stalls: StallSweep,
         redispatches_max: int,
         instrumentation: ServiceInstrumentation,
         retry_bodies: ByteBudget,
@@ -102,6 +102,7 @@ class Generation:
             model,
             transport,
             timeouts=timeouts,
+            stalls=stalls,
             redispatches_max=redispatches_max,
             instrumentation=instrumentation,
             times=self.times,
@@ -202,11 +203,13 @@ class Generation:
                 raise RuntimeError("a generation without a decode stream was read")
             try:
                 chunk = await self._read(attempt.decode)
-            except (StreamBroken, WorkerUnreachable) as error:
-                await run.lose(attempt, error)
-                continue
             except InvalidRequest as error:
                 run.handle(LegRefused(error))
+                continue
+            except KvrouterError as error:
+                if attempt.decode.is_accepted and not isinstance(error, StreamBroken | WorkerUnreachable):
+                    raise
+                await run.lose(attempt, error)
                 continue
             except StopAsyncIteration:
                 await run.lose(attempt, StreamBroken("the stream ended without a last chunk"))
@@ -236,7 +239,7 @@ class Generation:
             attempt is None
             or self.error is not None
             or self._journey.state is not State.STREAMING
-            or not isinstance(attempt.decode, HandingStream)
+            or attempt.decode is None
         ):
             return
         watch = self._watch

@@ -24,6 +24,7 @@ from kvrouter.transports.requests.port import (
     LegRepeated,
     ReaderTooSlow,
     RequestTransport,
+    SentLeg,
     StreamBroken,
     WorkerDeclined,
     WorkerFull,
@@ -59,7 +60,7 @@ async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferP
     raise StreamBroken("the stream ended without a last chunk")
 
 
-async def open_decode(transport: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
+async def open_decode(transport: RequestTransport, address: str, request: EngineRequest) -> SentLeg:
     """Open a decode leg. If the caller is cancelled meanwhile and KV waits at a prefill worker, the leg is
     still opened and then cancelled: often only the decode worker can tell the prefill worker to free it.
 
@@ -75,11 +76,11 @@ async def open_decode(transport: RequestTransport, address: str, request: Engine
         raise
 
 
-async def _opened(transport: RequestTransport, address: str, request: EngineRequest) -> EngineStream:
+async def _opened(transport: RequestTransport, address: str, request: EngineRequest) -> SentLeg:
     return await transport.open(address, request)
 
 
-def _take_back(opening: "asyncio.Task[EngineStream]") -> None:
+def _take_back(opening: "asyncio.Task[SentLeg]") -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().cancel("its client left while it was sent")
 

@@ -307,9 +307,10 @@ class _Run:
         time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
         leg = prefill_leg(self.request, placement, time_left_s=time_left_s)
         attempt.prefill_sent_s = time.monotonic()
-        self.stream = await self._transport.open(placement.decode_address, leg)
+        stream = self.stream = await self._transport.open(placement.decode_address, leg)
         if placement.bootstrap is None:
             return await self.read()
+        await stream.accepted()
         attempt.prefill_runs_in_parallel = True
         return {}
 

@@ -50,9 +50,9 @@ from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times
 from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
+from kvrouter.router.stall_watch import Phase, StallSweep, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
-from kvrouter.transports.requests.port import EngineStream, RequestTransport
+from kvrouter.transports.requests.port import EngineStream, RequestTransport, SentLeg
 
 PREFILL_END_WAIT_S = 0.25
 """How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
@@ -68,7 +68,7 @@ class SentAttempt(Attempt):
 
     prefill: EngineStream | None = None
     prefill_task: asyncio.Task[None] | None = None
-    decode: EngineStream | None = None
+    decode: SentLeg | None = None
 
 
 class RequestRun:
@@ -81,6 +81,7 @@ class RequestRun:
         transport: RequestTransport,
         *,
         timeouts: Timeouts,
+        stalls: StallSweep,
         redispatches_max: int,
         instrumentation: ServiceInstrumentation,
         times: Times,
@@ -92,7 +93,7 @@ class RequestRun:
             redispatches_max=redispatches_max,
             is_plain=request.call is None or request.call.resumable,
         )
-        self.watch = StallWatch(timeouts, self._too_long)
+        self.watch = StallWatch(timeouts, stalls, self._too_long)
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self.cache_known = False

@@ -12,9 +12,10 @@ from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.leg_outcomes import with_intake_id
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.stall_watch import Timeouts
+from kvrouter.router.stall_watch import StallSweep, StallWatch, Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin
 from kvrouter.settings.router_settings import KvRouterConfig
+from kvrouter.transports.background import Sweep
 from kvrouter.transports.requests.port import RequestTransport
 
 
@@ -47,6 +48,9 @@ class Requests:
             between_tokens_s=config.stall_timeout_s,
             request_s=config.request_timeout_s,
         )
+        self._whole_timeouts = replace(self._timeouts, first_token_s=config.request_timeout_s)
+        """Without streaming the first token comes with the last: one limit holds."""
+        self._stalls: StallSweep = Sweep(StallWatch.check)
 
     def generate(
         self,
@@ -64,11 +68,13 @@ class Requests:
         if self.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
         model = self._model_of(request.model)
+        is_streamed = request.call is None or request.call.stream
         generation = Generation(
             with_intake_id(request),
             model,
             self._transport,
-            timeouts=self._timeouts_with(request),
+            timeouts=self._timeouts if is_streamed else self._whole_timeouts,
+            stalls=self._stalls,
             redispatches_max=self._config.retries_max,
             instrumentation=self._instrumentation,
             retry_bodies=self._retry_bodies,
@@ -105,12 +111,6 @@ class Requests:
     def retry_body_bytes(self) -> int:
         """Bytes of the client calls' bodies that are kept for retries."""
         return self._retry_bodies.bytes
-
-    def _timeouts_with(self, request: GenerateRequest) -> Timeouts:
-        """The request's timeouts; without streaming its first token comes with the last: one limit holds."""
-        if request.call is None or request.call.stream:
-            return self._timeouts
-        return replace(self._timeouts, first_token_s=self._timeouts.request_s)
 
     def _ended(self, generation: Generation) -> None:
         self._running.discard(generation)

@@ -1,13 +1,11 @@
 """Stall watch: limits a request's time to prefill, first token and end, and the silence between tokens."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-LATE_S = 0.1
-"""A check that runs later than this shows that this process was paused, not that a worker is silent."""
+from kvrouter.transports.background import LATE_S, Sweep
 
 
 class TooLong(Enum):
@@ -47,7 +45,8 @@ class Timeouts:
 
 
 class StallWatch:
-    """Calls ``on_too_long`` once each time a limit is reached. All times are on the monotonic clock.
+    """Calls ``on_too_long`` once each time a limit is reached. All times are on the monotonic clock. One
+    ``sweep`` checks the watches of all requests.
 
     Time that the client takes to read, from :meth:`pause` to :meth:`resume`, does not count as a worker's
     silence. Neither does time in which this process was paused: messages that arrived meanwhile wait to be
@@ -56,22 +55,21 @@ class StallWatch:
 
     __slots__ = (
         "_began_s",
-        "_check_s",
-        "_loop",
         "_on_too_long",
         "_paused_s",
+        "_sweep",
         "_timeouts",
-        "_timer",
         "phase",
         "progress_s",
     )
 
-    def __init__(self, timeouts: Timeouts, on_too_long: Callable[[TooLong, float], None]) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(
+        self, timeouts: Timeouts, sweep: "StallSweep", on_too_long: Callable[[TooLong, float], None]
+    ) -> None:
         self._timeouts = timeouts
+        self._sweep = sweep
         self._on_too_long = on_too_long
-        self._timer: asyncio.TimerHandle | None = None
-        self._began_s = self._check_s = self.progress_s = time.monotonic()
+        self._began_s = self.progress_s = time.monotonic()
         self._paused_s: float | None = None
         """Since when the client has held the last chunk; None while a worker is awaited."""
         self.phase = Phase.FIRST_TOKEN
@@ -86,7 +84,7 @@ class StallWatch:
         self.phase = phase
         self.progress_s = time.monotonic()
         self._paused_s = self.progress_s if phase is Phase.STREAMING else None
-        self._arm()
+        self._sweep.put(self, self._due()[0])
 
     def pause(self) -> None:
         """Note that the client has the last chunk."""
@@ -107,7 +105,7 @@ class StallWatch:
 
     def stop(self) -> None:
         """Stop the watch and drop the callback, so that the request can be freed."""
-        self._disarm()
+        self._sweep.drop(self)
         self._on_too_long = _no_callback
 
     def _due(self) -> tuple[float, TooLong]:
@@ -124,32 +122,21 @@ class StallWatch:
             limit_s, kind = self.progress_s + timeouts.between_tokens_s, TooLong.SILENCE
         return (end_s, TooLong.REQUEST) if end_s <= limit_s else (limit_s, kind)
 
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self) -> None:
-        self._disarm()
-        now_s = time.monotonic()
-        wait_s = max(0.0, self._due()[0] - now_s)
-        self._check_s = now_s + wait_s
-        self._timer = self._loop.call_later(wait_s, self._check)
-
-    def _check(self) -> None:
-        self._timer = None
-        now_s = time.monotonic()
+    def check(self, now_s: float, late_s: float) -> float | None:
+        """Report a limit that is reached; return when to check again. ``late_s``: how late the check is."""
         self._leave_out_client(now_s)
         due_s, kind = self._due()
-        late_s = now_s - self._check_s
         if kind is TooLong.SILENCE and late_s > LATE_S:
             # add the pause, and as much again to read what arrived meanwhile
             self.progress_s = min(now_s, self.progress_s + 2.0 * late_s)
             due_s, kind = self._due()
         if now_s < due_s:
-            self._arm()
-        else:
-            self._on_too_long(kind, now_s - self.progress_s)
+            return due_s
+        self._on_too_long(kind, now_s - self.progress_s)
+        return None
+
+
+StallSweep = Sweep[StallWatch]
 
 
 def _no_callback(_kind: TooLong, _silent_s: float) -> None:

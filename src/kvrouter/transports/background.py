@@ -1,8 +1,11 @@
-"""Background tasks whose errors are reported at once, and periodic ticks."""
+"""Background tasks whose errors are reported at once, periodic ticks, and one timer for many due times."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from contextlib import asynccontextmanager
+from math import inf
+from typing import Generic, TypeVar
 
 from kvrouter.core.clock import AwakeClock
 
@@ -80,3 +83,79 @@ class LoopPauses:
         self._await_tick(loop)
         if late_s >= PAUSE_S:
             self._on_pause(late_s)
+
+
+Member = TypeVar("Member", bound=Hashable)
+
+SWEEP_S = 0.1
+"""The least time between two sweeps: many due times cost few of them, and a check comes this late at most."""
+
+LATE_S = 0.1
+"""A sweep that is this late shows that the process was paused: messages that arrived may not be read yet."""
+
+
+class Sweep(Generic[Member]):
+    """Checks each member at its due time, with one timer for all. Due times are on the monotonic clock.
+
+    ``check`` is called with the member, the time, and the seconds by which the sweep is late; it returns the
+    next due time, or None to remove the member. A due time that moves later needs no call: the check finds
+    it, and that is cheaper than a timer for each member.
+    """
+
+    def __init__(self, check: Callable[[Member, float, float], float | None]) -> None:
+        self._check = check
+        self._due_s: dict[Member, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_s = inf
+        self._swept_s = -inf
+
+    def put(self, member: Member, due_s: float) -> None:
+        """Add ``member``, or move its due time."""
+        self._due_s[member] = due_s
+        if due_s < self._next_s:
+            self._arm(due_s)
+
+    def drop(self, member: Member) -> None:
+        """Remove ``member``. Idempotent."""
+        self._due_s.pop(member, None)
+
+    def stop(self) -> None:
+        """Remove all members."""
+        self._due_s.clear()
+        self._disarm()
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._next_s = inf
+
+    def _arm(self, due_s: float) -> None:
+        self._disarm()
+        self._next_s = max(due_s, self._swept_s + SWEEP_S)
+        wait_s = max(0.0, self._next_s - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._run)
+
+    def _run(self) -> None:
+        now_s = self._swept_s = time.monotonic()
+        late_s = max(0.0, now_s - self._next_s)
+        self._disarm()
+        until_s = now_s + _TIMER_EARLY_S
+        for member in [member for member, due_s in self._due_s.items() if due_s <= until_s]:
+            if self._due_s.pop(member, None) is None:
+                continue  # an earlier check dropped it
+            try:
+                next_s = self._check(member, now_s, late_s)
+            except Exception as error:  # noqa: BLE001 - the other members are checked all the same
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": "a check at a due time failed", "exception": error}
+                )
+                continue
+            if next_s is not None:
+                self._due_s[member] = next_s
+        if self._due_s:
+            self._arm(min(self._due_s.values()))
+
+
+_TIMER_EARLY_S = 0.001
+"""An event loop rounds times to milliseconds: its timer may run this much before the time."""

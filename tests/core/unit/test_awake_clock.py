@@ -9,7 +9,7 @@ from kvrouter.core.clock import AwakeClock
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.background import tick
 from tests.testing.request_transports import DEAD_AFTER_S, PROXIED_REQUEST_TRANSPORTS
-from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import ScriptedWorker, accepted, leg, read_all
 
 
 async def test_awake_clock_counts_one_interval_for_a_blocked_loop() -> None:
@@ -28,7 +28,7 @@ async def test_a_blocked_loop_breaks_no_stream_and_reports_no_worker(name: str) 
     address, _ = await setup.serve(worker)
     reported: list[bool] = []
     setup.transport.follow(address, reported.append)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     time.sleep(2 * DEAD_AFTER_S)  # noqa: ASYNC251
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]

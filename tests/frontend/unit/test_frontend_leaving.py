@@ -12,7 +12,7 @@ import pytest
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
-from kvrouter.transports.requests.port import AliveSink
+from kvrouter.transports.requests.port import AliveSink, TokenSink
 from tests.testing.frontend_harness import FrontendHarness, running_frontend, text_answer, token_ids
 from tests.testing.router_harness import MODEL, card
 from tests.testing.scripted_transport import silent
@@ -77,7 +77,14 @@ class EndlessStream:
     def __init__(self) -> None:
         self.taken = 0
         self.cancelled_for: str | None = None
+        self.is_accepted = True
         self._chunk = EngineChunk(token_ids=token_ids("word " * 20))
+
+    async def accepted(self) -> None:
+        """It is, at once."""
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Tokens are only read."""
 
     def __aiter__(self) -> "EndlessStream":
         return self

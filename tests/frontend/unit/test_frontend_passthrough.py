@@ -513,7 +513,8 @@ class OlderWorkers(ScriptedTransport):
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         if request.call is not None and request.call.route.is_passed:
-            raise ProtocolError("request: Invalid enum value - at `$.call.route`", param="request")
+            error = ProtocolError("request: Invalid enum value - at `$.call.route`", param="request")
+            return ScriptedStream.refused(request, address, error)
         return await super().open(address, request)
 
 

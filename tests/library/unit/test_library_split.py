@@ -124,7 +124,7 @@ async def test_an_unread_prefill_leg_is_not_sent_and_a_cancelled_one_ends() -> N
 
 
 async def test_a_running_prefill_leg_ends_with_its_router() -> None:
-    async with program(zoned_fleet(handoff="bootstrap")) as here:
+    async with program(zoned_fleet(handoff="bootstrap", speedup=1.0)) as here:
         async with KvRouter(prefill_endpoint(here), BLOCK) as router:
             await only_piece(await router.generate(PROMPT))
             assert not here.fleet.cluster.idle

@@ -7,14 +7,14 @@ from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import WorkerCard
 from kvrouter.router.liveness import Liveness
 from kvrouter.transports.events.memory import MemoryEventTransport
-from kvrouter.transports.requests.port import AliveSink, EngineStream, WorkerUnreachable
+from kvrouter.transports.requests.port import AliveSink, SentLeg, WorkerUnreachable
 from tests.testing.discovery_stores import card
 
 
 class _Elsewhere:
     """A request plane on which no address is right."""
 
-    async def open(self, address: str, request: EngineRequest) -> EngineStream:
+    async def open(self, address: str, request: EngineRequest) -> SentLeg:
         raise WorkerUnreachable(address)
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:

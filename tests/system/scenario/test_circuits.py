@@ -11,7 +11,7 @@ from kvrouter.api.fleet_schema import BrokenPair
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
 from kvrouter.frontend.fleet_state import fleet_state
 from kvrouter.frontend.gauges import Gauges
@@ -182,8 +182,8 @@ async def test_an_open_circuit_worker_is_tried_when_the_other_is_full() -> None:
 )
 async def test_errors_that_are_not_the_workers_open_no_circuit(step: Exception) -> None:
     class Refusing(ScriptedTransport):
-        async def open(self, address: str, request: object) -> ScriptedStream:
-            raise step
+        async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+            return ScriptedStream.refused(request, address, step)
 
     harness = await router_harness(Refusing(), card(1), config=LONG)
     await fail(harness, 10)

@@ -293,5 +293,5 @@ async def test_a_prompt_too_large_for_every_worker_is_an_invalid_request() -> No
     async with running_mock_fleet(uniform_fleet(engine="{total_kv_blocks: 8}")) as harness:
         with pytest.raises(InvalidRequest, match="blocks"):
             await harness.read(harness.request(prompt(tokens=200)))
-        assert len(harness.plane.opened) == 0
+        assert not any(leg.is_accepted for leg in harness.plane.opened)
         assert harness.telemetry.retries.value("mock", "aggregated") == 0

@@ -5,8 +5,16 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
-from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
+from kvrouter.core.errors import (
+    AllWorkersBusy,
+    DeadlineExceeded,
+    KvrouterError,
+    NoEligibleWorker,
+    ProtocolError,
+    ShuttingDown,
+    WorkerFailed,
+)
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.transports.requests.port import WorkerFull
 from tests.testing.router_harness import (
@@ -179,6 +187,30 @@ async def test_full_workers_are_reported_as_busy() -> None:
     plane.full = {address_of(1), address_of(2)}
     with pytest.raises(AllWorkersBusy, match="queue is full"):
         await read_all(harness)
+
+
+@pytest.mark.parametrize(
+    "error", [ShuttingDown("it drains"), ProtocolError("no such call"), DeadlineExceeded("late")]
+)
+async def test_any_error_before_acceptance_is_retried_and_later_raised(error: KvrouterError) -> None:
+    class OneRefuses(ScriptedTransport):
+        refusing: str | None = None
+
+        async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+            if self.refusing in (None, address):
+                self.refusing = address
+                return ScriptedStream.refused(request, address, error)
+            return await super().open(address, request)
+
+    plane = OneRefuses(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    harness = await router_harness(plane, card(1), card(2))
+    assert await read_all(harness) == [1]
+    assert harness.telemetry.retries.value("mock", "aggregated") == 1
+    assert harness.booked() == 0
+    late = await router_harness(ScriptedTransport(lambda stream: stream.feed(error)), card(1), card(2))
+    with pytest.raises(type(error)):
+        await read_all(late)
+    assert late.booked() == 0
 
 
 async def test_a_worker_full_after_accepting_is_reported_as_busy() -> None:

@@ -20,7 +20,8 @@ class Repeating(ScriptedTransport):
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         self.arrived.append((request.intake, request.attempt))
         if request.attempt < self.n_repeated:
-            raise LegRepeated(f"{request.engine_key}: ran here before")
+            error = LegRepeated(f"{request.engine_key}: ran here before")
+            return ScriptedStream.refused(request, address, error)
         return await super().open(address, request)
 
 

@@ -23,7 +23,7 @@ from kvrouter.transports.requests.port import (
 from kvrouter.worker.worker import TimedStream
 from tests.testing.constants import SetConstants
 from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, accepted, leg, read_all
 from tests.testing.waits import until
 
 
@@ -45,7 +45,7 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTranspor
 async def test_the_request_arrives_unchanged(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    await setup.transport.open(address, leg())
+    await accepted(setup.transport, address, leg())
     assert worker.requests == [leg()]
 
 
@@ -54,7 +54,7 @@ async def test_tokens_arrive_once_in_order_with_fields_of_the_last_chunk(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
 
     async def produce() -> None:
         for token in range(1, 500):
@@ -82,7 +82,7 @@ async def test_prompt_figures_come_once_with_first_part_of_a_long_chunk(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     long = EngineChunk(tuple(range(5_000)), cached_tokens=64, kv_bytes=4096, finish=FinishReason.LENGTH)
     await worker.streams[0].put(long)
     parts = [chunk async for chunk in stream]
@@ -95,7 +95,7 @@ async def test_prompt_figures_come_once_with_first_part_of_a_long_chunk(
 async def test_raw_engine_bytes_arrive_whole_and_in_order(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     events = [f"data: {n}\n\n".encode() * (n % 7 + 1) for n in range(3000)]
 
     async def produce() -> None:
@@ -119,7 +119,7 @@ async def test_raw_engine_bytes_arrive_whole_and_in_order(setup: RequestTranspor
 async def test_concurrent_streams_do_not_mix(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    streams = [await setup.transport.open(address, leg(f"r{n}")) for n in range(5)]
+    streams = [await accepted(setup.transport, address, leg(f"r{n}")) for n in range(5)]
     for n, inner in enumerate(worker.streams):
         await inner.put(EngineChunk(token_ids=(n, n), finish=FinishReason.STOP))
     for n in reversed(range(5)):
@@ -131,7 +131,7 @@ async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     stream.cancel("client left")
@@ -146,7 +146,7 @@ async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(
 async def test_ended_prefill_leg_can_still_be_cancelled(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg(which=Leg.PREFILL))
+    stream = await accepted(setup.transport, address, leg(which=Leg.PREFILL))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
     await read_all(stream)
     stream.cancel("nobody will decode")
@@ -157,8 +157,8 @@ async def test_ended_prefill_leg_can_still_be_cancelled(setup: RequestTransportS
 async def test_a_slow_reader_stops_its_own_producer_only(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    slow = await setup.transport.open(address, leg("slow"))
-    quick = await setup.transport.open(address, leg("quick"))
+    slow = await accepted(setup.transport, address, leg("slow"))
+    quick = await accepted(setup.transport, address, leg("quick"))
 
     async def produce(inner: ScriptedStream) -> None:
         for token in range(20_000):
@@ -179,10 +179,10 @@ async def test_refusal_keeps_its_class_message_and_field(setup: RequestTransport
     worker.refusal = InvalidRequest("token_ids: too many", param="token_ids")
     address, _ = await setup.serve(worker)
     with pytest.raises(InvalidRequest, match="too many") as refused:
-        await setup.transport.open(address, leg())
+        await accepted(setup.transport, address, leg())
     assert refused.value.param == "token_ids"
     worker.refusal = None
-    await setup.transport.open(address, leg(attempt=1))
+    await accepted(setup.transport, address, leg(attempt=1))
 
 
 async def test_leg_past_its_deadline_fails_and_other_legs_go_on(
@@ -190,8 +190,8 @@ async def test_leg_past_its_deadline_fails_and_other_legs_go_on(
 ) -> None:
     worker = TimedWorker()
     address, _ = await setup.serve(worker)
-    patient = await setup.transport.open(address, leg("patient"))
-    late = await setup.transport.open(address, replace(leg("late"), time_left_s=0.0))
+    patient = await accepted(setup.transport, address, leg("patient"))
+    late = await accepted(setup.transport, address, replace(leg("late"), time_left_s=0.0))
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(DeadlineExceeded):
             await read_all(late)
@@ -205,13 +205,13 @@ async def test_a_worker_that_is_full_is_unreachable(setup: RequestTransportSetup
     worker.refusal = WorkerUnreachable("full")
     address, _ = await setup.serve(worker)
     with pytest.raises(WorkerUnreachable, match="full"):
-        await setup.transport.open(address, leg())
+        await accepted(setup.transport, address, leg())
 
 
 async def test_address_without_a_worker_is_unreachable(setup: RequestTransportSetup) -> None:
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await setup.transport.open(setup.nowhere, leg())
+            await accepted(setup.transport, setup.nowhere, leg())
 
 
 async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(
@@ -222,19 +222,19 @@ async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(
     address, _ = await setup.serve(worker)
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await setup.transport.open(address, leg())
+            await accepted(setup.transport, address, leg())
     worker.answers.set()
     async with asyncio.timeout(IN_TIME_S):
         for attempt in count(1):  # so short a timeout may end before a busy machine has answered
             with suppress(WorkerUnreachable):
-                await setup.transport.open(address, leg(attempt=attempt))
+                await accepted(setup.transport, address, leg(attempt=attempt))
                 return
 
 
 async def test_worker_death_breaks_a_waiting_read(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, die = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     await worker.streams[0].put(EngineChunk(token_ids=(1,)))
     assert (await stream.__anext__()).token_ids == (1,)
     reader = asyncio.create_task(read_all(stream))
@@ -253,7 +253,7 @@ async def test_legs_opened_after_worker_death_are_refused(setup: RequestTranspor
     await die()
     async with asyncio.timeout(IN_TIME_S):
         with pytest.raises(WorkerUnreachable):
-            await setup.transport.open(address, leg())
+            await accepted(setup.transport, address, leg())
     assert worker.requests == []
 
 
@@ -269,7 +269,7 @@ async def test_stream_broken_at_the_worker_breaks_for_the_reader(
             return Breaking()
 
     address, _ = await setup.serve(Worker())
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     with pytest.raises(StreamBroken):
         await read_all(stream)
 
@@ -279,12 +279,12 @@ async def test_repeated_leg_is_refused_and_other_legs_are_served(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    await setup.transport.open(address, leg())
+    await accepted(setup.transport, address, leg())
     with pytest.raises(LegRepeated, match="already"):
-        await setup.transport.open(address, leg())
-    await setup.transport.open(address, leg(attempt=1))
-    await setup.transport.open(address, leg(which=Leg.PREFILL))
-    await setup.transport.open(address, leg("y"))
+        await accepted(setup.transport, address, leg())
+    await accepted(setup.transport, address, leg(attempt=1))
+    await accepted(setup.transport, address, leg(which=Leg.PREFILL))
+    await accepted(setup.transport, address, leg("y"))
     assert len(worker.requests) == 4
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
 
@@ -296,21 +296,21 @@ async def test_leg_repeated_after_it_ended_is_refused_however_it_ended(
     address, _ = await setup.serve(worker)
     place = setup.places[address]
     answered, cancelled = [
-        await setup.transport.open(address, leg(name)) for name in ("answered", "cancelled")
+        await accepted(setup.transport, address, leg(name)) for name in ("answered", "cancelled")
     ]
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
     await read_all(answered)
     cancelled.cancel("the client left")
     worker.refusal = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
-        await setup.transport.open(address, leg("refused"))
+        await accepted(setup.transport, address, leg("refused"))
     worker.refusal = None
     assert await place.wait_idle(IN_TIME_S)
     for name in ("answered", "cancelled", "refused"):
         with pytest.raises(LegRepeated, match="before"):
-            await setup.transport.open(address, leg(name))
+            await accepted(setup.transport, address, leg(name))
     assert (place.running_legs, len(worker.requests)) == (0, 2)
-    await setup.transport.open(address, leg("answered", attempt=1))
+    await accepted(setup.transport, address, leg("answered", attempt=1))
 
 
 async def test_worker_remembers_a_bounded_number_of_ended_legs(
@@ -320,13 +320,13 @@ async def test_worker_remembers_a_bounded_number_of_ended_legs(
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     for n, name in enumerate("abc"):
-        stream = await setup.transport.open(address, leg(name))
+        stream = await accepted(setup.transport, address, leg(name))
         await worker.streams[n].put(EngineChunk(finish=FinishReason.STOP))
         await read_all(stream)
     for name in "bc":
         with pytest.raises(LegRepeated):
-            await setup.transport.open(address, leg(name))
-    await setup.transport.open(address, leg("a"))
+            await accepted(setup.transport, address, leg(name))
+    await accepted(setup.transport, address, leg("a"))
     assert len(worker.requests) == 4
 
 
@@ -334,7 +334,7 @@ async def test_two_requests_with_the_same_client_id_are_both_served(setup: Reque
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
     requests = [replace(leg(), intake=intake) for intake in ("of one router", "of another")]
-    streams = [await setup.transport.open(address, request) for request in requests]
+    streams = [await accepted(setup.transport, address, request) for request in requests]
     assert worker.requests == requests
     for token, inner in enumerate(worker.streams):
         await inner.put(EngineChunk(token_ids=(token,), finish=FinishReason.STOP))
@@ -344,7 +344,7 @@ async def test_two_requests_with_the_same_client_id_are_both_served(setup: Reque
 async def test_cancelling_a_read_does_not_cancel_the_stream(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     reader.cancel()
@@ -362,10 +362,10 @@ async def test_worker_counts_running_legs_and_reports_idle(setup: RequestTranspo
     address, _ = await setup.serve(worker)
     place = setup.places[address]
     assert (place.running_legs, await place.wait_idle(0.0)) == (0, True)
-    read, left = [await setup.transport.open(address, leg(name)) for name in "xy"]
+    read, left = [await accepted(setup.transport, address, leg(name)) for name in "xy"]
     worker.refusal = InvalidRequest("no")
     with pytest.raises(InvalidRequest):
-        await setup.transport.open(address, leg("z"))
+        await accepted(setup.transport, address, leg("z"))
     assert (place.running_legs, await place.wait_idle(0.0)) == (2, False)
     idle = asyncio.create_task(place.wait_idle(IN_TIME_S))
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
@@ -387,7 +387,7 @@ async def test_leg_failed_by_its_worker_no_longer_counts_as_running(setup: Reque
             return Failing()
 
     address, _ = await setup.serve(Worker())
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     with pytest.raises(WorkerUnreachable):
         await read_all(stream)
     assert await setup.places[address].wait_idle(IN_TIME_S)
@@ -404,7 +404,7 @@ async def test_engine_full_after_acceptance_is_reported_as_worker_full(setup: Re
 
     address, _ = await setup.serve(Worker())
     with pytest.raises(WorkerFull, match="takes no more"):
-        await read_all(await setup.transport.open(address, leg()))
+        await read_all(await accepted(setup.transport, address, leg()))
 
 
 ANSWER = EngineAnswer(
@@ -429,12 +429,12 @@ async def test_engine_error_answer_arrives_byte_for_byte(
     worker.next_stream = Failing
     address, _ = await setup.serve(worker)
     with pytest.raises(KvrouterError) as caught:
-        await read_all(await setup.transport.open(address, leg()))
+        await read_all(await accepted(setup.transport, address, leg()))
     assert caught.value.answer == ANSWER
     assert isinstance(caught.value, kind)
     assert setup.places[address].running_legs == 0
     worker.refusal, worker.next_stream = None, ScriptedStream
-    await setup.transport.open(address, leg("y"))
+    await accepted(setup.transport, address, leg("y"))
 
 
 async def test_closing_the_plane_breaks_streams_and_cancels_legs_at_workers(
@@ -442,7 +442,7 @@ async def test_closing_the_plane_breaks_streams_and_cancels_legs_at_workers(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     reader = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     await setup.transport.close()
@@ -451,4 +451,4 @@ async def test_closing_the_plane_breaks_streams_and_cancels_legs_at_workers(
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
     with pytest.raises(WorkerUnreachable):
-        await setup.transport.open(address, leg("y"))
+        await accepted(setup.transport, address, leg("y"))

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.port import HandingStream, StreamBroken
+from kvrouter.transports.requests.port import SentLeg, StreamBroken
 from tests.testing.request_transports import (
     PROXIED_REQUEST_TRANSPORTS,
     REQUEST_TRANSPORTS,
     RequestTransportSetup,
 )
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.waits import until
 
 ENOUGH = 100_000
@@ -29,7 +29,7 @@ async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTranspor
 class Handed:
     """One leg, and the tokens that it handed over."""
 
-    def __init__(self, worker: ScriptedWorker, stream: HandingStream) -> None:
+    def __init__(self, worker: ScriptedWorker, stream: SentLeg) -> None:
         self.inner = worker.streams[-1]
         self.stream = stream
         self.tokens: list[int] = []
@@ -39,8 +39,7 @@ class Handed:
     async def begin(cls, setup: RequestTransportSetup) -> "Handed":
         worker = ScriptedWorker()
         address, _ = await setup.serve(worker)
-        stream = await setup.transport.open(address, leg())
-        assert isinstance(stream, HandingStream)
+        stream = await accepted(setup.transport, address, leg())
         handed = cls(worker, stream)
         await asyncio.sleep(0)
         return handed
@@ -93,8 +92,7 @@ async def test_chunk_with_more_than_tokens_is_left_to_the_reader(setup: RequestT
 async def test_exception_in_the_sink_is_raised_and_the_leg_goes_on(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
-    assert isinstance(stream, HandingStream)
+    stream = await accepted(setup.transport, address, leg())
 
     def take(_: Sequence[int]) -> bool:
         raise ValueError("no text")
@@ -119,8 +117,7 @@ async def test_worker_death_and_cancellation_end_the_handover(setup: RequestTran
     assert (await handed.stream.__anext__()).finish is FinishReason.CANCELLED
     worker = ScriptedWorker()
     address, die = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
-    assert isinstance(stream, HandingStream)
+    stream = await accepted(setup.transport, address, leg())
     lost = Handed(worker, stream)
     await asyncio.sleep(0)
     await die()

@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from tests.testing.request_transports import REQUEST_TRANSPORTS
-from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import ScriptedWorker, accepted, leg, read_all
 
 
 @pytest.mark.parametrize("kind", sorted(REQUEST_TRANSPORTS))
@@ -14,7 +14,7 @@ async def test_last_chunk_says_why_kv_was_lost(kind: str) -> None:
         worker = ScriptedWorker()
         address, _ = await setup.serve(worker)
         for n, loss in enumerate(KvLoss):
-            stream = await setup.transport.open(address, leg(f"r{n}", which=Leg.DECODE))
+            stream = await accepted(setup.transport, address, leg(f"r{n}", which=Leg.DECODE))
             last = EngineChunk(finish=FinishReason.ERROR, error="no KV came", kv_lost=loss)
             await worker.streams[n].put(EngineChunk(token_ids=(n,), cached_tokens=16))
             await worker.streams[n].put(last)

@@ -18,7 +18,7 @@ from tests.testing.request_transports import (
     REQUEST_TRANSPORTS,
     RequestTransportSetup,
 )
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
@@ -83,14 +83,14 @@ async def test_follower_hears_of_worker_death_and_return(setup: RequestTransport
     address, die = await setup.serve(ScriptedWorker())
     watch = Watch()
     end = setup.transport.follow(address, watch)
-    await setup.transport.open(address, leg())
+    await accepted(setup.transport, address, leg())
     assert watch.reported == []
     await die()
     await watch.until(False)
     assert setup.serve_again is not None
     await setup.serve_again(address, ScriptedWorker())
     await watch.until(False, True)
-    await setup.transport.open(address, leg())
+    await accepted(setup.transport, address, leg())
     end()
     end()
 
@@ -119,21 +119,21 @@ async def test_request_cancelled_while_opening_leaves_no_running_leg(
     worker.answers.clear()
     address, _ = await setup.serve(worker)
     place = setup.places[address]
-    opening = asyncio.create_task(setup.transport.open(address, leg()))
+    opening = asyncio.create_task(accepted(setup.transport, address, leg()))
     await until(lambda: place.running_legs == 1)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert await idle(place)
     worker.answers.set()
-    await setup.transport.open(address, leg(attempt=1))
+    await accepted(setup.transport, address, leg(attempt=1))
     assert len(worker.requests) == 1 or worker.streams[0].reasons
 
 
 async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    reading, waiting = [await far.transport.open(address, leg(name)) for name in "xy"]
+    reading, waiting = [await accepted(far.transport, address, leg(name)) for name in "xy"]
     await worker.streams[0].put(EngineChunk(token_ids=(1,)))
     assert (await reading.__anext__()).token_ids == (1,)
     reader = asyncio.create_task(broken(reading))
@@ -146,7 +146,7 @@ async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Re
         for stream in worker.streams:
             await stream.cancelled.wait()
     network_of(far).resume()
-    await far.transport.open(address, leg("x", attempt=1))
+    await accepted(far.transport, address, leg("x", attempt=1))
 
 
 async def test_half_open_connection_is_detected_on_both_sides_and_recovers(
@@ -156,7 +156,7 @@ async def test_half_open_connection_is_detected_on_both_sides_and_recovers(
     address, _ = await far.serve(worker)
     watch = Watch()
     far.transport.follow(address, watch)
-    stream = await far.transport.open(address, leg())
+    stream = await accepted(far.transport, address, leg())
     network_of(far).pause()
     await broken(stream)
     await watch.until(False)
@@ -164,10 +164,10 @@ async def test_half_open_connection_is_detected_on_both_sides_and_recovers(
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
     with pytest.raises(WorkerUnreachable):
-        await far.transport.open(address, leg("y"))
+        await accepted(far.transport, address, leg("y"))
     network_of(far).resume()
     await watch.until(False, True)
-    again = await far.transport.open(address, leg(attempt=1))
+    again = await accepted(far.transport, address, leg(attempt=1))
     await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(again))[0] == [7]
 
@@ -177,7 +177,7 @@ async def test_idle_connection_is_not_reported_as_lost(far: RequestTransportSetu
     address, _ = await far.serve(worker)
     watch = Watch()
     far.transport.follow(address, watch)
-    stream = await far.transport.open(address, leg())
+    stream = await accepted(far.transport, address, leg())
     await asyncio.sleep(1.5)  # longer than a peer may be silent: heartbeats are not seen from here
     assert watch.reported == []
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
@@ -189,13 +189,13 @@ async def test_request_arriving_after_its_router_gave_up_leaves_no_leg(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    await far.transport.open(address, leg("before"))
+    await accepted(far.transport, address, leg("before"))
     network_of(far).pause()
     with pytest.raises(WorkerUnreachable):
-        await far.transport.open(address, leg("late"))
+        await accepted(far.transport, address, leg("late"))
     network_of(far).resume()
     await until(lambda: far.places[address].running_legs <= 1)
-    late = await far.transport.open(address, leg("late", attempt=1))
+    late = await accepted(far.transport, address, leg("late", attempt=1))
     assert far.places[address].running_legs <= 2
     await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(late))[0] == [7]
@@ -204,8 +204,8 @@ async def test_request_arriving_after_its_router_gave_up_leaves_no_leg(
 async def test_too_slow_reader_is_cut_off_and_others_go_on(far: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    slow = await far.transport.open(address, leg("slow"))
-    waits = await far.transport.open(address, leg("waits"))
+    slow = await accepted(far.transport, address, leg("slow"))
+    waits = await accepted(far.transport, address, leg("waits"))
     await worker.streams[0].put(EngineChunk(token_ids=(1, 2, 3)))
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
@@ -222,7 +222,7 @@ async def test_ended_prefill_leg_is_cancelled_when_its_router_is_lost(
 ) -> None:
     worker = ScriptedWorker()
     address, _ = await far.serve(worker)
-    stream = await far.transport.open(address, leg(which=Leg.PREFILL))
+    stream = await accepted(far.transport, address, leg(which=Leg.PREFILL))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
     await read_all(stream)
     lose_router(far)

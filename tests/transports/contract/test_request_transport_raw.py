@@ -8,7 +8,7 @@ import pytest
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import EngineStream
 from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, accepted, leg
 
 N_CHUNKS = 8_000
 
@@ -32,7 +32,7 @@ def joined(chunks: list[EngineChunk]) -> bytes:
 async def test_long_raw_chunk_arrives_in_one_piece_whatever_its_tokens(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     tokens = tuple(range(5_000))
     await worker.streams[0].put(EngineChunk(token_ids=tokens, raw=b"x" * 500_000, text_chars=9))
     await worker.streams[0].put(EngineChunk(token_ids=(1,), raw=b"y", finish=FinishReason.LENGTH))
@@ -45,8 +45,8 @@ async def test_long_raw_chunk_arrives_in_one_piece_whatever_its_tokens(setup: Re
 async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    slow = await setup.transport.open(address, leg("slow"))
-    quick = await setup.transport.open(address, leg("quick"))
+    slow = await accepted(setup.transport, address, leg("slow"))
+    quick = await accepted(setup.transport, address, leg("quick"))
     piece = b"data: " + b"." * 300
 
     async def produce(inner: ScriptedStream) -> None:
@@ -64,7 +64,7 @@ async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(setup: Request
 async def test_comments_arrive_before_and_within_the_answer_in_order(setup: RequestTransportSetup) -> None:
     worker = ScriptedWorker()
     address, _ = await setup.serve(worker)
-    stream = await setup.transport.open(address, leg())
+    stream = await accepted(setup.transport, address, leg())
     inner = worker.streams[0]
     ping = EngineChunk(comments=b": keep-alive\n\n")
     await inner.put(ping)

@@ -12,7 +12,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTransport
-from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import ScriptedWorker, accepted, leg, read_all
 
 TOKEN = "t0p"
 CONNECT_LIMIT_S = 1.0
@@ -45,7 +45,7 @@ async def round_trip(
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
     try:
-        stream = await plane.open(address, leg())
+        stream = await accepted(plane, address, leg())
         worker.streams[-1].chunks.put_nowait(EngineChunk((4, 5), finish=FinishReason.STOP))
         return (await read_all(stream))[0]
     except WorkerUnreachable:

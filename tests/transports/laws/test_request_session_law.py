@@ -64,7 +64,7 @@ class Stream:
     session: "RouterSession[Stream]"
     stream_id: int
     credit_tokens: int
-    leaves_kv: bool
+    request: EngineRequest
     is_accepted: bool = False
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -90,8 +90,11 @@ class Stream:
     def unread_for_s(self, _now_s: float) -> float:
         return 0.0
 
-    def give_up(self, limit_s: float) -> None:
-        raise AssertionError(limit_s)
+    def break_off(self, why: str) -> None:
+        self.error = StreamBroken(why) if self.is_accepted else WorkerUnreachable(why)
+
+    def withdraw(self, error: KvrouterError) -> None:
+        raise AssertionError(error)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.constants import SetConstants
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
 
@@ -124,7 +124,7 @@ async def test_malformed_body_or_request_line_gets_400_and_others_are_served() -
     async with both_ends() as ends:
         assert b" 400 " in await say(ends.port, post("/v1/legs/1/1", length=4) + "abcd")
         assert b" 400 " in await say(ends.port, "\x00\x01 garbage\n\n")
-        stream = await ends.transport.open(ends.address, leg())
+        stream = await accepted(ends.transport, ends.address, leg())
         await ends.worker.streams[0].put(LAST)
         assert (await read_all(stream))[0] == [4, 5]
 
@@ -142,15 +142,15 @@ async def test_health_needs_a_token_for_a_worker_but_not_for_the_listener() -> N
 async def test_wrong_token_is_refused_and_no_token_is_accepted_if_none_is_set() -> None:
     async with both_ends(router_token="guess") as ends:
         with pytest.raises(WorkerUnreachable, match="token"):
-            await ends.transport.open(ends.address, leg())
+            await accepted(ends.transport, ends.address, leg())
     async with both_ends(router_token="", worker_token="") as ends:
-        await ends.transport.open(ends.address, leg())
+        await accepted(ends.transport, ends.address, leg())
 
 
 async def test_request_to_an_incarnation_not_served_here_is_refused() -> None:
     async with both_ends() as ends:
         with pytest.raises(WorkerUnreachable, match="nobody serves"):
-            await ends.transport.open(ends.address.removesuffix("1") + "2", leg())
+            await accepted(ends.transport, ends.address.removesuffix("1") + "2", leg())
         with pytest.raises(ConfigError):
             ends.acceptor.serve(ends.address, ScriptedWorker())
 
@@ -158,7 +158,7 @@ async def test_request_to_an_incarnation_not_served_here_is_refused() -> None:
 async def test_closed_plane_follows_no_worker_and_leaves_no_tasks() -> None:
     async with both_ends() as ends:
         before = asyncio.all_tasks()
-        stream = await ends.transport.open(ends.address, leg())
+        stream = await accepted(ends.transport, ends.address, leg())
         ends.transport.follow(ends.address, lambda _: None)
         await ends.transport.close()
         with pytest.raises(WorkerUnreachable, match="closed"):
@@ -174,7 +174,7 @@ async def test_closed_plane_follows_no_worker_and_leaves_no_tasks() -> None:
 async def test_an_address_of_another_plane_is_unreachable(address: str) -> None:
     async with both_ends() as ends:
         with pytest.raises(WorkerUnreachable, match="no address"):
-            await ends.transport.open(address, leg())
+            await accepted(ends.transport, address, leg())
         with pytest.raises(WorkerUnreachable, match="no address"):
             ends.transport.follow(address, lambda _: None)
 
@@ -201,14 +201,14 @@ async def test_request_over_the_size_limit_is_an_invalid_request(set_constants: 
     set_constants(http_plane, REQUEST_MAX_BYTES=10)
     async with both_ends() as ends:
         with pytest.raises(InvalidRequest, match="above"):
-            await ends.transport.open(ends.address, leg())
+            await accepted(ends.transport, ends.address, leg())
 
 
 async def test_a_prompt_of_a_million_tokens_arrives() -> None:
     async with both_ends() as ends:
         long = leg()
         long.token_ids.extend(range(1_000_000))
-        await ends.transport.open(ends.address, long)
+        await accepted(ends.transport, ends.address, long)
         assert ends.worker.requests == [long]
 
 
@@ -244,7 +244,7 @@ async def test_consecutive_legs_share_a_connection() -> None:
         address = f"http://127.0.0.1:{proxy.port}/1/1"
         ends.transport.follow(address, lambda _is_alive: None)
         for n in range(5):
-            stream = await ends.transport.open(address, leg(str(n)))
+            stream = await accepted(ends.transport, address, leg(str(n)))
             await ends.worker.streams[-1].put(LAST)
             await read_all(stream)
             assert await ends.place.wait_idle(IN_TIME_S)
@@ -255,7 +255,7 @@ async def test_consecutive_legs_share_a_connection() -> None:
 
 async def test_a_reset_connection_breaks_its_stream_and_frees_the_worker() -> None:
     async with both_ends() as ends, TcpProxy("127.0.0.1", ends.port) as proxy:
-        stream = await ends.transport.open(f"http://127.0.0.1:{proxy.port}/1/1", leg())
+        stream = await accepted(ends.transport, f"http://127.0.0.1:{proxy.port}/1/1", leg())
         reader = asyncio.create_task(read_all(stream))
         proxy.cut()
         with pytest.raises(StreamBroken):
@@ -305,7 +305,7 @@ async def test_worker_that_breaks_the_protocol_breaks_its_stream(frames: list[by
         transport = HttpRequestTransport(
             token=TOKEN, limits=RouterLimits(dead_after_s=0.3, heartbeat_s=0.3 / 3)
         )
-        stream = await transport.open(address, leg())
+        stream = await accepted(transport, address, leg())
         with pytest.raises(StreamBroken, match=why):
             await read_all(stream)
         await transport.close()
@@ -325,5 +325,5 @@ async def test_invalid_http_answer_is_an_unreachable_worker(answer: bytes) -> No
     async with strange_worker(answer) as address:
         transport = HttpRequestTransport(token=TOKEN)
         with pytest.raises(WorkerUnreachable):
-            await transport.open(address, leg())
+            await accepted(transport, address, leg())
         await transport.close()

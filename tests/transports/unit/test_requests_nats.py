@@ -34,7 +34,7 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.testing.constants import SetConstants
 from tests.testing.lossy_nats import TOKEN, MessageFilter, lossy_nats
 from tests.testing.nats_server import NatsServer, running_nats
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, accepted, leg, read_all
 from tests.testing.waits import until
 
 SEAL = message_auth_of(TOKEN, "fleet_a")
@@ -77,7 +77,7 @@ async def test_request_over_the_message_limit_arrives_in_parts() -> None:
         async with lossy_nats(server) as harness:
             long = leg()
             long.token_ids.extend(range(50_000))
-            stream = await harness.transport.open(harness.address, long)
+            stream = await accepted(harness.transport, harness.address, long)
             assert harness.worker.requests == [long]
             producer = asyncio.create_task(put_tokens(harness.worker.streams[0], 3000))
             assert (await read_all(stream))[0] == list(range(3000))
@@ -98,15 +98,15 @@ async def test_request_with_a_lost_part_fails_and_never_runs() -> None:
             long = leg()
             long.token_ids.extend(range(50_000))
             with pytest.raises(WorkerUnreachable, match="lost on the way"):
-                await harness.transport.open(harness.address, long)
+                await accepted(harness.transport, harness.address, long)
             assert harness.worker.requests == []
-            await harness.transport.open(harness.address, long)
+            await accepted(harness.transport, harness.address, long)
 
 
 async def test_chunk_over_the_message_limit_arrives_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
         async with lossy_nats(server) as harness:
-            stream = await harness.transport.open(harness.address, leg(which=Leg.PREFILL))
+            stream = await accepted(harness.transport, harness.address, leg(which=Leg.PREFILL))
             blocks = {"remote_block_ids": list(range(9000))}
             await harness.worker.streams[0].put(
                 EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params=blocks)
@@ -121,14 +121,14 @@ async def test_request_over_the_size_limit_is_an_invalid_request(
     set_constants(session, REQUEST_MAX_BYTES=10)
     async with lossy_nats(shared_nats) as harness:
         with pytest.raises(InvalidRequest, match="over the 10 allowed"):
-            await harness.transport.open(harness.address, leg())
+            await accepted(harness.transport, harness.address, leg())
 
 
 async def test_a_lost_message_breaks_the_streams_of_its_session(
     shared_nats: NatsServer,
 ) -> None:
     async with lossy_nats(shared_nats) as harness:
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         harness.worker_client.loses = answers_with(FrameKind.CHUNKS)
         await harness.worker.streams[0].put(EngineChunk(token_ids=(1,)))
         await until(lambda: harness.worker_client.n_lost == 1)
@@ -137,14 +137,14 @@ async def test_a_lost_message_breaks_the_streams_of_its_session(
             await stream.__anext__()
         async with asyncio.timeout(IN_TIME_S):
             await harness.worker.streams[0].cancelled.wait()
-        other = await harness.transport.open(harness.address, leg("y"))
+        other = await accepted(harness.transport, harness.address, leg("y"))
         await harness.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(other))[0] == [4]
 
 
 async def test_lost_last_message_breaks_the_stream(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, dead_after_s=3.0) as harness:
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         harness.worker_client.loses = answers_with(FrameKind.CHUNKS)
         await harness.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
         with pytest.raises(StreamBroken, match="lost on the way"):
@@ -154,7 +154,7 @@ async def test_lost_last_message_breaks_the_stream(shared_nats: NatsServer) -> N
 async def test_lost_credit_message_breaks_the_stream(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         harness.router_client.loses = says(FrameKind.CREDIT)
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         producer = asyncio.create_task(put_tokens(harness.worker.streams[0], 3 * WINDOW_TOKENS))
         with pytest.raises(StreamBroken, match="lost on the way"):
             await read_all(stream)
@@ -165,7 +165,7 @@ async def test_lost_credit_message_breaks_the_stream(shared_nats: NatsServer) ->
 async def test_lost_cancel_message_still_cancels_the_leg(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         harness.router_client.loses = says(FrameKind.CANCEL)
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         stream.cancel("the client left")
         async with asyncio.timeout(IN_TIME_S):
             await harness.worker.streams[0].cancelled.wait()
@@ -174,7 +174,7 @@ async def test_lost_cancel_message_still_cancels_the_leg(shared_nats: NatsServer
 
 async def test_lost_sign_of_life_does_not_break_the_stream(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, dead_after_s=3.0) as harness:
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         harness.worker_client.loses = answers_with(FrameKind.PONG)
         await until(lambda: harness.worker_client.n_lost == 1)
         await harness.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
@@ -204,7 +204,7 @@ async def test_worker_of_another_protocol_version_is_unreachable(shared_nats: Na
         await old.subscribe("kvrouter.fleet_a.requests.8.1", cb=hear)
         await old.flush()
         with pytest.raises(WorkerUnreachable, match="nobody serves"):
-            await harness.transport.open(harness.address.replace("/7/", "/8/"), leg())
+            await accepted(harness.transport, harness.address.replace("/7/", "/8/"), leg())
         await old.close()
         assert heard == []
 
@@ -213,12 +213,12 @@ async def test_absent_worker_is_unreachable_at_once(shared_nats: NatsServer) -> 
     async with lossy_nats(shared_nats) as harness:
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(WorkerUnreachable, match="nobody serves"):
-                await harness.transport.open(harness.address.replace("/7/", "/8/"), leg())
+                await accepted(harness.transport, harness.address.replace("/7/", "/8/"), leg())
 
 
 async def test_vanished_worker_breaks_streams_before_the_silence_timeout(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         harness.worker_client.loses = lambda _subject, _message: True
         await harness.worker_client.close()
         async with asyncio.timeout(IN_TIME_S):
@@ -229,7 +229,7 @@ async def test_vanished_worker_breaks_streams_before_the_silence_timeout(shared_
 async def test_request_with_a_wrong_token_is_refused(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats, router_token="guess", open_timeout_s=0.5) as harness:
         with pytest.raises(WorkerUnreachable):
-            await harness.transport.open(harness.address, leg())
+            await accepted(harness.transport, harness.address, leg())
         assert harness.worker.requests == []
         assert harness.refused
         assert "token" in harness.refused[0]
@@ -251,7 +251,7 @@ async def test_garbage_messages_do_not_affect_other_legs(shared_nats: NatsServer
         sealed = [SEAL.seal(REQUESTS, body, number=9) for body in (b"", b"\xc1", evil)]
         for message in (b"", *sealed, b"x" * 100):
             await client.publish(REQUESTS, message)
-        first = await harness.transport.open(harness.address, leg("first"))
+        first = await accepted(harness.transport, harness.address, leg("first"))
         answers = harness.worker_client.subject.rpartition(".")[0]
         for link in ("x", "12345", "\u00b2"):
             await client.publish(f"{answers}.{link}", b"x" * 100)
@@ -259,7 +259,7 @@ async def test_garbage_messages_do_not_affect_other_legs(shared_nats: NatsServer
         await client.close()
         await harness.worker.streams[0].put(EngineChunk(token_ids=(3,), finish=FinishReason.STOP))
         assert (await read_all(first))[0] == [3]
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         await harness.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
         assert len(harness.refused) == 5
@@ -268,7 +268,7 @@ async def test_garbage_messages_do_not_affect_other_legs(shared_nats: NatsServer
 
 async def test_tokens_in_the_name_of_another_worker_are_ignored(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         tokens = frame(FrameKind.CHUNKS, encode_items([(0, (666,), None)]))
         other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), 1, is_sign=False, data=tokens))
         subject = harness.worker_client.subject
@@ -288,11 +288,11 @@ async def test_replayed_messages_are_refused(shared_nats: NatsServer) -> None:
         await stranger.subscribe("kvrouter.>", cb=overhear)
         for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
             await stranger.flush()
-        first = await harness.transport.open(harness.address, leg("first"))
+        first = await accepted(harness.transport, harness.address, leg("first"))
         await until(lambda: len(overheard) > 6)  # pulses and beats among them
         await harness.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
         await read_all(first)
-        second = await harness.transport.open(harness.address, leg("second"))
+        second = await accepted(harness.transport, harness.address, leg("second"))
         before = len(harness.refused)
         again = list(overheard)
         for subject, message in again:
@@ -309,12 +309,12 @@ async def test_replayed_messages_are_refused(shared_nats: NatsServer) -> None:
 
 async def test_closed_nats_connection_makes_the_worker_unreachable(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
-        stream = await harness.transport.open(harness.address, leg())
+        stream = await accepted(harness.transport, harness.address, leg())
         await harness.router_client.close()
         with pytest.raises(StreamBroken):
             await read_all(stream)
         with pytest.raises(WorkerUnreachable):
-            await harness.transport.open(harness.address, leg("y"))
+            await accepted(harness.transport, harness.address, leg("y"))
         await harness.worker_client.close()
         with pytest.raises(ConfigError):
             harness.acceptor.serve(harness.acceptor.address_of(WorkerId(8), Epoch(1)), ScriptedWorker())

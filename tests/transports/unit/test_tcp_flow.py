@@ -26,7 +26,7 @@ from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTrans
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.constants import SetConstants
 from tests.testing.request_transports import TOKEN
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 
 Acceptor = tuple[TcpRequestAcceptor, ScriptedWorker, str]
@@ -104,7 +104,7 @@ async def _tokens_arrive_once_and_in_order(sizes: list[int], credit_tokens: int,
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     acceptor.serve(address, worker)
     setup = TcpRequestTransport(token=TOKEN, limits=RouterLimits(stream_credit_tokens=credit_tokens))
-    stream = await setup.open(address, leg())
+    stream = await accepted(setup, address, leg())
     sent: list[int] = []
 
     async def produce() -> None:
@@ -146,19 +146,19 @@ async def test_too_large_request_is_an_invalid_request(served: Acceptor, set_con
     set_constants(session, REQUEST_MAX_BYTES=100)
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
-        await setup.open(served[2], leg())
+        await accepted(setup, served[2], leg())
     assert refused.value.param == "token_ids"
     await setup.close()
 
 
 async def test_router_opens_no_more_streams_than_its_limit(served: Acceptor) -> None:
     setup = TcpRequestTransport(token=TOKEN, limits=RouterLimits(streams_max=2))
-    first = await setup.open(served[2], leg("a"))
-    await setup.open(served[2], leg("b"))
+    first = await accepted(setup, served[2], leg("a"))
+    await accepted(setup, served[2], leg("b"))
     with pytest.raises(WorkerFull, match="2 streams"):
-        await setup.open(served[2], leg("c"))
+        await accepted(setup, served[2], leg("c"))
     first.cancel("the client left")
-    await setup.open(served[2], leg("c"))
+    await accepted(setup, served[2], leg("c"))
     await setup.close()
 
 
@@ -169,7 +169,9 @@ async def test_unread_requests_over_the_write_limit_are_refused_as_full() -> Non
     large = msgspec.structs.replace(leg(), kv_transfer_params={"x": b"0" * 2_000_000})
     async with RawWorkers() as workers:
         openings = [
-            asyncio.create_task(setup.open(workers.address_of(), msgspec.structs.replace(large, attempt=n)))
+            asyncio.create_task(
+                accepted(setup, workers.address_of(), msgspec.structs.replace(large, attempt=n))
+            )
             for n in range(12)
         ]
         peer = await workers.welcome_next()
@@ -209,7 +211,7 @@ async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
 async def test_too_large_chunk_fails_only_its_own_leg(served: Acceptor) -> None:
     _, worker, address = served
     setup = TcpRequestTransport(token=TOKEN)
-    odd, good = [await setup.open(address, leg(name)) for name in ("odd", "good")]
+    odd, good = [await accepted(setup, address, leg(name)) for name in ("odd", "good")]
     worker.streams[0].chunks.put_nowait(EngineChunk(kv_transfer_params={"x": b"0" * 20_000_000}))
     with pytest.raises(KvrouterError, match="over"):
         await read_all(odd)
@@ -236,7 +238,7 @@ async def test_exception_in_an_engine_breaks_its_stream_and_is_reported(served: 
     unwatch = mistakes.watch()
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(StreamBroken, match="ZeroDivisionError"):
-        await read_all(await setup.open(address, leg()))
+        await read_all(await accepted(setup, address, leg()))
     assert len(mistakes.seen) == 1
     unwatch()
     await setup.close()
@@ -257,7 +259,7 @@ async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Accepto
     acceptor.serve(address, Worker())
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(StreamBroken, match="without a last chunk"):
-        await read_all(await setup.open(address, leg()))
+        await read_all(await accepted(setup, address, leg()))
     await setup.close()
 
 
@@ -283,6 +285,8 @@ async def test_number_of_kept_ended_prefill_legs_is_bounded(
 class Unheard:
     """A connection that hears what its stream tells it."""
 
+    address = "tcp://127.0.0.1:1/1/1"
+
     def __init__(self) -> None:
         self.cancelled: list[str] = []
 
@@ -294,7 +298,7 @@ class Unheard:
 
 
 async def test_occasional_reads_reset_the_unread_time() -> None:
-    stream = SessionStream(Unheard(), 0, credit_tokens=100, leaves_kv=False)
+    stream = SessionStream(Unheard(), 0, credit_tokens=100, request=leg())
     stream.accept()
     for now_s in range(0, 50, 10):
         stream.push(EngineChunk((1,)))

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.leg_stream import SessionStream
-from kvrouter.transports.requests.port import HandingStream, StreamBroken
+from kvrouter.transports.requests.port import StreamBroken
+from tests.testing.scripted_worker import leg
 
 
 class Connection:
     """Notes what a stream says to its worker."""
+
+    address = "tcp://127.0.0.1:1/1/1"
 
     def __init__(self) -> None:
         self.credits: list[int] = []
@@ -48,7 +51,7 @@ class Reader:
 
 
 def new_stream(connection: Connection, *, credit_tokens: int = 100) -> SessionStream:
-    stream = SessionStream(connection, 0, credit_tokens=credit_tokens, leaves_kv=False)
+    stream = SessionStream(connection, 0, credit_tokens=credit_tokens, request=leg())
     stream.accept()
     return stream
 
@@ -60,7 +63,6 @@ def connection() -> Connection:
 
 async def test_tokens_are_taken_before_the_push_returns(connection: Connection) -> None:
     stream, reader = new_stream(connection), Reader()
-    assert isinstance(stream, HandingStream)
     task = await reader.begin(stream)
     stream.push_tokens((1, 2))
     stream.push_tokens((3,))

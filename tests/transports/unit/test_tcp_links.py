@@ -19,7 +19,7 @@ from kvrouter.transports.requests.tcp import transport as transport_module
 from kvrouter.transports.requests.tcp.transport import RouterPipe
 from tests.testing.constants import SetConstants
 from tests.testing.request_transports import TOKEN
-from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawWorkers
 from tests.testing.tcp_proxy import TcpProxy
 
@@ -36,7 +36,7 @@ async def answers(
     setup: TcpRequestTransport, worker: ScriptedWorker, address: str, name: str = "x"
 ) -> list[int]:
     """What one leg brings, from its request to its end."""
-    stream = await setup.open(address, leg(name))
+    stream = await accepted(setup, address, leg(name))
     worker.streams[-1].chunks.put_nowait(EngineChunk((4, 5), finish=FinishReason.STOP))
     return (await read_all(stream))[0]
 
@@ -47,9 +47,9 @@ async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAc
     async with TcpProxy("127.0.0.1", acceptor.port) as proxy:
         behind = address.replace(str(acceptor.port), str(proxy.port))
         setup = TcpRequestTransport(token=TOKEN)
-        await asyncio.gather(*(setup.open(behind, leg(str(n))) for n in range(50)))
+        await asyncio.gather(*(accepted(setup, behind, leg(str(n))) for n in range(50)))
         setup.follow(behind, lambda _: None)
-        await setup.open(behind, leg("last"))
+        await accepted(setup, behind, leg("last"))
         assert proxy.n_accepted == 1
         await setup.close()
 
@@ -74,13 +74,13 @@ async def test_new_incarnation_at_a_port_gets_no_requests_for_the_old_one(
     old, new = [acceptor.address_of(WorkerId(1), Epoch(incarnation)) for incarnation in (1, 2)]
     registration = acceptor.serve(old, ScriptedWorker())
     setup = TcpRequestTransport(token=TOKEN)
-    await setup.open(old, leg())
+    await accepted(setup, old, leg())
     registration.leave("a rolling restart")
     worker = ScriptedWorker()
     acceptor.serve(new, worker)
     for why in ("a rolling restart", "not served here"):
         with pytest.raises(WorkerUnreachable, match=why):
-            await setup.open(old, leg("y"))
+            await accepted(setup, old, leg("y"))
     assert await answers(setup, worker, new) == [4, 5]
     await setup.close()
 
@@ -114,7 +114,7 @@ async def test_worker_that_reconnects_at_once_is_not_reported_dead(
         setup = TcpRequestTransport(token=TOKEN)
         reported: list[bool] = []
         setup.follow(behind, reported.append)
-        stream = await setup.open(behind, leg())
+        stream = await accepted(setup, behind, leg())
         proxy.cut()
         with pytest.raises(StreamBroken):
             await read_all(stream)
@@ -196,7 +196,7 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
     async with RawWorkers() as workers:
         setup = TcpRequestTransport(token=TOKEN)
         setup.follow(workers.address_of(1), lambda _: None)
-        opening = asyncio.create_task(setup.open(workers.address_of(2), leg()))
+        opening = asyncio.create_task(accepted(setup, workers.address_of(2), leg()))
         await workers.next()
         await setup.close()
         with pytest.raises(WorkerUnreachable, match="closed"):
@@ -209,7 +209,7 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
 async def test_invalid_address_is_unreachable_and_not_followed(address: str) -> None:
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
-        await setup.open(address, leg())
+        await accepted(setup, address, leg())
     with pytest.raises(WorkerUnreachable):
         setup.follow(address, lambda _: None)
     await setup.close()
@@ -219,7 +219,7 @@ async def test_address_without_a_worker_is_unreachable_and_not_alive() -> None:
     address = "tcp://127.0.0.1:1/1/1"
     setup = TcpRequestTransport(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
-        await setup.open(address, leg())
+        await accepted(setup, address, leg())
     heard: asyncio.Queue[bool] = asyncio.Queue()
     end = setup.follow(address, heard.put_nowait)
     async with asyncio.timeout(IN_TIME_S):

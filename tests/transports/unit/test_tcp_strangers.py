@@ -18,7 +18,7 @@ from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestTrans
 from kvrouter.transports.requests.tcp.pipe import new_nonce
 from kvrouter.transports.requests.worker_session import WorkerLimits
 from tests.testing.request_transports import TOKEN
-from tests.testing.scripted_worker import ScriptedWorker, leg, read_all
+from tests.testing.scripted_worker import ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawRouter, RawWorkers, encode_open
 
 
@@ -206,9 +206,9 @@ async def test_more_streams_than_a_connection_may_have_are_refused_as_full(behin
     setup = TcpRequestTransport(token=TOKEN)
     address = behind.place.address
     for n in range(4):
-        await setup.open(address, leg(str(n)))
+        await accepted(setup, address, leg(str(n)))
     with pytest.raises(WorkerFull, match="4 streams"):
-        await setup.open(address, leg("more"))
+        await accepted(setup, address, leg("more"))
     await setup.close()
 
 
@@ -232,7 +232,7 @@ async def test_router_refuses_a_worker_without_the_token() -> None:
     refusals: list[str] = []
     setup = TcpRequestTransport(token=TOKEN, on_refused=refusals.append)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(accepted(setup, workers.address_of(), leg()))
         peer = await workers.welcome_next(token="guessed")
         assert "token" in await peer.goodbye()
         with pytest.raises(WorkerUnreachable, match="does not know the token"):
@@ -248,7 +248,7 @@ async def test_router_refuses_a_worker_without_the_token() -> None:
 async def test_router_refuses_a_peer_that_is_not_a_worker(first_bytes: bytes, why: str) -> None:
     setup = TcpRequestTransport(token=TOKEN, connect_timeout_s=0.1 if not first_bytes else 20.0)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(accepted(setup, workers.address_of(), leg()))
         (await workers.next()).send(first_bytes)
         with pytest.raises(WorkerUnreachable, match=why):
             await opening
@@ -258,7 +258,7 @@ async def test_router_refuses_a_peer_that_is_not_a_worker(first_bytes: bytes, wh
 async def test_a_frame_before_the_welcome_is_refused() -> None:
     setup = TcpRequestTransport(token=TOKEN)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(accepted(setup, workers.address_of(), leg()))
         peer = await workers.next()
         peer.send(greeting(new_nonce()) + frame(FrameKind.CHUNKS, b"\x90"))
         with pytest.raises(WorkerUnreachable, match="may not come"):
@@ -292,7 +292,7 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reaso
         token=TOKEN, on_refused=refusals.append, limits=RouterLimits(stream_credit_tokens=16)
     )
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(accepted(setup, workers.address_of(), leg()))
         peer = await workers.welcome_next()
         await peer.next(FrameKind.OPEN)
         peer.send_frame(FrameKind.ACCEPTED, b"\x00")
@@ -308,7 +308,7 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reaso
 async def test_answers_to_unknown_streams_are_ignored() -> None:
     setup = TcpRequestTransport(token=TOKEN)
     async with RawWorkers() as workers:
-        opening = asyncio.create_task(setup.open(workers.address_of(), leg()))
+        opening = asyncio.create_task(accepted(setup, workers.address_of(), leg()))
         peer = await workers.welcome_next()
         await peer.next(FrameKind.OPEN)
         peer.send_frame(FrameKind.ACCEPTED, b"\x09")

@@ -19,6 +19,7 @@ from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.worker import KvPublisher
 from tests.testing.calls import MakeFail
 from tests.testing.log_events import events_of
+from tests.testing.scripted_worker import accepted
 from tests.testing.waits import until
 from tests.testing.worker_harness import COLUMN, EPOCH, RANK, STORED, WorkerHarness
 
@@ -33,7 +34,7 @@ async def harness() -> WorkerHarness:
 async def test_a_started_worker_is_discovered_serves_legs_and_publishes(harness: WorkerHarness) -> None:
     card = await harness.cards.get()
     assert card == harness.worker.card
-    stream = await harness.requests.open(harness.worker.card.address, harness.request())
+    stream = await accepted(harness.requests, harness.worker.card.address, harness.request())
     harness.engine.streams[0].chunks.put_nowait(EngineChunk((5,), FinishReason.LENGTH))
     assert [chunk.token_ids async for chunk in stream] == [(5,)]
     harness.engine.tell(STORED)
@@ -55,18 +56,18 @@ async def test_stopping_withdraws_the_worker_and_is_idempotent(harness: WorkerHa
     assert await harness.cards.get() is None
     assert await harness.events.recover_snapshot(RANK) is None
     with pytest.raises(WorkerUnreachable):
-        await harness.requests.open(harness.worker.card.address, harness.request())
+        await accepted(harness.requests, harness.worker.card.address, harness.request())
 
 
 async def test_a_drain_waits_for_running_legs_and_refuses_new_legs(harness: WorkerHarness) -> None:
     await harness.cards.get()
-    stream = await harness.requests.open(harness.worker.card.address, harness.request())
+    stream = await accepted(harness.requests, harness.worker.card.address, harness.request())
     drain = asyncio.create_task(harness.worker.drain(60.0))
     card = await harness.cards.get()
     assert card is not None
     assert card.draining
     with pytest.raises(ShuttingDown):
-        await harness.requests.open(harness.worker.card.address, harness.request(request_id="late"))
+        await accepted(harness.requests, harness.worker.card.address, harness.request(request_id="late"))
     assert (drain.done(), harness.worker.running_legs) == (False, 1)
     harness.engine.streams[0].chunks.put_nowait(EngineChunk((5,), FinishReason.LENGTH))
     assert [chunk.token_ids async for chunk in stream] == [(5,)]
@@ -80,19 +81,19 @@ async def test_a_silent_engine_is_published_and_refuses_new_legs(harness: Worker
     tell = harness.engine.on_state
     assert tell is not None
     joined = await harness.cards.get()
-    stream = await harness.requests.open(harness.worker.card.address, harness.request())
+    stream = await accepted(harness.requests, harness.worker.card.address, harness.request())
     tell(EngineState(answers=False, why="answered 500"))
     silent = await harness.cards.get()
     assert joined is not None
     assert silent is not None
     assert (silent.engine_silent, silent.draining, silent.takes_new_requests) == (True, False, False)
     with pytest.raises(ShuttingDown, match="the engine of worker 6 does not answer"):
-        await harness.requests.open(harness.worker.card.address, harness.request(request_id="late"))
+        await accepted(harness.requests, harness.worker.card.address, harness.request(request_id="late"))
     harness.engine.streams[0].chunks.put_nowait(EngineChunk((5,), FinishReason.LENGTH))
     assert [chunk.token_ids async for chunk in stream] == [(5,)]
     tell(EngineState())
     assert await harness.cards.get() == joined
-    await harness.requests.open(harness.worker.card.address, harness.request(request_id="later"))
+    await accepted(harness.requests, harness.worker.card.address, harness.request(request_id="later"))
     await harness.worker.stop()
 
 
@@ -111,7 +112,7 @@ async def test_a_draining_worker_stays_draining_when_its_engine_changes_state(ha
 
 
 async def test_a_drain_past_its_limit_breaks_running_legs(harness: WorkerHarness) -> None:
-    stream = await harness.requests.open(harness.worker.card.address, harness.request())
+    stream = await accepted(harness.requests, harness.worker.card.address, harness.request())
     assert not await harness.worker.drain(0.0)
     with pytest.raises(StreamBroken):
         await anext(aiter(stream))
@@ -121,7 +122,7 @@ async def test_a_drain_past_its_limit_breaks_running_legs(harness: WorkerHarness
 async def test_a_leg_is_counted_until_it_is_cancelled_broken_or_exhausted(
     harness: WorkerHarness, ending: str
 ) -> None:
-    stream = await harness.requests.open(harness.worker.card.address, harness.request())
+    stream = await accepted(harness.requests, harness.worker.card.address, harness.request())
     assert harness.worker.running_legs == 1
     chunks = harness.engine.streams[0].chunks
     match ending:
@@ -161,7 +162,7 @@ async def test_a_dying_worker_publishes_no_withdrawal(harness: WorkerHarness) ->
     assert harness.cards.empty()
     assert await harness.events.recover_snapshot(RANK) is None
     with pytest.raises(WorkerUnreachable):
-        await harness.requests.open(harness.worker.card.address, harness.request())
+        await accepted(harness.requests, harness.worker.card.address, harness.request())
 
 
 async def test_heartbeats_repeat_the_latest_load() -> None:

@@ -5,36 +5,52 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.core.requests import EngineChunk, FinishReason, merge_chunks
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, merge_chunks
+from kvrouter.transports.background import LATE_S, Sweep
 from kvrouter.transports.requests.encoding import credit_of, is_bare, weight_of
-from kvrouter.transports.requests.port import ReaderTooSlow, StreamBroken, TokenSink
+from kvrouter.transports.requests.port import StreamBroken, TokenSink, WorkerUnreachable
 
 
 class LegStream:
     """One open leg, filled by its transport and emptied by its reader.
 
-    The transport calls :meth:`push`, :meth:`push_tokens` and :meth:`fail`, and gives two functions:
-    ``on_read`` is called with the number of tokens that the reader took, ``on_cancel`` asks the worker to
-    stop. A chunk without tokens counts as one token.
+    The transport calls :meth:`accept`, :meth:`push`, :meth:`push_tokens` and :meth:`fail`, and gives two
+    functions: ``on_read`` is called with the number of tokens that the reader took, ``on_cancel`` asks the
+    worker to stop. A chunk without tokens counts as one token.
     """
 
     __slots__ = (
         "__weakref__",
+        "_acceptance",
         "_cancelled",
         "_chunks",
         "_complete",
         "_failure",
+        "_fetches_kv",
         "_loop",
         "_on_cancel",
         "_on_read",
         "_reader",
         "_sink",
         "_unread_since_s",
+        "_withheld_cancel",
+        "address",
+        "is_accepted",
         "is_over",
         "waiting_tokens",
     )
 
-    def __init__(self, *, on_read: Callable[[int], None], on_cancel: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        request: EngineRequest,
+        *,
+        on_read: Callable[[int], None],
+        on_cancel: Callable[[str], None],
+    ) -> None:
+        self.address = address
+        self.is_accepted = False
+        """Whether the worker accepted the leg."""
         self.is_over = False
         """True once no more input is expected: the last chunk came, or the leg failed or was cancelled."""
         self.waiting_tokens = 0
@@ -46,6 +62,10 @@ class LegStream:
         self._reader: asyncio.Future[None] | None = None
         self._sink: TokenSink | None = None
         self._failure: KvrouterError | None = None
+        self._acceptance: asyncio.Future[None] | None = None
+        self._fetches_kv = bool(request.kv_transfer_params)
+        self._withheld_cancel: str | None = None
+        """Why a leg that fetches KV is to be cancelled once its worker has accepted it."""
         self._cancelled = False
         self._complete = False
 
@@ -56,6 +76,21 @@ class LegStream:
         if self._unread_since_s is None:
             self._unread_since_s = now_s
         return now_s - self._unread_since_s
+
+    def accept(self) -> None:
+        """Record that the worker accepted the leg."""
+        self.is_accepted = True
+        self._settle()
+        if self._withheld_cancel is not None:
+            self._on_cancel(self._withheld_cancel)
+
+    async def accepted(self) -> None:
+        """Return once the worker accepted the leg, or the leg was cancelled; raise as a read does."""
+        if not (self.is_accepted or self.is_over):
+            self._acceptance = self._loop.create_future()
+            await self._acceptance
+        if not self.is_accepted:
+            self._raise_failure()
 
     def push_tokens(self, token_ids: tuple[int, ...]) -> None:
         """Add bare tokens from the worker; ignored after the end."""
@@ -82,11 +117,20 @@ class LegStream:
             self.is_over = True
             self._failure = error
             self._sink = None
+            self._settle()
             self._wake()
 
     def break_off(self, why: str) -> None:
-        """End the stream with StreamBroken: the worker is lost."""
-        self.fail(StreamBroken(why))
+        """End the stream: the worker is lost. A leg that it had not accepted may be sent elsewhere."""
+        self.fail(StreamBroken(why) if self.is_accepted else WorkerUnreachable(why))
+
+    def withdraw(self, error: KvrouterError) -> None:
+        """End the stream with ``error``, and ask the worker to stop; ignored after the end."""
+        if self._withheld_cancel is not None:
+            self._on_cancel(self._withheld_cancel)
+        elif not self.is_over:
+            self.fail(error)
+            self._on_cancel(error.message)
 
     def __aiter__(self) -> "LegStream":
         return self
@@ -94,9 +138,7 @@ class LegStream:
     async def __anext__(self) -> EngineChunk:
         chunks = self._chunks
         while not chunks:
-            if self._failure is not None:
-                failure = self._failure
-                raise type(failure)(failure.message, param=failure.param, answer=failure.answer)
+            self._raise_failure()
             if self.is_over:
                 raise StopAsyncIteration
             await self._wait()
@@ -126,7 +168,11 @@ class LegStream:
         if self._chunks or not self._complete:
             self._chunks[:] = [EngineChunk(finish=FinishReason.CANCELLED)]
             self._wake()
-        self._on_cancel(reason)
+        self._settle()
+        if self._fetches_kv and not self.is_accepted:
+            self._withheld_cancel = reason
+        else:
+            self._on_cancel(reason)
 
     def _add(self, chunk: EngineChunk, n_tokens: int) -> None:
         self._chunks.append(chunk)
@@ -167,9 +213,49 @@ class LegStream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
+    def _settle(self) -> None:
+        if self._acceptance is not None and not self._acceptance.done():
+            self._acceptance.set_result(None)
+
+    def _raise_failure(self) -> None:
+        failure = self._failure
+        if failure is not None:
+            raise type(failure)(failure.message, param=failure.param, answer=failure.answer)
+
+
+class UnacceptedLegs:
+    """Withdraws the legs that their workers have not accepted after ``limit_s`` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._sweep: Sweep[LegStream] = Sweep(self._check)
+
+    def add(self, stream: LegStream, begun_s: float) -> None:
+        """Add a leg whose opening began at ``begun_s`` on the monotonic clock."""
+        self._sweep.put(stream, begun_s + self._limit_s)
+
+    def stop(self) -> None:
+        """Forget all legs."""
+        self._sweep.stop()
+
+    def unanswered(self, address: str) -> WorkerUnreachable:
+        """Return the error for a leg that the worker at ``address`` did not accept in time."""
+        return WorkerUnreachable(f"{address} did not answer in {self._limit_s} s")
+
+    def _check(self, stream: LegStream, now_s: float, late_s: float) -> float | None:
+        if not stream.is_accepted:
+            if late_s > LATE_S:  # the worker's answer may wait to be read
+                return now_s + late_s
+            stream.withdraw(self.unanswered(stream.address))
+        return None
+
 
 class CreditSink(Protocol):
     """The part of a session that a stream uses."""
+
+    @property
+    def address(self) -> str:
+        """The worker's address, for messages to people."""
 
     def give_credit(self, stream_id: int, tokens: int) -> None:
         """Give the worker credit for ``tokens`` more."""
@@ -188,28 +274,18 @@ class SessionStream(LegStream):
         "_owed_tokens",
         "_refill_tokens",
         "_session",
-        "accepted",
     )
 
-    def __init__(self, session: CreditSink, stream_id: int, credit_tokens: int, leaves_kv: bool) -> None:
-        super().__init__(on_read=self._owe, on_cancel=self._withdraw)
-        self.accepted: asyncio.Future[None] = self._loop.create_future()
+    def __init__(
+        self, session: CreditSink, stream_id: int, credit_tokens: int, request: EngineRequest
+    ) -> None:
+        super().__init__(session.address, request, on_read=self._owe, on_cancel=self._cancel_at_worker)
         self._session = session
         self._id = stream_id
-        self._leaves_kv = leaves_kv
+        self._leaves_kv = request.leg is Leg.PREFILL
         self._credit_tokens = credit_tokens
         self._refill_tokens = max(1, credit_tokens // 2)
         self._owed_tokens = 0
-
-    @property
-    def is_accepted(self) -> bool:
-        """Whether the worker accepted the leg."""
-        return self.accepted.done()
-
-    def accept(self) -> None:
-        """Record that the worker accepted the leg."""
-        if not self.accepted.done():
-            self.accepted.set_result(None)
 
     def push_tokens(self, token_ids: tuple[int, ...]) -> None:
         """Add bare tokens from the worker; raises as :meth:`push` does."""
@@ -240,19 +316,7 @@ class SessionStream(LegStream):
         self._credit_tokens -= n_tokens
         super().push(chunk)
 
-    def fail(self, error: KvrouterError) -> None:
-        """End the stream with ``error``; earlier chunks are still read."""
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-        super().fail(error)
-
-    def give_up(self, limit_s: float) -> None:
-        """End the leg because its reader is too slow; the next read raises ReaderTooSlow."""
-        reason = f"cancelled: its reader took nothing for {limit_s:g} s"
-        self.fail(ReaderTooSlow(reason))
-        self._session.cancel_stream(self._id, reason)
-
-    def _withdraw(self, reason: str) -> None:
+    def _cancel_at_worker(self, reason: str) -> None:
         if self._leaves_kv or not self._complete:
             self._session.cancel_stream(self._id, reason)
 

@@ -1,12 +1,14 @@
 """The request transport within one process."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from weakref import WeakSet
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
+from kvrouter.transports.background import Sweep, spawn
 from kvrouter.transports.requests.legs import LegKey, RunningLegs, key_of
 from kvrouter.transports.requests.port import (
     AliveSink,
@@ -14,6 +16,7 @@ from kvrouter.transports.requests.port import (
     LivenessListeners,
     RequestServer,
     StreamBroken,
+    TokenSink,
     WorkerUnreachable,
 )
 
@@ -26,28 +29,65 @@ def memory_address(worker_id: WorkerId, incarnation: Epoch) -> str:
 class MemoryStream:
     """One open leg. Its reader awaits the worker's own stream, without a copy in between."""
 
-    def __init__(self, inner: EngineStream, key: LegKey, registration: "MemoryRegistration") -> None:
-        self._inner = inner
-        self._key = key
+    def __init__(self, request: EngineRequest, registration: "MemoryRegistration") -> None:
+        self.key = key_of(request)
+        self._fetches_kv = bool(request.kv_transfer_params)
         self._registration = registration
-        self._broken: str | None = None
+        self._inner: EngineStream | None = None
+        self._submitting: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        """Set once the worker accepted or refused the leg, or the leg was cancelled or broken."""
+        self._failure: Exception | None = None
+        self._cancelled_for: str | None = None
         self._ended = False
         self._reader: asyncio.Task[object] | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the worker accepted the leg."""
+        return self._inner is not None
+
+    async def accepted(self) -> None:
+        """Return once the worker accepted the leg, or the leg was cancelled; raise as a read does."""
+        await self._settled.wait()
+        if self._inner is None:
+            self._raise_failure()
+
+    def submit(self, server: RequestServer, request: EngineRequest) -> None:
+        """Pass ``request`` to the worker, in a task."""
+        self._submitting = spawn(self._submit(server, request), name="requests: submit a leg")
+
+    def refuse(self, error: Exception) -> None:
+        """End the stream with ``error``: the worker does not accept the leg."""
+        self._failure = error
+        self._settled.set()
+        self._registration.release(self)
+
+    def give_up(self, limit_s: float) -> None:
+        """End the leg if the worker has not accepted it, after ``limit_s`` seconds."""
+        if not self.is_accepted and self._failure is None:
+            self._stop_submitting()
+            self.refuse(WorkerUnreachable(f"{self._registration.address} did not answer in {limit_s} s"))
 
     def __aiter__(self) -> "MemoryStream":
         return self
 
     async def __anext__(self) -> EngineChunk:
+        if self._inner is None:
+            await self._settled.wait()
         if self._ended:
             raise StopAsyncIteration
-        self._raise_if_broken()
+        self._raise_failure()
+        if self._inner is None:
+            self._ended = True
+            return EngineChunk(finish=FinishReason.CANCELLED)
         reader = self._reader = asyncio.current_task()
         try:
             chunk = await self._inner.__anext__()
         except asyncio.CancelledError:
             # break_off cancels the waiting reader: handle that here, unless others cancelled it too.
-            if self._broken is not None and reader is not None and reader.uncancel() == 0:
-                raise StreamBroken(self._broken) from None
+            if self._failure is not None and reader is not None and reader.uncancel() == 0:
+                raise self._failure from None
             raise
         except Exception:
             self._end()
@@ -58,26 +98,53 @@ class MemoryStream:
             self._end()
         return chunk
 
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Return at once: tokens are read from the worker's own stream."""
+
     def cancel(self, reason: str) -> None:
         """Ask the worker to stop and to free the leg's resources; idempotent, allowed at any time."""
-        if self._broken is None:
-            self._inner.cancel(reason)
-        self._registration.release(self._key, self)
+        if self._failure is None:
+            if self._inner is not None:
+                self._inner.cancel(reason)
+            else:
+                self._cancelled_for = self._cancelled_for or reason
+                self._settled.set()
+                if self._fetches_kv:
+                    return  # cancelled once the worker has accepted it
+                self._stop_submitting()
+        self._registration.release(self)
 
     def break_off(self, why: str) -> None:
-        """End the stream with StreamBroken: the worker is lost."""
-        if self._broken is None and not self._ended:
-            self._broken = why
+        """End the stream: the worker is lost. A leg that it had not accepted may be sent elsewhere."""
+        if self._failure is None and not self._ended:
+            if self._inner is None:
+                self._stop_submitting()
+            self._failure = WorkerUnreachable(why) if self._inner is None else StreamBroken(why)
+            self._settled.set()
             if self._reader is not None:
                 self._reader.cancel()
 
-    def _raise_if_broken(self) -> None:
-        if self._broken is not None:
-            raise StreamBroken(self._broken)
+    async def _submit(self, server: RequestServer, request: EngineRequest) -> None:
+        try:
+            self._inner = await server.submit(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader gets it
+            self.refuse(error)
+            return
+        self._settled.set()
+        if self._cancelled_for is not None:
+            self.cancel(self._cancelled_for)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _stop_submitting(self) -> None:
+        if self._submitting is not None:
+            self._submitting.cancel()
 
     def _end(self) -> None:
         self._ended = True
-        self._registration.release(self._key, self)
+        self._registration.release(self)
 
 
 class MemoryRegistration(RunningLegs):
@@ -91,23 +158,16 @@ class MemoryRegistration(RunningLegs):
         self._released: WeakSet[MemoryStream] = WeakSet()
         """Streams that ended or were cancelled and are still referenced by a reader."""
 
-    async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
-        """Pass ``request`` to the worker. Raises LegRepeated for a leg that runs or ran here."""
-        key = key_of(request)
-        self._begin(key)
+    def open(self, request: EngineRequest) -> MemoryStream:
+        """Pass ``request`` to the worker. A leg that runs or ran here is refused with LegRepeated."""
+        stream = MemoryStream(request, self)
         try:
-            async with asyncio.timeout(open_timeout_s):
-                inner = await self._server.submit(request)
-        except TimeoutError:
-            self._over(key)
-            raise WorkerUnreachable(f"{self.address} did not answer in {open_timeout_s} s") from None
-        except BaseException:
-            self._over(key)
-            raise
-        if key not in self._running:
-            inner.cancel("the worker left while the request was sent")
-            raise WorkerUnreachable(f"{self.address} left while the request was sent")
-        stream = self._streams[key] = MemoryStream(inner, key, self)
+            self._begin(stream.key)
+        except WorkerUnreachable as error:
+            stream.refuse(error)
+        else:
+            self._streams[stream.key] = stream
+            stream.submit(self._server, request)
         return stream
 
     def leave(self, why: str) -> None:
@@ -122,10 +182,11 @@ class MemoryRegistration(RunningLegs):
             stream.cancel("the router closed its connection")
             stream.break_off("the plane was closed")
 
-    def release(self, key: LegKey, stream: MemoryStream) -> None:
+    def release(self, stream: MemoryStream) -> None:
         """Release a leg that has ended or was cancelled; its reader may still learn of a lost worker."""
-        if self._streams.pop(key, None) is not None:
-            self._over(key)
+        if self._streams.get(stream.key) is stream:
+            del self._streams[stream.key]
+            self._over(stream.key)
             self._released.add(stream)
 
     def _take_streams(self) -> list[MemoryStream]:
@@ -143,6 +204,7 @@ class MemoryRequestTransport:
 
     def __init__(self, *, open_timeout_s: float = 5.0) -> None:
         self._open_timeout_s = open_timeout_s
+        self._unaccepted: Sweep[MemoryStream] = Sweep(self._check)
         self._registrations: dict[str, MemoryRegistration] = {}
         self._followers: dict[str, LivenessListeners] = {}
         self._closed = False
@@ -186,17 +248,23 @@ class MemoryRequestTransport:
         if address not in self._registrations:
             self._notify(address, is_alive=False)
 
-    async def open(self, address: str, request: EngineRequest) -> EngineStream:
-        """Send ``request``; return once the worker accepted it. Raises WorkerUnreachable without a worker."""
+    async def open(self, address: str, request: EngineRequest) -> MemoryStream:
+        """Send ``request``. Raises WorkerUnreachable without a worker."""
         if self._closed:
             raise WorkerUnreachable("the plane was closed")
         registration = self._registrations.get(address)
         if registration is None:
             raise WorkerUnreachable(f"nobody serves {address}")
-        return await registration.open(request, self._open_timeout_s)
+        stream = registration.open(request)
+        self._unaccepted.put(stream, time.monotonic() + self._open_timeout_s)
+        return stream
+
+    def _check(self, stream: MemoryStream, _now_s: float, _late_s: float) -> None:
+        stream.give_up(self._open_timeout_s)
 
     async def close(self) -> None:
         """Close every connection; open streams break."""
         self._closed = True
+        self._unaccepted.stop()
         for registration in self._registrations.values():
             registration.hang_up()

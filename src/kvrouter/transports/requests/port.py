@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
@@ -84,24 +84,42 @@ class EngineStream(Protocol):
         """
 
 
-@runtime_checkable
-class HandingStream(EngineStream, Protocol):
-    """A stream that can call its reader, so that tokens do not wake a task for each stream."""
+class SentLeg(EngineStream, Protocol):
+    """The stream of a leg that was sent, whether or not its worker has accepted it yet.
+
+    A read before that waits, and raises what the worker refuses the leg with; or, in bounded time,
+    :class:`WorkerUnreachable` when the worker is lost first or does not accept. The leg is then cancelled.
+    """
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the worker accepted the leg: an error of a read is no refusal then."""
+
+    async def accepted(self) -> None:
+        """Return once the worker accepted the leg, or the leg was cancelled; raise as a read does."""
 
     async def hand_over(self, sink: TokenSink) -> None:
         """Pass ``sink`` all tokens that arrive, until it returns False or something other than bare tokens
-        arrives (an end, a failure, a cancellation): the next read returns that. An exception of ``sink`` is
-        raised here. Tokens passed to ``sink`` count as read.
+        arrives (an end, a failure, a cancellation): the next read returns that. So tokens do not wake a task
+        for each stream. An exception of ``sink`` is raised here. Tokens passed to ``sink`` count as read. A
+        transport that has no such tokens returns at once.
+        """
+
+    def cancel(self, reason: str) -> None:
+        """Cancel as :meth:`EngineStream.cancel` does, also a leg that is not accepted yet.
+
+        A leg that fetches KV is cancelled at its worker only once that has accepted it: often only the decode
+        worker can tell the prefill worker to free the KV.
         """
 
 
 class RequestTransport(Protocol):
     """Opens streams to workers by the address on their card."""
 
-    async def open(self, address: str, request: EngineRequest) -> EngineStream:
-        """Send ``request``; return once the worker accepted it.
+    async def open(self, address: str, request: EngineRequest) -> SentLeg:
+        """Send ``request``, without waiting for the worker to accept it; the stream's first read shows that.
 
-        Raises :class:`WorkerUnreachable` otherwise, in bounded time.
+        Raises :class:`WorkerUnreachable`, in bounded time, where nothing can be sent.
         """
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:

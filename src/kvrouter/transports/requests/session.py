@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.requests.encoding import REQUEST_MAX_BYTES, ErrorMessage, encode_request, error_of
 from kvrouter.transports.requests.frames import (
     GREETED,
@@ -34,7 +34,7 @@ from kvrouter.transports.requests.frames import (
     refused_decoder,
 )
 from kvrouter.transports.requests.handshake import GREETING_BYTES, Secret, hello, read_greeting
-from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import ReaderTooSlow, WorkerFull, WorkerUnreachable
 
 STREAMS_MAX = 8192
 """Legs of one session at once."""
@@ -264,13 +264,16 @@ class RouterStream(Protocol):
         """Add a chunk from the worker. Raises ProtocolError above the credit."""
 
     def fail(self, error: KvrouterError) -> None:
-        """End the stream with an error: the leg was refused or is lost."""
+        """End the stream with an error: the leg was refused or failed."""
+
+    def break_off(self, why: str) -> None:
+        """End the stream: the worker is lost."""
+
+    def withdraw(self, error: KvrouterError) -> None:
+        """End the stream with an error of this end, and cancel the leg."""
 
     def unread_for_s(self, now_s: float) -> float:
         """Seconds for which chunks have waited without a read."""
-
-    def give_up(self, limit_s: float) -> None:
-        """End the leg: its reader read nothing for ``limit_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +336,7 @@ class RouterSession(Session, Generic[Stream]):
         limits: RouterLimits,
         *,
         router_hello: RouterHello | None,
-        new_stream: "Callable[[RouterSession[Stream], int, int, bool], Stream]",
+        new_stream: "Callable[[RouterSession[Stream], int, int, EngineRequest], Stream]",
         wake: Callable[[], None],
         is_wanted: Callable[[], bool],
         on_welcome: Callable[[], None],
@@ -346,7 +349,7 @@ class RouterSession(Session, Generic[Stream]):
             dead_after_s=limits.dead_after_s,
             wake=wake,
         )
-        self._address = address
+        self.address = address
         self._hello = router_hello
         self._limits = limits
         self._new_stream = new_stream
@@ -392,7 +395,7 @@ class RouterSession(Session, Generic[Stream]):
     def refuse(self, reason: str) -> None:
         """End the session because of a protocol error of the worker."""
         if self._is_welcome:  # else the caller that connects gets the error
-            self._report_refused(f"{self._address}: {reason}")
+            self._report_refused(f"{self.address}: {reason}")
         super().refuse(reason)
 
     # Legs
@@ -405,9 +408,9 @@ class RouterSession(Session, Generic[Stream]):
         """
         limits = self._limits
         if self.is_closed:
-            raise WorkerUnreachable(f"{self._address}: the connection was lost")
+            raise WorkerUnreachable(f"{self.address}: the connection was lost")
         if len(self._streams) >= limits.streams_max:
-            raise WorkerFull(f"{self._address}: {limits.streams_max} streams are open")
+            raise WorkerFull(f"{self.address}: {limits.streams_max} streams are open")
         stream_id = self._next_id
         raw = msgspec.Raw(encode_request(request))
         body = encoder.encode(Open(stream_id, limits.stream_credit_tokens, raw))
@@ -418,10 +421,10 @@ class RouterSession(Session, Generic[Stream]):
             )
         waiting_bytes = written_bytes + self.waiting_bytes
         if waiting_bytes and waiting_bytes + len(body) > limits.write_max_bytes // 2:
-            raise WorkerFull(f"{self._address}: {waiting_bytes} bytes wait to be read there")
+            raise WorkerFull(f"{self.address}: {waiting_bytes} bytes wait to be read there")
         self._next_id += 1
         stream = self._streams[stream_id] = self._new_stream(
-            self, stream_id, limits.stream_credit_tokens, request.leg is Leg.PREFILL
+            self, stream_id, limits.stream_credit_tokens, request
         )
         self.send(FrameKind.OPEN, body)
         return stream
@@ -444,10 +447,9 @@ class RouterSession(Session, Generic[Stream]):
 
     def refuse_unaccepted(self, why: str) -> None:
         """Fail all legs that the worker has not accepted yet."""
-        for stream_id, stream in tuple(self._streams.items()):
+        for stream in tuple(self._streams.values()):
             if not stream.is_accepted:
-                stream.fail(WorkerUnreachable(why))
-                self.cancel_stream(stream_id, why)
+                stream.withdraw(WorkerUnreachable(why))
 
     def gather(self) -> None:
         """Send the credit of all streams in one frame."""
@@ -489,7 +491,9 @@ class RouterSession(Session, Generic[Stream]):
         limits = self._limits
         for stream in tuple(self._streams.values()):
             if stream.unread_for_s(now_s) >= limits.slow_stream_limit_s:
-                stream.give_up(limits.slow_stream_limit_s)
+                stream.withdraw(
+                    ReaderTooSlow(f"its reader took nothing for {limits.slow_stream_limit_s:g} s")
+                )
         if self._streams or self._is_wanted():
             self._idle_since_s = None
         elif self._idle_since_s is None:
@@ -499,12 +503,12 @@ class RouterSession(Session, Generic[Stream]):
 
     def ended(self, reason: str) -> None:
         """Fail all legs: those not accepted as unreachable, the others as broken."""
-        why = f"{self._address}: {reason}"
+        why = f"{self.address}: {reason}"
         streams, self._streams = self._streams, {}
         self._credits_tokens.clear()
         self._report_end(why)
         for stream in streams.values():
-            stream.fail(StreamBroken(why) if stream.is_accepted else WorkerUnreachable(why))
+            stream.break_off(why)
 
 
 def _error(body: bytes) -> tuple[int, KvrouterError]:

@@ -6,6 +6,7 @@ import itertools
 import secrets
 import socket
 import ssl as tls
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from kvrouter.transports.requests.http.frames import (
     ROUTER_HEADER,
     HttpFrameReader,
 )
-from kvrouter.transports.requests.leg_stream import LegStream
+from kvrouter.transports.requests.leg_stream import LegStream, UnacceptedLegs
 from kvrouter.transports.requests.port import (
     AliveSink,
     LivenessListeners,
@@ -56,32 +57,31 @@ LARGE_BODY_BYTES = 1 << 20
 
 
 class _HttpLeg:
-    """One open leg: its HTTP response, and the stream that it fills."""
+    """One open leg: its HTTP request and response, and the stream that it fills."""
 
     def __init__(
         self, transport: "HttpRequestTransport", number: int, address: str, request: EngineRequest
     ) -> None:
         self.number = number
         self.address = address
-        self.stream = LegStream(on_read=self._on_read, on_cancel=self._on_cancel)
+        self.stream = LegStream(address, request, on_read=self._on_read, on_cancel=self._on_cancel)
         self._transport = transport
         self.is_prefill = request.leg is Leg.PREFILL
         self._room = asyncio.Event()
         self._waits_since_s: float | None = None
         self._response: aiohttp.ClientResponse | None = None
-        self._read_task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
-    def begin(self, response: aiohttp.ClientResponse) -> None:
-        """Start to read the response: the worker accepted the leg."""
-        self._response = response
-        self._read_task = spawn(self._read(response), name="requests: read an answer")
+    def begin(self, url: str, body: bytes) -> None:
+        """Start to send the request and to read the response."""
+        self._task = spawn(self._run(url, body), name="requests: send a leg and read its answer")
 
     def check(self, now_s: float, dead_after_s: float, slow_stream_limit_s: float) -> None:
         """Fail the leg if its worker is silent or its stream unread for too long."""
         if self._waits_since_s is not None and now_s - self._waits_since_s > dead_after_s:
-            self._give_up(StreamBroken(f"{self.address} was not heard for {dead_after_s} s"))
+            self.stream.withdraw(StreamBroken(f"{self.address} was not heard for {dead_after_s} s"))
         elif self.stream.unread_for_s(now_s) > slow_stream_limit_s:
-            self._give_up(ReaderTooSlow(f"the reader took nothing for {slow_stream_limit_s} s"))
+            self.stream.withdraw(ReaderTooSlow(f"its reader took nothing for {slow_stream_limit_s:g} s"))
 
     def close(self) -> list[asyncio.Task[None]]:
         """Close the connection, unless the response was read to its end: then it is reused.
@@ -90,14 +90,16 @@ class _HttpLeg:
         """
         if self._response is not None:
             self._response.close()
-        if self._read_task is None:
+        if self._task is None:
             return []
-        self._read_task.cancel()
-        return [self._read_task]
+        self._task.cancel()
+        return [self._task]
 
-    async def _read(self, response: aiohttp.ClientResponse) -> None:
+    async def _run(self, url: str, body: bytes) -> None:
         frames = HttpFrameReader()
         try:
+            response = self._response = await self._transport.send_leg(url, self.number, body)
+            self.stream.accept()
             while not self.stream.is_over:
                 self._take(frames, await self._received(response))
                 while self.stream.waiting_tokens >= STREAM_TOKENS_MAX and not self.stream.is_over:
@@ -106,13 +108,17 @@ class _HttpLeg:
             if not self._transport.is_cancelling(self):
                 async with asyncio.timeout(self._transport.limits.heartbeat_s):
                     await response.content.readany()
-        except ProtocolError as error:
-            self.stream.break_off(f"{self.address}: {error.message}")
+        except KvrouterError as error:
+            if self.stream.is_accepted:
+                self.stream.break_off(f"{self.address}: {error.message}")
+            else:
+                self.stream.fail(error)
         except (aiohttp.ClientError, OSError) as error:
             self.stream.break_off(f"{self.address}: {connection_failure(error)}")
         finally:
             if not self._transport.is_cancelling(self):
-                response.close()
+                if self._response is not None:
+                    self._response.close()
                 self._transport.forget(self)
 
     async def _received(self, response: aiohttp.ClientResponse) -> bytes:
@@ -131,18 +137,15 @@ class _HttpLeg:
             else:
                 self.stream.push(item)
 
-    def _give_up(self, why: KvrouterError) -> None:
-        if not self.stream.is_over:
-            self.stream.fail(why)
-            self._room.set()
-            self._transport.cancel(self, why.message)
-
     def _on_read(self, _read_tokens: int) -> None:
         self._room.set()
 
     def _on_cancel(self, reason: str) -> None:
         self._room.set()
-        if self.is_prefill or self._read_task is None or not self._read_task.done():
+        if self._response is None:
+            self.close()  # without its connection the worker cancels the leg
+            self._transport.forget(self)
+        elif self.is_prefill or self._task is None or not self._task.done():
             self._transport.cancel(self, reason)
 
 
@@ -197,10 +200,11 @@ class HttpRequestTransport:
         self._sessions: _Sessions | None = None
         self.clock = AwakeClock(self.limits.heartbeat_s / 2)
         self._checking: asyncio.Task[None] | None = None
+        self._unaccepted = UnacceptedLegs(limits.open_timeout_s)
         self._closed = False
 
     async def open(self, address: str, request: EngineRequest) -> LegStream:
-        """Send ``request``; return once the worker accepted it. Raises WorkerUnreachable otherwise."""
+        """Send ``request`` in a task. Raises WorkerUnreachable for an address of another transport."""
         if self._closed:
             raise WorkerUnreachable("the plane was closed")
         body = encode_request(request)
@@ -209,20 +213,9 @@ class HttpRequestTransport:
         url = self._url(address, "/v1/legs")
         leg = _HttpLeg(self, next(self._numbers), address, request)
         self._hold(address)
-        try:
-            async with asyncio.timeout(self.limits.open_timeout_s):
-                response = await self._send_leg(url, leg.number, body)
-        except TimeoutError:
-            self._release(address)
-            raise WorkerUnreachable(f"{address} did not answer in {self.limits.open_timeout_s} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            self._release(address)
-            raise WorkerUnreachable(f"{address}: {connection_failure(error)}") from error
-        except BaseException:
-            self._release(address)
-            raise
         self._legs[leg.number] = leg
-        leg.begin(response)
+        leg.begin(url, body)
+        self._unaccepted.add(leg.stream, time.monotonic())
         return leg.stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
@@ -248,6 +241,7 @@ class HttpRequestTransport:
     async def close(self) -> None:
         """Close every connection; open streams break."""
         self._closed = True
+        self._unaccepted.stop()
         tasks = [watch.task for watch in self._watches.values()] + list(self._cancels.values())
         for leg in tuple(self._legs.values()):
             leg.stream.break_off("the plane was closed")
@@ -271,12 +265,12 @@ class HttpRequestTransport:
             self._cancels[leg.number] = spawn(self._cancel(leg, reason), name="requests: cancel a leg")
 
     def forget(self, leg: _HttpLeg) -> None:
-        """Forget a leg with a fully read response. While the stream of a prefill leg is referenced, the
+        """Forget a leg that was refused or fully read. While the stream of a prefill leg is referenced, its
         worker is still polled, so that it keeps the prefilled KV.
         """
         if self._legs.pop(leg.number, None) is None:
             return
-        if leg.is_prefill:
+        if leg.is_prefill and leg.stream.is_accepted:
             finalize(leg.stream, self._release, leg.address).atexit = False
         else:
             self._release(leg.address)
@@ -295,7 +289,7 @@ class HttpRequestTransport:
             leg.close()
             self.forget(leg)
 
-    async def _send_leg(self, url: str, number: int, body: bytes) -> aiohttp.ClientResponse:
+    async def send_leg(self, url: str, number: int, body: bytes) -> aiohttp.ClientResponse:
         """Send the request; return the response of a worker that accepted it, else raise its refusal."""
         headers = {LEG_HEADER: str(number), "content-type": MSGPACK}
         data = body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)

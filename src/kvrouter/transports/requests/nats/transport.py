@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from kvrouter.transports.background import spawn, tick
 from kvrouter.transports.message_auth import MESSAGE_AUTH_BYTES, MessageAuth, ReplayGuard
 from kvrouter.transports.nats_client import CLIENT_ERRORS, subject_name, unsubscribe
 from kvrouter.transports.requests.frames import FrameKind, frame
-from kvrouter.transports.requests.leg_stream import SessionStream
+from kvrouter.transports.requests.leg_stream import SessionStream, UnacceptedLegs
 from kvrouter.transports.requests.legs import CONNECTION_CLOSED
 from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
@@ -301,34 +302,29 @@ class NatsRequestTransport:
         self._listening: asyncio.Task[Subscription] | None = None
         self._clock = AwakeClock(self._limits.heartbeat_s)
         self._beating: asyncio.Task[None] | None = None
+        self._unaccepted = UnacceptedLegs(limits.open_timeout_s)
         self._disconnected_s = -math.inf
         self._reconnects = client.stats["reconnects"]
         self._closed = False
 
     async def open(self, address: str, request: EngineRequest) -> SessionStream:
-        """Send ``request``; return once the worker accepted it. Raises WorkerUnreachable otherwise."""
+        """Send ``request``, once answers can arrive. Raises WorkerUnreachable where NATS is not reached."""
         if self._closed:
             raise WorkerUnreachable("the plane was closed")
         if not self._client.is_connected:
             raise WorkerUnreachable(NATS_DOWN)
+        begun_s = time.monotonic()
         link = self._link(address)
-        stream: SessionStream | None = None
-        try:
-            async with asyncio.timeout(self._limits.open_timeout_s):
-                await self._listen()
-                if self._closed:
-                    raise WorkerUnreachable("the plane was closed")
-                stream = self._pipe(link).session.open(request, 0)
-                await stream.accepted
-        except TimeoutError:
-            why = f"{address} did not answer in {self._limits.open_timeout_s} s"
-            if stream is not None:
-                stream.cancel(why)
-            raise WorkerUnreachable(why) from None
-        except asyncio.CancelledError:
-            if stream is not None:
-                stream.cancel("the router gave the leg up")
-            raise
+        if not self._is_listening:
+            try:
+                async with asyncio.timeout(self._limits.open_timeout_s):
+                    await self._listen()
+            except TimeoutError:
+                raise self._unaccepted.unanswered(address) from None
+            if self._closed:
+                raise WorkerUnreachable("the plane was closed")
+        stream = self._pipe(link).session.open(request, 0)
+        self._unaccepted.add(stream, begun_s)
         return stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
@@ -340,6 +336,7 @@ class NatsRequestTransport:
     async def close(self) -> None:
         """Close every session; open streams break."""
         self._closed = True
+        self._unaccepted.stop()
         for _, pipe in tuple(self._by_number.values()):
             pipe.session.close(CONNECTION_CLOSED)
         if self._beating is not None:
@@ -393,6 +390,11 @@ class NatsRequestTransport:
         )
         self._by_number[number] = (link, pipe)
         return pipe
+
+    @property
+    def _is_listening(self) -> bool:
+        listening = self._listening
+        return listening is not None and listening.done() and listening.exception() is None
 
     async def _listen(self) -> None:
         """Subscribe to the answers, once. Raises WorkerUnreachable when the client fails."""

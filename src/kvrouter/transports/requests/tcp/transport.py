@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from ssl import SSLContext, SSLError
@@ -11,7 +12,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import spawn
 from kvrouter.transports.requests.handshake import Secret
-from kvrouter.transports.requests.leg_stream import SessionStream
+from kvrouter.transports.requests.leg_stream import SessionStream, UnacceptedLegs
 from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
     ROUTER_LIMITS,
@@ -83,10 +84,15 @@ class TcpLink:
         """Whether the connection is kept open while unused."""
         return bool(self._followers)
 
+    @property
+    def open_pipe(self) -> RouterPipe | None:
+        """The open connection, if there is one."""
+        return None if self._pipe is None or self._pipe.is_closed else self._pipe
+
     async def connected(self) -> RouterPipe:
         """Return the open connection, or the one that is being made; raise WorkerUnreachable."""
-        if self._pipe is not None and not self._pipe.is_closed:
-            return self._pipe
+        if self.open_pipe is not None:
+            return self.open_pipe
         if self._attempt is None:
             self._attempt = asyncio.create_task(self._try())
             self._attempt.add_done_callback(self._tried)
@@ -214,28 +220,22 @@ class TcpRequestTransport:
         self._limits = limits
         self._on_refused = on_refused
         self._links: dict[str, TcpLink] = {}
+        self._unaccepted = UnacceptedLegs(limits.open_timeout_s)
         self._is_closed = False
 
     async def open(self, address: str, request: EngineRequest) -> SessionStream:
-        """Send ``request``; return once the worker accepted it.
-
-        Raises WorkerUnreachable when it did not in time, and then cancels the request at the worker; a
-        refusal of the worker is raised as the worker raised it.
-        """
-        stream: SessionStream | None = None
-        try:
-            async with asyncio.timeout(self._limits.open_timeout_s):
-                pipe = await self._link(address).connected()
-                stream = pipe.session.open(request, pipe.written_bytes)
-                await stream.accepted
-        except TimeoutError:
-            if stream is not None:
-                stream.cancel("the request was not acknowledged in time")
-            raise WorkerUnreachable(f"{address} did not answer in {self._limits.open_timeout_s} s") from None
-        except asyncio.CancelledError:
-            if stream is not None:
-                stream.cancel("the request was given up while it was sent")
-            raise
+        """Send ``request``, once there is a connection. Raises WorkerUnreachable where there is none."""
+        begun_s = time.monotonic()
+        link = self._link(address)
+        pipe = link.open_pipe
+        if pipe is None:
+            try:
+                async with asyncio.timeout(self._limits.open_timeout_s):
+                    pipe = await link.connected()
+            except TimeoutError:
+                raise self._unaccepted.unanswered(address) from None
+        stream = pipe.session.open(request, pipe.written_bytes)
+        self._unaccepted.add(stream, begun_s)
         return stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
@@ -245,6 +245,7 @@ class TcpRequestTransport:
     async def close(self) -> None:
         """Close every connection; open streams break, and the workers are notified."""
         self._is_closed = True
+        self._unaccepted.stop()
         closing = [link.close(HUNG_UP) for link in tuple(self._links.values())]
         lost = [pipe.lost for pipe in closing if pipe is not None]
         if lost:
