@@ -420,6 +420,21 @@ async def test_late_engine_that_contradicts_the_file_is_reported_once_and_retrie
             await late.stop()
 
 
+async def test_the_reason_of_a_server_that_is_no_engine_does_not_repeat_its_url(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = await down()
+    late.pages.clear()
+    async with up(file_of(VLLM.format(url=late.url))) as here:
+        await late.start()
+        try:
+            await until(lambda: "worker_refused" in caplog.text)
+            (refused,) = await here.expected()
+            assert str(refused["reason"]).startswith("has no /v1/models: is it vLLM's server?")
+        finally:
+            await late.stop()
+
+
 async def test_late_engine_with_other_blocks_than_its_model_stays_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
