@@ -168,8 +168,8 @@ our own errors and the system's. What other libraries would write to standard er
 A thread writes the lines in batches, each line within some 50 ms and warnings at once: no request waits for
 whoever reads them. Up to 1 MiB of lines waits for a slow reader, and up to 2 MiB with warnings; further lines
 are lost, counted in `kvrouter_log_lines_lost_total`, and said by `log_lines_lost` once it reads again.
-A process that exits, also on SIGTERM or by an error, writes all lines first, and waits for a reader that has
-stalled for 1 s. Killed (`kill -9`, or by a second SIGTERM) or crashed, it loses the last batch at most.
+A process that exits, also on SIGTERM or by an error, writes all lines first, for at most 1 s where nobody
+reads them. Killed (`kill -9`, or by a second SIGTERM) or crashed, it loses the last batch at most.
 
 At `info` a request is one line, `request_ended`. It has the fields of the request's last `decision`, the line
 that `debug` adds for each: in the place of its `attempt` the number of `attempts`, and `isl_tokens` of the

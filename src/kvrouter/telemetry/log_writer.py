@@ -41,6 +41,8 @@ class LogWriter:
         self.lines_lost = 0
         self._said = 0
         self._wakes: SimpleQueue[threading.Event | None] = SimpleQueue()
+        """None where lines wait, for others too; an event, set once they are written, where they must not."""
+        self._at_once = threading.Event()
         self._is_closed = False
         self._is_forked = False
         os.register_at_fork(after_in_child=self._forked)
@@ -58,7 +60,7 @@ class LogWriter:
         if self._is_forked:
             self._write_lines()
         elif is_urgent or before < BATCH_CHARS <= before + len(line):
-            self._wakes.put(threading.Event())
+            self._wakes.put(self._at_once)
         elif not before:
             self._wakes.put(None)
 
@@ -73,7 +75,7 @@ class LogWriter:
         """Write all lines, and end the thread."""
         self.flush()
         self._is_closed = True
-        self._wakes.put(threading.Event())
+        self._wakes.put(self._at_once)
 
     def _run(self) -> None:
         while True:

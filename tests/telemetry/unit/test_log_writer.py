@@ -4,6 +4,7 @@ import fcntl
 import io
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -40,6 +41,7 @@ class Pipe:
 
     def read_line(self) -> str:
         """The next bytes, once they are there."""
+        assert select.select([self._read_end], [], [], 60.0)[0], "nothing comes"
         return os.read(self._read_end, 4096).decode()
 
     def end(self) -> None:
