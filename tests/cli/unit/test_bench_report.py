@@ -8,7 +8,6 @@ from rich.console import Console
 
 from kvrouter.cli.bench.arms import BenchedFleet
 from kvrouter.cli.bench.counters import CacheCounts
-from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import ArmRound
 from kvrouter.cli.bench.report import ArmRounds, BenchReport, report_of, show_report
 from kvrouter.cli.bench.workload import Caches, WorkloadSize
@@ -40,12 +39,11 @@ def arm(
 ) -> ArmRounds:
     first_s = [ttft_s * (at + 1) for at in range(n)]
     answers = [TimedCompletion(0.0, each, each, 1_000, 16, cached, None) for each in first_s]
-    counts = [] if counted is None else [counted]
-    return ArmRounds(name, f"through {name}", [ArmRound(answers, failures, 2.0)], counts)
+    return ArmRounds(name, f"through {name}", [ArmRound(answers, failures, 2.0, counted)])
 
 
 def report(ours: ArmRounds, other: ArmRounds, fleet: BenchedFleet = FLEET) -> BenchReport:
-    return report_of(BenchOptions(), fleet, WorkloadSize(12, 3264), [ours, other], ())
+    return report_of(fleet, WorkloadSize(12, 3264), [ours, other], ())
 
 
 def shown(found: BenchReport) -> str:
@@ -119,7 +117,7 @@ def test_a_counter_that_began_anew_is_no_count() -> None:
     assert CacheCounts(500, 100).since(CacheCounts(400, 80)) == CacheCounts(100, 20)
     assert CacheCounts(500, 100).since(CacheCounts(4_000, 80)) is None
     half = arm("kvrouter", cached=None, counted=CacheCounts(4_000, 1_000))
-    half.rounds.append(half.rounds[0])
+    half.rounds.append(half.rounds[0]._replace(counted=None))
     assert report(half, arm("round-robin")).arms[0].counted is None
 
 
@@ -160,7 +158,7 @@ def test_a_router_that_looks_at_no_cache_needs_no_other_explanation() -> None:
 def test_eight_ranks_of_one_worker_are_eight_caches() -> None:
     ranks = FLEET._replace(engines=1, caches=CACHES._replace(number=8), concurrency=8)
     found = report(arm("kvrouter", cached=700), arm("round-robin"), ranks)
-    assert (found.engines, found.caches, found.concurrency) == (1, 8, 8)
+    assert (found.engines, found.concurrency) == (1, 8)
     assert not any("one KV cache" in note or "two caches" in note for note in found.notes)
 
 

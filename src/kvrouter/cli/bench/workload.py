@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.text.model import mock_words
 
 USERS = 3
 """Conversations of a group."""
@@ -22,6 +23,9 @@ SHARED_PARTS, OWN_PARTS, TURN_PARTS = 8, 24, 2
 
 PARTS = SHARED_PARTS + OWN_PARTS + TURNS * TURN_PARTS
 """How many parts the prompt of a last turn has."""
+
+ANSWER_TOKENS = 16
+"""How many tokens each answer has."""
 
 LONGEST_PROMPT_TOKENS = 4096
 SHORTEST_PROMPT_TOKENS = 256
@@ -102,25 +106,20 @@ class WorkloadSize(NamedTuple):
         return tokens - tokens % block_size
 
 
-def longest_prompt(caches: Caches, wanted: int | None, answer_tokens: int) -> int:
+def longest_prompt(caches: Caches, wanted: int | None) -> int:
     """Return the length of a last turn's prompt, in tokens. Raises ConfigError for one that cannot be."""
     limits = [LONGEST_PROMPT_TOKENS if wanted is None else wanted]
-    context = caches.context_tokens
-    if context is not None:
-        limits.append(int((context - answer_tokens) * CONTEXT_SHARE))
+    if caches.context_tokens is not None:
+        limits.append(int((caches.context_tokens - ANSWER_TOKENS) * CONTEXT_SHARE))
     if wanted is None and caches.cache_tokens is not None:
         limits.append(_filled_tokens(caches.number, caches.cache_tokens) // CONVERSATIONS_MIN)
-    longest = min(limits)
-    if wanted is not None and longest < wanted:
+    longest, needed = min(limits), wanted or PARTS // TURN_PARTS
+    if longest < needed:
         raise ConfigError(
-            f"--prompt-tokens: must be at most {max(0, longest)}: the context has {context} tokens, also for "
-            f"the answer of {answer_tokens}, and words differ in tokens",
+            f"--prompt-tokens: must be at most {max(0, longest)}, not {needed}: a prompt may fill "
+            f"{CONTEXT_SHARE:.0%} of a context, as words differ in tokens, less the {ANSWER_TOKENS} tokens "
+            "of the answer",
             param="prompt-tokens",
-        )
-    if longest < PARTS // TURN_PARTS:
-        raise ConfigError(
-            f"--answer-tokens: leaves no prompt: the context has {context} tokens",
-            param="answer-tokens",
         )
     return longest
 
@@ -183,7 +182,6 @@ def turns_in_order(size: WorkloadSize, number: int) -> Sequence[Turn]:
 class Prompts(NamedTuple):
     """The prompts of one round of one arm. ``salt`` is different for each arm, round and run."""
 
-    words: Sequence[str]
     tokens_per_word: float
     size: WorkloadSize
     number: int
@@ -207,5 +205,5 @@ class Prompts(NamedTuple):
         return max(1, round(self.size.prompt_tokens * parts / PARTS / self.tokens_per_word))
 
     def _drawn(self, key: tuple[int, ...], n_words: int) -> Iterator[str]:
-        rng = np.random.default_rng([_TEXT_SEED, self.number, *key])
-        return (f" {self.words[at]}" for at in rng.integers(len(self.words), size=max(0, n_words)))
+        words, rng = mock_words(), np.random.default_rng([_TEXT_SEED, self.number, *key])
+        return (f" {words[at]}" for at in rng.integers(len(words), size=max(0, n_words)))
