@@ -225,7 +225,8 @@ class LogSettings(Section):
     """What is logged, and how it looks."""
 
     log_level: Annotated[LogLevel, Setting(SettingGroup.LOGS)] = LogLevel.INFO
-    """The least important line that is written. Each decision is one line at ``info``."""
+    """The least important line that is written. At ``info`` each request is one line; ``debug`` adds one for
+    each decision."""
 
     log_format: Annotated[LogFormat, Setting(SettingGroup.LOGS)] = LogFormat.TEXT
     """How a line looks. Prompts and answers are never logged."""
