@@ -209,6 +209,12 @@ class Event(StrEnum):
         "Text that fills a model's context takes more than `--tokenize-max-bytes` to tokenize: it gets a "
         "413. Logged once for each model.",
     )
+    TOKENIZED_SLOWLY = (
+        "tokenized_slowly",
+        INFO,
+        "A model's prompts are tokenized by `tokenizers`, 10 to 60 times slower than by `fastokens`, for "
+        "this reason: the latter does not read its tokenizer, or gives other ids.",
+    )
     TOKENIZED_BY_ENGINE = (
         "tokenized_by_engine",
         INFO,
