@@ -38,7 +38,7 @@ class EventCacheView:
         self._unreported = UnreportedRanks(predicted)
         self._sources: dict[WorkerRank, _Source] = {}
         self._by_slot: dict[Slot, _Source] = {}
-        self._out: U32 = np.zeros(16, np.uint32)
+        self._out: U32 = np.zeros(0, np.uint32)
 
     def publish(self, rank: WorkerRank, events: KvEvents, *, now_s: float) -> None:
         """A rank's engine published these; of a rank that left they are dropped."""
@@ -53,9 +53,9 @@ class EventCacheView:
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
         """Leading blocks held, by slot; predicted for ranks that publish no KV events."""
-        if len(self._out) < n_slots:
-            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
-        out = self._out[:n_slots]
+        if len(self._out) != n_slots:
+            self._out = np.zeros(n_slots, np.uint32)
+        out = self._out
         self.index.overlap(prompt, out)
         self._unreported.fill(out, prompt, now_s=now_s)
         return out
