@@ -118,8 +118,8 @@ class Placer:
         self._not_active: U32 = np.zeros(0, np.uint32)
         self._columns = self.ledger.columns()
         self._load = self._columns.first(0)
-        """Those of ``_columns`` that the last reading showed; the same arrays until the number of slots changes,
-        so that the time rule keeps their native form.
+        """The part of ``_columns`` in the last view: the same arrays until the number of slots changes, and
+        so the same native form under the time rule.
         """
         self._unseen_prefills = UnseenPrefills()
 
