@@ -150,7 +150,8 @@ class MockEngine:
         Raises InvalidRequest for a leg that this engine can never serve, EngineFull when too many wait.
         """
         n_tokens = len(request.token_ids) if content is None else content.prompt_tokens
-        rank = self._check(request, n_tokens)
+        key = sequence_key(request)
+        rank = self._check(request, key, n_tokens)
         n_waiting = self._core.n_waiting(rank)
         if n_waiting >= self.config.max_waiting_seqs:
             raise EngineFull(f"worker {self.rank_numbers[rank]}: {n_waiting} requests wait already")
@@ -171,7 +172,6 @@ class MockEngine:
                 salt=content.salt if isinstance(content, NamedContent) else 0,
             )
         )
-        key = sequence_key(request)
         self._sequences[key] = self._by_handle[handle] = EngineSequence(key, handle, request, content, now)
         return key
 
@@ -335,7 +335,7 @@ class MockEngine:
                 problems.append(f"rank {dp_rank}: idle, and {active_blocks} blocks are held")
         return problems
 
-    def _check(self, request: EngineRequest, n_tokens: int) -> int:
+    def _check(self, request: EngineRequest, key: SequenceKey, n_tokens: int) -> int:
         """Refuse a request that can never be served, naming the field; return the rank's number."""
         config, sampling = self.config, request.sampling
         rank = self._ranks.get(request.dp_rank)
@@ -343,7 +343,7 @@ class MockEngine:
             raise InvalidRequest(f"worker {self.worker_id} has no rank {request.dp_rank}", param="dp_rank")
         if request.leg not in SERVED_LEGS[config.role]:
             raise InvalidRequest(f"a {config.role} engine serves no {request.leg} leg", param="leg")
-        if sequence_key(request) in self._sequences:
+        if key in self._sequences:
             raise InvalidRequest(f"{request.engine_key} is running here already", param="request_id")
         if not n_tokens:
             raise InvalidRequest("token_ids: at least one token", param="token_ids")

@@ -160,11 +160,11 @@ class Fabric:
         """
         self.advance_before(now)
         member = self._members[worker_id]
-        leg_id = LegId(worker_id, sequence_key(request))
         name = _handoff_name(member.engine, request)
         if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is _PREFILL)
-        member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
+        key = member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
+        leg_id = LegId(worker_id, key)
         if name is not None:
             self._meet(now, member, leg_id, request, name, source_at)
         return leg_id
