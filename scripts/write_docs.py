@@ -134,7 +134,9 @@ transfer policy mean what they mean for every worker.
   (`worker_refused`) and on [`/ready`](http-api.md#expected-engines), and asked again every ten seconds: it
   may be restarted as it should be.
 - **An engine that is not up yet** holds nobody up: HTTP is served, `/ready` names the engines that are
-  awaited, with their URLs and why, and each joins once it answers. One that comes back as another one, with
+  awaited, with their URLs and why, and each joins once it answers. The first line on standard output has
+  that too (`1 of 2 engines, waiting for http://10.0.0.8:8000 (connection refused)`), and another one follows
+  as engines join or leave, also with `--replicas` and `--nats`. One that comes back as another one, with
   other ranks or a longer context, gets another worker; one that then contradicts the file has none, and is
   logged as such.
 - **A key** that engines ask for is read from `KVROUTER_ENGINE_API_KEY`, and from nowhere else.

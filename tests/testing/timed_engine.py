@@ -99,7 +99,8 @@ class TimedEngine:
             token_s = 0.0
         for number in range(n_tokens):
             self.now_s += token_s if number else 0.0
-            finish = "length" if number == n_tokens - 1 else None
+            is_last = number == n_tokens - 1 and self.fault is not Fault.BROKEN_OFF
+            finish = "length" if is_last else None
             self._read.clear()
             await response.write(event_of({"choices": [{"index": 0, "text": " x", "finish_reason": finish}]}))
             await self._read.wait()

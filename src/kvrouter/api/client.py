@@ -10,7 +10,7 @@ import msgspec
 
 from kvrouter.api.cordon_schema import CordonBody
 from kvrouter.api.health_schema import ModelList
-from kvrouter.api.paths import ACCEPTING, CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS
+from kvrouter.api.paths import ACCEPTING, CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS, READY
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
@@ -91,6 +91,10 @@ class RouterClient:
     def models(self) -> bytes:
         """Return the served models as JSON."""
         return self._ask("GET", MODELS, None)
+
+    def ready(self) -> bytes:
+        """Ask whether a plain request could be placed now; raise AskFailed with status 503 if not."""
+        return self._ask("GET", READY, None)
 
     def accepting(self) -> bytes:
         """Ask whether a load balancer should send requests here; raise AskFailed with status 503 if not."""

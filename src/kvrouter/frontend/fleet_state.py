@@ -67,7 +67,9 @@ class WorkerReading:
 
 @dataclass(frozen=True, slots=True)
 class IndexReading:
-    """The size of a model's index. ``blocks`` is by medium."""
+    """The size of a model's index. ``blocks`` is by medium; ``bytes`` also has the blocks that are predicted
+    for ranks without KV events, and for prompts with images.
+    """
 
     blocks: dict[str, int]
     bytes: int
@@ -132,7 +134,7 @@ def read_index(model: ModelRouter) -> IndexReading | None:
     if isinstance(cache, EventCacheView):
         stats = cache.index.stats()
         blocks = {medium.name.lower(): stats.blocks[medium] for medium in Medium}
-        return IndexReading(blocks, stats.bytes)
+        return IndexReading(blocks, stats.bytes + cache.predicted.stats().bytes)
     if isinstance(cache, PredictedCacheView):
         predicted = cache.index.stats()
         return IndexReading({Medium.GPU.name.lower(): predicted.blocks}, predicted.bytes)

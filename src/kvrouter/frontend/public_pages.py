@@ -17,7 +17,7 @@ from kvrouter.api.health_schema import (
     ServerLoad,
     Version,
 )
-from kvrouter.api.paths import ACCEPTING, METRICS, MODELS
+from kvrouter.api.paths import ACCEPTING, METRICS, MODELS, READY
 from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
@@ -125,7 +125,7 @@ class Pages:
             PublicRoute(MODELS, self.models, "The models that are served", answer=ModelList),
             PublicRoute(f"{MODELS}/{{model:path}}", self.model, "One of them", answer=ModelCard),
             PublicRoute("/health", self.health, "Whether the process answers", answer=Health),
-            PublicRoute("/ready", self.ready, "Whether a plain request could be placed now", answer=Ready),
+            PublicRoute(READY, self.ready, "Whether a plain request could be placed now", answer=Ready),
             PublicRoute(ACCEPTING, self.accepting, accepts, answer=Ready),
             PublicRoute("/ping", self.ping, ping, methods=(*GET, *POST)),
             PublicRoute("/load", self.load, "How many requests run", answer=ServerLoad),

@@ -25,6 +25,7 @@ class EventCacheView:
     def __init__(self, index: BlockIndex, ingest: EventIngest, predicted: ApproximateIndex) -> None:
         self.index = index
         self.ingest = ingest
+        self.predicted = predicted
         self._predicted = PredictedCacheView(predicted)
         self._unreported = UnreportedRanks(predicted)
         self._out: U32 = np.zeros(0, np.uint32)

@@ -418,7 +418,7 @@ class Telemetry(MetricsPage):
     )
 
     index_blocks = gauge("kvrouter_index_blocks", "Blocks that workers are known to hold.", "model", "medium")
-    index_bytes = gauge("kvrouter_index_bytes", "Memory of the index.", "model")
+    index_bytes = gauge("kvrouter_index_bytes", "Memory of the index, and of predicted blocks.", "model")
     ledger_active_blocks = gauge(
         "kvrouter_ledger_active_blocks", "Blocks of requests that this router booked.", "worker", "dp_rank"
     )

@@ -102,7 +102,7 @@ async def test_servers_take_requests_in_turn() -> None:
         (Fault.REFUSED, "no such parameter"),
         (Fault.IN_STREAM, "out of memory"),
         (Fault.NO_USAGE, "does not count them"),
-        (Fault.BROKEN_OFF, "broke off before its last event"),
+        (Fault.BROKEN_OFF, "ended without a finish reason"),
     ],
 )
 async def test_failures_are_kept_with_the_url_and_the_round_goes_on(fault: Fault, message: str) -> None:

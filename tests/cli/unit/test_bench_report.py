@@ -8,7 +8,6 @@ from rich.console import Console
 
 from kvrouter.cli.bench.arms import BenchedFleet
 from kvrouter.cli.bench.counters import CacheCounts
-from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import ArmRound
 from kvrouter.cli.bench.report import ArmRounds, BenchReport, report_of, show_report
 from kvrouter.cli.bench.workload import Caches, WorkloadSize
@@ -45,7 +44,7 @@ def arm(
 
 
 def report(ours: ArmRounds, other: ArmRounds, fleet: BenchedFleet = FLEET) -> BenchReport:
-    return report_of(BenchOptions(), fleet, WorkloadSize(12, 3264), [ours, other], ())
+    return report_of(fleet, WorkloadSize(12, 3264), [ours, other], ())
 
 
 def shown(found: BenchReport) -> str:
@@ -160,7 +159,7 @@ def test_a_router_that_looks_at_no_cache_needs_no_other_explanation() -> None:
 def test_eight_ranks_of_one_worker_are_eight_caches() -> None:
     ranks = FLEET._replace(engines=1, caches=CACHES._replace(number=8), concurrency=8)
     found = report(arm("kvrouter", cached=700), arm("round-robin"), ranks)
-    assert (found.engines, found.caches, found.concurrency) == (1, 8, 8)
+    assert (found.engines, found.concurrency) == (1, 8)
     assert not any("one KV cache" in note or "two caches" in note for note in found.notes)
 
 

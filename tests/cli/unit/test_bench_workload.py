@@ -96,7 +96,7 @@ def test_sizes_are_bounded_and_fit(
     seconds: float,
 ) -> None:
     fleet = Caches(caches, cache_tokens, context_tokens, 16)
-    longest = longest_prompt(fleet, None, 16)
+    longest = longest_prompt(fleet, None)
     try:
         size = size_workload(fleet, longest, request_s=request_s, arms=arms, seconds=seconds, is_fixed=False)
     except ConfigError:
@@ -145,7 +145,7 @@ def test_only_whole_blocks_can_be_found() -> None:
 
 
 def test_prompts_that_cannot_be_are_refused_by_flag() -> None:
-    with pytest.raises(ConfigError, match="--prompt-tokens: must be at most 3264: the context has 4096"):
-        longest_prompt(CACHES, 4_000, 16)
-    with pytest.raises(ConfigError, match="--answer-tokens: leaves no prompt: the context has 4096 tokens"):
-        longest_prompt(CACHES, None, 4_090)
+    with pytest.raises(ConfigError, match="--prompt-tokens: must be at most 3264, not 4000: "):
+        longest_prompt(CACHES, 4_000)
+    with pytest.raises(ConfigError, match="--prompt-tokens: must be at most 8, not 20: "):
+        longest_prompt(CACHES._replace(context_tokens=26), None)

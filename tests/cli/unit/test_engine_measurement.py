@@ -153,7 +153,7 @@ async def test_running_requests_of_others_are_refused_before_and_after(
         (Fault.REFUSED, "no such parameter"),
         (Fault.IN_STREAM, "out of memory"),
         (Fault.NO_USAGE, "include_usage is needed"),
-        (Fault.BROKEN_OFF, "broke off before its last event"),
+        (Fault.BROKEN_OFF, "ended without a finish reason"),
     ],
 )
 async def test_measurement_failure_names_the_url_and_the_servers_message(fault: Fault, why: str) -> None:

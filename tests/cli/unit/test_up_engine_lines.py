@@ -6,8 +6,8 @@ import pytest
 
 from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState
 from kvrouter.app.attach import attachment
-from kvrouter.cli.up.engine_lines import change_line, engines_line, write_changes
-from kvrouter.cli.up.run import embedded, first_screen
+from kvrouter.cli.up.engine_lines import change_line, engines_line, first_screen, url_of, write_changes
+from kvrouter.cli.up.run import embedded
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
 from kvrouter.settings.tree import FrontendSettings, Settings
@@ -58,11 +58,11 @@ def test_the_first_screen_names_the_models_that_engines_have_told() -> None:
     engines = "{kind: vllm, urls: ['http://a', 'http://b']}"
     file = f"version: 1\nmodels: [{{}}]\nworkers: [{{name: w, engine: {engines}}}]\n"
     fleet = load_fleet(parse_document(file, "fleet.yaml")).fleet
-    head, _, call = first_screen(("0.0.0.0", 8000), fleet, [awaited(1), awaited(2)]).splitlines()
+    head, _, call = first_screen([url_of("0.0.0.0", 8000)], fleet, [awaited(1), awaited(2)]).splitlines()
     assert "serves the engines' own model at" in head
     assert call == "Try it: curl http://127.0.0.1:8000/v1/models"
     joined = ExpectedEngine(worker_id=1, model="tiny", state=ExpectedState.JOINED)
-    head, _, call = first_screen(("0.0.0.0", 8000), fleet, [joined, awaited(2)]).splitlines()
+    head, _, call = first_screen([url_of("0.0.0.0", 8000)], fleet, [joined, awaited(2)]).splitlines()
     assert "serves tiny at" in head
     assert '{"model": "tiny", ' in call
 
@@ -84,10 +84,10 @@ async def test_the_first_screen_names_absent_engines_and_a_line_follows_as_each_
     settings = Settings(frontend=FrontendSettings(http_port=0))
     async with embedded(settings, fleet, environ={}) as system:
         assert system.attached is not None
-        head = first_screen(system.address, fleet, system.expected()).splitlines()[0]
+        head = first_screen([url_of(*system.address)], fleet, system.expected()).splitlines()[0]
         absent = [f"{each.url} (connection refused)" for each in engines]
         assert head.endswith(f"/v1: 0 of 2 engines, waiting for {', '.join(absent)}")
-        writing = asyncio.create_task(write_changes(system.attached))
+        writing = asyncio.create_task(write_changes(system.expected(), system.attached.changes()))
         written = ""
 
         async def line_behind(prefix: str) -> str:
@@ -108,7 +108,7 @@ async def test_the_first_screen_names_absent_engines_and_a_line_follows_as_each_
             await engines[0].start()
             assert await line_behind(f"{engines[0].url} joined") == f"{engines[0].url} joined: 2 of 2 engines"
             assert len(written.splitlines()) == 2
-            head = first_screen(system.address, fleet, system.expected()).splitlines()[0]
+            head = first_screen([url_of(*system.address)], fleet, system.expected()).splitlines()[0]
             assert head.endswith("/v1: 2 of 2 engines")
         finally:
             writing.cancel()

@@ -84,6 +84,15 @@ async def test_gauges_show_bookings_of_running_requests() -> None:
     assert running["kvrouter_requests_active", MODEL] == 1
 
 
+async def test_the_bytes_of_an_index_have_those_of_predicted_blocks() -> None:
+    async with running_frontend(card(1, publishes_kv_events=False), script=text_answer("ok")) as frontend:
+        await frontend.complete([5] * 40)
+        metrics = await metrics_of(frontend)
+        (model,) = (await frontend.http.get("/v1/fleet")).json()["models"]
+    assert (model["cache_view"], model["index"]["blocks"]["gpu"]) == ("events", 0)
+    assert model["index"]["bytes"] == metrics["kvrouter_index_bytes", MODEL] > 0
+
+
 async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="rack")
     cards = (*zoned_cards(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))

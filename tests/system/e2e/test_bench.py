@@ -44,7 +44,7 @@ TIMING = Timing(
 ENGINE = MockConfig(block_size=16, total_kv_blocks=1024, timing=TIMING)
 """One cache has room for all conversations of three seconds: nothing depends on how even they are spread."""
 
-ONE_AT_A_TIME = ("--prompt-tokens", "480", "--answer-tokens", "2", "--concurrency", "1")
+ONE_AT_A_TIME = ("--prompt-tokens", "480", "--concurrency", "1")
 
 
 class TextVllm(VllmProtocol):

@@ -15,7 +15,6 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.events import Cleared, KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.router import event_ingest
 from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.text.source import MOCK_FOLDER
@@ -31,6 +30,7 @@ from tests.testing.doctor import (
     url_of,
     without_data,
 )
+from tests.testing.doctor_fleets import caching_off, events_do_not_arrive
 from tests.testing.frontend_harness import running_frontend, text_answer
 from tests.testing.mock_fleet import fleet_file, uniform_fleet
 from tests.testing.mock_server import MODEL, MockServer, leave_recovery_unanswered, mock_server, user, words
@@ -78,13 +78,10 @@ async def test_doctor_notes_decode_workers_without_events() -> None:
         only_finding(await run_doctor(frontend), "kv-events", Severity.NOTE)
 
 
-async def test_doctor_reports_a_serving_engine_that_never_reports_a_block() -> None:
-    async with mock_server(uniform_fleet(replicas=1, engine="{prefix_caching: false}")) as here:
-        await send_chats(here, n=3)
-        (model,) = here.system.service.models()
-        assert isinstance(model.cache, EventCacheView)
-        report = await run_doctor(here)
-    finding = only_finding(report, "kv-events", Severity.WARNING)
+async def test_doctor_reports_a_serving_engine_that_never_reports_a_block(
+    set_constants: SetConstants,
+) -> None:
+    finding = only_finding(await caching_off(set_constants), "kv-events", Severity.WARNING)
     assert "no block that it holds was ever reported" in finding.seen
 
 
@@ -97,14 +94,7 @@ async def test_doctor_ignores_missing_blocks_of_prompts_shorter_than_a_block() -
 
 
 async def test_doctor_reports_ranks_whose_events_do_not_arrive(set_constants: SetConstants) -> None:
-    set_constants(event_ingest, SILENT_AFTER_S=0.05)
-    async with mock_server(uniform_fleet(replicas=2)) as here:
-        (model,) = here.system.service.models()
-        cache = model.cache
-        assert isinstance(cache, EventCacheView)
-        await until(lambda: all(each.is_missing for _, each in cache.ingest.feed_readings()))
-        report = await run_doctor(here)
-    missing = findings_of(report, "feeds", Severity.WARNING)
+    missing = findings_of(await events_do_not_arrive(set_constants), "feeds", Severity.WARNING)
     assert len(missing) == 2
     assert all("heartbeats included" in each.seen for each in missing)
 

@@ -26,7 +26,7 @@ async def start(environ: Mapping[str, str], file: Path, *arguments: str) -> Proc
         *(sys.executable, "-m", "kvrouter.cli", "up", "--fleet", str(file), *arguments),
         env=dict(environ),
         stdin=DEVNULL,
-        stdout=DEVNULL,
+        stdout=PIPE,
         stderr=PIPE,
     )
 
@@ -168,13 +168,13 @@ async def test_with_replicas_each_engine_has_a_worker_process(tmp_path: Path) ->
                 assert b"Traceback" not in await reading
 
 
-async def test_frontends_of_replicas_name_an_engine_that_no_worker_announces(tmp_path: Path) -> None:
+async def test_replicas_say_which_engines_have_joined_and_why_others_have_not(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
-    async with scripted_engine() as engine:
-        gone = f"http://127.0.0.1:{free_ports()}"
+    async with scripted_engine() as engine, scripted_engine() as late:
+        await late.stop()
         file.write_text(
             f"{MODEL}workers:\n  - name: a\n"
-            f"    engine: {{kind: vllm, urls: ['{engine.url}', '{gone}'], kv_events: false}}\n"
+            f"    engine: {{kind: vllm, urls: ['{engine.url}', '{late.url}'], kv_events: false}}\n"
         )
         async with (
             up(file, "--nats", "--http-port", str(free_ports())) as (process, (url,)),
@@ -185,14 +185,24 @@ async def test_frontends_of_replicas_name_an_engine_that_no_worker_announces(tmp
 
             async def is_named() -> bool:
                 (problem,) = (await http.get("/ready")).json()["engine_problems"]
-                assert (problem["engine_url"], problem["state"]) == (gone, "awaited")
-                return (
-                    "no worker has announced it; asked from here: /v1/models: connection refused"
-                    in (problem["reason"])
-                )
+                assert (problem["engine_url"], problem["state"]) == (late.url, "awaited")
+                return bool(problem["reason"].startswith("/v1/models: connection refused"))
 
             await eventually(is_named)
+            await line_with(process, f"1 of 2 engines, waiting for {late.url} (connection refused)\n")
+            await late.start()
+            await line_with(process, f"{late.url} joined: 2 of 2 engines\n")
             process.terminate()
             async with asyncio.timeout(ENDS_WITHIN_S):
                 assert await process.wait() == 0
                 await reading
+
+
+async def line_with(process: Process, end: str) -> None:
+    """Read standard output up to a line that ends so."""
+    assert process.stdout is not None
+    async with asyncio.timeout(READY_WITHIN_S):
+        while line := (await process.stdout.readline()).decode():
+            if line.endswith(end):
+                return
+    raise AssertionError("it ended")

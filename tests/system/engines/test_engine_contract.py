@@ -28,7 +28,6 @@ VLLM_BLOCKS = 64
 SGLANG_TOKENS = 2048
 
 Server = VllmServer | SglangServer
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])

@@ -41,7 +41,6 @@ GOES_ON = {"vllm": (CHAT, long_chat), "sglang": (COMPLETION, long_completion)}
 
 vllm_alone = pytest.mark.parametrize("kind", ["vllm"], indirect=True)
 sglang_alone = pytest.mark.parametrize("kind", ["sglang"], indirect=True)
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -4,14 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.cache_law import CONTEXT_TOKENS, RING_BATCHES, ROOM_TOKENS, CacheLaw
 from tests.system.engines.calls import stopped, two_of
 from tests.system.engines.sglang_server import SglangServer
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -10,8 +10,6 @@ from tests.system.engines.calibrate_law import CalibrateLaw
 from tests.system.engines.calls import stopped
 from tests.system.engines.sglang_server import SglangServer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 
 @pytest.fixture
 def says() -> str:

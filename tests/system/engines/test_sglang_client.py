@@ -4,14 +4,11 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.calls import stopped
 from tests.system.engines.client_law import CASES, ClientLaw
 from tests.system.engines.sglang_server import SglangServer
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

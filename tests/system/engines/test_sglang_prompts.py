@@ -24,7 +24,6 @@ async def engine(engine_folder: Path) -> AsyncIterator[SglangServer]:
         yield one[1]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_predicted_cache_hits_match_sglang_for_every_shape(
     engine: SglangServer, kvrouter: Fleet
 ) -> None:

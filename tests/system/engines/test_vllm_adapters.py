@@ -4,8 +4,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.system.engines.calls import attached, stopped, two_of
 from tests.system.engines.install import engines_dir
 from tests.system.engines.real_engine import MODEL
@@ -15,8 +13,6 @@ from tests.testing.processes import Fleet, Frontend, eventually
 ADAPTER = "french"
 PROMPT = list(range(20, 20 + 8 * BLOCK_SIZE))
 CACHED = 7 * BLOCK_SIZE
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def write_adapter(folder: Path) -> Path:

@@ -13,8 +13,6 @@ from tests.system.engines.calls import attached, stopped, two_of
 from tests.system.engines.vllm_server import VllmServer
 from tests.testing.processes import Fleet
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 CONTEXT_TOKENS = 4096
 """As long as the tiny model has it: what is not cached must take longer than a request before it."""
 

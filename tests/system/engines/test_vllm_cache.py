@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.cache_law import CONTEXT_TOKENS, RING_BATCHES, ROOM_TOKENS, CacheLaw
@@ -14,8 +13,6 @@ from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
 from tests.testing.example_programs import check_two_servers
 
 N_BLOCKS = ROOM_TOKENS // BLOCK_SIZE
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -16,8 +16,6 @@ SAYS = {
 }
 """By flags."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 
 @pytest.fixture(scope="module", params=SAYS, ids=["metrics", "times in answers"])
 def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:

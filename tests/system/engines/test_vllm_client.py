@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.calls import stopped
 from tests.system.engines.client_law import ClientLaw, Ways
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from tests.system.differential.calls import CHAT, RESPONSES, Call, field_calls, odd_calls, plain_calls
@@ -22,8 +21,6 @@ from tests.system.engines.install import engines_dir
 from tests.system.engines.real_engine import MODEL
 from tests.system.engines.vllm_server import VllmServer
 from tests.testing.processes import Fleet, Frontend
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TRIES = 3
 """A busy engine may tell two tokens in one event. A call whose answers differ is made again: what kvrouter

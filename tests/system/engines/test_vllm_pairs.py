@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.calls import companion, until_feeds
@@ -18,8 +17,6 @@ ZONES = ("a", "b")
 PREFILL = {"a": 1, "b": 2}
 DECODE = {"a": 11, "b": 12}
 """Worker ids by zone."""
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @dataclass

@@ -26,13 +26,11 @@ async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
         yield one[1]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_predicted_cache_hits_match_vllm_for_every_shape(engine: VllmServer, kvrouter: Fleet) -> None:
     frontend = await attached(kvrouter, {1: engine})
     assert await blind_shapes(frontend, SHAPES, block_size=BLOCK_SIZE) == {}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_predicted_cache_hits_match_with_engine_side_tokenizing(
     engine: VllmServer, kvrouter: Fleet
 ) -> None:

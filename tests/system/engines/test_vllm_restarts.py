@@ -30,8 +30,6 @@ CALL_WITHIN_S = 15.0
 CALL_LIMIT_S = 45.0
 """Far above the slowest answer, and far below the time that a call that hangs would take."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 
 class Load:
     """Callers that ask one call after the other, until they are told to end: chats, streamed and whole, and

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.calls import chat_body, companion, stopped, until_feeds
@@ -15,8 +14,6 @@ PREFILL, DECODE = 1, 2
 """Worker ids."""
 
 N_REQUESTS = 10
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from tests.system.engines.slow_link import (
@@ -20,8 +19,6 @@ from tests.system.engines.slow_link import (
     slow_link,
 )
 from tests.testing.processes import fleet
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -60,8 +60,6 @@ ALONE: dict[str, dict[str, object]] = {
 }
 """What chats ask for that are computed by their decode engine alone."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 
 def _nixl(role: str, *, on_failure: str = "fail") -> dict[str, object]:
     return {

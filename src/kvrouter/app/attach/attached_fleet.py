@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
 from kvrouter.api.fleet_schema import ExpectedEngine
@@ -42,8 +42,7 @@ class AttachedFleet:
     ) -> None:
         self._fleet = fleet
         self._all_attempted = asyncio.Event()
-        self.changed = asyncio.Event()
-        """Set when the state of an expected engine changes; its reader clears it."""
+        self._changed = asyncio.Event()
 
         self._mistakes: list[KvrouterError] | None = []
         """Errors of the first probes; None once the start is over."""
@@ -65,6 +64,13 @@ class AttachedFleet:
     def expected(self) -> list[ExpectedEngine]:
         """Every engine, with or without a worker."""
         return [each.expected for each in self._engines]
+
+    async def changes(self) -> AsyncIterator[list[ExpectedEngine]]:
+        """Yield every engine whenever the state of one changes."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            yield self.expected()
 
     async def __aenter__(self) -> Self:
         try:
@@ -108,7 +114,7 @@ class AttachedFleet:
             topology=topology_env_of(engine.group),
             on_refused=on_refused,
             on_attempt_ended=on_attempt_ended,
-            on_state=self.changed.set,
+            on_state=self._changed.set,
         )
 
     def _refused(self, engine: FileEngine, error: KvrouterError) -> None:

@@ -281,7 +281,7 @@ def without_place(reason: str, spec: AttachSpec) -> str:
     """
     url = spec.url.rstrip("/")
     rest = reason.removeprefix(f"{spec.written_at}: ").removeprefix(f"{spec.url}: ").removeprefix(url)
-    return str(cut(rest.replace(url, without_credentials(url))))
+    return str(cut(rest.strip().replace(url, without_credentials(url))))
 
 
 class EngineAttachment:

@@ -7,7 +7,7 @@ from kvrouter.api.client import RouterClient, decode_answer
 from kvrouter.api.fleet_schema import Fleet, Model, Worker
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import Arm
-from kvrouter.cli.bench.workload import Caches
+from kvrouter.cli.bench.workload import ANSWER_TOKENS, Caches
 from kvrouter.cli.doctor.diagnosis import reached_at
 from kvrouter.cli.doctor.reading import counted
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -161,7 +161,7 @@ def arms_of(
     """Return the arms: ours, round-robin, peers. Their servers are not open yet. ``api_key`` is sent to the
     URLs of flags alone, and not where a router's answer points to.
     """
-    fields = {"model": fleet.model, "max_tokens": options.answer_tokens, "temperature": 0}
+    fields = {"model": fleet.model, "max_tokens": ANSWER_TOKENS, "temperature": 0}
     ours = Arm(OURS, f"through {router_url}", (EngineServer(router_url),), fields, "--url")
     round_robin = through_router(ours, fleet.why_through)
     if fleet.engine_urls:

@@ -58,9 +58,6 @@ class BenchOptions(RouterOptions):
         metavar="N",
         at_least=64,
     )
-    answer_tokens: int = option(
-        "How many tokens each answer has.", default=16, metavar="N", at_least=1, at_most=4096
-    )
     yes: bool = option("Send it while requests of others run there, too.", default=False)
     output: Output = TABLE
 

@@ -6,12 +6,11 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvrouter.cli.bench.arms import BenchedFleet
 from kvrouter.cli.bench.counters import CacheCounts
-from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import ArmRound
 from kvrouter.cli.bench.workload import TURNS, Caches, WorkloadSize
 from kvrouter.cli.doctor.reading import counted
@@ -86,18 +85,13 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: str
-    url: str
     model: str
     engines: int
-    caches: int
     rounds: int
     concurrency: int
     conversations: int
     turns: int
     prompt_tokens_longest: int
-    answer_tokens: int
-    distinct_tokens: int
-    cache_tokens: int | None
     possible_hit_rate: float
     hit_rate_source: HitRateSource | None
     arms: Sequence[ArmReport]
@@ -125,29 +119,20 @@ _FIGURES = (
 
 
 def report_of(
-    options: BenchOptions,
-    fleet: BenchedFleet,
-    size: WorkloadSize,
-    found: Sequence[ArmRounds],
-    notes: Sequence[str],
+    fleet: BenchedFleet, size: WorkloadSize, found: Sequence[ArmRounds], notes: Sequence[str]
 ) -> BenchReport:
     """Return the report of all rounds; ours is the first arm, round-robin the second one."""
     source = _hit_rate_source(fleet, found)
     arms = [_arm_report(each, source) for each in found]
     return BenchReport(
         version=installed_version(),
-        url=options.url,
         model=fleet.model,
         engines=fleet.engines,
-        caches=fleet.caches.number,
         rounds=len(found[0].rounds),
         concurrency=fleet.concurrency,
         conversations=size.conversations,
         turns=TURNS,
         prompt_tokens_longest=size.prompt_tokens,
-        answer_tokens=options.answer_tokens,
-        distinct_tokens=size.distinct_tokens,
-        cache_tokens=fleet.caches.cache_tokens,
         possible_hit_rate=size.possible_hit_rate(fleet.caches.block_size),
         hit_rate_source=source,
         arms=arms,
@@ -299,19 +284,13 @@ def show_report(report: BenchReport, console: Console) -> None:
 
 def _table(report: BenchReport) -> Table:
     ours, *others = report.arms
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("")
-    table.add_column(ours.name, justify="right")
-    for other in others:
-        table.add_column(other.name, justify="right", overflow="fold")
-        table.add_column(f"{ours.name} / {other.name}", justify="right", overflow="fold")
+    names = [ours.name, *(name for each in others for name in (each.name, f"{ours.name} / {each.name}"))]
+    columns = (Column(Text(name), justify="right", overflow="fold") for name in names)
+    table = Table("", *columns, box=None, pad_edge=False, header_style="bold", show_edge=False)
     for figure in _FIGURES:
-        mine = getattr(ours, figure.name)
-        row = [figure.label, _shown(mine, figure)]
-        for other in others:
-            theirs = getattr(other, figure.name)
-            row += [_shown(theirs, figure), _compared(mine, theirs, figure)]
-        table.add_row(*map(Text, row))
+        mine, *theirs = (getattr(arm, figure.name) for arm in report.arms)
+        compared = (text for each in theirs for text in (_shown(each, figure), _compared(mine, each, figure)))
+        table.add_row(figure.label, _shown(mine, figure), *compared)
     return table
 
 

@@ -76,7 +76,7 @@ def run_bench(options: BenchOptions, client: RouterClient, console: Console, *, 
                 raise
             is_whole = False
             bench.notes.append("interrupted: the round that was not over is not counted")
-    report = report_of(options, bench.fleet, bench.size, bench.found, bench.notes)
+    report = report_of(bench.fleet, bench.size, bench.found, bench.notes)
     options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if not is_whole:
         return INTERRUPTED
@@ -102,7 +102,7 @@ class Bench:
     async def run(self) -> None:
         """Send everything. Raises ConfigError, BenchFailed."""
         caches = self.fleet.caches
-        prompt_tokens = longest_prompt(caches, self.options.prompt_tokens, self.options.answer_tokens)
+        prompt_tokens = longest_prompt(caches, self.options.prompt_tokens)
         async with AsyncExitStack() as stack:
             for server in {server for arm in self.arms for server in arm.servers}:
                 await server.open()

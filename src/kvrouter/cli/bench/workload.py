@@ -23,6 +23,9 @@ SHARED_PARTS, OWN_PARTS, TURN_PARTS = 8, 24, 2
 PARTS = SHARED_PARTS + OWN_PARTS + TURNS * TURN_PARTS
 """How many parts the prompt of a last turn has."""
 
+ANSWER_TOKENS = 16
+"""How many tokens each answer has."""
+
 LONGEST_PROMPT_TOKENS = 4096
 SHORTEST_PROMPT_TOKENS = 256
 """A last turn's prompt has at most the first by default. Slow engines get shorter ones, to the second."""
@@ -102,25 +105,20 @@ class WorkloadSize(NamedTuple):
         return tokens - tokens % block_size
 
 
-def longest_prompt(caches: Caches, wanted: int | None, answer_tokens: int) -> int:
+def longest_prompt(caches: Caches, wanted: int | None) -> int:
     """Return the length of a last turn's prompt, in tokens. Raises ConfigError for one that cannot be."""
     limits = [LONGEST_PROMPT_TOKENS if wanted is None else wanted]
-    context = caches.context_tokens
-    if context is not None:
-        limits.append(int((context - answer_tokens) * CONTEXT_SHARE))
+    if caches.context_tokens is not None:
+        limits.append(int((caches.context_tokens - ANSWER_TOKENS) * CONTEXT_SHARE))
     if wanted is None and caches.cache_tokens is not None:
         limits.append(_filled_tokens(caches.number, caches.cache_tokens) // CONVERSATIONS_MIN)
-    longest = min(limits)
-    if wanted is not None and longest < wanted:
+    longest, needed = min(limits), wanted or PARTS // TURN_PARTS
+    if longest < needed:
         raise ConfigError(
-            f"--prompt-tokens: must be at most {max(0, longest)}: the context has {context} tokens, also for "
-            f"the answer of {answer_tokens}, and words differ in tokens",
+            f"--prompt-tokens: must be at most {max(0, longest)}, not {needed}: a prompt may fill "
+            f"{CONTEXT_SHARE:.0%} of a context, as words differ in tokens, less the {ANSWER_TOKENS} tokens "
+            "of the answer",
             param="prompt-tokens",
-        )
-    if longest < PARTS // TURN_PARTS:
-        raise ConfigError(
-            f"--answer-tokens: leaves no prompt: the context has {context} tokens",
-            param="answer-tokens",
         )
     return longest
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
-from kvrouter.app.attach.named_engines import NamedEngines
+from kvrouter.app.attach.engine_prober import EngineProber
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.frontend_server import ServingApp, open_frontend
@@ -69,14 +69,14 @@ async def frontend(
         connected(
             settings, telemetry, sockets, sources, links, static=static, traffic=traffic, place=place.domains
         ) as router,
-        NamedEngines(engines, router.service) as named,
+        EngineProber(engines, router.service) as prober,
         open_frontend(
             router.service,
             router.texts,
             settings=front,
             telemetry=telemetry,
             sockets=sockets,
-            expected=named.expected,
+            expected=prober.expected,
             tracing=router.spans,
         ) as app,
         saving(router.transports.snapshots, router.service, settings.router.snapshot_threshold),

@@ -1,15 +1,16 @@
-"""The lines of ``kvrouter up`` that count the engines that have joined, and name those that have not."""
+"""The lines of ``kvrouter up`` on standard output: what it serves, and which engines have joined."""
 
+import json
 import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState
-
-if TYPE_CHECKING:
-    from kvrouter.app.attach.attached_fleet import AttachedFleet
+from kvrouter.fleetfile.fleet_file import ENGINES_OWN, FleetFile
+from kvrouter.settings.setting import installed_version
 
 NAMED = 4
 """Engines without a worker that one line names; further ones are counted."""
@@ -17,7 +18,48 @@ NAMED = 4
 _PATH = re.compile(r"^/\S*?:? ")
 """The path of an engine's page at the beginning of a reason."""
 
-_CLAUSE_END = re.compile(r"[,:;] ")
+_CLAUSE_END = re.compile(r"[,:;.?] ")
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL under which this host reaches what listens there."""
+    shown = "127.0.0.1" if host in {"", "0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
+    return f"http://{shown}:{port}"
+
+
+def first_screen(urls: Sequence[str], fleet: FleetFile, expected: Sequence[ExpectedEngine] = ()) -> str:
+    """Return three lines for the user who has just started it: the model, the frontends' addresses and who
+    has joined, and a first call.
+    """
+    url = urls[0]
+    at = f"{url}/v1" if len(urls) == 1 else f"{url}/v1 to {urls[-1]}/v1 ({len(urls)} frontends)"
+    places = Counter[str]()
+    for group in fleet.workers:
+        names = [name for name in fleet.topology.levels if name in group.domains]
+        places[f"{names[0]} {group.domains[names[0]]}" if names else ""] += group.n_workers
+    where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
+    n_workers = sum(places.values())
+    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
+    if expected:
+        is_plain = not where and len(expected) == n_workers
+        workers = engines_line(expected) if is_plain else f"{workers}, {engines_line(expected)}"
+    models = _model_names(fleet, expected)
+    tried = "/v1/models"
+    if models:
+        call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+        tried = f"/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(call))}"
+    return (
+        f"kvrouter {installed_version()} serves {', '.join(models) or ENGINES_OWN} at {at}: {workers}\n"
+        f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
+        f"Try it: curl {url}{tried}\n"
+    )
+
+
+def _model_names(fleet: FleetFile, expected: Sequence[ExpectedEngine]) -> list[str]:
+    """Return the names of the models, as far as the file or an engine has said them."""
+    stated = (fleet.stated_name(model) for model in fleet.models)
+    told = (engine.model for engine in expected)
+    return [*dict.fromkeys(name for name in (*stated, *told) if name is not None)]
 
 
 def engines_line(expected: Sequence[ExpectedEngine]) -> str:
@@ -57,18 +99,16 @@ def change_line(before: Sequence[ExpectedEngine], now: Sequence[ExpectedEngine])
     return f"{who}{engines_line(now)}"
 
 
-async def write_changes(attached: "AttachedFleet") -> None:
-    """Write a line to standard output whenever engines join, are refused, or are awaited again; until
-    cancelled.
+async def write_changes(
+    shown: Sequence[ExpectedEngine], states: AsyncIterable[Sequence[ExpectedEngine]]
+) -> None:
+    """Write a line to standard output whenever engines have joined, are refused, or are awaited again, since
+    they were ``shown``.
     """
-    before = attached.expected()
-    while True:
-        await attached.changed.wait()
-        attached.changed.clear()
-        now = attached.expected()
-        if [engine.state for engine in now] != [engine.state for engine in before]:
-            write_text(f"{change_line(before, now)}\n")
-        before = now
+    async for now in states:
+        if [engine.state for engine in now] != [engine.state for engine in shown]:
+            write_text(f"{change_line(shown, now)}\n")
+        shown = now
 
 
 def write_text(text: str) -> None:

@@ -7,10 +7,10 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +18,13 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from kvrouter.api.client import AskFailed, RouterClient, decode_answer
+from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState, Fleet
 from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.lifetime import claimed, explained, stop_on_signals
 from kvrouter.app.nats_connection import nameable
 from kvrouter.app.supervisor import Supervisor
+from kvrouter.cli.up.engine_lines import first_screen, url_of, write_changes, write_text
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import LOOPBACK
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
@@ -30,14 +33,22 @@ from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.settings.planes import DiscoveryBackend
 from kvrouter.settings.setting import installed_version
 from kvrouter.settings.sources import environment_with
-from kvrouter.settings.tree import LogFormat, Settings
+from kvrouter.settings.tree import FrontendSettings, LogFormat, Settings
 from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.background import running
 
 logger = logging.getLogger("kvrouter.up")
 
 READY_WITHIN_S = 120.0
 """How long all processes may take to start; a machine with few cores starts many of them slowly. Engines that
 run already may be loading their models, and are waited for without a limit."""
+
+JOIN_WITHIN_S = 5.0
+"""How long the lines of standard output wait, once a frontend answers, for engines that have not joined."""
+
+ASK_EVERY_S = 1.0
+ASK_LIMIT_S = 5.0
+"""How often a frontend is asked which engines have joined, and how long it may take to answer."""
 
 ENGINE_WAIT_S = 86_400
 """How long a worker waits for an engine that runs already, before it is started again."""
@@ -104,26 +115,44 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
             for port in ports:
                 command = _command("frontend", "--config", str(file))
                 await supervisor.start(f"frontend :{port}", command, _frontend_environ(run, port))
-            within_s = READY_WITHIN_S if _has_mocks_alone(fleet) else math.inf
-            ready = asyncio.gather(
-                *(_until_ready(settings.frontend.http_host, port, within_s) for port in ports)
-            )
-            stopped = asyncio.ensure_future(stopping.wait())
-            await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                ready.result()
-                for port in ports:
-                    log_event(logger, Event.READY, host=settings.frontend.http_host, port=port)
-            else:
-                ready.cancel()
-                await asyncio.gather(ready, return_exceptions=True)
-            await stopped
+            frontends = {port: _client_of(settings.frontend, port) for port in ports}
+            async with running(_write_lines(settings, fleet, list(frontends.values())), name="engine lines"):
+                await _until_stopped(stopping, settings, fleet, frontends)
             log_event(logger, Event.DRAIN)
         finally:
             await supervisor.stop("frontend", settings.frontend.drain_limit_s + STOP_LIMIT_S)
             await supervisor.stop("worker", STOP_LIMIT_S)
     log_event(logger, Event.STOP)
     return 0
+
+
+async def _until_stopped(
+    stopping: asyncio.Event, settings: Settings, fleet: FleetFile, frontends: Mapping[int, RouterClient]
+) -> None:
+    """Log the ports of the frontends once all are ready, and return at the end. Raises ConfigError when they
+    do not get ready without an engine that has to be waited for.
+    """
+    within_s = READY_WITHIN_S if _has_mocks_alone(fleet) else math.inf
+    ready = asyncio.gather(*(_until_ready(frontend, within_s) for frontend in frontends.values()))
+    stopped = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if ready.done():
+        ready.result()
+        for port in frontends:
+            log_event(logger, Event.READY, host=settings.frontend.http_host, port=port)
+    else:
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
+    await stopped
+
+
+def _client_of(settings: FrontendSettings, port: int) -> RouterClient:
+    token = settings.admin_token
+    return RouterClient(
+        url_of(settings.http_host, port),
+        token=None if token is None else token.get_secret_value(),
+        timeout_s=ASK_LIMIT_S,
+    )
 
 
 def _frontend_environ(run: Settings, port: int) -> dict[str, str]:
@@ -165,27 +194,51 @@ def _has_mocks_alone(fleet: FleetFile) -> bool:
     return all(isinstance(group.engine, MockEngineSpec) for group in fleet.workers)
 
 
-async def _until_ready(host: str, port: int, within_s: float) -> None:
+async def _until_ready(frontend: RouterClient, within_s: float) -> None:
     """Wait until the frontend reports that it takes requests."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + within_s
-    while not await asyncio.to_thread(_is_ready, host, port):
+    while not await asyncio.to_thread(_is_ready, frontend):
         if loop.time() > until_s:
-            raise ConfigError(
-                f"the frontend on port {port} was not ready in {within_s:g} s: its lines above say why"
-            )
+            raise ConfigError(f"{frontend.url} was not ready in {within_s:g} s: its lines above say why")
         await asyncio.sleep(0.2)
 
 
-def _is_ready(host: str, port: int) -> bool:
-    connection = HTTPConnection("127.0.0.1" if host in ("", "0.0.0.0") else host, port, timeout=5)  # noqa: S104
+def _is_ready(frontend: RouterClient) -> bool:
     try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
+        frontend.ready()
+    except AskFailed:
         return False
-    finally:
-        connection.close()
+    return True
+
+
+async def _write_lines(settings: Settings, fleet: FleetFile, frontends: Sequence[RouterClient]) -> None:
+    """Write the first screen once engines had the time to join, and a line for each change after it; nothing
+    where the log is not text.
+    """
+    if settings.log.log_format is not LogFormat.TEXT:
+        return
+    states = _expected_engines(frontends[0])
+    shown = await anext(states)
+    until_s = time.monotonic() + JOIN_WITHIN_S
+    while time.monotonic() < until_s and any(engine.state == ExpectedState.AWAITED for engine in shown):
+        shown = await anext(states)
+    write_text(first_screen([frontend.url for frontend in frontends], fleet, shown))
+    await write_changes(shown, states)
+
+
+async def _expected_engines(frontend: RouterClient) -> AsyncIterator[Sequence[ExpectedEngine]]:
+    """Yield the engines that the frontend expects, again and again; none where it may not be asked."""
+    while True:
+        try:
+            fleet = decode_answer(await asyncio.to_thread(frontend.fleet), Fleet)
+        except AskFailed as error:
+            if error.status is not None:  # the admin routes are closed
+                yield ()
+                return
+        else:
+            yield fleet.expected_engines or ()
+        await asyncio.sleep(ASK_EVERY_S)
 
 
 @asynccontextmanager

@@ -1,11 +1,8 @@
 """``kvrouter up``: frontend, router and workers in one process."""
 
 import asyncio
-import json
 import logging
 import os
-import shlex
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -28,12 +25,12 @@ from kvrouter.app.text_models import LOG_AFTER_S, TextModelLoader
 from kvrouter.app.tls import loopback_warning
 from kvrouter.app.trace_export import tracing
 from kvrouter.app.traffic_recording import recording
-from kvrouter.cli.up.engine_lines import engines_line, write_changes, write_text
+from kvrouter.cli.up.engine_lines import first_screen, url_of, write_changes, write_text
 from kvrouter.cli.up.link_events import LinkStep, happening, read_link_events
 from kvrouter.core.hosts import in_container
 from kvrouter.core.ids import ModelName
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec
-from kvrouter.fleetfile.fleet_file import ENGINES_OWN, FleetFile
+from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.frontend.fleet_state import no_expected_engines
 from kvrouter.settings.problems import FieldPlace, dotted
@@ -41,6 +38,7 @@ from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
+from kvrouter.transports.background import running
 
 if TYPE_CHECKING:
     from kvrouter.app.attach.attached_fleet import AttachedFleet
@@ -186,49 +184,14 @@ async def _serve(
             return 0
         show_joined()
         if settings.log.log_format is LogFormat.TEXT:
-            write_text(first_screen(system.address, fleet, system.expected()))
+            expected = system.expected()
+            write_text(first_screen([url_of(*system.address)], fleet, expected))
             if system.attached is not None:
-                changes = asyncio.create_task(write_changes(system.attached))
-                stack.callback(changes.cancel)
+                changes = write_changes(expected, system.attached.changes())
+                await stack.enter_async_context(running(changes, name="lines of engines"))
         async with happening(steps, system.fleet.cluster):
             await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
     return 0
-
-
-def first_screen(address: tuple[str, int], fleet: FleetFile, expected: Sequence[ExpectedEngine] = ()) -> str:
-    """Return three lines for the user who has just started it: the model, its address and who has joined, and
-    a first call.
-    """
-    host, port = address
-    shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host  # noqa: S104
-    url = f"http://{shown}:{port}"
-    places = Counter[str]()
-    for group in fleet.workers:
-        names = [name for name in fleet.topology.levels if name in group.domains]
-        places[f"{names[0]} {group.domains[names[0]]}" if names else ""] += group.n_workers
-    where = ", ".join(f"{n} in {place}" for place, n in places.items() if place)
-    n_workers = sum(places.values())
-    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}" + (f" ({where})" if where else "")
-    if expected:
-        is_plain = not where and len(expected) == n_workers
-        workers = engines_line(expected) if is_plain else f"{workers}, {engines_line(expected)}"
-    models = _model_names(fleet, expected)
-    tried = "/v1/models"
-    if models:
-        call = {"model": models[0], "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
-        tried = f"/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(call))}"
-    return (
-        f"kvrouter {installed_version()} serves {', '.join(models) or ENGINES_OWN} at {url}/v1: {workers}\n"
-        f"Watch it at {url}/ui, or with: kvrouter top --url {url}\n"
-        f"Try it: curl {url}{tried}\n"
-    )
-
-
-def _model_names(fleet: FleetFile, expected: Sequence[ExpectedEngine]) -> list[str]:
-    """Return the names of the models, as far as the file or an engine has said them."""
-    stated = (fleet.stated_name(model) for model in fleet.models)
-    told = (engine.model for engine in expected)
-    return [*dict.fromkeys(name for name in (*stated, *told) if name is not None)]
 
 
 async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s: float) -> None:

@@ -250,14 +250,6 @@ class AnswerHeaders:
         self.passed = tuple(header for header in headers if header != self._usual)
 
 
-def let_end(answer: aiohttp.ClientResponse) -> None:
-    """Leave a finished answer: its connection is free for others once the engine ends it, and is closed if it
-    does not within :data:`END_LIMIT_S`.
-    """
-    late = asyncio.get_running_loop().call_later(END_LIMIT_S, answer.close)
-    answer.content.on_eof(late.cancel)
-
-
 async def _page(answer: aiohttp.ClientResponse) -> bytes:
     return await _read_whole(answer, PAGE_MAX_BYTES)
 

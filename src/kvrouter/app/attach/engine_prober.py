@@ -1,4 +1,4 @@
-"""Engines that a frontend's file names, for which other processes run workers: which have none, and why."""
+"""Probes the engines of a frontend's file whose workers are other processes: which have none, and why."""
 
 import asyncio
 import logging
@@ -19,16 +19,18 @@ from kvrouter.telemetry import Event, log_event
 
 _log = logging.getLogger("kvrouter.frontend")
 
-ASK_EVERY_S = 10.0
-"""Seconds between two questions to the engines without a worker."""
+PROBE_EVERY_S = 10.0
+"""Seconds between two probes of an engine without a worker."""
 
-ASKED_AT_ONCE = 16
+PROBED_AT_ONCE = 16
 
 NOT_ANNOUNCED = "no worker has announced it"
+PROBED_HERE = f"Asked from the frontend, since {NOT_ANNOUNCED}"
+ANSWERS = f"{NOT_ANNOUNCED}, though it answers the frontend"
 
 
-class NamedEngines:
-    """Asks the engines that have no worker, for the reason; the log of an engine's worker has it too.
+class EngineProber:
+    """Probes the engines that have no worker, for the reason; the log of an engine's worker has it too.
 
     Inside ``async with``, :attr:`expected` is kept up to date. ``specs`` have the ids of a fleet file.
     """
@@ -39,12 +41,12 @@ class NamedEngines:
         self._records = {
             spec.worker_id: replace(expected_engine(spec), reason=NOT_ANNOUNCED) for spec in specs
         }
-        self._gate = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._gate = asyncio.Semaphore(PROBED_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._specs:
-            self._task = asyncio.create_task(self._keep_asking())
+            self._task = asyncio.create_task(self._keep_probing())
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -62,29 +64,35 @@ class NamedEngines:
             card = by_url.get(record.engine_url or "") or by_id.get(worker_id)
             if card is not None:
                 several = f"{card.engine_url} {SEVERAL_ENGINES}" if card.several_engines else None
-                record = replace(record, state=ExpectedState.JOINED, reason=several)  # noqa: PLW2901
+                joined = ExpectedState.JOINED
+                record = replace(record, model=card.model, state=joined, reason=several)  # noqa: PLW2901
             found.append(record)
         return found
 
-    async def _keep_asking(self) -> None:
+    async def _keep_probing(self) -> None:
         while True:
             missing = {each.worker_id for each in self.expected() if each.state != ExpectedState.JOINED}
-            await asyncio.gather(*(self._ask(spec) for spec in self._specs if spec.worker_id in missing))
-            await asyncio.sleep(ASK_EVERY_S)
+            await asyncio.gather(*(self._probe(spec) for spec in self._specs if spec.worker_id in missing))
+            await asyncio.sleep(PROBE_EVERY_S)
 
-    async def _ask(self, spec: AttachSpec) -> None:
-        state, why = ExpectedState.AWAITED, "it answers"
+    async def _probe(self, spec: AttachSpec) -> None:
+        state = ExpectedState.AWAITED
         try:
             async with self._gate:
                 await probe(spec)
+            why = None
         except NotAnswered as error:
             why = error.__cause__.message if isinstance(error.__cause__, KvrouterError) else error.message
         except KvrouterError as error:
             state, why = ExpectedState.REFUSED, error.message
-        except Exception as error:  # noqa: BLE001 - an internal error is logged, and stops no other question
+        except Exception as error:  # noqa: BLE001 - an internal error is logged, and stops no other probe
             log_event(_log, Event.INTERNAL_ERROR, worker=str(spec.worker_id), exc_info=error)
             why = "it could not be asked; the log has the traceback"
-        self._note(spec.worker_id, state, f"{NOT_ANNOUNCED}; asked from here: {without_place(why, spec)}")
+        reason = ANSWERS
+        if why is not None:
+            what = without_place(why, spec)
+            reason = f"{what}{'' if what.endswith('?') else '.'} {PROBED_HERE}"
+        self._note(spec.worker_id, state, reason)
 
     def _note(self, worker_id: WorkerId, state: ExpectedState, reason: str) -> None:
         record = self._records[worker_id]
