@@ -1,4 +1,4 @@
-"""Break the kernel in twenty places, one at a time, and see that a test goes red each time.
+"""Break the kernel in some twenty places, one at a time, and see that a test goes red each time.
 
     python -m scripts.mutations [NAME ...]
 
@@ -174,6 +174,12 @@ MUTATIONS = (
         NATIVE + "index.rs",
         "block_hashes.iter().scan(parent, ",
         "block_hashes.iter().scan(parent.and(None), ",
+    ),
+    Mutation(
+        "native-blocks-of-equal-leading-bits-are-one",
+        NATIVE + "blocks.rs",
+        "|_, _| is_clear = false)",
+        "|_, _| {})",
     ),
     Mutation(
         "native-ledger-output-is-free",

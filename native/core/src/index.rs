@@ -1,17 +1,17 @@
 //! The block index: which slots hold which blocks, by the engines' events.
 //!
 //! For each medium, one table over all ranks maps sequence hashes to holders, and one table a rank maps the
-//! engine's hashes to sequence hashes. Engine hashes are opaque: two ranks may call one block by two names,
+//! engine's hashes to codes of those blocks. Engine hashes are opaque: two ranks may call one block by two names,
 //! and two blocks by one.
 
+use crate::blocks::Blocks;
 pub use crate::events::{Applied, Event, HeldColumns};
 use crate::hashing::chain;
+use crate::holders::HolderSets;
 pub use crate::holders::SLOTS_MAX;
-use crate::holders::{HolderSets, Holders};
 use crate::overlap::{overlap, Mixer};
 use crate::pages::PagePool;
-use crate::rank::{Placed, Rank, TakenBack};
-use crate::table::Table;
+use crate::rank::{Held, Placed, Rank, TakenBack};
 use std::ops::Range;
 
 /// GPU, CPU, disk, external.
@@ -44,7 +44,7 @@ pub struct BlockIndex {
 
 #[derive(Default)]
 struct Medium {
-    blocks: Table<Holders>,
+    blocks: Blocks,
     sets: HolderSets,
     ranks: Vec<Option<Box<Rank>>>,
 }
@@ -99,7 +99,10 @@ impl BlockIndex {
     /// The sequence hash that the rank calls `name`: in this medium, or in any other.
     fn sequence_of(&self, slot: u32, name: u64, medium: usize) -> Option<u64> {
         let key = self.mixer.key(name);
-        let in_medium = |medium: usize| self.media[medium].rank(slot)?.names.get(key);
+        let in_medium = |medium: usize| {
+            let Medium { blocks, .. } = &self.media[medium];
+            Some(blocks.find(self.media[medium].rank(slot)?.names.get(key)?).sequence)
+        };
         let found = in_medium(medium).or_else(|| (0..MEDIA).find_map(in_medium))?;
         Some(self.mixer.hash(found))
     }
@@ -114,26 +117,19 @@ impl BlockIndex {
             ranks.resize_with(slot as usize + 1, || None);
         }
         let rank = ranks[slot as usize].get_or_insert_default();
-        let (pages, mixer) = (&mut self.pages, self.mixer);
+        let (mut held, mixer) = (Held { pages: &mut self.pages, blocks, sets, slot }, self.mixer);
         for (names, sequences) in names.chunks(TOGETHER).zip(sequences.chunks(TOGETHER)) {
             for (&name, &sequence) in names.iter().zip(sequences) {
-                rank.names.prefetch_for_change(mixer.key(name));
-                blocks.prefetch_for_change(mixer.key(sequence));
+                rank.names.prefetch(mixer.key(name));
+                held.blocks.prefetch(mixer.key(sequence));
             }
             for (&name, &sequence) in names.iter().zip(sequences) {
                 let (name, sequence) = (mixer.key(name), mixer.key(sequence));
-                match rank.place(pages, name, sequence, self.blocks_per_rank_max) {
+                match rank.store(&mut held, name, sequence, self.blocks_per_rank_max) {
                     Placed::OverLimit => applied.over_limit += 1,
                     Placed::Repeated => applied.repeated += 1,
-                    Placed::New => {
-                        applied.stored += 1;
-                        rank.claim(pages, blocks, sets, slot, sequence);
-                    }
-                    Placed::Instead(old) => {
-                        applied.replaced += 1;
-                        rank.give_up(pages, blocks, sets, slot, old);
-                        rank.claim(pages, blocks, sets, slot, sequence);
-                    }
+                    Placed::New => applied.stored += 1,
+                    Placed::Instead => applied.replaced += 1,
                 }
             }
         }
@@ -145,26 +141,26 @@ impl BlockIndex {
             applied.unknown_removed += names.len() as u64;
             return;
         };
-        let (pages, mixer) = (&mut self.pages, self.mixer);
+        let (mut held, mixer) = (Held { pages: &mut self.pages, blocks, sets, slot }, self.mixer);
         for names in names.chunks(TOGETHER) {
             for &name in names {
-                rank.names.prefetch_for_change(mixer.key(name));
+                rank.names.prefetch(mixer.key(name));
             }
-            let (mut given_up, mut n_given_up) = ([0; TOGETHER], 0);
+            let (mut given_up, mut n_given_up) = ([None; TOGETHER], 0);
             for &name in names {
-                match rank.take_back(pages, mixer.key(name)) {
+                match rank.take_back(held.pages, mixer.key(name)) {
                     TakenBack::Unknown => applied.unknown_removed += 1,
                     TakenBack::StillStored => applied.removed += 1,
-                    TakenBack::Last(sequence) => {
+                    TakenBack::Last(code) => {
                         applied.removed += 1;
-                        blocks.prefetch_for_change(sequence);
-                        given_up[n_given_up] = sequence;
+                        held.blocks.prefetch_code(code);
+                        given_up[n_given_up] = Some(code);
                         n_given_up += 1;
                     }
                 }
             }
-            for &sequence in &given_up[..n_given_up] {
-                rank.give_up(pages, blocks, sets, slot, sequence);
+            for code in given_up.into_iter().flatten() {
+                rank.give_up(&mut held, code);
             }
         }
         if rank.names.is_empty() {
@@ -190,14 +186,15 @@ impl BlockIndex {
             let Some(rank) = medium.ranks.get_mut(slot as usize).and_then(Option::as_deref_mut) else {
                 continue;
             };
-            let (pages, blocks, sets) = (&mut self.pages, &mut medium.blocks, &mut medium.sets);
-            let taken = rank.take_some(pages);
+            let (blocks, sets) = (&mut medium.blocks, &mut medium.sets);
+            let mut held = Held { pages: &mut self.pages, blocks, sets, slot };
+            let taken = rank.take_some(held.pages);
             for together in taken.chunks(TOGETHER) {
-                for &(_, sequence) in together {
-                    blocks.prefetch_for_change(sequence);
+                for &(_, code) in together {
+                    held.blocks.prefetch_code(code);
                 }
-                for &(_, sequence) in together {
-                    rank.give_up(pages, blocks, sets, slot, sequence);
+                for &(_, code) in together {
+                    rank.give_up(&mut held, code);
                 }
             }
             if rank.names.is_empty() {
@@ -215,7 +212,7 @@ impl BlockIndex {
         let medium = &self.media[medium];
         let fits = medium.ranks.len() <= out.len();
         if fits {
-            overlap(&medium.blocks, &medium.sets, self.mixer, sequence_hashes, out);
+            overlap(medium.blocks.holders(), &medium.sets, self.mixer, sequence_hashes, out);
         }
         fits
     }
@@ -252,11 +249,12 @@ impl BlockIndex {
     /// What the rank at `slot`, which holds something in the medium, has in some parts of its table, by rising
     /// engine hash.
     fn listed(&self, slot: u32, medium: usize, parts: Range<usize>) -> HeldColumns {
-        let rank = self.media[medium].rank(slot).expect("the rank holds blocks in the medium");
+        let held = &self.media[medium];
+        let rank = held.rank(slot).expect("the rank holds blocks in the medium");
         let mut pairs = Vec::new();
         for part in parts {
-            rank.names.for_each_in(part, |name, sequence| {
-                let pair = (self.mixer.hash(name), self.mixer.hash(sequence));
+            rank.names.for_each_in(part, |name, code| {
+                let pair = (self.mixer.hash(name), self.mixer.hash(held.blocks.find(code).sequence));
                 pairs.extend(std::iter::repeat_n(pair, rank.n_stores(name)));
             });
         }
@@ -274,7 +272,7 @@ impl BlockIndex {
         let mut stats = IndexStats { bytes: self.pages.used_bytes(), ..IndexStats::default() };
         let mut holds = vec![false; self.media.iter().map(|medium| medium.ranks.len()).max().unwrap_or(0)];
         for (i, medium) in self.media.iter().enumerate() {
-            stats.sequences[i] = medium.blocks.len();
+            stats.sequences[i] = medium.blocks.holders().len();
             stats.bytes += medium.blocks.own_bytes() + medium.sets.bytes();
             stats.bytes += medium.ranks.capacity() * size_of::<Option<Box<Rank>>>();
             for (slot, rank) in medium.ranks.iter().enumerate() {

@@ -1,6 +1,7 @@
 //! The algorithms of kvrouter's native core. Nothing here knows Python, time or threads.
 
 pub mod approximate;
+mod blocks;
 mod events;
 pub mod hashing;
 mod holders;

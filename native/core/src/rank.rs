@@ -2,14 +2,15 @@
 
 use hashbrown::HashMap;
 
-use crate::holders::{HolderSets, Holders};
+use crate::blocks::{Blocks, Code};
+use crate::holders::HolderSets;
 use crate::pages::PagePool;
-use crate::table::Table;
+use crate::table::{Found, Table};
 
 #[derive(Default)]
 pub(crate) struct Rank {
-    /// Engine key → sequence key.
-    pub names: Table<u64>,
+    /// Engine key → the block that it stands for.
+    pub names: Table<Code>,
     /// Engine key → stores beyond the first.
     repeats: HashMap<u64, u32>,
     /// Sequence key → engine hashes beyond the first that name it.
@@ -20,8 +21,8 @@ pub(crate) struct Rank {
 pub(crate) enum Placed {
     New,
     Repeated,
-    /// The name stood for this sequence until now.
-    Instead(u64),
+    /// The name stood for other content until now.
+    Instead,
     OverLimit,
 }
 
@@ -29,33 +30,43 @@ pub(crate) enum Placed {
 pub(crate) enum TakenBack {
     Unknown,
     StillStored,
-    /// The name is gone; it stood for this sequence.
-    Last(u64),
+    /// The name is gone; it stood for this block.
+    Last(Code),
+}
+
+/// Where the blocks of a rank's medium are.
+pub(crate) struct Held<'a> {
+    pub pages: &'a mut PagePool,
+    pub blocks: &'a mut Blocks,
+    pub sets: &'a mut HolderSets,
+    pub slot: u32,
 }
 
 impl Rank {
     /// Notes one more store of `sequence` under `name`. A name that stood for other content stands for the
     /// new one alone: its earlier stores are forgotten, because the engine cannot mean both.
     #[inline]
-    pub fn place(&mut self, pages: &mut PagePool, name: u64, sequence: u64, max: usize) -> Placed {
-        if self.names.len() >= max && self.names.get(name).is_none() {
-            return Placed::OverLimit;
-        }
-        let mut placed = Placed::New;
-        self.names.upsert(pages, name, |old| {
-            match old {
-                None => {}
-                Some(old) if old == sequence => placed = Placed::Repeated,
-                Some(old) => placed = Placed::Instead(old),
+    pub fn store(&mut self, held: &mut Held<'_>, name: u64, sequence: u64, max: usize) -> Placed {
+        match self.names.find(name) {
+            Found::Vacant(_) if self.names.len() >= max => Placed::OverLimit,
+            Found::Vacant(place) => {
+                let code = self.claim(held, sequence);
+                self.names.insert(held.pages, place, name, code);
+                Placed::New
             }
-            sequence
-        });
-        match placed {
-            Placed::Repeated => *self.repeats.entry(name).or_insert(0) += 1,
-            Placed::Instead(_) => forget(&mut self.repeats, name),
-            _ => {}
+            Found::At(place) => {
+                let old = self.names.value(place, name);
+                if held.blocks.find(old).sequence == sequence {
+                    *self.repeats.entry(name).or_insert(0) += 1;
+                    return Placed::Repeated;
+                }
+                forget(&mut self.repeats, name);
+                self.give_up(held, old);
+                let code = self.claim(held, sequence);
+                self.names.set_value(place, name, code);
+                Placed::Instead
+            }
         }
-        placed
     }
 
     /// Takes back one store of `name`.
@@ -67,48 +78,28 @@ impl Rank {
         self.names.remove(pages, name).map_or(TakenBack::Unknown, TakenBack::Last)
     }
 
-    /// Makes `slot` a holder of `sequence`, on behalf of one more name.
+    /// Makes the slot a holder of `sequence`, on behalf of one more name.
     #[inline]
-    pub fn claim(
-        &mut self,
-        pages: &mut PagePool,
-        blocks: &mut Table<Holders>,
-        sets: &mut HolderSets,
-        slot: u32,
-        sequence: u64,
-    ) {
-        let mut is_alias = false;
-        blocks.upsert(pages, sequence, |holders| match holders {
-            None => Holders::one(slot),
-            Some(holders) => {
-                let joined = sets.add(holders, slot);
-                is_alias = joined == holders;
-                joined
-            }
-        });
+    fn claim(&mut self, held: &mut Held<'_>, sequence: u64) -> Code {
+        let (code, is_alias) = held.blocks.add_holder(held.pages, held.sets, held.slot, sequence);
         if is_alias {
             *self.aliases.entry(sequence).or_insert(0) += 1;
         }
+        code
     }
 
-    /// Ends one name's claim to `sequence`; with the last one `slot` is no holder any more.
+    /// Ends one name's claim to a block; with the last one the slot is no holder any more.
     #[inline]
-    pub fn give_up(
-        &mut self,
-        pages: &mut PagePool,
-        blocks: &mut Table<Holders>,
-        sets: &mut HolderSets,
-        slot: u32,
-        sequence: u64,
-    ) {
-        if !self.aliases.is_empty() && count_down(&mut self.aliases, sequence) {
+    pub fn give_up(&mut self, held: &mut Held<'_>, code: Code) {
+        let block = held.blocks.find(code);
+        if !self.aliases.is_empty() && count_down(&mut self.aliases, block.sequence) {
             return;
         }
-        blocks.update(pages, sequence, |holders| sets.remove(holders, slot));
+        held.blocks.remove_holder(held.pages, held.sets, held.slot, block);
     }
 
-    /// Forgets some names and all their stores; returns the names, and the sequences that they stood for.
-    pub fn take_some(&mut self, pages: &mut PagePool) -> Vec<(u64, u64)> {
+    /// Forgets some names and all their stores; returns the names, and the blocks that they stood for.
+    pub fn take_some(&mut self, pages: &mut PagePool) -> Vec<(u64, Code)> {
         let taken = self.names.take_some(pages);
         for &(name, _) in &taken {
             forget(&mut self.repeats, name);

@@ -1,7 +1,8 @@
 //! One shard of a table: an open-addressing table of buckets over 1 to 16 pages.
 //!
-//! A bucket begins on a cache line with its keys, so most scans read one line. Invariants: an entry lies in its home bucket or after it, and every bucket between is full; a bucket is filled from
-//! its beginning; homes rise with keys; the last bucket is never full, so that a scan ends without a bound check.
+//! A bucket is a cache line: its keys, then their values of 4 bytes. Invariants: an entry lies in its home bucket or
+//! after it, and every bucket between is full; a bucket is filled from its beginning; homes rise with keys, and depend
+//! on no more of a key than its prefix; the last bucket is never full, so that a scan ends without a bound check.
 
 mod filling;
 
@@ -16,13 +17,23 @@ pub(crate) const VACANT: u64 = u64::MAX;
 /// The most pages of a shard; a full one splits.
 const SHARD_PAGES: usize = 16;
 
-const LINE_BYTES: usize = 64;
+const BUCKET_BYTES: usize = 64;
+const PAGE_BUCKETS: usize = PAGE_BYTES / BUCKET_BYTES;
+
+/// Entries of a bucket.
+const SLOTS: usize = BUCKET_BYTES / (size_of::<u64>() + size_of::<u32>());
+
+#[cfg(target_arch = "x86_64")]
+const EACH_SLOT: u32 = (1 << (2 * SLOTS)) / 3;
+
+/// The leading bits of a key that its place depends on, and by which it can be found alone.
+pub(crate) const PREFIX_BITS: u32 = 31;
 
 /// Buckets after the last home, for what does not fit there.
 const SLACK_BUCKETS: usize = 6;
 
 /// Beyond this load buckets overflow often.
-const LOAD_MAX_PERCENT: usize = 85;
+const LOAD_MAX_PERCENT: usize = 88;
 
 pub(crate) struct Shard<V: Copy> {
     pages: [Option<Page>; SHARD_PAGES],
@@ -38,7 +49,7 @@ unsafe impl<V: Copy + Send> Send for Shard<V> {}
 unsafe impl<V: Copy + Sync> Sync for Shard<V> {}
 
 /// A slot of a shard.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct At {
     bucket: usize,
     index: usize,
@@ -53,6 +64,11 @@ impl Slots {
     fn first(self) -> Option<usize> {
         (self.0 != 0).then(|| self.0.trailing_zeros() as usize / 2)
     }
+
+    #[inline]
+    fn without_first(self) -> Self {
+        Slots(self.0 & self.0.wrapping_sub(1))
+    }
 }
 
 pub(crate) enum Found {
@@ -61,23 +77,20 @@ pub(crate) enum Found {
     Vacant(At),
 }
 
+/// The bits of a key that its place depends on.
+#[inline]
+pub(crate) fn prefix_of(key: u64) -> u64 {
+    key >> (64 - PREFIX_BITS)
+}
+
 impl<V: Copy> Shard<V> {
-    /// A bucket is a line of five keys and small values, or a line of eight keys before a line of large values.
-    const BUCKET_BYTES: usize = if size_of::<V>() <= 4 { LINE_BYTES } else { 2 * LINE_BYTES };
-    const PAGE_BUCKETS: usize = PAGE_BYTES / Self::BUCKET_BYTES;
-
-    /// Entries of a bucket: all keys lie before all values.
-    const SLOTS: usize = Self::BUCKET_BYTES / (size_of::<u64>() + size_of::<V>());
-
-    #[cfg(target_arch = "x86_64")]
-    const EACH_SLOT: u32 = (1 << (2 * Self::SLOTS)) / 3;
-
     pub fn new(pages: &mut PagePool, depth: u32, n_pages: usize) -> Self {
         Filling::new(pages, depth, n_pages).finish()
     }
 
     /// A shard without pages, which holds nothing and may only be replaced.
     pub fn vacant() -> Self {
+        const { assert!(size_of::<V>() == size_of::<u32>(), "a bucket has room for values of 4 bytes") };
         Shard { pages: [None; SHARD_PAGES], n_pages: 0, depth: 0, len: 0, values: PhantomData }
     }
 
@@ -91,12 +104,12 @@ impl<V: Copy> Shard<V> {
 
     #[inline]
     fn n_buckets(&self) -> usize {
-        self.n_pages as usize * Self::PAGE_BUCKETS
+        self.n_pages as usize * PAGE_BUCKETS
     }
 
     #[inline]
     fn home(&self, key: u64) -> usize {
-        let spread = (key << self.depth) >> 32;
+        let spread = (prefix_of(key) << (32 - PREFIX_BITS) << self.depth) & u64::from(u32::MAX);
         ((spread * (self.n_buckets() - SLACK_BUCKETS) as u64) >> 32) as usize
     }
 
@@ -104,8 +117,8 @@ impl<V: Copy> Shard<V> {
     fn bucket(&self, bucket: usize) -> *mut u8 {
         // SAFETY: callers name buckets below `n_buckets`, which lie in pages that exist.
         unsafe {
-            let page = self.pages.get_unchecked(bucket / Self::PAGE_BUCKETS).unwrap_unchecked();
-            page.as_ptr().add(bucket % Self::PAGE_BUCKETS * Self::BUCKET_BYTES)
+            let page = self.pages.get_unchecked(bucket / PAGE_BUCKETS).unwrap_unchecked();
+            page.as_ptr().add(bucket % PAGE_BUCKETS * BUCKET_BYTES)
         }
     }
 
@@ -118,7 +131,7 @@ impl<V: Copy> Shard<V> {
     #[inline]
     fn value_at(&self, at: At) -> *mut V {
         // SAFETY: the values follow the keys, as many.
-        unsafe { self.bucket(at.bucket).cast::<u64>().add(Self::SLOTS).cast::<V>().add(at.index) }
+        unsafe { self.bucket(at.bucket).cast::<u64>().add(SLOTS).cast::<V>().add(at.index) }
     }
 
     #[inline]
@@ -150,66 +163,73 @@ impl<V: Copy> Shard<V> {
 
     #[inline]
     fn is_full(&self, bucket: usize) -> bool {
-        self.key(At { bucket, index: Self::SLOTS - 1 }) != VACANT
+        self.key(At { bucket, index: SLOTS - 1 }) != VACANT
     }
 
     #[inline]
     fn n_in_bucket(&self, bucket: usize) -> usize {
-        self.slots_with(bucket, VACANT).first().unwrap_or(Self::SLOTS)
+        self.slots_with(bucket, VACANT).first().unwrap_or(SLOTS)
     }
 
     /// The slots of a bucket that have this key.
     #[inline]
     fn slots_with(&self, bucket: usize, key: u64) -> Slots {
+        self.slots_with_leading::<0>(bucket, key)
+    }
+
+    /// The slots of a bucket whose key is `wanted` without its last `SHIFT` bits.
+    #[inline]
+    fn slots_with_leading<const SHIFT: i32>(&self, bucket: usize, wanted: u64) -> Slots {
         #[cfg(target_arch = "x86_64")]
         {
-            self.slots_with_sse2(bucket, key)
+            self.slots_with_sse2::<SHIFT>(bucket, wanted)
         }
         #[cfg(not(target_arch = "x86_64"))]
         {
-            self.slots_with_one_by_one(bucket, key)
+            self.slots_with_one_by_one::<SHIFT>(bucket, wanted)
         }
     }
 
     #[cfg(target_arch = "x86_64")]
     #[inline]
-    fn slots_with_sse2(&self, bucket: usize, key: u64) -> Slots {
+    fn slots_with_sse2<const SHIFT: i32>(&self, bucket: usize, wanted: u64) -> Slots {
         use std::arch::x86_64::{
             _mm_cmpeq_epi32, _mm_load_si128, _mm_movemask_epi8, _mm_packs_epi16, _mm_packs_epi32,
-            _mm_set1_epi64x,
+            _mm_set1_epi64x, _mm_srli_epi64,
         };
-        const { assert!(Self::SLOTS <= 8, "four vectors of two keys") };
+        const { assert!(SLOTS <= 8, "four vectors of two keys") };
         let keys = self.bucket(bucket).cast::<u64>();
-        // SAFETY: every x86-64 has SSE2; a bucket begins on a cache line, and is a line or longer.
+        // SAFETY: every x86-64 has SSE2; a bucket is a cache line.
         let equal_halves = unsafe {
-            let wanted = _mm_set1_epi64x(key as i64);
-            let halves = |two: usize| _mm_cmpeq_epi32(_mm_load_si128(keys.add(2 * two).cast()), wanted);
+            let wanted = _mm_set1_epi64x(wanted as i64);
+            let halves = |two: usize| {
+                let leading = _mm_srli_epi64::<SHIFT>(_mm_load_si128(keys.add(2 * two).cast()));
+                _mm_cmpeq_epi32(leading, wanted)
+            };
             let (lower, upper) =
                 (_mm_packs_epi32(halves(0), halves(1)), _mm_packs_epi32(halves(2), halves(3)));
             _mm_movemask_epi8(_mm_packs_epi16(lower, upper)) as u32
         };
-        Slots(equal_halves & (equal_halves >> 1) & Self::EACH_SLOT)
+        Slots(equal_halves & (equal_halves >> 1) & EACH_SLOT)
     }
 
     #[cfg(any(test, not(target_arch = "x86_64")))]
-    fn slots_with_one_by_one(&self, bucket: usize, key: u64) -> Slots {
-        let bit = |index| u32::from(self.key(At { bucket, index }) == key) << (2 * index);
-        Slots((0..Self::SLOTS).map(bit).sum())
+    fn slots_with_one_by_one<const SHIFT: i32>(&self, bucket: usize, wanted: u64) -> Slots {
+        let bit = |index| u32::from(self.key(At { bucket, index }) >> SHIFT == wanted) << (2 * index);
+        Slots((0..SLOTS).map(bit).sum())
     }
 
-    /// The bucket where a scan for `key` begins, its first `n_lines` on their way from memory.
+    /// The bucket where a scan for `key` begins, which is on its way from memory with the one after it.
     #[inline]
-    pub fn prefetch(&self, key: u64, n_lines: usize) -> usize {
+    pub fn prefetch(&self, key: u64) -> usize {
         let home = self.home(key);
         #[cfg(target_arch = "x86_64")]
-        for i in 0..n_lines {
+        for i in 0..2 {
             use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-            let line = self.bucket(home).wrapping_add(i * LINE_BYTES);
+            let line = self.bucket(home).wrapping_add(i * BUCKET_BYTES);
             // SAFETY: a prefetch has no effect on memory, and any address will do.
             unsafe { _mm_prefetch(line.cast::<i8>(), _MM_HINT_T0) };
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = n_lines;
         home
     }
 
@@ -233,6 +253,26 @@ impl<V: Copy> Shard<V> {
         self.slots_with(bucket, key).first().map(|index| At { bucket, index })
     }
 
+    /// Calls `f` with each entry whose key has the prefix of `key`.
+    #[inline]
+    pub fn for_each_with_prefix(&self, key: u64, mut f: impl FnMut(At, u64)) {
+        let mut bucket = self.home(key);
+        loop {
+            let mut slots = self.slots_with_leading::<{ 64 - PREFIX_BITS as i32 }>(bucket, prefix_of(key));
+            while let Some(index) = slots.first() {
+                let at = At { bucket, index };
+                if self.key(at) != VACANT {
+                    f(at, self.key(at));
+                }
+                slots = slots.without_first();
+            }
+            if !self.is_full(bucket) {
+                return;
+            }
+            bucket += 1;
+        }
+    }
+
     #[inline]
     pub fn get(&self, key: u64) -> Option<V> {
         self.get_from(self.home(key), key)
@@ -254,7 +294,7 @@ impl<V: Copy> Shard<V> {
     /// Puts an absent key where `find` said. False when the shard has to grow first.
     #[inline]
     pub fn insert_at(&mut self, at: At, key: u64, value: V) -> bool {
-        let len_max = self.n_buckets() * Self::SLOTS * LOAD_MAX_PERCENT / 100;
+        let len_max = self.n_buckets() * SLOTS * LOAD_MAX_PERCENT / 100;
         if self.len as usize >= len_max || at.bucket + 1 >= self.n_buckets() {
             return false;
         }
@@ -290,7 +330,7 @@ impl<V: Copy> Shard<V> {
                 None => self.is_full(bucket),
                 Some(at) => {
                     let (key, value) = (self.key(at), self.value(at));
-                    self.write(At { bucket: gap, index: Self::SLOTS - 1 }, key, value);
+                    self.write(At { bucket: gap, index: SLOTS - 1 }, key, value);
                     gap = bucket;
                     self.take_out(at)
                 }
@@ -304,7 +344,7 @@ impl<V: Copy> Shard<V> {
 
     pub fn for_each(&self, mut f: impl FnMut(u64, V)) {
         for bucket in 0..self.n_buckets() {
-            for index in 0..Self::SLOTS {
+            for index in 0..SLOTS {
                 let at = At { bucket, index };
                 if self.key(at) == VACANT {
                     break;
@@ -318,6 +358,11 @@ impl<V: Copy> Shard<V> {
     pub fn grow(&mut self, pages: &mut PagePool) -> bool {
         let n_pages = self.n_pages as usize;
         (n_pages + (n_pages / 8).max(1)..=SHARD_PAGES).any(|n| self.rebuild(pages, n))
+    }
+
+    /// Whether more pages would help to place a key: among few entries, it is their keys that are too near.
+    pub fn is_loaded(&self) -> bool {
+        self.len as usize * 2 > self.n_buckets() * SLOTS
     }
 
     /// Whether to try to free pages now: it may be refused, so not at every removal.
@@ -336,7 +381,7 @@ impl<V: Copy> Shard<V> {
 
     /// The pages that hold `len` entries at a comfortable load: two halves of a full shard take nine each.
     fn pages_for(len: usize) -> usize {
-        (len * 5 / 4).div_ceil(Self::PAGE_BUCKETS * Self::SLOTS).max(1)
+        (len * 5 / 4).div_ceil(PAGE_BUCKETS * SLOTS).max(1)
     }
 
     /// Whether this shard and its buddy together are small enough to be one that is half full at most.
@@ -355,21 +400,21 @@ impl<V: Copy> Shard<V> {
         fits
     }
 
-    /// Keeps the keys whose next bit is 0 and returns the others.
-    pub fn split(&mut self, pages: &mut PagePool) -> Self {
+    /// Keeps the keys whose next bit is 0 and returns the others. None, changing nothing, when they crowd at the end.
+    pub fn split(&mut self, pages: &mut PagePool) -> Option<Self> {
         let next_bit = 1u64 << (63 - self.depth);
         let (mut below, mut above) = (Vec::new(), Vec::new());
         self.for_each(|key, value| {
             let half = if key & next_bit == 0 { &mut below } else { &mut above };
             half.push((key, value));
         });
-        // What lay within half the homes of 16 pages has room for twice as many homes.
-        let mut half = |entries: &[(u64, V)]| {
-            Self::laid_out(pages, self.depth + 1, entries).expect("half a shard fits in a whole one")
+        let below = Self::laid_out(pages, self.depth + 1, &below)?;
+        let Some(above) = Self::laid_out(pages, self.depth + 1, &above) else {
+            below.release(pages);
+            return None;
         };
-        let (below, above) = (half(&below), half(&above));
         std::mem::replace(self, below).release(pages);
-        above
+        Some(above)
     }
 
     /// Takes over the entries of its buddy and leaves it vacant. False, changing nothing, when they crowd at the
@@ -411,7 +456,7 @@ mod tests {
 
     fn finds_slots<V: Copy>(value: V) {
         let mut pages = PagePool::default();
-        for n_keys in 0..=Shard::<V>::SLOTS {
+        for n_keys in 0..=SLOTS {
             let mut shard = Shard::new(&mut pages, 0, 1);
             // halves that are equal, of other keys: neither may count
             let keys: Vec<u64> = (0..n_keys as u64).map(|n| ((n / 2) << 32) | (n % 2)).collect();
@@ -420,13 +465,10 @@ mod tests {
             }
             for key in keys.iter().copied().chain([VACANT, 7, 7 << 32, u64::from(u32::MAX), VACANT << 32]) {
                 let found = shard.slots_with(0, key);
-                assert_eq!(found, shard.slots_with_one_by_one(0, key));
+                assert_eq!(found, shard.slots_with_one_by_one::<0>(0, key));
                 let expected =
                     if key == VACANT { n_keys } else { (0..n_keys).find(|&i| keys[i] == key).unwrap_or(9) };
-                assert_eq!(
-                    found.first().unwrap_or(9),
-                    if expected == Shard::<V>::SLOTS { 9 } else { expected }
-                );
+                assert_eq!(found.first().unwrap_or(9), if expected == SLOTS { 9 } else { expected });
             }
             shard.release(&mut pages);
         }
@@ -434,8 +476,6 @@ mod tests {
 
     #[test]
     fn slots_are_found_by_whole_keys_and_not_among_values() {
-        finds_slots(0u64);
-        finds_slots(u64::MAX);
         finds_slots(0u32);
         finds_slots(u32::MAX);
     }

@@ -420,6 +420,21 @@ async def test_late_engine_that_contradicts_the_file_is_reported_once_and_retrie
             await late.stop()
 
 
+async def test_the_reason_of_a_server_that_is_no_engine_does_not_repeat_its_url(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = await down()
+    late.pages.clear()
+    async with up(file_of(VLLM.format(url=late.url))) as here:
+        await late.start()
+        try:
+            await until(lambda: "worker_refused" in caplog.text)
+            (refused,) = await here.expected()
+            assert str(refused["reason"]).startswith("has no /v1/models: is it vLLM's server?")
+        finally:
+            await late.stop()
+
+
 async def test_late_engine_with_other_blocks_than_its_model_stays_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -445,17 +460,18 @@ async def test_late_engine_with_other_blocks_than_its_model_stays_refused(
 
 async def test_engine_that_restarts_changed_gets_a_new_incarnation() -> None:
     async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
-        (before,) = (worker.card for worker in here.workers.values())
-        await engine.stop()
-        await until(lambda: here.workers[WorkerId(1)].card.engine_silent)
-        engine.replace("/metrics", 'block_size="32"', 'block_size="16"')
-        engine.replace("/v1/models", "2048", "4096")
-        await engine.start()
 
         def card() -> WorkerCard | None:
             worker = here.workers.get(WorkerId(1))
             return None if worker is None else worker.card
 
+        before = card()
+        assert before is not None
+        await engine.stop()
+        await until(lambda: (now := card()) is None or now.engine_silent)
+        engine.replace("/metrics", 'block_size="32"', 'block_size="16"')
+        engine.replace("/v1/models", "2048", "4096")
+        await engine.start()
         await until(lambda: (now := card()) is not None and now.block_size == 16)
         now = card()
         assert now is not None

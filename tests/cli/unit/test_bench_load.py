@@ -9,7 +9,6 @@ from kvrouter.cli.bench.load import Arm, ArmRound, run_round
 from kvrouter.cli.bench.workload import TURNS, Prompts, WorkloadSize, turns_in_order
 from kvrouter.cli.timed_stream import Clock
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.text.model import mock_words
 from tests.testing.timed_engine import (
     MODEL,
     PREFILL_S,
@@ -47,7 +46,7 @@ async def round_of(
     found = await run_round(
         Arm("x", "", servers, {"model": MODEL, "max_tokens": 2, "user": "u"}, "--peer"),
         turns_in_order(size, 1),
-        Prompts(mock_words(), 1.0, size, 1, (1,)),
+        Prompts(1.0, size, 1, (1,)),
         clock,
         concurrency=concurrency,
         on_request=lambda n_ended, _failures: ended.append(n_ended),

@@ -39,8 +39,7 @@ def arm(
 ) -> ArmRounds:
     first_s = [ttft_s * (at + 1) for at in range(n)]
     answers = [TimedCompletion(0.0, each, each, 1_000, 16, cached, None) for each in first_s]
-    counts = [] if counted is None else [counted]
-    return ArmRounds(name, f"through {name}", [ArmRound(answers, failures, 2.0)], counts)
+    return ArmRounds(name, f"through {name}", [ArmRound(answers, failures, 2.0, counted)])
 
 
 def report(ours: ArmRounds, other: ArmRounds, fleet: BenchedFleet = FLEET) -> BenchReport:
@@ -118,7 +117,7 @@ def test_a_counter_that_began_anew_is_no_count() -> None:
     assert CacheCounts(500, 100).since(CacheCounts(400, 80)) == CacheCounts(100, 20)
     assert CacheCounts(500, 100).since(CacheCounts(4_000, 80)) is None
     half = arm("kvrouter", cached=None, counted=CacheCounts(4_000, 1_000))
-    half.rounds.append(half.rounds[0])
+    half.rounds.append(half.rounds[0]._replace(counted=None))
     assert report(half, arm("round-robin")).arms[0].counted is None
 
 

@@ -29,7 +29,13 @@ class CalledProgress(Progress):
         self._on_show(self.text)
 
 
-def bench_of(engine: TimedEngine, silent_from: str, *, engine_urls: tuple[str, ...] = ()) -> Bench:
+def bench_of(
+    engine: TimedEngine,
+    silent_from: str,
+    *,
+    engine_urls: tuple[str, ...] = (),
+    in_round_1: Callable[[], None] = lambda: None,
+) -> Bench:
     """A bench before an engine that answers nothing from a step on."""
     fleet = BenchedFleet(
         model=MODEL,
@@ -48,6 +54,8 @@ def bench_of(engine: TimedEngine, silent_from: str, *, engine_urls: tuple[str, .
     def on_show(text: str) -> None:
         if text.startswith(silent_from):
             engine.fault = Fault.SILENT
+        if text.startswith("round 1, "):
+            in_round_1()
 
     def clock() -> float:
         return CLOCK_SPEED * engine.clock()
@@ -57,9 +65,11 @@ def bench_of(engine: TimedEngine, silent_from: str, *, engine_urls: tuple[str, .
 
 
 async def test_a_round_that_is_stopped_is_not_counted_and_said(set_constants: SetConstants) -> None:
-    set_constants(run, OVERRUN=1.0, OVERRUN_S=0.0)
+    def end_soon() -> None:
+        set_constants(run, OVERRUN=0.0, OVERRUN_S=0.3)
+
     async with timed_engine(TimedEngine()) as engine:
-        bench = bench_of(engine, "round 2")
+        bench = bench_of(engine, "round 2", in_round_1=end_soon)
         await bench.run()
     assert len(bench.found[0].rounds) == 1
     (note,) = bench.notes

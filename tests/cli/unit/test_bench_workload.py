@@ -22,14 +22,13 @@ from kvrouter.cli.bench.workload import (
     turns_in_order,
 )
 from kvrouter.core.errors import ConfigError
-from kvrouter.text.model import mock_words
 
 SIZE = WorkloadSize(7, 440)
 CACHES = Caches(number=2, cache_tokens=19_200, context_tokens=4_096, block_size=32)
 
 
 def prompts(*, salt: tuple[int, ...] = (1, 0, 1), number: int = 1, tokens_per_word: float = 1.0) -> Prompts:
-    return Prompts(mock_words(), tokens_per_word, SIZE, number, salt)
+    return Prompts(tokens_per_word, SIZE, number, salt)
 
 
 def shared(one: str, other: str) -> int:

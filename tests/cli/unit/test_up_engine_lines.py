@@ -4,15 +4,18 @@ import asyncio
 
 import pytest
 
+from kvrouter.api.client import RouterClient
 from kvrouter.api.fleet_schema import ExpectedEngine, ExpectedState
 from kvrouter.app.attach import attachment
 from kvrouter.cli.up.engine_lines import change_line, engines_line, first_screen, url_of, write_changes
+from kvrouter.cli.up.multi_process import expected_engines
 from kvrouter.cli.up.run import embedded
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import parse_document
-from kvrouter.settings.tree import FrontendSettings, Settings
+from kvrouter.settings.tree import AdminAccess, FrontendSettings, Settings
 from kvrouter.text.source import MOCK_FOLDER
 from tests.testing.constants import SetConstants
+from tests.testing.frontend_harness import running_frontend
 from tests.testing.scripted_engine import ScriptedEngine
 from tests.testing.waits import until
 
@@ -114,3 +117,10 @@ async def test_the_first_screen_names_absent_engines_and_a_line_follows_as_each_
             writing.cancel()
             for each in engines:
                 await each.stop()
+
+
+async def test_a_frontend_whose_admin_routes_are_closed_leaves_the_engines_unknown() -> None:
+    closed = FrontendSettings(admin_routes=AdminAccess.CLOSED)
+    async with running_frontend(settings=closed) as frontend:
+        client = RouterClient(url_of(*frontend.address))
+        assert [engines async for engines in expected_engines(client)] == [()]

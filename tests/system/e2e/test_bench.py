@@ -41,8 +41,8 @@ TIMING = Timing(
     decode_linear=0.0,
     decode_base=1.0,
 )
-ENGINE = MockConfig(block_size=16, total_kv_blocks=1024, timing=TIMING)
-"""One cache has room for all conversations of three seconds: nothing depends on how even they are spread."""
+ENGINE = MockConfig(block_size=16, total_kv_blocks=4096, timing=TIMING)
+"""One cache has room for all conversations of ten seconds: nothing depends on how even they are spread."""
 
 ONE_AT_A_TIME = ("--prompt-tokens", "480", "--concurrency", "1")
 
@@ -108,7 +108,7 @@ async def router_before(folder: Path, *protocols: TextVllm) -> AsyncIterator[str
 
 async def bench(url: str, *flags: str) -> int:
     """Run the command for one round."""
-    return await asyncio.to_thread(main, ["bench", "--url", url, "--seconds", "3", "--rounds", "1", *flags])
+    return await asyncio.to_thread(main, ["bench", "--url", url, "--seconds", "10", "--rounds", "1", *flags])
 
 
 async def report_of(capsys: pytest.CaptureFixture[str], url: str, *flags: str) -> dict[str, Any]:

@@ -5,23 +5,29 @@ A module of tests subclasses :class:`CacheLaw` and has a fixture ``engines``: tw
 """
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import httpx
 import pytest_asyncio
 
+from kvrouter.cli.bench.counters import CacheCounts, read_counts
+from kvrouter.engines.openai.server import EngineServer
 from tests.system.engines.calls import (
     attached,
     cached_tokens,
+    chat,
+    chat_body,
     companion,
     complete,
     index_is_settled,
+    lines_of,
     predicted_tokens,
     prompt_of,
     until_feeds,
     worker_of,
 )
-from tests.system.engines.real_engine import RealEngine
+from tests.system.engines.real_engine import MODEL, RealEngine
 from tests.testing.processes import Fleet, Frontend, eventually
 
 ROOM_TOKENS = 1280
@@ -71,6 +77,30 @@ class CacheLaw:
             again = await complete(pair.frontend, longer)
             assert worker_of(again) == homes[seed]
             assert cached_tokens(again) == pair.predicted(again, len(longer)) == PROMPT_TOKENS
+
+    async def test_the_pages_hit_rate_is_that_of_the_engines_own_counters(self, pair: Pair) -> None:
+        async with AsyncExitStack() as stack:
+            servers = [EngineServer(engine.url) for engine in pair.engines.values()]
+            for server in servers:
+                await server.open()
+                stack.push_async_callback(server.close)
+            before = await read_counts(servers, MODEL)
+            for seed in (40, 41, 40, 41):
+                await complete(pair.frontend, prompt_of(seed, PROMPT_TOKENS))
+                await index_is_settled(pair.frontend)
+            text = "word " * 100
+            for _ in range(2):
+                (await chat(pair.frontend, text)).raise_for_status()
+                await index_is_settled(pair.frontend)
+            async for answer, _line in lines_of(pair.frontend.http, "/v1/chat/completions", chat_body(text)):
+                answer.raise_for_status()
+            after = await read_counts(servers, MODEL)
+        assert before is not None
+        assert after is not None
+        shown = (await pair.frontend.fleet())["request_stats"]["since_start"]["reported"]
+        counted = after.since(before)
+        assert counted == CacheCounts(shown["prompt_tokens"], shown["cached_tokens"])
+        assert counted.cached_tokens > 2 * (PROMPT_TOKENS - pair.engines[1].block_size)
 
     async def test_evicted_and_cleared_blocks_are_not_predicted(self, pair: Pair) -> None:
         for seed in range(20, 32):  # more than both engines have room for

@@ -15,9 +15,12 @@ from tests.system.engines.sglang_server import SglangServer
 async def engines(engine_folder: Path) -> AsyncIterator[dict[int, SglangServer]]:
     """Two engines with little room."""
     async with stopped(two_of(SglangServer, engine_folder)) as both:
+        flags = ("--enable-metrics",)
         await asyncio.gather(
-            both[1].start(n_tokens=ROOM_TOKENS, context_length=CONTEXT_TOKENS),
-            both[2].start(n_tokens=ROOM_TOKENS, context_length=CONTEXT_TOKENS, buffer_steps=RING_BATCHES),
+            both[1].start(n_tokens=ROOM_TOKENS, context_length=CONTEXT_TOKENS, flags=flags),
+            both[2].start(
+                n_tokens=ROOM_TOKENS, context_length=CONTEXT_TOKENS, buffer_steps=RING_BATCHES, flags=flags
+            ),
         )
         yield both
 

@@ -35,7 +35,8 @@ async def test_a_fleet_file_engine_is_awaited_joins_and_is_indexed(kvrouter: Fle
                 port = re.search(r" ready .*port=(\d+)", (await process.stderr.readline()).decode())
         reading = asyncio.create_task(process.stderr.read())
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port[1]}", timeout=60.0) as http:
-            assert "workers[0].engine.url (group 'a') does not answer" in (await http.get("/ready")).text
+            awaited = f"the engine of workers[0].engine.url at {engine.url} is awaited: "
+            assert awaited in (await http.get("/ready")).text
             await engine.start()
 
             async def is_ready() -> bool:

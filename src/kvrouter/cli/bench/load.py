@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvrouter.cli.bench.counters import CacheCounts
 from kvrouter.cli.bench.workload import Prompts, Turn
 from kvrouter.cli.timed_stream import Clock, CompletionFailed, TimedCompletion, closed_loop, send_completion
 from kvrouter.engines.openai.server import EngineServer
@@ -24,11 +25,14 @@ class Arm(NamedTuple):
 
 
 class ArmRound(NamedTuple):
-    """One round of one arm; ``failures`` are the messages of requests without an answer."""
+    """One round of one arm; ``failures`` are the messages of requests without an answer, ``counted`` is what
+    counters on pages of metrics counted, None without them.
+    """
 
     answers: Sequence[TimedCompletion]
     failures: Sequence[str]
     wall_s: float
+    counted: CacheCounts | None = None
 
 
 async def send_prompt(arm: Arm, number: int, prompt: str, clock: Clock) -> TimedCompletion:

@@ -30,12 +30,11 @@ FAILURE_CHARS = 300
 
 
 class ArmRounds(NamedTuple):
-    """All rounds of one arm, and what the engines counted in them, where they count."""
+    """All rounds of one arm."""
 
     name: str
     via: str
     rounds: list[ArmRound]
-    counts: list[CacheCounts]
 
     @property
     def answers(self) -> Sequence[TimedCompletion]:
@@ -50,7 +49,8 @@ class ArmRounds(NamedTuple):
     @property
     def counted(self) -> CacheCounts | None:
         """What was counted in all rounds; None where a round has no count."""
-        return CacheCounts.total(self.counts) if 0 < len(self.counts) == len(self.rounds) else None
+        counts = [each.counted for each in self.rounds if each.counted is not None]
+        return CacheCounts.total(counts) if 0 < len(counts) == len(self.rounds) else None
 
 
 HitRateSource = Literal["answers", "counters"]

@@ -19,7 +19,7 @@ from kvrouter.cli.bench.arms import (
     read_fleet,
     through_router,
 )
-from kvrouter.cli.bench.counters import CacheCounts, read_counts
+from kvrouter.cli.bench.counters import read_counts
 from kvrouter.cli.bench.flags import BenchOptions
 from kvrouter.cli.bench.load import Arm, ArmRound, run_round, send_prompt
 from kvrouter.cli.bench.report import FAILURE_CHARS, ArmRounds, report_of, show_report
@@ -36,7 +36,6 @@ from kvrouter.cli.output import echo, json_text
 from kvrouter.cli.progress import Progress, working
 from kvrouter.cli.timed_stream import Clock, CompletionFailed, TimedCompletion
 from kvrouter.core.errors import INTERRUPTED, KvrouterError
-from kvrouter.text.model import mock_words
 
 OVERRUN, OVERRUN_S = 3.0, 30.0
 """Rounds are stopped once they have taken ``OVERRUN`` times --seconds, and ``OVERRUN_S`` more."""
@@ -132,7 +131,7 @@ class Bench:
                 for number, server in enumerate(arm.servers):
                     self.progress.show(f"a first request to {server.url}")
                     salt = (self.salt, at, number)
-                    prompt = Prompts(mock_words(), 1.0, WorkloadSize(1, PROBE_WORDS), 0, salt)
+                    prompt = Prompts(1.0, WorkloadSize(1, PROBE_WORDS), 0, salt)
                     answers.append(
                         await send_prompt(arm, number, prompt.text(Turn(0, TURNS - 1)), self.clock)
                     )
@@ -153,7 +152,7 @@ class Bench:
         size = WorkloadSize(PROBE_WAVES * self.fleet.concurrency, probed_tokens)
         self.progress.show(f"{size.conversations} requests, to see how fast the engines are")
         turns = [Turn(number, TURNS - 1) for number in range(size.conversations)]
-        prompts = Prompts(mock_words(), tokens_per_word, size, 0, (self.salt, len(self.arms)))
+        prompts = Prompts(tokens_per_word, size, 0, (self.salt, len(self.arms)))
         probed = await run_round(
             self.arms[0],
             turns,
@@ -168,24 +167,21 @@ class Bench:
 
     async def _rounds(self, tokens_per_word: float, began_s: float) -> None:
         """Send rounds until another one would take too long; each has all arms, and begins with another."""
-        has_counters = await read_counts(self.arms[1].servers, self.fleet.model) is not None
-        self.found = [ArmRounds(arm.name, arm.via, [], []) for arm in self.arms]
-        deadline_s = began_s + OVERRUN * self.options.seconds + OVERRUN_S
+        self.found = [ArmRounds(arm.name, arm.via, []) for arm in self.arms]
         for number in range(1, self.options.rounds + 1):
             round_began_s = self.clock()
+            left_s = began_s + OVERRUN * self.options.seconds + OVERRUN_S - round_began_s
             try:
-                async with asyncio.timeout(deadline_s - self.clock()):
-                    results = await self._one_round(tokens_per_word, number, has_counters)
+                async with asyncio.timeout(left_s):
+                    results = await self._one_round(tokens_per_word, number)
             except TimeoutError as error:
                 stopped = self._stopped_text(number, self.clock() - round_began_s)
                 if number == 1:
                     raise BenchFailed(f"--seconds: {stopped}") from error
                 self.notes.append(stopped)
                 break
-            for arm, (arm_round, counts) in zip(self.found, results, strict=True):
+            for arm, arm_round in zip(self.found, results, strict=True):
                 arm.rounds.append(arm_round)
-                if counts is not None:
-                    arm.counts.append(counts)
             took_s = self.clock() - round_began_s
             if self.clock() - began_s + took_s > self.options.seconds:
                 break
@@ -199,26 +195,24 @@ class Bench:
             f"{self.progress.text}{failed}"
         )
 
-    async def _one_round(
-        self, tokens_per_word: float, number: int, has_counters: bool
-    ) -> list[tuple[ArmRound, CacheCounts | None]]:
+    async def _one_round(self, tokens_per_word: float, number: int) -> list[ArmRound]:
         """Send one round; the first one begins with round-robin, whose caches are then the emptier ones."""
         turns = turns_in_order(self.size, number)
-        results: dict[int, tuple[ArmRound, CacheCounts | None]] = {}
-        n_arms, model = len(self.arms), self.fleet.model
+        results: dict[int, ArmRound] = {}
+        n_arms, counting = len(self.arms), self.arms[1].servers
         for at in ((number + step) % n_arms for step in range(n_arms)):
-            arm, counting = self.arms[at], self.arms[1].servers
-            before = await read_counts(counting, model) if has_counters else None
+            arm = self.arms[at]
+            before = await read_counts(counting, self.fleet.model)
             sent = await run_round(
                 arm,
                 turns,
-                Prompts(mock_words(), tokens_per_word, self.size, number, (self.salt, at, number)),
+                Prompts(tokens_per_word, self.size, number, (self.salt, at, number)),
                 self.clock,
                 concurrency=self.fleet.concurrency,
                 on_request=self._shows(f"round {number}, {arm.name}", len(turns)),
             )
-            after = await read_counts(counting, model) if before is not None else None
-            results[at] = (sent, None if before is None or after is None else after.since(before))
+            after = await read_counts(counting, self.fleet.model)
+            results[at] = sent._replace(counted=before and after and after.since(before))
             echo(f"round {number}, {arm.name}: {len(turns)} requests in {sent.wall_s:.1f} s", err=True)
         return [results[at] for at in range(n_arms)]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.text.model import mock_words
 
 USERS = 3
 """Conversations of a group."""
@@ -181,7 +182,6 @@ def turns_in_order(size: WorkloadSize, number: int) -> Sequence[Turn]:
 class Prompts(NamedTuple):
     """The prompts of one round of one arm. ``salt`` is different for each arm, round and run."""
 
-    words: Sequence[str]
     tokens_per_word: float
     size: WorkloadSize
     number: int
@@ -205,5 +205,5 @@ class Prompts(NamedTuple):
         return max(1, round(self.size.prompt_tokens * parts / PARTS / self.tokens_per_word))
 
     def _drawn(self, key: tuple[int, ...], n_words: int) -> Iterator[str]:
-        rng = np.random.default_rng([_TEXT_SEED, self.number, *key])
-        return (f" {self.words[at]}" for at in rng.integers(len(self.words), size=max(0, n_words)))
+        words, rng = mock_words(), np.random.default_rng([_TEXT_SEED, self.number, *key])
+        return (f" {words[at]}" for at in rng.integers(len(words), size=max(0, n_words)))

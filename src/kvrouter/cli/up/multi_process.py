@@ -218,7 +218,7 @@ async def _write_lines(settings: Settings, fleet: FleetFile, frontends: Sequence
     """
     if settings.log.log_format is not LogFormat.TEXT:
         return
-    states = _expected_engines(frontends[0])
+    states = expected_engines(frontends[0])
     shown = await anext(states)
     until_s = time.monotonic() + JOIN_WITHIN_S
     while time.monotonic() < until_s and any(engine.state == ExpectedState.AWAITED for engine in shown):
@@ -227,7 +227,7 @@ async def _write_lines(settings: Settings, fleet: FleetFile, frontends: Sequence
     await write_changes(shown, states)
 
 
-async def _expected_engines(frontend: RouterClient) -> AsyncIterator[Sequence[ExpectedEngine]]:
+async def expected_engines(frontend: RouterClient) -> AsyncIterator[Sequence[ExpectedEngine]]:
     """Yield the engines that the frontend expects, again and again; none where it may not be asked."""
     while True:
         try:
