@@ -163,7 +163,17 @@ EVENTS_HEAD = """
 
 Lines go to standard error, as text or as JSON (`--log-format`). Prompts and answers are never logged: a
 line can only have the fields below, and none of them holds either. Tracebacks name places, and quote only
-our own errors and the system's.
+our own errors and the system's. What other libraries would write to standard error has the same form.
+
+A thread writes the lines in batches, each line within some 50 ms and warnings at once: no request waits for
+whoever reads them. Up to 1 MiB of lines waits for a slow reader, and up to 2 MiB with warnings; further lines
+are lost, counted in `kvrouter_log_lines_lost_total`, and said by `log_lines_lost` once it reads again.
+A process that exits, also on SIGTERM or by an error, writes all lines first, for at most 1 s where nobody
+reads them. Killed (`kill -9`, or by a second SIGTERM) or crashed, it loses the last batch at most.
+
+At `info` a request is one line, `request_ended`. It has the fields of the request's last `decision`, the line
+that `debug` adds for each: in the place of its `attempt` the number of `attempts`, and `isl_tokens` of the
+prompt alone, where that of an answer that was resumed counts the tokens so far.
 """
 
 

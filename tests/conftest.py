@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvrouter.telemetry.logs import close_log
 from tests.testing.calls import make_fail, watch_calls
 from tests.testing.constants import set_constants
 from tests.testing.nats_server import own_nats, shared_nats
@@ -38,6 +39,7 @@ def as_logging_was() -> Iterator[None]:
     logger = logging.getLogger("kvrouter")
     handlers, level, propagates = logger.handlers[:], logger.level, logger.propagate
     yield
+    close_log()
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagates

@@ -9,6 +9,7 @@ import pytest
 from kvrouter.settings.planes import KUBERNETES_LEASE_S, LEASE_S
 from kvrouter.settings.setting_spec import SettingSpec
 from kvrouter.settings.tree import SETTINGS
+from kvrouter.text.tokenizer import FAST, SLOW
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
 LIMIT = re.compile(r"_(max|min|limit|timeout|within|stall|water|overflow)(_|$)|_wait_s$")
@@ -19,6 +20,9 @@ UNSET = {
     "--connections-max": "16,384, fewer where `ulimit -n` is lower",
     "--body-max-bytes": "what the longest context here can need, at most 64 MiB",
     "--body-max-token-ids": "the longest context",
+    "--tokenize-inline-max-chars": (
+        f"{FAST.off_loop_chars:,} characters with a fast encoder, else {SLOW.off_loop_chars:,}"
+    ),
     "--token-max-chars": "context length × the longest token",
     "--ttft-timeout-s": "none",
     "--lease-s": f"{LEASE_S:g} s, {KUBERNETES_LEASE_S:g} s on Kubernetes",

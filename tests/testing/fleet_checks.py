@@ -25,6 +25,7 @@ from tests.testing.processes import Fleet, Frontend, eventually
 
 BLOCK_SIZE = 64
 
+MISTAKES = ("Traceback", "Exception in callback", "internal_error", "http_handler_failed", "never retrieved")
 KV_CARRIED = re.compile(r"KV from (\S+|no domain) to (\S+|no domain): ")
 """What an engine that was stopped carried, by its own account, which needs no router to be right."""
 
@@ -136,7 +137,13 @@ async def wait_until_consistent(
             raise AssertionError("\n".join(wrong)) from None
     for running in fleet.processes:
         lines = running.lines()
-        for mistake in ("Traceback", "internal_error", "http_handler_failed", "never retrieved"):
+        for mistake in (
+            "Traceback",
+            "Exception in callback",
+            "internal_error",
+            "http_handler_failed",
+            "never retrieved",
+        ):
             at = lines.find(mistake)
             assert at < 0, f"{running.name}: {lines[max(0, at - 500) : at + 4_000]}"
         carried = KV_CARRIED.findall(lines)

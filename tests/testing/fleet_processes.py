@@ -143,11 +143,12 @@ async def fleet_processes(
     environs: Mapping[int, Mapping[str, str]] | None = None,
     module: str = "kvrouter.cli",
 ) -> AsyncIterator[FleetProcesses]:
-    """Two frontends and every worker of a fleet file, over these planes; ``environ`` goes before theirs, and
-    ``environs`` are settings of single workers.
+    """Two frontends and every worker of a fleet file, over these planes, whose logs have each decision;
+    ``environ`` goes before theirs, and ``environs`` are settings of single workers.
     """
     settings = {
         "NATS_SERVER": nats.url,
+        "KVROUTER_LOG_LEVEL": "debug",
         "KVROUTER_LEASE_S": str(LEASE_S),
         **planes.environ,
         **(environ or {}),

@@ -79,6 +79,14 @@ class Running:
     def lines(self) -> str:
         return self.log.read_text(errors="replace")
 
+    async def has_logged(self, text: str) -> None:
+        """Return once its log has this text: lines are written in batches."""
+
+        async def has() -> bool:
+            return text in self.lines()
+
+        await eventually(has)
+
     def rss_bytes(self) -> int:
         """Memory that the process holds now."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()

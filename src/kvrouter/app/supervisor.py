@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvrouter.app.lifetime import LOST_PLACE
 from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.logs import write_line
 
 logger = logging.getLogger("kvrouter.up")
 
@@ -204,11 +205,11 @@ async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
         try:
             line = await lines.readline()
         except ValueError:
-            sys.stderr.write(f"{name} | … a line too long to show\n")
+            write_line(f"{name} | … a line too long to show\n")
             continue
         if not line:
             return
-        sys.stderr.write(f"{name} | {line.decode(errors='replace').rstrip()}\n")
+        write_line(f"{name} | {line.decode(errors='replace').rstrip()}\n")
 
 
 def _die_with_parent() -> None:

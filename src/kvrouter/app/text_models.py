@@ -88,6 +88,7 @@ class TextModelLoader:
         self._failed: dict[ModelName, set[str]] = {}
         self._over_budget: set[ModelName] = set()
         for model in self._texts:
+            self._log_why_slow(model)
             self._check_budget(model)
 
     def on_card(self, card: WorkerCard) -> None:
@@ -128,14 +129,20 @@ class TextModelLoader:
             self._texts[model] = dataclasses.replace(text, context_length_tokens=longest)
             self._check_budget(model)
 
+    def _log_why_slow(self, model: ModelName) -> None:
+        why = self._texts[model].tokenizer.why_slow
+        if why is not None:
+            log_event(_log, Event.TOKENIZED_SLOWLY, model=model, reason=why)
+
     def _check_budget(self, model: ModelName) -> None:
         """Log once when a prompt that fills the model's context is too long to be tokenized here."""
         stated = [each.context_length for each in self._cards.values() if each.model == model]
         if stated and not any(stated):
             return
         tokens = self._texts[model].context_length_tokens
-        text_bytes = TOKEN_TEXT_BYTES * tokens
-        if text_bytes <= self._pool.text_max_bytes or model in self._over_budget:
+        text_bytes, cost = TOKEN_TEXT_BYTES * tokens, self._texts[model].tokenizer.encode_cost
+        most_bytes = self._pool.text_max_bytes(cost)
+        if text_bytes <= most_bytes or model in self._over_budget:
             return
         self._over_budget.add(model)
         log_event(
@@ -143,8 +150,8 @@ class TextModelLoader:
             Event.TOKENIZE_BUDGET_SMALL,
             model=model,
             detail=f"a context of {tokens} tokens is about {text_bytes} bytes of text, and at most "
-            f"{self._pool.text_max_bytes} are tokenized: set KVROUTER_TOKENIZE_MAX_BYTES to "
-            f"{self._pool.needed_bytes(text_bytes)}",
+            f"{most_bytes} are tokenized: set KVROUTER_TOKENIZE_MAX_BYTES to "
+            f"{cost.bytes_per_byte * text_bytes}",
         )
 
     def _named(self, card: WorkerCard) -> str:
@@ -191,6 +198,7 @@ class TextModelLoader:
             self._failed.pop(model, None)
             was_unread = self._unread.pop(model, None)
             self._fit(model)
+            self._log_why_slow(model)
             self._check_budget(model)
             if text.template is not None and text.template.fault is not None:
                 log_event(_log, Event.CHAT_TEMPLATE_FAILED, model=model, reason=text.template.fault)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import click
+
 from kvrouter.cli.output import echo
 from kvrouter.cli.setting_flags import given_flags
 from kvrouter.core.errors import ConfigError
@@ -67,11 +69,17 @@ def router_settings(files: FileOptions, flags: Mapping[str, object]) -> RouterFi
 
 def begin(loaded: "Loaded") -> None:
     """Report the settings' warnings and begin to log."""
-    from kvrouter.telemetry.logs import configure_logging  # noqa: PLC0415
-
     warn(loaded.warnings)
     log = loaded.settings.log
-    configure_logging(log.log_level.value, log_format=log.log_format.value)
+    begin_log(log.log_level.value, log.log_format.value)
+
+
+def begin_log(level: str, log_format: str) -> None:
+    """Log until the command ends; its last lines come before what it prints of an error."""
+    from kvrouter.telemetry.logs import close_log, configure_logging  # noqa: PLC0415
+
+    configure_logging(level, log_format=log_format)
+    click.get_current_context().call_on_close(close_log)
 
 
 def begun(flags: Mapping[str, object], file: Path | None = None) -> "tuple[Document | None, Loaded]":

@@ -9,10 +9,11 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute, TraceContext
 from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.request_stats import EndedCall, RequestStatistics
+from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.generation import Generation
-from kvrouter.router.instrumentation import expected_tokens
+from kvrouter.router.instrumentation import decision_fields, expected_tokens
 from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
-from kvrouter.telemetry.logs import LogThrottle
+from kvrouter.telemetry.logs import LogThrottle, lines_lost
 
 logger = logging.getLogger("kvrouter.frontend")
 
@@ -56,9 +57,11 @@ class FrontendInstrumentation:
         duration_s: float,
         code: str | None = None,
         generation: Generation | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """One call ended with this status (499: its client disconnected first), and with ``code`` after an
-        error. ``generation`` is None when no engine was asked.
+        error. ``generation`` is None when no engine was asked; ``placement`` is that of a call without a
+        generation.
         """
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
         if route in _GENERATION_ROUTES:
@@ -74,6 +77,11 @@ class FrontendInstrumentation:
         fields["status"] = status
         if code is not None:
             fields["code"] = code
+        if generation is not None:
+            placement = generation.placement
+        if placement is not None:
+            fields.update(decision_fields(placement))
+            fields["attempts"] = placement.decision.attempt + 1 if generation is None else generation.attempts
         if generation is not None:
             fields.update(_served(generation))
         fields["duration_s"] = duration_s
@@ -149,9 +157,16 @@ class FrontendInstrumentation:
         )
 
     def watch(self, server: HttpServer) -> Callable[[], None]:
-        """Read the server's held bytes before each scrape; return a function that ends that."""
-        held = self._telemetry.http_upload_bytes
-        return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
+        """Read the server's held bytes and the log's lost lines before each scrape; return a function that
+        ends that.
+        """
+        held, lost = self._telemetry.http_upload_bytes, self._telemetry.log_lines_lost
+
+        def refresh() -> None:
+            held.set(server.uploads.bytes)
+            lost.inc(by=lines_lost() - lost.value())
+
+        return self._telemetry.before_scrape(refresh)
 
 
 _GENERATION_ROUTES = frozenset(route.value for route in CallRoute if route.generates is not None)
@@ -203,19 +218,12 @@ def _observe_gen_ai(
 
 
 def _served(generation: Generation) -> Fields:
-    """Return the log fields of a request: workers of the last attempt, attempts, times and tokens."""
+    """Return the log fields of a request's answer: times and tokens, and resumes if it was placed."""
     placement, times, usage = generation.placement, generation.times, generation.usage
     first_s = times.first_token_s
     fields: Fields = {}
     if placement is not None:
-        decision = placement.decision
-        fields = {
-            "prefill_worker": "-" if decision.prefill is None else str(decision.prefill.rank),
-            "decode_worker": str(decision.decode.rank),
-            "attempts": generation.attempts,
-            "resumes": generation.resumes,
-            "predicted_tokens": expected_tokens(placement) or 0,
-        }
+        fields = {"resumes": generation.resumes, "predicted_tokens": expected_tokens(placement) or 0}
     return {
         **fields,
         "ttft_s": None if first_s is None else first_s - times.begun_s,

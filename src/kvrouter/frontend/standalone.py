@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
-from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +15,7 @@ from msgspec.structs import asdict, replace
 from kvrouter.api import booking_schema as api
 from kvrouter.api.cordon_schema import Name
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
-from kvrouter.core.ids import ModelName, RequestId, Slot
+from kvrouter.core.ids import ModelName, RequestId, Slot, new_request_id
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.decision_state import policy_state
@@ -57,6 +56,7 @@ from kvrouter.frontend.public_pages import Pages
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.frontend.web_page import WebPage
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing.interface import Decision, Pick
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint
 from kvrouter.router.bookings import Bookings
@@ -288,7 +288,7 @@ def id_of(routed_call: RoutedCall, header: str | None) -> RequestId:
         return RequestId(routed_call.request_id)
     if header is not None and USABLE_REQUEST_ID.fullmatch(header) and has_own_path(header):
         return RequestId(header)
-    return RequestId(uuid4().hex)
+    return new_request_id()
 
 
 _YES_NO = {"true": True, "1": True, "false": False, "0": False}
@@ -358,6 +358,7 @@ class Calls:
                 trace=call.trace,
                 duration_s=time.monotonic() - call.began_s,
                 code=None if failure is None else failure.code,
+                placement=call.placement,
             )
             if call.spans is not None:
                 call.spans.end_routed(
@@ -376,6 +377,7 @@ class Calls:
         bootstrap: Bootstrap | None = None
         if books:
             placement = await self._bookings.book(model_router, request)
+            call.placement = placement
             call.decision, bootstrap = placement.decision, placement.bootstrap
             call.decided_s = placement.decision_s
         else:
@@ -410,16 +412,26 @@ class Calls:
         request = await self._prepared(call)
         model_router = self._service.model(request.model)
         result = await self._prefills.prefill(model_router, request)
-        call.decision = result.placement.decision
+        call.placement, call.decision = result.placement, result.placement.decision
         return prefilled(request, model_router.fleet, result)
 
 
 class _Call:
     """The state of one call: ``model`` is set once it is known to be served, ``request_id`` once the body is
-    read, ``decision`` and ``decided_s`` after the decision.
+    read, ``decision`` and ``decided_s`` after the decision, ``placement`` once that is booked.
     """
 
-    __slots__ = ("began_s", "decided_s", "decision", "model", "request", "request_id", "spans", "trace")
+    __slots__ = (
+        "began_s",
+        "decided_s",
+        "decision",
+        "model",
+        "placement",
+        "request",
+        "request_id",
+        "spans",
+        "trace",
+    )
 
     def __init__(self, request: Request, tracing: "RequestTracing | None") -> None:
         self.request = request
@@ -429,6 +441,7 @@ class _Call:
         self.trace = sent if self.spans is None else self.spans.trace
         self.decision: Decision | None = None
         self.decided_s: float | None = None
+        self.placement: Placement | None = None
         self.model: ModelName | None = None
         self.request_id = RequestId("-")
 

@@ -183,23 +183,23 @@ class ModelInstrumentation:
 
     # Decisions
 
-    def placed(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
-        """A request was placed; ``waited_s`` in the admission queue, None where it did not wait."""
+    def placed(self, placement: Placement) -> None:
+        """A request was placed."""
         telemetry, decision = self._telemetry, placement.decision
-        telemetry.decision_duration.observe(decision_s, decision.mode.value)
+        telemetry.decision_duration.observe(placement.decision_s, decision.mode.value)
         telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))
         for pick in (decision.decode, decision.prefill):
             if pick is not None:
                 telemetry.worker_requests.inc(self._model, str(pick.rank.worker_id), pick.leg.value)
-        if waited_s is not None:
-            telemetry.queue_wait.observe(waited_s, self._model)
-        self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
+        if placement.waited_s is not None:
+            telemetry.queue_wait.observe(placement.waited_s, self._model)
+        self._log_decision(placement)
 
-    def picked_again(self, placement: Placement, *, decision_s: float) -> None:
+    def picked_again(self, placement: Placement) -> None:
         """Another decode worker was picked after prefill."""
         decode = placement.decision.decode
         self._telemetry.worker_requests.inc(self._model, str(decode.rank.worker_id), decode.leg.value)
-        self._log_decision(placement, decision_s=decision_s, waited_s=None, again=True)
+        self._log_decision(placement)
 
     def refused(
         self,
@@ -290,37 +290,42 @@ class ModelInstrumentation:
                 decode_domain=ends[1],
             )
 
-    def _log_decision(
-        self, placement: Placement, *, decision_s: float, waited_s: float | None, again: bool = False
-    ) -> None:
-        if not logger.isEnabledFor(logging.INFO):
+    def _log_decision(self, placement: Placement) -> None:
+        if not logger.isEnabledFor(logging.DEBUG):
             return
         decision = placement.decision
-        constraint, decode, prefill = decision.constraint, decision.decode, decision.prefill
-        log_event(
-            logger,
-            Event.DECISION,
+        fields: Fields = {
             **_request_fields(decision.request_id, self._model, placement.trace_id),
-            attempt=decision.attempt,
-            again=again,
-            mode=decision.mode.value,
-            shape=_shape_of(placement),
-            isl_tokens=placement.prompt.isl_tokens,
-            prefill_worker="-" if prefill is None else str(prefill.rank),
-            prefill_overlap_blocks=0 if prefill is None else prefill.overlap_blocks,
-            prefill_cost=0.0 if prefill is None else prefill.cost,
-            prefill_candidates=0 if prefill is None else prefill.candidates,
-            decode_worker=str(decode.rank),
-            decode_overlap_blocks=decode.overlap_blocks,
-            decode_cost=decode.cost,
-            decode_candidates=decode.candidates,
-            enforcement=None if constraint is None else type(constraint.policy).__name__.lower(),
-            domain=None if constraint is None else constraint.domain,
-            value=None if constraint is None else constraint.value,
-            fallback_used=decision.fallback_used,
-            decision_us=1e6 * decision_s,
-            waited_s=waited_s or 0.0,
-        )
+            "attempt": decision.attempt,
+            "isl_tokens": placement.prompt.isl_tokens,
+            **decision_fields(placement),
+        }
+        log_event(logger, Event.DECISION, **fields)
+
+
+def decision_fields(placement: Placement) -> Fields:
+    """Return the log fields of a decision, the last one where decode was picked again."""
+    decision, again_s = placement.decision, placement.again_s
+    constraint, decode, prefill = decision.constraint, decision.decode, decision.prefill
+    return {
+        "again": again_s is not None,
+        "mode": decision.mode.value,
+        "shape": _shape_of(placement),
+        "prefill_worker": "-" if prefill is None else str(prefill.rank),
+        "prefill_overlap_blocks": 0 if prefill is None else prefill.overlap_blocks,
+        "prefill_cost": 0.0 if prefill is None else prefill.cost,
+        "prefill_candidates": 0 if prefill is None else prefill.candidates,
+        "decode_worker": str(decode.rank),
+        "decode_overlap_blocks": decode.overlap_blocks,
+        "decode_cost": decode.cost,
+        "decode_candidates": decode.candidates,
+        "enforcement": None if constraint is None else type(constraint.policy).__name__.lower(),
+        "domain": None if constraint is None else constraint.domain,
+        "value": None if constraint is None else constraint.value,
+        "fallback_used": decision.fallback_used,
+        "decision_us": 1e6 * (placement.decision_s if again_s is None else again_s),
+        "waited_s": placement.waited_s or 0.0,
+    }
 
 
 @dataclass(slots=True)

@@ -286,9 +286,9 @@ class ModelRouter:
         placement = self.placer.place(request, self._draws.next, now_s=self.clock())
         self._draws.take()
         placement.trace_id = trace_id
-        decision_s = placement.decision_s = time.perf_counter() - started_s
-        waited_s = None if wait is None else wait.placed(placement)
-        self.instrumentation.placed(placement, decision_s=decision_s, waited_s=waited_s)
+        placement.decision_s = time.perf_counter() - started_s
+        placement.waited_s = None if wait is None else wait.placed(placement)
+        self.instrumentation.placed(placement)
         self._record(placement)
         return placement
 
@@ -303,7 +303,8 @@ class ModelRouter:
         """Pick the decode worker again after a synchronous prefill, under its constraint; move the lease."""
         started_s = time.perf_counter()
         if self.placer.pick_decode_again(placement, now_s=self.clock()):
-            self.instrumentation.picked_again(placement, decision_s=time.perf_counter() - started_s)
+            placement.again_s = time.perf_counter() - started_s
+            self.instrumentation.picked_again(placement)
             self._record(placement, is_again=True)
 
     def _record(self, placement: Placement, *, is_again: bool = False) -> None:

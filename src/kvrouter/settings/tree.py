@@ -176,8 +176,11 @@ class FrontendSettings(Section):
     """With more than this unsent although its stream is paused, a client is cut off. Above the high water
     mark."""
 
-    tokenize_inline_max_chars: Annotated[Count, Setting(SettingGroup.FRONTEND, unit="characters")] = 8192
-    """Longer prompts are tokenized in a thread, so that streams do not wait for them."""
+    tokenize_inline_max_chars: Annotated[Count | None, Setting(SettingGroup.FRONTEND, unit="characters")] = (
+        None
+    )
+    """Longer prompts are tokenized in a thread, so that streams do not wait for them. Unset: 16,384 with a
+    fast encoder, else 8,192; ``tokenized_slowly`` in the log names the models without one."""
 
     token_max_chars: Annotated[PositiveCount | None, Setting(SettingGroup.FRONTEND, unit="characters")] = None
     """How many characters of a prompt one token is counted on to hold: a text that is longer than the context
@@ -187,10 +190,10 @@ class FrontendSettings(Section):
     tokenize_max_bytes: Annotated[PositiveCount, Setting(SettingGroup.FRONTEND, unit="bytes")] = (
         512 * 1024 * 1024
     )
-    """The memory that tokenizing may hold, all threads together, counted as 512 bytes for each byte of text
-    as the tokenizer normalizes it. Longer texts wait for each other; one that needs more by itself is
-    answered with 413. A model whose context holds a longer text, at 4 bytes a token, is logged once:
-    1,000,000 tokens need 2,048,000,000."""
+    """The memory that tokenizing may hold, all threads together, counted for each byte of text as the
+    tokenizer normalizes it: 96 bytes with a fast encoder, else 512. Longer texts wait for each other; one
+    that needs more by itself is answered with 413. A model whose context holds a longer text, at 4 bytes a
+    token, is logged once: without a fast encoder 1,000,000 tokens need 2,048,000,000."""
 
     tokenize_waiting_max: Annotated[Count, Setting(SettingGroup.FRONTEND, unit="prompts")] = 256
     """How many long prompts may wait to be tokenized; one more is answered with 503."""
@@ -222,7 +225,8 @@ class LogSettings(Section):
     """What is logged, and how it looks."""
 
     log_level: Annotated[LogLevel, Setting(SettingGroup.LOGS)] = LogLevel.INFO
-    """The least important line that is written. Each decision is one line at ``info``."""
+    """The least important line that is written. At ``info`` each request is one line; ``debug`` adds one for
+    each decision."""
 
     log_format: Annotated[LogFormat, Setting(SettingGroup.LOGS)] = LogFormat.TEXT
     """How a line looks. Prompts and answers are never logged."""

@@ -1,15 +1,12 @@
 """The workers that a process finds at its start: on a terminal one table instead of a line for each."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import TextIO
 
-import msgspec
-
-from kvrouter.telemetry.log_events import Event, LogValue, cut
-from kvrouter.telemetry.logs import TextFormatter, event_of, fields_of, terminal_handler
+from kvrouter.telemetry.log_events import Event
+from kvrouter.telemetry.log_forms import LogValue, cut, json_text
+from kvrouter.telemetry.logs import HeldLine, LogOutput, log_output
 
 IDS_SHOWN = 4
 """Runs of ids shown in one row; further ones are counted."""
@@ -30,81 +27,75 @@ _STARTING = frozenset(("recovering", _LIVE))
 """The states of a healthy feed of a worker that has just joined."""
 
 
-class _Held(logging.Filter):
+class _Held:
     """Holds back lines of a terminal: that a worker joined, and that its feeds recover or are live. Any other
     line about the worker first releases its lines, so that the order stays.
     """
 
-    def __init__(self, handler: "logging.StreamHandler[TextIO]") -> None:
-        super().__init__()
-        self._handler = handler
-        self._records: dict[LogValue, list[logging.LogRecord]] = {}
+    def __init__(self, output: LogOutput) -> None:
+        self._output = output
+        self._lines: dict[LogValue, list[HeldLine]] = {}
         self._recovering: set[tuple[LogValue, LogValue]] = set()
         self._n_live = 0
         self._n_recovering = 0
         self._is_starting = True
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line is written now."""
-        fields = fields_of(record)
-        worker, feed = fields.get("worker"), _feed_of(record)
+    def holds_back(self, line: HeldLine) -> bool:
+        """Return whether a line is not written now."""
+        fields = line.fields
+        worker, feed = fields.get("worker"), _feed_of(line)
         if self._is_starting:
-            if event_of(record) == Event.WORKER_JOINED or feed in _STARTING:
-                self._records.setdefault(worker, []).append(record)
-                return False
-            self._write_lines(self._records.pop(worker, ()))
-            return True
+            if line.event is Event.WORKER_JOINED or feed in _STARTING:
+                self._lines.setdefault(worker, []).append(line)
+                return True
+            self._write(self._lines.pop(worker, ()))
+            return False
         rank = (worker, fields.get("dp_rank"))
         if rank not in self._recovering:
-            return True
+            return False
         self._recovering.remove(rank)
         self._n_live += feed == _LIVE
         if not self._recovering:
-            self._handler.removeFilter(self)
-            self._write(f"{self._n_live} of {self._n_recovering} feeds that were recovering are live\n")
-        return feed != _LIVE
+            self._output.holds_back = None
+            text = f"{self._n_live} of {self._n_recovering} feeds that were recovering are live\n"
+            self._output.writer.write(text, is_urgent=True)
+        return feed == _LIVE
 
     def show(self) -> None:
         """Write the table; from now on hold back only that a feed in it is live."""
         self._is_starting = False
         workers = []
-        for worker, records in self._records.items():
-            joined = next((each for each in records if event_of(each) == Event.WORKER_JOINED), None)
+        for worker, lines in self._lines.items():
+            joined = next((each for each in lines if each.event is Event.WORKER_JOINED), None)
             if joined is None:
-                self._write_lines(records)
+                self._write(lines)
                 continue
-            feeds = {fields_of(each)["dp_rank"]: feed for each in records if (feed := _feed_of(each))}
+            feeds = {each.fields["dp_rank"]: feed for each in lines if (feed := _feed_of(each))}
             self._recovering |= {(worker, rank) for rank, feed in feeds.items() if feed != _LIVE}
-            workers.append({**fields_of(joined), "state": ",".join(sorted({*map(str, feeds.values())}))})
+            workers.append({**joined.fields, "state": ",".join(sorted({*map(str, feeds.values())}))})
         self._n_recovering = len(self._recovering)
-        self._records = {}
+        self._lines = {}
         if workers:
-            formatter = self._handler.formatter
-            is_coloured = isinstance(formatter, TextFormatter) and formatter.is_coloured
-            self._write(joined_table(workers, is_coloured=is_coloured))
+            table = joined_table(workers, is_coloured=self._output.is_coloured)
+            self._output.writer.write(table, is_urgent=True)
         if not self._recovering:
-            self._handler.removeFilter(self)
+            self._output.holds_back = None
 
     def end(self) -> None:
         """Stop holding back, and write the lines of workers that no table had."""
-        self._handler.removeFilter(self)
-        for records in self._records.values():
-            self._write_lines(records)
-        self._records = {}
+        self._output.holds_back = None
+        for lines in self._lines.values():
+            self._write(lines)
+        self._lines = {}
 
-    def _write_lines(self, records: Sequence[logging.LogRecord]) -> None:
-        for record in records:
-            self._handler.emit(record)
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):  # the terminal is gone
-            self._handler.stream.write(text)
-            self._handler.flush()
+    def _write(self, lines: Sequence[HeldLine]) -> None:
+        for line in lines:
+            self._output.writer.write(line.text, is_urgent=False)
 
 
-def _feed_of(record: logging.LogRecord) -> LogValue:
+def _feed_of(line: HeldLine) -> LogValue:
     """Return the state of a feed that a line reports; None for any other line."""
-    return fields_of(record).get("state") if event_of(record) == Event.FEED_STATE else None
+    return line.fields.get("state") if line.event is Event.FEED_STATE else None
 
 
 @contextmanager
@@ -114,12 +105,12 @@ def joined_as_table() -> Iterator[Callable[[], None]]:
     Only a terminal with text lines gets the table; other outputs get the lines at once. When the function is
     never called, because the start failed, the lines are written at the end.
     """
-    handler = terminal_handler()
-    if handler is None:
+    output = log_output()
+    if output is None or output.is_json or not output.is_terminal:
         yield lambda: None
         return
-    held = _Held(handler)
-    handler.addFilter(held)
+    held = _Held(output)
+    output.holds_back = held.holds_back
     try:
         yield held.show
     finally:
@@ -154,7 +145,7 @@ def joined_table(workers: Sequence[Mapping[str, LogValue]], *, is_coloured: bool
 def _cell(value: LogValue) -> str:
     """Return a value safe for a terminal: workers may report any text."""
     text = str(cut(value or ""))
-    return text if text.isprintable() else msgspec.json.encode(text).decode()
+    return text if text.isprintable() else json_text(text)
 
 
 def ids_text(ids: Sequence[int]) -> str:

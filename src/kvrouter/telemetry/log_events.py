@@ -1,21 +1,14 @@
 """Every log event, in one table, and the fields of log lines. No field holds a prompt."""
 
 import logging
-import string
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from logging import ERROR, INFO, WARNING
+from logging import DEBUG, ERROR, INFO, WARNING
 from typing import TypedDict, Unpack, cast
 
-import msgspec
-
-LogValue = str | int | float | bool | None
-
-VALUE_MAX_CHARS = 512
-"""A longer text is cut, with an ellipsis."""
-
-_PLAIN = frozenset(string.ascii_letters + string.digits + string.punctuation) - frozenset("\"'\\")
+from kvrouter.telemetry.log_forms import EventLine, LogValue
 
 
 class Event(StrEnum):
@@ -42,7 +35,12 @@ class Event(StrEnum):
     CONFIG_WARNING = "config_warning", WARNING, "A setting is valid, but probably a mistake."
     DRAIN = "drain", INFO, "No new requests are taken; running ones may finish."
     STOP = "stop", INFO, "The service ended."
-    DECISION = "decision", INFO, "A request was given its worker, or its pair of workers."
+    DECISION = (
+        "decision",
+        DEBUG,
+        "A request was given its worker, or its pair of workers; `again` where decode was picked again after "
+        "prefill. `request_ended` has the same fields, those of the last decision.",
+    )
     REFUSAL = "refusal", WARNING, "Nobody may take a request now; worker ranks per reason."
     FALLBACK = "fallback", WARNING, "A handoff crosses its domain: no decode worker was left in it."
     DOMAIN_WAIT = "domain_wait", INFO, "A request waited for a decode worker to join its domain."
@@ -65,9 +63,9 @@ class Event(StrEnum):
         "request_ended",
         INFO,
         "A call of a generation route has its whole answer, or an error, or its client left (status 499): "
-        "where its last attempt went, its times and its tokens. One line for each call, and for each "
-        "request that is refused before any route sees it: its route is unknown where it names none that is "
-        "here.",
+        "where its last attempt went and what was decided on, its times and its tokens. A call without a "
+        "decision has no fields of one. One line for each call, and for each request that is refused before "
+        "any route sees it: its route is unknown where it names none that is here.",
     )
     BOOKING_LAPSED = (
         "booking_lapsed",
@@ -210,6 +208,12 @@ class Event(StrEnum):
         WARNING,
         "Text that fills a model's context takes more than `--tokenize-max-bytes` to tokenize: it gets a "
         "413. Logged once for each model.",
+    )
+    TOKENIZED_SLOWLY = (
+        "tokenized_slowly",
+        INFO,
+        "A model's prompts are tokenized by `tokenizers`, 10 to 60 times slower than by `fastokens`, for "
+        "this reason: the latter does not read its tokenizer, or gives other ids.",
     )
     TOKENIZED_BY_ENGINE = (
         "tokenized_by_engine",
@@ -438,6 +442,12 @@ class Event(StrEnum):
         "OpenTelemetry's SDK could not send spans of requests, or dropped some. Requests are served as "
         "before.",
     )
+    LOG_LINES_LOST = (
+        "log_lines_lost",
+        WARNING,
+        "So many lines of this log are missing before this one: standard error was not read fast enough, or "
+        "could not be written to.",
+    )
     INTERNAL_ERROR = "internal_error", ERROR, "A bug in kvrouter, with its traceback."
     OPERATOR_LEADS = "operator_leads", INFO, "This replica of the operator got the lease: it writes."
     OPERATOR_FOLLOWS = (
@@ -571,6 +581,7 @@ class Fields(TypedDict, total=False):
     plane: str
     address: str
     batches: int
+    lines: int
     url: str
     block_size: int | None
     context_length: int | None
@@ -588,35 +599,29 @@ class Fields(TypedDict, total=False):
 FIELD_NAMES = frozenset(Fields.__annotations__)
 
 
-@dataclass(frozen=True, slots=True)
-class EventLine:
-    """A line as every handler shows it: the event, then ``key=value``; ambiguous values are quoted."""
-
-    event: str
-    fields: Mapping[str, LogValue]
-
-    def __str__(self) -> str:
-        return self.event + "".join([f" {key}={_quoted(value)}" for key, value in self.fields.items()])
-
-
-def cut(value: LogValue) -> LogValue:
-    """Return ``value``, a text cut to :data:`VALUE_MAX_CHARS`."""
-    if isinstance(value, str) and len(value) > VALUE_MAX_CHARS:
-        return value[:VALUE_MAX_CHARS] + "…"
-    return value
+def emit_record(
+    logger: logging.Logger, event: Event, fields: Mapping[str, LogValue], error: BaseException | None
+) -> None:
+    """Emit an event by :mod:`logging`, as a program that embeds kvrouter has configured it."""
+    logger.log(
+        event.level,
+        EventLine(event.value, fields),
+        extra={"kvrouter_event": event.value, "kvrouter_fields": fields},
+        exc_info=error,
+        stacklevel=3,
+    )
 
 
-def _quoted(value: LogValue) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = str(cut(value))
-    if text and _PLAIN.issuperset(text):
-        return text
-    return msgspec.json.encode(text).decode()
+@dataclass(slots=True)
+class Emission:
+    """How events of an enabled level are emitted: by :mod:`logging`, or by kvrouter's own log where
+    :func:`~kvrouter.telemetry.logs.configure_logging` was called.
+    """
+
+    emit: Callable[[logging.Logger, Event, Mapping[str, LogValue], BaseException | None], None] = emit_record
+
+
+EMISSION = Emission()
 
 
 def log_event(
@@ -631,16 +636,9 @@ def log_event(
     ``exc_info`` is an error to log with its traceback, or True for the one being handled. Raises TypeError
     for a field that is not in :class:`Fields`, so that no other text reaches a log.
     """
-    level = event.level
-    if not logger.isEnabledFor(level):
+    if not logger.isEnabledFor(event.level):
         return
     if not FIELD_NAMES.issuperset(fields):
         raise TypeError(f"no log field: {', '.join(sorted(set(fields) - FIELD_NAMES))}")
-    line_fields = cast("Mapping[str, LogValue]", fields)
-    logger.log(
-        level,
-        EventLine(event.value, line_fields),
-        extra={"kvrouter_event": event.value, "kvrouter_fields": line_fields},
-        exc_info=exc_info,
-        stacklevel=2,
-    )
+    error = (sys.exception() if exc_info else None) if isinstance(exc_info, bool) else exc_info
+    EMISSION.emit(logger, event, cast("Mapping[str, LogValue]", fields), error)

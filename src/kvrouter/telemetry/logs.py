@@ -1,149 +1,155 @@
-"""Log formats (text and JSON), and a throttle for repeated lines."""
+"""The log of a process: its configuration, where its lines go, and a throttle for repeated lines."""
 
 import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from functools import lru_cache
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-import msgspec
-
-from kvrouter.core.errors import KvrouterError
-from kvrouter.telemetry.log_events import LogValue, cut
+from kvrouter.telemetry.log_events import EMISSION, Event, emit_record
+from kvrouter.telemetry.log_forms import LogValue, cut, event_text, json_line, json_text, text_line
+from kvrouter.telemetry.log_writer import LogWriter
 
 ROOT = "kvrouter"
-"""The parent of all kvrouter loggers; other loggers are not changed."""
+"""The parent of all kvrouter loggers."""
+
+FORMATS = ("text", "json")
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``ts`` (UTC, milliseconds), ``level``, ``logger``, ``event``, the fields."""
+class HeldLine(NamedTuple):
+    """An event's line that may be held back."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        line: dict[str, LogValue] = {
-            "ts": _time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": cut(event_of(record) or record.getMessage()),
-        }
-        line.update((key, cut(value)) for key, value in fields_of(record).items())
-        if record.exc_info and record.exc_info[1]:
-            line["exception"] = _traceback_text(record.exc_info[1])
-        return msgspec.json.encode(line).decode()
+    text: str
+    event: Event
+    fields: Mapping[str, LogValue]
 
 
-class TextFormatter(logging.Formatter):
-    """Time, level, event, then ``key=value``; ambiguous values are quoted. Terminals may get colours."""
+class LogOutput:
+    """Where lines go, as text or as JSON: those of events, and those of records of ``logging``."""
 
-    def __init__(self, *, is_coloured: bool = False) -> None:
-        super().__init__()
-        self._is_coloured = is_coloured
+    def __init__(self, stream: TextIO, *, is_json: bool) -> None:
+        self.is_terminal = stream.isatty()
+        self.is_json = is_json
+        self.is_coloured = self.is_terminal and _wants_colours()
+        self.holds_back: Callable[[HeldLine], bool] | None = None
+        """Whether a line is not to be written now."""
+        self.writer = LogWriter(stream, self._lost_line)
 
-    @property
-    def is_coloured(self) -> bool:
-        """Whether the output may have colours."""
-        return self._is_coloured
+    def emit(
+        self,
+        logger: logging.Logger,
+        event: Event,
+        fields: Mapping[str, LogValue],
+        error: BaseException | None,
+    ) -> None:
+        """Write the line of an event."""
+        line = self._event_line(logger.name, event, fields, error)
+        if self.holds_back is None or not self.holds_back(HeldLine(line, event, fields)):
+            self.writer.write(line, is_urgent=event.level >= logging.WARNING)
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        message = record.getMessage()
-        if event_of(record) is None:
-            message = str(cut(message))
-            message = message if message.isprintable() else msgspec.json.encode(message).decode()
-        level = f"{record.levelname:<7}"
-        if self._is_coloured:
-            level = f"{_COLOURS.get(record.levelno, '')}{level}{_PLAIN}"
-        line = f"{_time(record)} {level} {message}"
-        return (
-            f"{line}\n{_traceback_text(record.exc_info[1])}"
-            if record.exc_info and record.exc_info[1]
-            else line
-        )
+    def emit_record(self, record: logging.LogRecord) -> None:
+        """Write the line of a record of ``logging``."""
+        created_s, level, message = record.created, record.levelno, str(cut(record.getMessage()))
+        error = record.exc_info[1] if record.exc_info else None
+        if self.is_json:
+            line = json_line(created_s, level, record.name, message, {}, error)
+        else:
+            message = message if message.isprintable() else json_text(message)
+            line = text_line(created_s, level, message, error, is_coloured=self.is_coloured)
+        self.writer.write(line, is_urgent=level >= logging.WARNING)
+
+    def _event_line(
+        self, logger: str, event: Event, fields: Mapping[str, LogValue], error: BaseException | None
+    ) -> str:
+        if self.is_json:
+            return json_line(time.time(), event.level, logger, event.value, fields, error)
+        message = event_text(event.value, fields)
+        return text_line(time.time(), event.level, message, error, is_coloured=self.is_coloured)
+
+    def _lost_line(self, lines: int) -> str:
+        return self._event_line(__name__, Event.LOG_LINES_LOST, {"lines": lines}, None)
 
 
-_FORMATS = ("text", "json")
-
-_PLAIN = "\x1b[0m"
-_COLOURS = {logging.DEBUG: "\x1b[2m", logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
-"""The escape codes of a terminal's colours by level, and the one that resets them."""
+def _wants_colours() -> bool:
+    """Whether the user of a terminal wants colours (no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _is_coloured(stream: TextIO) -> bool:
-    """Whether a stream is a terminal whose user wants colours (no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+class _Handler(logging.Handler):
+    """Passes records of ``logging`` to the output, and flushes it when ``logging`` ends, at the exit."""
+
+    def __init__(self, output: LogOutput, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line of a record."""
+        try:
+            self.output.emit_record(record)
+        except (TypeError, ValueError):  # arguments that do not fit the message
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        self.output.writer.flush()
 
 
-class _Handler(logging.StreamHandler[TextIO]):
-    """The handler of :func:`configure_logging`, distinguished from other handlers by its type."""
+_LAST_RESORT = logging.lastResort
 
 
 def configure_logging(level: str, *, log_format: str, stream: TextIO | None = None) -> None:
-    """Write the lines of ``kvrouter`` loggers from ``level`` up to ``stream`` (standard error by default).
+    """Write the lines of ``kvrouter`` loggers from ``level`` up to ``stream``, standard error by default, and
+    in the same form those of other loggers that ``logging`` would write to standard error.
 
     ``level`` is debug, info, warning or error; ``log_format`` is text or json: ValueError for any other. A
     later call replaces an earlier one.
     """
-    if log_format not in _FORMATS:
-        raise ValueError(f"log_format: must be one of {', '.join(_FORMATS)}, not {log_format!r}")
-    out = sys.stderr if stream is None else stream
-    handler = _Handler(out)
-    is_json = log_format == "json"
-    handler.setFormatter(JsonFormatter() if is_json else TextFormatter(is_coloured=_is_coloured(out)))
+    if log_format not in FORMATS:
+        raise ValueError(f"log_format: must be one of {', '.join(FORMATS)}, not {log_format!r}")
+    close_log()
+    output = LogOutput(sys.stderr if stream is None else stream, is_json=log_format == "json")
     logger = logging.getLogger(ROOT)
-    for old in [old for old in logger.handlers if isinstance(old, _Handler)]:
-        logger.removeHandler(old)
-    logger.addHandler(handler)
+    logger.addHandler(_Handler(output))
     logger.setLevel(level.upper())
     logger.propagate = False
+    logging.lastResort = _Handler(output, logging.WARNING)
+    EMISSION.emit = output.emit
 
 
-def terminal_handler() -> "logging.StreamHandler[TextIO] | None":
-    """Return the handler of :func:`configure_logging` if it writes text to a terminal."""
+def close_log() -> None:
+    """Write the lines that wait, and undo :func:`configure_logging`."""
+    logger = logging.getLogger(ROOT)
+    for handler in [each for each in logger.handlers if isinstance(each, _Handler)]:
+        EMISSION.emit = emit_record
+        logging.lastResort = _LAST_RESORT
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        handler.output.writer.close()
+
+
+def log_output() -> LogOutput | None:
+    """Return the output of :func:`configure_logging`; None where it was not called."""
     for handler in logging.getLogger(ROOT).handlers:
-        if isinstance(handler, _Handler) and isinstance(handler.formatter, TextFormatter):
-            return handler if handler.stream.isatty() else None
+        if isinstance(handler, _Handler):
+            return handler.output
     return None
 
 
-def _traceback_text(error: BaseException) -> str:
-    """Return the traceback of ``error``, its causes first.
-
-    It has the messages of kvrouter's and the system's errors only: others may quote a client's text.
-    """
-    before = error.__cause__ or error.__context__
-    words = f": {error}" if isinstance(error, KvrouterError | OSError) else ""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    return f"{_traceback_text(before) if before else ''}{frames}{type(error).__name__}{words}\n"
+def lines_lost() -> int:
+    """Return how many lines of the log were not written."""
+    output = log_output()
+    return 0 if output is None else output.writer.lines_lost
 
 
-def event_of(record: logging.LogRecord) -> str | None:
-    """Return the event of a kvrouter line; None for any other line."""
-    event: str | None = getattr(record, "kvrouter_event", None)
-    return event
-
-
-def fields_of(record: logging.LogRecord) -> Mapping[str, LogValue]:
-    """Return the fields of a kvrouter line; {} for any other line."""
-    fields: Mapping[str, LogValue] = getattr(record, "kvrouter_fields", {})
-    return fields
-
-
-def _time(record: logging.LogRecord) -> str:
-    second = int(record.created)
-    microseconds = round((record.created - second) * 1e6)
-    if microseconds == 1_000_000:
-        second, microseconds = second + 1, 0
-    return f"{_second(second)}.{microseconds // 1000:03d}Z"
-
-
-@lru_cache(maxsize=1)
-def _second(second: int) -> str:
-    """Return a second since 1970 as text; cached, because lines of one second share it."""
-    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+def write_line(line: str) -> None:
+    """Write a foreign line as it is, in order with those of the log; without a log to standard error."""
+    output = log_output()
+    if output is None:
+        sys.stderr.write(line)
+    else:
+        output.writer.write(line, is_urgent=False)
 
 
 AGAIN_AFTER_S = 60.0

@@ -592,6 +592,11 @@ class Telemetry(MetricsPage):
         "outcome",
     )
 
+    log_lines_lost = counter(
+        "kvrouter_log_lines_lost",
+        "Lines of the log that were not written, because standard error was not read fast enough or refused "
+        "them.",
+    )
     http_connections = gauge("kvrouter_http_connections", "Connections that are open.")
     http_events = counter(
         "kvrouter_http_events",

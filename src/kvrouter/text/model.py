@@ -142,16 +142,17 @@ class StopMatcher:
                 raise InvalidRequest(
                     f"stop: a string has 1 to {STOP_CHARS_MAX} characters, not {len(stop)}", param="stop"
                 )
-        # The longest first: of stops with the same end, the one that starts first wins.
-        self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
-        self._prefixes = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
-        self._openers = (
-            re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]") if stops else None
-        )
-        self._hold_chars = len(self._stops[0]) - 1 if stops else 0
+        self._openers: re.Pattern[str] | None = None
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the stream; None before that."""
+        if not stops:
+            return
+        # The longest first: of stops with the same end, the one that starts first wins.
+        self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
+        self._prefixes = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
+        self._openers = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
+        self._hold_chars = len(self._stops[0]) - 1
 
     @property
     def is_idle(self) -> bool:
@@ -276,7 +277,7 @@ class TextModel:
     def load(
         cls, folder: Path, *, context_length_tokens: int, pool: EncodePool, needs_template: bool = True
     ) -> "TextModel":
-        """Read a model's folder, about a second for a large vocabulary. Raises ``ConfigError``; for an
+        """Read a model's folder, some seconds for a large vocabulary. Raises ``ConfigError``; for an
         invalid chat template only if ``needs_template``.
         """
         if context_length_tokens < 1:
@@ -319,16 +320,18 @@ class TextModel:
         by their size alone.
         """
         self._refuse_chars(chars, self.chat_max_chars, "messages")
-        most_bytes = max(2 * self.pool.text_max_bytes, RENDERED_ANYWAY_CHARS)
-        self.pool.refuse_over_budget(text_bytes, field="messages", bytes_max=most_bytes)
+        cost = self.tokenizer.encode_cost
+        most_bytes = max(2 * self.pool.text_max_bytes(cost), RENDERED_ANYWAY_CHARS)
+        self.pool.refuse_over_budget(text_bytes, cost, field="messages", bytes_max=most_bytes)
 
     def refuse_prompt_size(self, chars: int, text_bytes: int) -> None:
         """Raise ContextLengthExceeded or PromptOverBudget for a too long prompt of a completion, by its size
         alone.
         """
         self._refuse_chars(chars, self.prompt_max_chars, "prompt")
-        if self.pool.leaves_loop(chars):
-            self.pool.refuse_over_budget(text_bytes, field="prompt")
+        cost = self.tokenizer.encode_cost
+        if self.pool.leaves_loop(chars, cost):
+            self.pool.refuse_over_budget(text_bytes, cost, field="prompt")
 
     def prepare_chat(self, messages: Sequence[Mapping[str, object]], *, cpu_s_max: float = CPU_S_MAX) -> str:
         """Return the prompt text of a chat, rendered within ``cpu_s_max`` seconds of processor time.
@@ -360,7 +363,7 @@ class TextModel:
 
     async def _encoded_chat(self, render: Callable[..., str], chat: _Chat, chars: int) -> TokenBuffer:
         self._refuse_chars(chars, self.chat_max_chars, "messages")
-        if self.pool.leaves_loop(chars):
+        if self.pool.leaves_loop(chars, self.tokenizer.encode_cost):
             text = await self.pool.run(partial(render, cpu_s_max=CPU_S_MAX), chat)
         else:
             text = render(chat, cpu_s_max=CPU_S_MAX_ON_LOOP)
@@ -375,13 +378,13 @@ class TextModel:
 
     async def encode_beginning(self, text: str) -> TokenBuffer:
         """Return the ids of the longest beginning of ``text`` that fits into the context and the budget."""
-        text = self.pool.fits(text[: self.prompt_max_chars])
+        text = self.pool.fits(text[: self.prompt_max_chars], self.tokenizer.encode_cost)
         return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
 
     async def _encoded(self, encode: Callable[[str], TokenBuffer], text: str, field: str) -> TokenBuffer:
         self._refuse_chars(len(text), self.prompt_max_chars, field)
-        count_bytes = self.tokenizer.normalized_bytes
-        return await self.pool.encode(encode, text, field=field, count_bytes=count_bytes)
+        cost, count_bytes = self.tokenizer.encode_cost, self.tokenizer.normalized_bytes
+        return await self.pool.encode(encode, text, field=field, cost=cost, count_bytes=count_bytes)
 
     def _refuse_chars(self, chars: int, chars_max: int, field: str) -> None:
         if chars > chars_max:

@@ -26,7 +26,7 @@ from kvrouter.frontend.openai.body import (
 from kvrouter.frontend.openai.passed_routes import PASSED_ROUTES
 from kvrouter.frontend.prepare import BODY_BYTES_MAX, OFF_LOOP_BYTES, OUTSIDE_PROMPT_BYTES, PAGE_BYTES_MAX
 from kvrouter.settings.tree import FrontendSettings
-from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
+from kvrouter.text.tokenizer import FAST, EncodeLimits, EncodePool, PromptOverBudget
 from tests.testing.calls import MakeFail, WatchCalls
 from tests.testing.frontend_harness import (
     CONTEXT_TOKENS,
@@ -188,7 +188,9 @@ async def test_a_too_long_prompt_is_refused_before_it_is_decoded(
     path: str, fields: dict[str, object], param: str, code: str, make_fail: MakeFail
 ) -> None:
     make_fail(parse, "decode_body", AssertionError("it was decoded"))
-    async with running_frontend(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as frontend:
+    settings = FrontendSettings(body_max_bytes=BODY_BYTES_MAX)
+    text = replace(mock_text(), pool=EncodePool(EncodeLimits(bytes_max=FAST.bytes_per_byte * 2**20)))
+    async with running_frontend(own(1), settings=settings, text=text) as frontend:
         error = error_of(await frontend.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
         counted = frontend.harness.telemetry.prompts_refused.value(code)
     assert (error["param"], error["code"]) == (param, code)

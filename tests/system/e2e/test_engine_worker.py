@@ -60,6 +60,7 @@ async def test_an_engine_worker_joins_pauses_while_silent_and_leaves(
         await eventually(is_set_aside)
         await scripted.start()
         await eventually(is_back)
+        await running.has_logged("engine_answers")
         lines = running.lines()
         assert f' engine_attached worker=7 url={scripted.url} version="{kind} ' in lines
         assert f" block_size={block_size} " in lines

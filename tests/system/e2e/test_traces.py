@@ -203,7 +203,7 @@ async def test_a_retrys_leg_spans_link_to_the_earlier_ones(
         assert span_attributes(list(call.attributes))["kvrouter.attempts"] == 2
 
 
-async def test_log_lines_decisions_and_exemplars_name_the_trace(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_line_decisions_and_exemplars_name_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     async with mock_server(zoned_fleet()) as here:
         response = await ask(here, SENT)
@@ -212,7 +212,7 @@ async def test_log_lines_decisions_and_exemplars_name_the_trace(caplog: pytest.L
         accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
         page = await here.http.get("/metrics", headers=accept)
     named = [event_of(record) for record in caplog.records if _fields(record).get("trace_id") == TRACE_ID]
-    assert named == ["decision", "request_ended"]
+    assert named == ["request_ended"]
     assert events_of(caplog.records).count("request_ended") == 2
     assert [attempt["trace_id"] for attempt in decisions.json()["attempts"]] == [TRACE_ID]
     assert page.headers["content-type"].startswith("application/openmetrics-text")
@@ -259,6 +259,28 @@ async def test_each_ended_call_is_logged_in_one_line(caplog: pytest.LogCaptureFi
     assert "attempts" not in refused
     for line in ended:
         assert words(n=1).strip() not in json.dumps(line)
+
+
+async def test_line_of_an_ended_call_has_all_of_its_last_decision(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvrouter")
+    async with mock_server(fleet_file(RESUMED)) as here:
+        body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
+        async with here.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await here.kill(response.headers["x-kvrouter-decode-worker"])
+            assert [line async for line in lines if "[DONE]" in line]
+        assert (await here.http.post("/v1/completions", json={**body, "max_tokens": -1})).status_code == 400
+        assert (await here.http.post("/v1/completions", json={**body, "model": "none"})).status_code == 404
+    first, last = (_fields(record) for record in caplog.records if event_of(record) == "decision")
+    ended, *refused = (_fields(record) for record in caplog.records if event_of(record) == "request_ended")
+    assert first["decode_worker"] != last["decode_worker"]
+    decided = {name: value for name, value in last.items() if name not in ("attempt", "isl_tokens")}
+    assert {name: ended.get(name) for name in decided} == decided
+    assert (last["attempt"], ended["attempts"], ended["resumes"]) == (1, 2, 1)
+    assert "attempt" not in ended, "it would say again what attempts says"
+    assert ended["isl_tokens"] == first["isl_tokens"] != last["isl_tokens"], "a resumed prompt has its answer"
+    assert [decided.keys() & line.keys() for line in refused] == 2 * [{"request_id", "model"}]
 
 
 async def test_a_lost_collector_fails_no_request(

@@ -3,7 +3,6 @@
 A module of tests subclasses :class:`ClientLaw` and has a fixture ``engine``.
 """
 
-import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -98,7 +97,7 @@ class ClientLaw:
             through = raw.parse()
             assert _without_names(through) == _without_names(direct), name
             assert through.usage is not None
-            seen_tokens = _isl_tokens(ways.frontend, raw.headers["x-request-id"])
+            seen_tokens = await _isl_tokens(ways.frontend, raw.headers["x-request-id"])
             assert seen_tokens == through.usage.prompt_tokens, name
 
     async def test_streamed_chats_through_kvrouter_equal_direct_ones(self, ways: Ways) -> None:
@@ -203,8 +202,8 @@ def _merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [reported, *rest]
 
 
-def _isl_tokens(frontend: Frontend, request_id: str) -> int:
-    """How long the prompt is by the log of the decision."""
-    found = re.search(rf" decision request_id={request_id} .*isl_tokens=(\d+)", frontend.lines())
-    assert found is not None
-    return int(found[1])
+async def _isl_tokens(frontend: Frontend, request_id: str) -> int:
+    """How long the prompt was at the decision."""
+    reply = await frontend.http.get(f"/v1/decisions/{request_id}")
+    tokens: int = reply.raise_for_status().json()["attempts"][-1]["isl_tokens"]
+    return tokens

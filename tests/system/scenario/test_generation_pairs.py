@@ -1,6 +1,7 @@
 """One request, two workers: prefill hands its KV to decode, which is picked again when that is better."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -136,7 +137,8 @@ async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() 
     assert harness.booked() == 0
 
 
-async def test_decode_moves_to_a_less_loaded_worker_after_prefill() -> None:
+async def test_decode_moves_to_a_less_loaded_worker_after_prefill(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvrouter.router")
     plane = ScriptedTransport()
     harness = await router_harness(plane, prefill_card(1), decode_card(2), decode_card(3))
     reading = asyncio.create_task(read_all(harness, max_tokens=1))
@@ -153,6 +155,11 @@ async def test_decode_moves_to_a_less_loaded_worker_after_prefill() -> None:
     )
     decode.tokens(1, finish=FinishReason.LENGTH)
     assert await reading == [1]
+    logged = [getattr(record, "kvrouter_fields", {}) for record in caplog.records]
+    decisions = [fields for fields in logged if "decision_us" in fields]
+    assert [each["request_id"] for each in decisions] == ["r1", "other", "r1"]
+    assert [each["again"] for each in decisions] == [False, False, True]
+    assert address_of(int(decisions[-1]["decode_worker"].partition("/")[0])) == decode.address
     other.cancel()
     with pytest.raises(asyncio.CancelledError):
         await other

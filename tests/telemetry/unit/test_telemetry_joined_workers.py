@@ -1,33 +1,20 @@
 """The workers that join as a process starts: a table on a terminal, and lines for whatever reads logs."""
 
-import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from kvrouter.telemetry import Event, configure_logging, log_event
 from kvrouter.telemetry.joined_workers import joined_as_table, joined_table
+from tests.testing.log_streams import LogStream, LogTerminal
 
 LOGGER = logging.getLogger("kvrouter.test")
 
 
-class Terminal(io.StringIO):
-    """Text that takes itself for a terminal."""
-
-    def isatty(self) -> bool:
-        """Whether it is one."""
-        return True
-
-
 @pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    root = logging.getLogger("kvrouter")
-    before = (root.handlers[:], root.level, root.propagate)
-    yield
-    root.handlers[:], root.level, root.propagate = before
 
 
 def joins(worker: int, role: str = "decode", domain: str = "zone=a") -> None:
@@ -37,7 +24,7 @@ def joins(worker: int, role: str = "decode", domain: str = "zone=a") -> None:
 
 
 def test_a_terminal_is_shown_one_table_and_later_joins_as_lines() -> None:
-    stream = Terminal()
+    stream = LogTerminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
         joins(1, "prefill")
@@ -56,8 +43,8 @@ def test_a_terminal_is_shown_one_table_and_later_joins_as_lines() -> None:
     assert "worker_joined worker=7" in stream.getvalue().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("log_format", "stream"), [("json", Terminal()), ("text", io.StringIO())])
-def test_join_lines_are_immediate_in_json_or_without_a_terminal(log_format: str, stream: io.StringIO) -> None:
+@pytest.mark.parametrize(("log_format", "stream"), [("json", LogTerminal()), ("text", LogStream())])
+def test_join_lines_are_immediate_in_json_or_without_a_terminal(log_format: str, stream: LogStream) -> None:
     configure_logging("info", log_format=log_format, stream=stream)
     with joined_as_table() as show_joined:
         joins(1)
@@ -71,7 +58,7 @@ def test_join_lines_are_immediate_in_json_or_without_a_terminal(log_format: str,
 
 
 def test_failed_start_still_logs_the_joined_workers() -> None:
-    stream = Terminal()
+    stream = LogTerminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table():
         joins(1)
@@ -79,7 +66,7 @@ def test_failed_start_still_logs_the_joined_workers() -> None:
 
 
 def test_worker_that_left_has_no_table_row_and_its_lines_stay_in_order() -> None:
-    stream = Terminal()
+    stream = LogTerminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
         joins(1)
@@ -96,7 +83,7 @@ def feed(worker: int, state: str, dp_rank: int = 0) -> None:
 
 
 def test_feed_states_are_a_table_column_and_recovering_feeds_one_line() -> None:
-    stream = Terminal()
+    stream = LogTerminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
         for worker in (1, 2, 3):
@@ -118,7 +105,7 @@ def test_feed_states_are_a_table_column_and_recovering_feeds_one_line() -> None:
 
 
 def test_feed_that_becomes_partial_at_start_is_logged_after_the_join() -> None:
-    stream = Terminal()
+    stream = LogTerminal()
     configure_logging("info", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
         joins(1)
@@ -131,7 +118,7 @@ def test_feed_that_becomes_partial_at_start_is_logged_after_the_join() -> None:
 
 
 def test_log_level_above_info_shows_no_table() -> None:
-    stream = Terminal()
+    stream = LogTerminal()
     configure_logging("warning", log_format="text", stream=stream)
     with joined_as_table() as show_joined:
         joins(1)

@@ -1,31 +1,25 @@
 """Log lines: machine readable, one event each, and without a way for a prompt to get in."""
 
-import io
 import json
 import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrouter.core.errors import WorkerFailed
 from kvrouter.telemetry import Event, configure_logging, log_event
+from kvrouter.telemetry.log_forms import event_text, json_text
+from tests.testing.log_streams import LogStream, LogTerminal
 
 LOGGER = logging.getLogger("kvrouter.test")
 
 
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    root = logging.getLogger("kvrouter")
-    before = (root.handlers[:], root.level, root.propagate)
-    yield
-    root.handlers[:], root.level, root.propagate = before
-
-
-def lines(log_format: str, level: str = "info") -> io.StringIO:
-    stream = io.StringIO()
+def lines(log_format: str, level: str = "info") -> LogStream:
+    stream = LogStream()
     configure_logging(level, log_format=log_format, stream=stream)
     return stream
 
@@ -33,7 +27,7 @@ def lines(log_format: str, level: str = "info") -> io.StringIO:
 def test_a_json_line_is_one_object_with_the_event_and_its_fields() -> None:
     stream = lines("json")
     log_event(
-        LOGGER, Event.DECISION, request_id="r\n1", decode_worker="7/0", decode_cost=10.5, prefill_domain=None
+        LOGGER, Event.CANCELLED, request_id="r\n1", decode_worker="7/0", decode_cost=10.5, prefill_domain=None
     )
     (line,) = stream.getvalue().splitlines()
     entry = json.loads(line)
@@ -41,7 +35,7 @@ def test_a_json_line_is_one_object_with_the_event_and_its_fields() -> None:
     assert entry == {
         "level": "info",
         "logger": "kvrouter.test",
-        "event": "decision",
+        "event": "cancelled",
         "request_id": "r\n1",
         "decode_worker": "7/0",
         "decode_cost": 10.5,
@@ -69,7 +63,7 @@ def test_long_log_values_are_truncated() -> None:
 def test_only_known_fields_reach_a_log() -> None:
     lines("json")
     with pytest.raises(TypeError, match="no log field: prompt"):
-        log_event(LOGGER, Event.DECISION, prompt="secret words")  # type: ignore[call-arg]
+        log_event(LOGGER, Event.CANCELLED, prompt="secret words")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
@@ -92,13 +86,42 @@ def test_traceback_names_the_place_and_omits_foreign_messages(log_format: str) -
 def test_configuring_again_replaces_stream_and_level() -> None:
     first = lines("text")
     second = lines("text", level="warning")
-    log_event(LOGGER, Event.DECISION, request_id="quiet")
+    log_event(LOGGER, Event.CANCELLED, request_id="quiet")
     log_event(LOGGER, Event.WORKER_LEFT, worker="7")
     assert first.getvalue() == ""
     assert "worker_left worker=7" in second.getvalue()
     assert "quiet" not in second.getvalue()
     with pytest.raises(ValueError, match="log_format"):
         configure_logging("info", log_format="xml")
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_line_of_another_library_has_the_form_of_the_log(log_format: str) -> None:
+    """Not those that a handler of its own takes: these are not for standard error."""
+    stream = lines(log_format)
+    log_event(LOGGER, Event.WORKER_LEFT, worker="7")
+    foreign = logging.LogRecord("elsewhere", logging.WARNING, __file__, 1, "%s\nis late", ("x",), None)
+    assert logging.lastResort is not None
+    assert logging.lastResort.level == logging.WARNING
+    logging.lastResort.handle(foreign)
+    log_event(LOGGER, Event.WORKER_LEFT, worker="8")
+    before, line, after = stream.getvalue().splitlines()
+    assert ("7" in before, "8" in after) == (True, True)
+    if log_format == "json":
+        entry = json.loads(line)
+        assert (entry["level"], entry["logger"], entry["event"]) == ("warning", "elsewhere", "x\nis late")
+    else:
+        assert line[25:] == 'WARNING "x\\nis late"'
+
+
+@given(st.text(st.characters(exclude_categories=()), max_size=20))
+def test_any_text_is_one_line_that_can_be_read_back(text: str) -> None:
+    readable = text.encode(errors="replace").decode()
+    assert json.loads(json_text({"reason": text})) == {"reason": readable}
+    shown = event_text("retry", {"reason": text}).removeprefix("retry reason=")
+    assert "\n" not in shown
+    assert (json.loads(shown) if shown.startswith('"') else shown) == readable
+    assert shown.startswith('"') or " " not in shown
 
 
 def test_every_log_event_has_a_meaning() -> None:
@@ -139,11 +162,6 @@ def test_program_without_log_handler_sees_why_workers_are_refused() -> None:
     assert lines == [f"worker_refused worker={at} model=mock reason={reason}" for at in range(1, 7)]
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(
     ("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
@@ -155,7 +173,7 @@ def test_a_terminal_shows_levels_in_colours(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     lines: dict[str, str] = {}
-    for kind, stream in (("terminal", _Terminal()), ("file", io.StringIO())):
+    for kind, stream in (("terminal", LogTerminal()), ("file", LogStream())):
         configure_logging("info", log_format="text", stream=stream)
         log_event(logging.getLogger("kvrouter.test"), Event.DISCOVERY_LOST, reason="away")
         lines[kind] = stream.getvalue()

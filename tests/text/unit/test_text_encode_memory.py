@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from kvrouter.text import fast_encoder
 from kvrouter.text.source import MOCK_FOLDER
-from kvrouter.text.tokenizer import EncodePool, Tokenizer
+from kvrouter.text.tokenizer import Tokenizer
 from tests.system.hostile.meter import Meter
 
 TEXT_BYTES = 140_000
@@ -102,11 +103,16 @@ KINDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_encoding_holds_no_more_memory_than_counted(kind: str) -> None:
+FAST_KINDS = ("BPE, the mock model's", "BPE, Llama's words", "BPE, single digits", "BPE, composed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fast"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in FAST_KINDS)]
+)
+def test_encoding_holds_no_more_memory_than_counted(kind: str, fast: bool) -> None:
     """In a process for each kind, and a fork of it for each text: none finds what another one left."""
     ran = subprocess.run(
-        [sys.executable, "-m", __name__, kind],
+        [sys.executable, "-m", __name__, kind, str(int(fast))],
         capture_output=True,
         text=True,
         timeout=120,
@@ -123,7 +129,7 @@ def test_encoding_holds_no_more_memory_than_counted(kind: str) -> None:
 def measure(tokenizer: Tokenizer, text: str) -> str:
     """Return the bytes that encoding holds at its peak, and those that it is counted as."""
     text = text * (TEXT_BYTES // len(text.encode()))
-    counted_bytes = EncodePool.needed_bytes(tokenizer.normalized_bytes(text))
+    counted_bytes = tokenizer.encode_cost.bytes_per_byte * tokenizer.normalized_bytes(text)
     gc.collect()
     meter = Meter(os.getpid())
     before_bytes = meter.resident_bytes()
@@ -132,8 +138,10 @@ def measure(tokenizer: Tokenizer, text: str) -> str:
     return f"{meter.peak_bytes() - before_bytes} {counted_bytes}"
 
 
-def main(kind: str) -> None:
+def main(kind: str, fast: str) -> None:
+    fast_encoder.FAST_ENCODERS_MAX = int(fast)
     tokenizer = Tokenizer(KINDS[kind]())
+    assert (tokenizer.why_slow is None) == (fast == "1"), tokenizer.why_slow
     tokenizer.encode("a 1! 漢")
     for name, text in TEXTS.items():
         child = os.fork()
@@ -144,4 +152,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

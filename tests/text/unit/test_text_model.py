@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequ
 from kvrouter.text.model import FIRST_WORD_ID, TextModel, mock_words
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import (
-    BYTES_PER_BYTE,
+    SLOW,
     EncodeLimits,
     EncodePool,
     EncodePoolFull,
@@ -107,14 +107,14 @@ async def test_a_full_encode_pool_refuses_prompts_until_it_has_room() -> None:
 
 
 async def test_prompts_wait_in_order_for_encode_memory() -> None:
-    pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * BYTES_PER_BYTE), threads=2)
+    pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * SLOW.bytes_per_byte), threads=2)
     gate = Gate()
     first = asyncio.create_task(pool.encode(gate.encode, "x" * 6, field="prompt"))
     assert await asyncio.to_thread(gate.begun.wait, 10)
     large = asyncio.create_task(pool.encode(gate.encode, "x" * 10, field="prompt"))
     small = asyncio.create_task(pool.encode(gate.encode, "xx", field="prompt"))
     await asyncio.sleep(0)
-    assert pool.held_bytes == 6 * BYTES_PER_BYTE
+    assert pool.held_bytes == 6 * SLOW.bytes_per_byte
     gate.open.set()
     assert [list(ids) for ids in await asyncio.gather(first, large, small)] == [[6], [10], [2]]
     assert gate.lengths == [6, 10, 2], "the small one, for which there was room, did not pass the large one"
@@ -123,13 +123,13 @@ async def test_prompts_wait_in_order_for_encode_memory() -> None:
 
 
 async def test_a_prompt_over_the_encode_budget_is_refused_at_once() -> None:
-    pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * BYTES_PER_BYTE))
+    pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * SLOW.bytes_per_byte))
     gate = Gate()
     for text in ("x" * 11, "é" * 6, "\N{GRINNING FACE}" * 3):
         with pytest.raises(PromptOverBudget, match="KVROUTER_TOKENIZE_MAX_BYTES") as refused:
             await pool.encode(gate.encode, text, field="messages")
         assert (refused.value.status_hint, refused.value.param) == (413, "messages")
-        assert len(pool.fits(text).encode()) <= 10
+        assert len(pool.fits(text, SLOW).encode()) <= 10
     gate.open.set()
     assert await pool.encode(gate.encode, "é" * 5, field="messages") == array("I", [5])
     pool.close()
@@ -145,7 +145,7 @@ async def test_a_prompt_waiting_too_long_is_refused_and_cancelling_frees_memory(
     assert refused.value.status_hint == 503
     begun.cancel()
     await asyncio.wait([begun])
-    assert pool.held_bytes == BYTES_PER_BYTE, "what has begun holds its memory until it ends"
+    assert pool.held_bytes == SLOW.bytes_per_byte, "what has begun holds its memory until it ends"
     gate.open.set()
     await until(lambda: pool.held_bytes == 0)
     assert await pool.encode(gate.encode, "xx", field="prompt") == array("I", [2])

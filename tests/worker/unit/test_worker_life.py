@@ -1,7 +1,6 @@
 """One worker from its start to its end, on memory planes, next to an engine that does what the test says."""
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig
 from kvrouter.engines.port import EngineState
-from kvrouter.telemetry.logs import JsonFormatter
+from kvrouter.telemetry.log_forms import traceback_text
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.worker import KvPublisher
 from tests.testing.calls import MakeFail
-from tests.testing.log_events import events_of
+from tests.testing.log_events import event_of, events_of
 from tests.testing.waits import until
 from tests.testing.worker_harness import COLUMN, EPOCH, RANK, STORED, WorkerHarness
 
@@ -213,10 +212,12 @@ async def test_a_failed_task_is_logged_without_the_error_message(
     await asyncio.sleep(0)
     await harness.worker.stop()
     (record,) = caplog.records
-    line = json.loads(JsonFormatter().format(record))
-    assert (line["event"], line["worker"]) == ("internal_error", "6")
-    assert line["exception"].endswith("ValueError\n")
-    assert words not in str(line)
+    assert (event_of(record), vars(record)["kvrouter_fields"]) == ("internal_error", {"worker": "6"})
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ValueError)
+    text = traceback_text(record.exc_info[1])
+    assert text.endswith("ValueError\n")
+    assert words not in text
 
 
 async def test_a_failed_start_publishes_no_card_and_stops_its_engine() -> None:
@@ -279,8 +280,7 @@ async def test_kv_events_of_unknown_ranks_are_dropped_and_reported_once(
     assert (await harness.batches.get()).rank == RANK
     assert harness.batches.empty()
     (record,) = caplog.records
-    line = json.loads(JsonFormatter().format(record))
-    assert (line["event"], line["detail"]) == (
+    assert (event_of(record), vars(record)["kvrouter_fields"]["detail"]) == (
         "config_warning",
         "KV events of dp_rank 3 are dropped: this worker has dp_rank 0",
     )

@@ -24,7 +24,7 @@ from kvrouter.engines.registry import ENGINES
 from kvrouter.settings.tree import Settings
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
 from kvrouter.telemetry import Event, log_event
-from kvrouter.telemetry.log_events import cut
+from kvrouter.telemetry.log_forms import cut
 from kvrouter.transports.requests.port import WorkerUnreachable
 from kvrouter.worker import TopologyEnv, Worker, new_incarnation
 

@@ -28,7 +28,7 @@ from kvrouter.kube.client import ClusterError
 from kvrouter.settings.tree import Settings
 from kvrouter.settings.variables import ENGINE_KEYS_PREFIX
 from kvrouter.telemetry import Event, log_event
-from kvrouter.telemetry.log_events import cut
+from kvrouter.telemetry.log_forms import cut
 from kvrouter.transports.records.kubernetes import PodsApi, PodsWatch, pods_reason
 from kvrouter.transports.records.port import StoreSink
 from kvrouter.worker import Worker

@@ -14,6 +14,7 @@ import click
 
 from kvrouter.cli.options import takes
 from kvrouter.cli.output import Output, echo, json_text
+from kvrouter.cli.process_settings import begin_log
 from kvrouter.cli.progress import working
 from kvrouter.cli.setting_flags import output_option
 from kvrouter.core.errors import ConfigError
@@ -185,9 +186,7 @@ def operator_run(
     with _extra_is_there(installation.kubeconfig):
         from kvrouter.kube.objects import Key  # noqa: PLC0415
         from kvrouter.operator.run import OperatorSettings, run_operator  # noqa: PLC0415
-    from kvrouter.telemetry.logs import configure_logging  # noqa: PLC0415
-
-    configure_logging(log.log_level, log_format=log.log_format)
+    begin_log(log.log_level, log.log_format)
     settings = OperatorSettings(
         identity=_identity(),
         lease=Key(installation.lease_namespace, installation.lease_name),

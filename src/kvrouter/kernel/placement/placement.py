@@ -85,6 +85,10 @@ class Placement:
     """Whether its first token has been counted."""
     decision_s: float = 0.0
     """The duration of the decision and the booking, in seconds."""
+    again_s: float | None = None
+    """The duration of picking decode again, in seconds; None where it was picked once."""
+    waited_s: float | None = None
+    """The seconds that it waited in the admission queue; None where it did not."""
     first_token_s: float | None = None
     resumed_tokens: int = 0
     """The number of tokens that earlier attempts generated."""

@@ -1,0 +1,197 @@
+"""Lines of a log are written by a thread: whole, in order, within bounds, and never by who logs them."""
+
+import fcntl
+import io
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvrouter.telemetry.log_writer import URGENT_CHARS_MAX, WAITING_CHARS_MAX, LogWriter
+
+LOST = re.compile(r"lost (\d+)")
+
+
+def lost_line(lines: int) -> str:
+    return f"lost {lines}\n"
+
+
+class Pipe:
+    """A pipe of 4 KiB, and the writer of its lines."""
+
+    def __init__(self) -> None:
+        self._read_end, write_end = os.pipe()
+        fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+        self.stream = os.fdopen(write_end, "w")
+        self.writer = LogWriter(self.stream, lost_line)
+
+    def read(self) -> str:
+        """All that is written until the writer has nothing more to write."""
+        with ThreadPoolExecutor() as threads:
+            reading = threads.submit(lambda: b"".join(iter(lambda: os.read(self._read_end, 65_536), b"")))
+            self.writer.close()
+            self.stream.close()
+        return reading.result().decode()
+
+    def read_line(self) -> str:
+        """The next bytes, once they are there."""
+        assert select.select([self._read_end], [], [], 60.0)[0], "nothing comes"
+        return os.read(self._read_end, 4096).decode()
+
+    def end(self) -> None:
+        """Close both ends."""
+        os.close(self._read_end)
+        self.stream.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    made = Pipe()
+    yield made
+    made.end()
+
+
+def test_a_line_is_written_without_a_flush(pipe: Pipe) -> None:
+    pipe.writer.write("a\n", is_urgent=False)
+    assert pipe.read_line() == "a\n"
+
+
+def test_lines_of_several_threads_arrive_whole_and_in_the_order_of_each(pipe: Pipe) -> None:
+    def write(name: str) -> None:
+        for number in range(500):
+            pipe.writer.write(f"{name} {number}\n", is_urgent=number % 100 == 0)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = [line.split() for line in pipe.read().splitlines()]
+    for name in "abc":
+        assert [int(number) for of, number in lines if of == name] == [*range(500)]
+
+
+def test_full_pipe_holds_nobody_up_and_each_lost_line_is_counted(pipe: Pipe) -> None:
+    line = f"{'x' * 99}\n"
+    n_written = 4 * WAITING_CHARS_MAX // len(line)
+    for _ in range(n_written):
+        pipe.writer.write(line, is_urgent=False)  # would never return if it waited for a reader
+    for _ in range(3):
+        pipe.writer.write("urgent\n", is_urgent=True)
+    text = pipe.read()
+    lost = [int(lines) for lines in LOST.findall(text)]
+    assert text.count(line) + sum(lost) == n_written
+    assert WAITING_CHARS_MAX <= len(text) < 2.5 * WAITING_CHARS_MAX, (
+        "what waits and one batch that is written"
+    )
+    assert text.count("urgent\n") == 3, "there is room for warnings"
+    assert text.endswith(f"urgent\nlost {lost[-1]}\n")
+
+
+def test_warnings_are_bounded_too(pipe: Pipe) -> None:
+    for _ in range(3 * URGENT_CHARS_MAX // 1000):
+        pipe.writer.write("x" * 1000, is_urgent=True)
+    assert len(pipe.read()) < 2.5 * URGENT_CHARS_MAX
+
+
+class Failing(io.StringIO):
+    """A stream whose disk is full at first."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        """Write the text, or fail."""
+        if self.is_full:
+            raise OSError("no space left")
+        return super().write(text)
+
+
+def test_lines_that_cannot_be_written_are_counted_once_others_can() -> None:
+    stream = Failing()
+    writer = LogWriter(stream, lost_line)
+    for _ in range(2):
+        writer.write("a\n", is_urgent=False)
+        writer.flush()
+    stream.is_full = False
+    writer.write("b\n", is_urgent=False)
+    writer.close()
+    assert stream.getvalue() == "b\nlost 2\n"
+
+
+def test_non_blocking_descriptor_loses_nothing(pipe: Pipe) -> None:
+    os.set_blocking(pipe.stream.fileno(), False)
+    for number in range(5000):
+        pipe.writer.write(f"{number}\n", is_urgent=False)
+    assert pipe.read() == "".join(f"{number}\n" for number in range(5000))
+
+
+FORKS = """
+import os, sys
+from kvrouter.telemetry.log_writer import LogWriter
+writer = LogWriter(sys.stderr, str)
+for number in range(100):
+    writer.write(f"parent {number}\\n", is_urgent=False)
+child = os.fork()
+if not child:
+    writer.write("child\\n", is_urgent=False)
+    os._exit(0)
+os.waitpid(child, 0)
+writer.close()
+"""
+
+
+def test_forked_child_writes_its_own_lines_and_none_of_its_parent() -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
+    assert sorted(ran.stderr.splitlines()) == sorted(["child", *(f"parent {at}" for at in range(100))])
+
+
+ENDS = """
+import logging, os, signal, sys
+from kvrouter.telemetry import Event, configure_logging, log_event
+configure_logging("info", log_format="text")
+log = logging.getLogger("kvrouter.test")
+def end():
+    {how}
+log_event(log, Event.DRAIN)
+logging.getLogger("elsewhere").warning("foreign")
+log.info("ours")
+log_event(log, Event.STOP)
+end()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("pass", 0),
+        ("sys.exit(3)", 3),
+        ("raise RuntimeError", 1),
+        ("logging.getLogger('kvrouter').handlers[0].flush(); os._exit(4)", 4),
+    ],
+)
+def test_no_line_is_lost_at_an_exit_and_all_are_in_order(how: str, code: int) -> None:
+    program = [sys.executable, "-c", ENDS.format(how=how)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    said = [line.split()[2] for line in ended.stderr.splitlines() if re.match(r"\d{4}-", line)]
+    assert said == ["drain", "foreign", "ours", "stop"]
+
+
+KILLED = ENDS.replace("log_event(log, Event.STOP)", "sys.stdin.readline(); log_event(log, Event.STOP)")
+
+
+def test_kill_loses_at_most_the_last_batch() -> None:
+    program = [sys.executable, "-c", KILLED.format(how="os.kill(os.getpid(), signal.SIGKILL)")]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        before = [process.stderr.readline().split()[2] for _ in range(3)]
+        assert before == ["drain", "foreign", "ours"]
+        _, rest = process.communicate("go on\n")
+    assert process.returncode < 0
+    assert rest == "" or rest.split()[2] == "stop"
