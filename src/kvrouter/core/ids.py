@@ -1,5 +1,6 @@
-"""Typed ids. An id is never a bare int or str in a signature."""
+"""Typed ids, and random ones. An id is never a bare int or str in a signature."""
 
+import os
 from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", int)
@@ -53,3 +54,35 @@ class LeaseKey(NamedTuple):
     router_id: RouterId
     request_id: RequestId
     leg_number: int
+
+
+class RandomHex:
+    """Makes random hexadecimal texts, and asks the system for random bytes only once for many of them.
+
+    Thread-safe. A forked process makes others than its parent. It lives as long as the process.
+    """
+
+    def __init__(self, digits: int, *, at_once: int = 256) -> None:
+        self._digits = digits
+        self._at_once = at_once
+        self._made: list[str] = []
+        os.register_at_fork(after_in_child=self._made.clear)
+
+    def take(self) -> str:
+        """Return a text that was not returned before."""
+        try:
+            return self._made.pop()
+        except IndexError:
+            text = os.urandom(self._digits * self._at_once // 2).hex()
+            made = [text[at : at + self._digits] for at in range(0, len(text), self._digits)]
+            last = made.pop()
+            self._made.extend(made)
+            return last
+
+
+_REQUEST_IDS = RandomHex(32)
+
+
+def new_request_id() -> RequestId:
+    """Return a new unique request id."""
+    return RequestId(_REQUEST_IDS.take())

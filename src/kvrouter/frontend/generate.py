@@ -3,8 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -264,8 +263,11 @@ class GenerateRoutes:
         received_s = time.monotonic()
         requests = self._service.requests
         origin = NO_ORIGIN if requests.traffic is None else origin_of(request.path, request.headers)
-        with self._refusals_recorded(writer, request.path, received_s):
+        try:
             call, generate_request, text, matcher = await self._prepared(writer, request)
+        except KvrouterError as error:
+            self._record_refusal(error, writer, request, received_s)
+            raise
         request.read()
         if spans is not None:
             spans.prepared()
@@ -274,8 +276,11 @@ class GenerateRoutes:
             decision = self._service.model(generate_request.model).explain(generate_request)
             await answer_query(writer, call, generate_request, decision)
             return
-        with self._refusals_recorded(writer, request.path, received_s):
+        try:
             running = requests.generate(generate_request, received_s=received_s, origin=origin, spans=spans)
+        except KvrouterError as error:
+            self._record_refusal(error, writer, request, received_s)
+            raise
         writer.generation = running
         if call.stream and self._keep_alive_s:
             writer.keep_alive(running, self._keep_alive_s)
@@ -294,17 +299,13 @@ class GenerateRoutes:
             else:
                 await answer_json(writer, call, reader)
 
-    @contextmanager
-    def _refusals_recorded(self, writer: ResponseWriter, route: str, received_s: float) -> Iterator[None]:
+    def _record_refusal(
+        self, error: KvrouterError, writer: ResponseWriter, request: Request, received_s: float
+    ) -> None:
         """Record a call that is refused before it becomes a request, if a recording runs."""
-        try:
-            yield
-        except KvrouterError as error:
-            if self._service.requests.traffic is not None:
-                self._service.requests.traffic.call_refused(
-                    error, route=route, model=writer.model, received_s=received_s
-                )
-            raise
+        traffic = self._service.requests.traffic
+        if traffic is not None:
+            traffic.call_refused(error, route=request.path, model=writer.model, received_s=received_s)
 
     async def _prepared(self, writer: ResponseWriter, request: Request) -> "_Prepared":
         """Return the parsed call. The body is released here, not at the end of the answer, except for engines

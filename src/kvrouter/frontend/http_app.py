@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from kvrouter.api.paths import EXPLAIN
 from kvrouter.core.errors import KvrouterError
@@ -130,7 +131,7 @@ class HttpApp:
 
     def _connection_event(self, event: HttpEvent) -> None:
         """Count an event of a connection."""
-        self.instrumentation.http_events.inc(event.value)
+        self.instrumentation.http_events.inc(event)
         if event is HttpEvent.CONNECTION_CLOSED:
             self.instrumentation.http_connections.add(-1)
         elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:

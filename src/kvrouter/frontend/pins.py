@@ -7,7 +7,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import Taint, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.errors import UnknownWorker
-from kvrouter.frontend.openai.parse import Call
+from kvrouter.frontend.openai.parse import NO_HINTS, Call
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.routing.interface import RoutingSettings
@@ -24,6 +24,8 @@ _OVERRIDE = "nvext.router_config_override"
 
 def check_pins(call: Call, model: ModelRouter) -> None:
     """Raise :class:`InvalidRequest` naming the field of a hint that ``model`` cannot meet."""
+    if call.nvext is NO_HINTS:
+        return
     if isinstance(model.cache, NoCacheView):
         _check_override(call.override, model.placer.settings)
     fleet = model.fleet

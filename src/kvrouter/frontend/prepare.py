@@ -4,9 +4,8 @@ import asyncio
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -38,6 +37,9 @@ from kvrouter.router.router_service import RouterService
 from kvrouter.settings.tree import FrontendSettings, UnknownNvext
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
+
+PROMPT_REFUSALS = (ContextLengthExceeded, EncodePoolFull, PromptOverBudget)
+"""The errors of prompts that are counted as refused."""
 
 
 class NamedModel(NamedTuple):
@@ -149,11 +151,14 @@ class RequestPreparer:
         if called.router.fleet.takes_calls and called.name not in self._texts:
             return None
         text = self.text(called.name)
-        with self._counting_refusals():
+        try:
             for field, refuse in (("messages", text.refuse_chat_size), ("prompt", text.refuse_prompt_size)):
                 if field in body.fields:
                     _, _, chars, text_bytes = body.fields[field]
                     refuse(chars, text_bytes)
+        except PROMPT_REFUSALS as refused:
+            self._instrumentation.prompt_refused(refused.code)
+            raise
         return text
 
     def text(self, model: ModelName) -> TextModel:
@@ -194,8 +199,11 @@ class RequestPreparer:
             required = constraints.required_taints | adapter_taints([adapter])
             constraints = replace(constraints, required_taints=required)
         began_s = time.perf_counter()
-        with self._counting_refusals():
+        try:
             tokens, shape = await self.tokenizer.tokens_of(passthrough, router, text)
+        except PROMPT_REFUSALS as refused:
+            self._instrumentation.prompt_refused(refused.code)
+            raise
         if text is not None:
             self._instrumentation.tokenized(time.perf_counter() - began_s, model)
         context_tokens = router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
@@ -243,8 +251,11 @@ class RequestPreparer:
                 request if token_ids is None else replace(request, token_ids=token_ids, isl_tokens_estimate=0)
             )
         began_s = time.perf_counter()
-        with self._counting_refusals():
+        try:
             token_ids, field = await _token_ids(parsed, text)
+        except PROMPT_REFUSALS as refused:
+            self._instrumentation.prompt_refused(refused.code)
+            raise
         self._instrumentation.tokenized(time.perf_counter() - began_s, called.name)
         return _request(parsed.call, called.name, token_ids, text, request_id, field=field)
 
@@ -258,14 +269,6 @@ class RequestPreparer:
                 for model in self._service.models()
             }
         )
-
-    @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except (ContextLengthExceeded, EncodePoolFull, PromptOverBudget) as refused:
-            self._instrumentation.prompt_refused(refused.code)
-            raise
 
 
 def answer_tokens(

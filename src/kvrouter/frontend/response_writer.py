@@ -6,11 +6,10 @@ import time
 from collections.abc import Collection, Mapping
 from functools import lru_cache, partial
 from urllib.parse import quote
-from uuid import uuid4
 
 from kvrouter.core.engine_answer import passed_headers
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.ids import ModelName, RequestId, WorkerRank
+from kvrouter.core.ids import ModelName, RequestId, WorkerRank, new_request_id
 from kvrouter.frontend.errors import (
     JSON_HEADERS,
     anthropic_error_event,
@@ -267,7 +266,7 @@ USABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
 def usable_request_id(requested: str | None) -> RequestId:
     """Return ``requested`` if it is usable, else a new id."""
     if requested is None or USABLE_REQUEST_ID.fullmatch(requested) is None:
-        return RequestId(uuid4().hex)
+        return new_request_id()
     return RequestId(requested)
 
 
@@ -281,7 +280,7 @@ class RequestIds:
         """Return ``requested`` if usable, with a suffix if a running request has it, else a new id."""
         request_id = usable_request_id(requested)
         if request_id in self._running:
-            request_id = RequestId(f"{request_id}-{uuid4().hex[:8]}")
+            request_id = RequestId(f"{request_id}-{new_request_id()[:8]}")
         self._running.add(request_id)
         return request_id
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
-from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
@@ -16,7 +15,7 @@ from msgspec.structs import asdict, replace
 from kvrouter.api import booking_schema as api
 from kvrouter.api.cordon_schema import Name
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
-from kvrouter.core.ids import ModelName, RequestId, Slot
+from kvrouter.core.ids import ModelName, RequestId, Slot, new_request_id
 from kvrouter.core.requests import NO_TRACE, Bootstrap, GenerateRequest, TokenBuffer
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.decision_state import policy_state
@@ -289,7 +288,7 @@ def id_of(routed_call: RoutedCall, header: str | None) -> RequestId:
         return RequestId(routed_call.request_id)
     if header is not None and USABLE_REQUEST_ID.fullmatch(header) and has_own_path(header):
         return RequestId(header)
-    return RequestId(uuid4().hex)
+    return new_request_id()
 
 
 _YES_NO = {"true": True, "1": True, "false": False, "0": False}

@@ -5,7 +5,6 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from types import TracebackType
 from typing import Annotated, Self, TypedDict, TypeVar
-from uuid import uuid4
 
 import msgspec
 from msgspec import Meta
@@ -13,7 +12,7 @@ from msgspec import Meta
 from kvrouter.api.health_schema import NonNegativeInt
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import RequestId
+from kvrouter.core.ids import RequestId, new_request_id
 from kvrouter.core.json import Unreadable
 from kvrouter.core.json import converted as converted_to
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams, Sampling, TokenBuffer
@@ -119,11 +118,6 @@ def hints_of(
     nvext = converted(NvExt, values, at="")
     check_hints(nvext, at="")
     return nvext
-
-
-def new_request_id() -> RequestId:
-    """Return a new unique request id."""
-    return RequestId(uuid4().hex)
 
 
 def request_id_of(requested: str | None) -> RequestId:

@@ -33,7 +33,7 @@ from kvrouter.core.errors import (
     Reason,
     ShuttingDown,
 )
-from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank, new_request_id
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet, settled
@@ -45,7 +45,6 @@ from kvrouter.library.inputs import (
     answers_of,
     check_length,
     converted,
-    new_request_id,
     sampling_of,
     token_buffer,
 )

@@ -2,12 +2,12 @@
 
 import asyncio
 import dataclasses
-import secrets
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ProtocolError, Unavailable
+from kvrouter.core.ids import RandomHex
 from kvrouter.core.requests import (
     ClientCall,
     EngineRequest,
@@ -29,12 +29,12 @@ from kvrouter.transports.requests.port import (
     WorkerFull,
 )
 
-INTAKE_BYTES = 8
+_INTAKES = RandomHex(16)
 
 
 def with_intake_id(request: GenerateRequest) -> GenerateRequest:
     """Return ``request`` with a unique intake id, which names its legs whatever id the client chose."""
-    return replace(request, intake=secrets.token_hex(INTAKE_BYTES))
+    return replace(request, intake=_INTAKES.take())
 
 
 OnCached = Callable[[int, int | None], None]

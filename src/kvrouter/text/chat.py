@@ -43,6 +43,10 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
     return [_template_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
 
 
+_MAPPINGS = (dict, Mapping)
+"""``dict`` comes first, as an abstract class takes longer to check."""
+
+
 def text_chars(messages: Sequence[object]) -> int:
     """Return the number of characters in ``messages``, well formed or not, including names of fields.
 
@@ -54,9 +58,9 @@ def text_chars(messages: Sequence[object]) -> int:
         value = left.pop()
         if isinstance(value, str):
             chars += len(value)
-        elif isinstance(value, Mapping):
-            left.extend(value.keys())
-            left.extend(value.values())
+        elif isinstance(value, _MAPPINGS):
+            left += value
+            left += value.values()
         elif isinstance(value, Sequence):
             left.extend(value)
     return chars
@@ -373,7 +377,7 @@ def _compile(source: str, strftime_now: Callable[[str], str]) -> Template:
     environment.allow(_raise_exception, bounded_time)
     environment.bound_filters()
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except (RecursionError, MemoryError, SyntaxError) as error:
         raise ConfigError(
             "the chat template does not compile: it is nested too deeply", param="chat_template"
@@ -382,6 +386,8 @@ def _compile(source: str, strftime_now: Callable[[str], str]) -> Template:
         raise ConfigError(
             f"the chat template does not compile, line {error.lineno}: {error.message}", param="chat_template"
         ) from error
+    template.globals = dict(template.globals)  # a plain dict: each rendering copies it
+    return template
 
 
 _WIDE_TIME = re.compile(r"%[^a-zA-Z]*[0-9]")

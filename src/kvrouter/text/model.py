@@ -142,16 +142,17 @@ class StopMatcher:
                 raise InvalidRequest(
                     f"stop: a string has 1 to {STOP_CHARS_MAX} characters, not {len(stop)}", param="stop"
                 )
-        # The longest first: of stops with the same end, the one that starts first wins.
-        self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
-        self._prefixes = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
-        self._openers = (
-            re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]") if stops else None
-        )
-        self._hold_chars = len(self._stops[0]) - 1 if stops else 0
+        self._openers: re.Pattern[str] | None = None
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the stream; None before that."""
+        if not stops:
+            return
+        # The longest first: of stops with the same end, the one that starts first wins.
+        self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
+        self._prefixes = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
+        self._openers = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
+        self._hold_chars = len(self._stops[0]) - 1
 
     @property
     def is_idle(self) -> bool:

@@ -25,6 +25,7 @@ the two disagree, a message that begins inside a piece is refused.
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
 from io import BytesIO
@@ -179,12 +180,11 @@ class MessageParser:
         """Start a message; refuse one without a checked request line."""
         if self._line is not None:
             self._refuse(400, "malformed HTTP: bytes behind the body")
-        if not self._is_resuming:
-            self._begin()
 
     def _begin(self) -> None:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._names: Mapping[bytes, bytes] = {}  # of the complete head
         self._body = BytesIO()  # getvalue() makes no copy
         self._head: RequestHead | None = None
         self._content_bytes: int | None = 0
@@ -212,8 +212,10 @@ class MessageParser:
         if self._is_resuming:
             self._is_resuming = False
             return
-        version = self._grammar.get_http_version()
-        method = self._grammar.get_method().decode("ascii")
+        grammar = self._grammar
+        self._names = dict(self._headers)
+        version = grammar.get_http_version()
+        method = grammar.get_method().decode("ascii")
         if method == "CONNECT":
             self._refuse(405, "CONNECT is not served")
         self._check_host(version)
@@ -232,7 +234,7 @@ class MessageParser:
             query=query,
             headers=tuple(self._headers),
             http_version=version,
-            keep_alive=keep_alive and self._grammar.should_keep_alive(),
+            keep_alive=keep_alive and grammar.should_keep_alive(),
             expects_continue=expects and b"100-continue" in map(bytes.lower, self._values(b"expect")),
         )
 
@@ -267,6 +269,8 @@ class MessageParser:
         return self._parser
 
     def _values(self, name: bytes) -> list[bytes]:
+        if name not in self._names:
+            return []
         return [value for key, value in self._headers if key == name]
 
     def _check_host(self, version: str) -> None:
@@ -338,7 +342,8 @@ def _split_target(target: bytes) -> tuple[bytes, str, str]:
     if not target.startswith(b"/") or b"#" in target:
         raise _InvalidTarget
     raw_path, _, query = target.partition(b"?")
-    return raw_path, unquote_to_bytes(raw_path).decode("utf-8"), query.decode("ascii")
+    path = unquote_to_bytes(raw_path) if b"%" in raw_path else raw_path
+    return raw_path, path.decode("utf-8"), query.decode("ascii")
 
 
 _SHORT = re.compile(b"(?s:%b)*+" % b"|".join(rb"%x\r\n.{%d}\r\n" % (size, size) for size in range(1, 16)))
@@ -532,8 +537,7 @@ class ServerConnection:
             piece = view[self._unfed_at : self._piece_end()]
             taken = self._parser.feed(piece)
             self._unfed_at += taken
-            self._tail = (self._tail + piece[:taken][-3:].tobytes())[-3:]
-            self._after_piece(taken, now_s, events)
+            self._after_piece(piece[:taken], now_s, events)
         if self._unfed_at >= len(self._unfed):
             self._unfed, self._unfed_at = b"", 0
         return events
@@ -556,12 +560,12 @@ class ServerConnection:
             end = size if found < 0 else found + len(_HEAD_END)
         return min(end, at + self._limits.header_bytes - self._head_bytes + 1)
 
-    def _after_piece(self, fed_bytes: int, now_s: float, events: list[Event]) -> None:
+    def _after_piece(self, piece: memoryview, now_s: float, events: list[Event]) -> None:
         parser = self._parser
         if self._phase is _Phase.BODY:
-            self._framing_bytes += fed_bytes
+            self._framing_bytes += len(piece)
         else:
-            self._head_bytes += fed_bytes
+            self._head_bytes += len(piece)
             if self._head_bytes > self._limits.header_bytes and parser.fault is None:
                 parser.fault = parser.refusal(431, f"the headers are over {self._limits.header_bytes} bytes")
         head = parser.take_head()
@@ -588,13 +592,15 @@ class ServerConnection:
             self._enter(_Phase.BODY, now_s)
             self._put_off(now_s)
         elif self._head_bytes:
+            self._tail = (self._tail + piece[-3:].tobytes())[-3:]
             self._enter(_Phase.HEAD, now_s)
 
     def _enter(self, phase: _Phase, now_s: float) -> None:
         if self._phase is not phase:
             self._phase, self._since_s = phase, now_s
-            self._body_due_s, self._body_counted_bytes = now_s + self._limits.body_s, 0
-            self._chunks = ChunkScanner()
+            if phase is _Phase.BODY:
+                self._body_due_s, self._body_counted_bytes = now_s + self._limits.body_s, 0
+                self._chunks = ChunkScanner()
 
     def _put_off(self, now_s: float) -> None:
         body_bytes, body_s = self._parser.body_bytes, self._limits.body_s

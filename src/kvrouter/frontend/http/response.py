@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import StrEnum
+from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -54,8 +55,7 @@ Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 """(name, value) pairs in the order received; names in lower case."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestHead:
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     """Request line and headers; the body may still be on its way."""
 
     method: str
@@ -87,6 +87,8 @@ class Request:
     """Called when the body is no longer held."""
     began_s: float = field(default=0.0, compare=False)
     """The time at which the head was complete, on the monotonic clock."""
+    _first: dict[bytes, bytes] | None = field(default=None, init=False, repr=False, compare=False)
+    """The first header of each name; None before one is looked up."""
 
     @property
     def held_bytes(self) -> int:
@@ -125,11 +127,10 @@ class Request:
 
     def header(self, name: str) -> str | None:
         """Return the first header of this name (any case), or None."""
-        wanted = name.lower().encode("latin-1")
-        for key, value in self.head.headers:
-            if key == wanted:
-                return value.decode("latin-1")
-        return None
+        if self._first is None:
+            self._first = dict(reversed(self.head.headers))
+        value = self._first.get(name.lower().encode("latin-1"))
+        return None if value is None else value.decode("latin-1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ def response_head(
         line = b"HTTP/1.1 %d \r\n" % status
     parts = [line, date_line]
     for name, value in headers:
-        if not _NAME.fullmatch(name) or name.lower() in _SERVER_HEADERS:
+        if not _may_be_set(name):
             raise ValueError(f"not a header name that may be set: {name!r}")
         if _NOT_IN_VALUE.search(value):
             raise ValueError(f"control character in the value of {name!r}")
@@ -238,6 +239,11 @@ def response_head(
         parts += (b"connection: ", connection, b"\r\n")
     parts.append(b"\r\n")
     return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _may_be_set(name: bytes) -> bool:
+    return _NAME.fullmatch(name) is not None and name.lower() not in _SERVER_HEADERS
 
 
 def chunk(pieces: list[bytes], size_bytes: int) -> bytes:

@@ -15,15 +15,20 @@ _encode = msgspec.json.encode
 
 
 class RouteKind(Enum):
-    """Chat or completion; values: the id prefix, and the ``object`` of complete and streamed answers."""
+    """Chat or completion, with the prefix of its ids, and the ``object`` of complete and streamed answers."""
 
     CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")
     COMPLETION = ("cmpl", "text_completion", "text_completion")
 
+    def __init__(self, id_prefix: str, complete: str, streamed: str) -> None:
+        self.id_prefix = id_prefix
+        self.complete = complete
+        self.streamed = streamed
+
 
 def answer_id(kind: RouteKind, request_id: str) -> str:
     """Return the ``id`` of an answer."""
-    return f"{kind.value[0]}-{request_id}"
+    return f"{kind.id_prefix}-{request_id}"
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
@@ -50,7 +55,7 @@ class AnswerFormat:
         self._kind = kind
         self._chat = kind is RouteKind.CHAT
         self._id = {"id": answer_id, "created": created_s, "model": model}
-        fixed = _encode({**self._id, "object": kind.value[2]})[:-1]
+        fixed = _encode({**self._id, "object": kind.streamed})[:-1]
         self._open = b"data: " + fixed + b',"choices":[{"index":0,' + (b'"delta":{' if self._chat else b"")
         self._close = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":'
         self._end = b'}],"usage":null}\n\n' if usage_null else b"}]}\n\n"
@@ -75,26 +80,26 @@ class AnswerFormat:
     def last_event(self, finish: FinishReason, *, nvext: Mapping[str, object] | None = None) -> bytes:
         """Return the event with the finish reason."""
         head = self._open if self._chat else self._text_head + b'""'
-        event = head + self._close + _encode(finish.value)
+        event = head + self._close + _encode(finish)
         if nvext:
             return event + b"}]," + _encode({"nvext": nvext})[1:] + b"\n\n"
         return event + self._end
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the final event with the usage and no choices."""
-        body = {**self._id, "object": self._kind.value[2], "choices": [], "usage": usage_json(usage)}
+        body = {**self._id, "object": self._kind.streamed, "choices": [], "usage": usage_json(usage)}
         return sse_event(_encode(body))
 
     def json_body(
         self, text: str, finish: FinishReason, usage: Usage, *, nvext: Mapping[str, object] | None
     ) -> bytes:
         """Return the complete answer as JSON."""
-        choice: dict[str, object] = {"index": 0, "finish_reason": finish.value, "logprobs": None}
+        choice: dict[str, object] = {"index": 0, "finish_reason": finish, "logprobs": None}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        body: dict[str, object] = {**self._id, "object": self._kind.value[1], "choices": [choice]}
+        body: dict[str, object] = {**self._id, "object": self._kind.complete, "choices": [choice]}
         body["usage"] = usage_json(usage)
         if nvext:
             body["nvext"] = nvext

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
@@ -142,6 +142,9 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
 FIELDS_MAX = 64
 """The most fields of ``nvext``: each unknown one is compared with all known ones, and logged."""
 
+NO_HINTS = NvExt()
+"""The hints of a call without any."""
+
 _NULL = Raw(b"null")
 _KNOWN = frozenset(NvExt.__struct_fields__)
 _FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
@@ -179,20 +182,22 @@ class NvextReader:
     def read(self, raw: Raw, cache_salt: str | None) -> NvExt:
         """Return the hints, without aliases; ``cache_salt`` is the body's field next to ``nvext``.
 
-        A header wins over the body. Raises :class:`InvalidRequest` naming the field, or both fields if two
-        names of one hint differ in the body.
+        A call without any has :data:`NO_HINTS`. A header wins over the body. Raises :class:`InvalidRequest`
+        naming the field, or both fields if two names of one hint differ in the body.
         """
-        nvext = self._decoded(raw) if raw != _NULL else NvExt()
-        hints = _BodyHints()
-        for name in ("worker_id", "dp_rank", "prefill_worker_id", "prefill_dp_rank", "cache_salt"):
-            hints.add(name, f"nvext.{name}", getattr(nvext, name))
-        for alias, name in _ALIASES.items():
-            hints.add(name, f"nvext.{alias}", getattr(nvext, alias))
-        hints.add("cache_salt", "cache_salt", cache_salt)
+        nvext, hints = NO_HINTS, _BodyHints()
+        if raw != _NULL or cache_salt:
+            nvext = self._decoded(raw) if raw != _NULL else NO_HINTS
+            for name in ("worker_id", "dp_rank", "prefill_worker_id", "prefill_dp_rank", "cache_salt"):
+                hints.add(name, f"nvext.{name}", getattr(nvext, name))
+            for alias, name in _ALIASES.items():
+                hints.add(name, f"nvext.{alias}", getattr(nvext, alias))
+            hints.add("cache_salt", "cache_salt", cache_salt)
         values = hints.values | self._header_values()
         if values or nvext.decode_worker_id is not None or nvext.backend_instance_id is not None:
             nvext = replace(nvext, **values, decode_worker_id=None, backend_instance_id=None)
-        check_hints(nvext)
+        if nvext is not NO_HINTS:
+            check_hints(nvext)
         return nvext
 
     def _header_values(self) -> dict[str, object]:
@@ -211,6 +216,8 @@ class NvextReader:
             elif header in HEADERS_WITHOUT_EFFECT:
                 self.on_header(header.decode(), f"has no effect here: {HEADERS_WITHOUT_EFFECT[header]}")
         found: dict[str, object] = {}
+        if not sent:
+            return found
         for header, field in HEADERS.items():
             if sent.get(header) is not None:
                 found.setdefault(field, sent[header])
@@ -308,8 +315,7 @@ COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's default for ``max_tokens`` of a completion."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True):
     """A parsed generation call of any route, which does not keep its body.
 
     ``max_tokens`` None allows up to the context length.
