@@ -131,7 +131,7 @@ class KnownSpeeds(LearnedSpeeds):
         """What is known."""
         learned = super().speeds(n_slots, now_s=now_s)
         slowness = np.where(np.arange(n_slots) < WORKERS // 2, 1.0, SLOWER)
-        return learned._replace(slowness=slowness, decode_slowness=slowness)
+        return msgspec.structs.replace(learned, slowness=slowness, decode_slowness=slowness)
 
 
 def simulation_of(

@@ -8,9 +8,10 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from hashlib import sha256
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvrouter.core.constraints import RouterConfigOverride, RouterMode, RoutingConstraints
 from kvrouter.core.cost_rules import COST_RULES

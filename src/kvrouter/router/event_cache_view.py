@@ -28,13 +28,13 @@ class EventCacheView:
         self.predicted = predicted
         self._predicted = PredictedCacheView(predicted)
         self._unreported = UnreportedRanks(predicted)
-        self._out: U32 = np.zeros(16, np.uint32)
+        self._out: U32 = np.zeros(0, np.uint32)
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
         """Leading blocks of the prompt that each slot holds; always an array."""
-        if len(self._out) < n_slots:
-            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
-        out = self._out[:n_slots]
+        if len(self._out) != n_slots:
+            self._out = np.zeros(n_slots, np.uint32)
+        out = self._out
         self.index.overlap(prompt, out)
         if not self.ingest.all_score:
             out *= self.ingest.scores(n_slots)

@@ -186,11 +186,11 @@ class ModelInstrumentation:
     def placed(self, placement: Placement) -> None:
         """A request was placed."""
         telemetry, decision = self._telemetry, placement.decision
-        telemetry.decision_duration.observe(placement.decision_s, decision.mode.value)
-        telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))
+        telemetry.decision_duration.observe(placement.decision_s, decision.mode)
+        telemetry.decisions.inc(self._model, decision.mode, _shape_of(placement))
         for pick in (decision.decode, decision.prefill):
             if pick is not None:
-                telemetry.worker_requests.inc(self._model, str(pick.rank.worker_id), pick.leg.value)
+                telemetry.worker_requests.inc(self._model, str(pick.rank.worker_id), pick.leg)
         if placement.waited_s is not None:
             telemetry.queue_wait.observe(placement.waited_s, self._model)
         self._log_decision(placement)
@@ -635,4 +635,4 @@ def _cache_hit(usage: Usage) -> str:
 
 def _shape_of(placement: Placement) -> str:
     """The metric label of a request's shape: the placement's, or ``prefill`` for a prefill leg alone."""
-    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape.value
+    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape

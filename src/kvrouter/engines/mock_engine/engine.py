@@ -38,10 +38,13 @@ from kvrouter.engines.mock_engine.sequence import (
 )
 from kvrouter.engines.mock_engine.tokens import TokenModel
 
+_PREFILL, _DECODE, _AGGREGATED = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 SERVED_LEGS = {
-    Role.PREFILL: frozenset({Leg.PREFILL}),
-    Role.DECODE: frozenset({Leg.DECODE, Leg.AGGREGATED}),
-    Role.BOTH: frozenset({Leg.DECODE, Leg.AGGREGATED}),
+    Role.PREFILL: frozenset({_PREFILL}),
+    Role.DECODE: frozenset({_DECODE, _AGGREGATED}),
+    Role.BOTH: frozenset({_DECODE, _AGGREGATED}),
 }
 
 
@@ -147,7 +150,8 @@ class MockEngine:
         Raises InvalidRequest for a leg that this engine can never serve, EngineFull when too many wait.
         """
         n_tokens = len(request.token_ids) if content is None else content.prompt_tokens
-        rank = self._check(request, n_tokens)
+        key = sequence_key(request)
+        rank = self._check(request, key, n_tokens)
         n_waiting = self._core.n_waiting(rank)
         if n_waiting >= self.config.max_waiting_seqs:
             raise EngineFull(f"worker {self.rank_numbers[rank]}: {n_waiting} requests wait already")
@@ -162,13 +166,12 @@ class MockEngine:
                 max_tokens=request.sampling.max_tokens,
                 credit_tokens=credit_tokens,
                 may_stop=content.may_stop,
-                wants_remote_kv=request.leg is Leg.DECODE,
-                pins_kv=request.leg is Leg.PREFILL,
+                wants_remote_kv=request.leg is _DECODE,
+                pins_kv=request.leg is _PREFILL,
                 content=content if isinstance(content, TokenContent) else None,
                 salt=content.salt if isinstance(content, NamedContent) else 0,
             )
         )
-        key = sequence_key(request)
         self._sequences[key] = self._by_handle[handle] = EngineSequence(key, handle, request, content, now)
         return key
 
@@ -262,7 +265,7 @@ class MockEngine:
                         cached_tokens=cached_tokens,
                     )
                 )
-            if request.leg is Leg.PREFILL:
+            if request.leg is _PREFILL:
                 self._pinned[sequence.key] = sequence.handle
                 self._notices.append(KvReady(sequence.key))
                 if request.bootstrap is None:
@@ -332,7 +335,7 @@ class MockEngine:
                 problems.append(f"rank {dp_rank}: idle, and {active_blocks} blocks are held")
         return problems
 
-    def _check(self, request: EngineRequest, n_tokens: int) -> int:
+    def _check(self, request: EngineRequest, key: SequenceKey, n_tokens: int) -> int:
         """Refuse a request that can never be served, naming the field; return the rank's number."""
         config, sampling = self.config, request.sampling
         rank = self._ranks.get(request.dp_rank)
@@ -340,11 +343,11 @@ class MockEngine:
             raise InvalidRequest(f"worker {self.worker_id} has no rank {request.dp_rank}", param="dp_rank")
         if request.leg not in SERVED_LEGS[config.role]:
             raise InvalidRequest(f"a {config.role} engine serves no {request.leg} leg", param="leg")
-        if sequence_key(request) in self._sequences:
+        if key in self._sequences:
             raise InvalidRequest(f"{request.engine_key} is running here already", param="request_id")
         if not n_tokens:
             raise InvalidRequest("token_ids: at least one token", param="token_ids")
-        if sampling.max_tokens < 1 or (request.leg is Leg.PREFILL and sampling.max_tokens != 1):
+        if sampling.max_tokens < 1 or (request.leg is _PREFILL and sampling.max_tokens != 1):
             raise InvalidRequest(
                 f"max_tokens: {sampling.max_tokens} for a {request.leg} leg", param="max_tokens"
             )
@@ -365,9 +368,9 @@ class MockEngine:
 
     def _check_handoff(self, request: EngineRequest) -> None:
         config, bootstrap = self.config, request.bootstrap
-        if request.leg is Leg.DECODE and bootstrap is None and request.kv_transfer_params is None:
+        if request.leg is _DECODE and bootstrap is None and request.kv_transfer_params is None:
             raise InvalidRequest("a decode leg needs bootstrap or kv_transfer_params", param="bootstrap")
-        if request.leg is not Leg.PREFILL or bootstrap is None:
+        if request.leg is not _PREFILL or bootstrap is None:
             return
         if (bootstrap.host, bootstrap.port) != (config.bootstrap_host, config.bootstrap_port):
             raise InvalidRequest(
@@ -411,5 +414,5 @@ class MockEngine:
         sequence.finish = finish
         sequence.error = reason if finish is FinishReason.ERROR else None
         del self._sequences[sequence.key]
-        if sequence.wants_remote_kv or sequence.request.leg is Leg.PREFILL:
+        if sequence.wants_remote_kv or sequence.request.leg is _PREFILL:
             self._notices.append(LegEnded(sequence.key, f"the {sequence.request.leg} leg ended: {reason}"))

@@ -6,7 +6,9 @@ other processes take part by messages, which the caller delivers here and sends 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import WorkerId, WorkerRank
@@ -48,14 +50,16 @@ from kvrouter.engines.mock_engine.remote import (
 )
 from kvrouter.engines.mock_engine.sequence import UNLIMITED_CREDIT, Content, LegSink, sequence_key
 
+_PREFILL, _AGGREGATED = Leg.PREFILL, Leg.AGGREGATED
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
-@dataclass(slots=True)
-class FabricOutputs:
+
+class FabricOutputs(Struct):
     """The outputs of all engines; for each engine, events come before the chunks that they explain."""
 
-    events: list[tuple[WorkerRank, KvEvents]] = field(default_factory=list)
-    loads: list[LoadReport] = field(default_factory=list)
-    chunks: list[tuple[LegId, EngineChunk]] = field(default_factory=list)
+    events: list[tuple[WorkerRank, KvEvents]] = []
+    loads: list[LoadReport] = []
+    chunks: list[tuple[LegId, EngineChunk]] = []
 
 
 @dataclass(slots=True)
@@ -156,11 +160,11 @@ class Fabric:
         """
         self.advance_before(now)
         member = self._members[worker_id]
-        leg_id = LegId(worker_id, sequence_key(request))
         name = _handoff_name(member.engine, request)
         if name is not None and source_at is None:
-            self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
-        member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
+            self._handoffs.may_join(name, as_source=request.leg is _PREFILL)
+        key = member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
+        leg_id = LegId(worker_id, key)
         if name is not None:
             self._meet(now, member, leg_id, request, name, source_at)
         return leg_id
@@ -380,7 +384,7 @@ class Fabric:
         """A leg that was accepted takes its side of the handoff."""
         expiry_s = member.engine.config.kv_wait_expiry_s
         may_follow = request.bootstrap is not None
-        if request.leg is Leg.PREFILL:
+        if request.leg is _PREFILL:
             self._handoffs.source_joins(name, leg_id, expiry_s=expiry_s * self._expiry_scale)
         elif source_at is None:
             self._sink_joins(now, name, leg_id, expiry_s, may_follow)
@@ -430,12 +434,12 @@ class Fabric:
 
 def _handoff_name(engine: MockEngine, request: EngineRequest) -> HandoffName | None:
     """Return the name of the handoff of a request's two legs; None for an aggregated one."""
-    if request.leg is Leg.AGGREGATED:
+    if request.leg is _AGGREGATED:
         return None
     if request.bootstrap is not None:
         bootstrap = request.bootstrap
         return HandoffName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
-    if request.leg is Leg.PREFILL:
+    if request.leg is _PREFILL:
         return HandoffName(f"{engine.engine_id}/{sequence_key(request)}")
     params = request.kv_transfer_params or {}
     return HandoffName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")

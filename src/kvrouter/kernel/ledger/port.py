@@ -36,6 +36,10 @@ class LedgerColumns(NamedTuple):
     requests: CountColumn
     waiting: CountColumn
 
+    def first(self, n_slots: int) -> "LedgerColumns":
+        """Return the first ``n_slots`` entries of each."""
+        return LedgerColumns(*(column[:n_slots] for column in self))
+
 
 class Ledger(Protocol):
     """Active prefill tokens, active blocks and requests of each slot, as the sum of open leases.

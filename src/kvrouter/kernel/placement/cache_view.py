@@ -86,13 +86,13 @@ class PredictedCacheView:
 
     def __init__(self, index: ApproximateIndex) -> None:
         self.index = index
-        self._out: U32 = np.zeros(16, np.uint32)
+        self._out: U32 = np.zeros(0, np.uint32)
 
     def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
         """Return the leading blocks that each slot is predicted to hold."""
-        if len(self._out) < n_slots:
-            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
-        out = self._out[:n_slots]
+        if len(self._out) != n_slots:
+            self._out = np.zeros(n_slots, np.uint32)
+        out = self._out
         self.index.overlap(prompt, out, now_s)
         return out
 

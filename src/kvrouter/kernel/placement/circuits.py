@@ -18,6 +18,9 @@ from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 
+_PREFILL, _AGGREGATED = Leg.PREFILL, Leg.AGGREGATED
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 PAIRS_MAX = 4096
 """The most pairs that lost KV; beyond it the oldest is dropped."""
 
@@ -114,7 +117,7 @@ class Circuits:
         """Handle a failed leg that may be its request's fault. Return whether it is the worker's in any case,
         because its circuit is half open.
         """
-        if leg is not Leg.PREFILL:
+        if leg is not _PREFILL:
             placement.has_begun = False
             if self._is_instead_of_pairs(placement):
                 self._fleet.set_aggregated_failed(True)
@@ -220,7 +223,7 @@ class Circuits:
     def _is_instead_of_pairs(self, placement: Placement) -> bool:
         """Whether the request runs aggregated because KV does not arrive between pairs."""
         decision = placement.decision
-        is_whole = decision.decode.leg is Leg.AGGREGATED and not decision.together
+        is_whole = decision.decode.leg is _AGGREGATED and not decision.together
         return bool(self._fleet.broken_pairs) and is_whole
 
     def _begun(self, worker_id: WorkerId, *, has_ended: bool, now_s: float) -> None:
@@ -312,7 +315,7 @@ def pair_of(placement: Placement) -> Pair | None:
 
 
 def _picked(placement: Placement, leg: Leg) -> WorkerId:
-    pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
+    pick = placement.prefill_pick if leg is _PREFILL else placement.decision.decode
     return pick.rank.worker_id
 
 

@@ -174,7 +174,7 @@ class LearnedCosts:
     def _decode_share_s(self, pick: Pick, tokens: int) -> float:
         """Return the seconds of others' decode steps in a pick's queue while ``tokens`` are prefilled."""
         columns, weight = self._ledger.columns(), self.settings.decode_weight
-        is_alone = columns.requests[pick.slot] <= columns.waiting[pick.slot]
+        is_alone = columns.requests.item(pick.slot) <= columns.waiting.item(pick.slot)
         if pick.times is None or weight == 0.0 or is_alone:
             return 0.0
         return pick.times.decode_s / weight * (1.0 + tokens / CHUNK_TOKENS)
@@ -185,9 +185,9 @@ class LearnedCosts:
         if self._fleet.rank_at(decode.slot) != decode.rank:
             return None
         slot, columns = decode.slot, self._ledger.columns()
-        held = int(columns.active_blocks[slot])
-        running = max(1, int(columns.requests[slot]) - int(columns.waiting[slot]))
-        use_share = min(1.0, held / float(self._fleet.columns.total_blocks[slot]))
+        held = columns.active_blocks.item(slot)
+        running = max(1, columns.requests.item(slot) - columns.waiting.item(slot))
+        use_share = min(1.0, held / self._fleet.columns.total_blocks.item(slot))
         return self.settings.timing.decode_ms(use_share, running, held * self._fleet.block_size) / 1e3
 
 

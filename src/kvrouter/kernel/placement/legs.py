@@ -5,6 +5,9 @@ from msgspec import structs
 from kvrouter.core.requests import EngineRequest, GenerateRequest, KvTransferParams, Leg, Sampling
 from kvrouter.kernel.placement.placement import Placement
 
+_PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 
 def prefill_leg(
     request: GenerateRequest, placement: Placement, *, time_left_s: float | None
@@ -14,7 +17,7 @@ def prefill_leg(
     return _leg(
         request,
         placement,
-        Leg.PREFILL,
+        _PREFILL,
         sampling,
         kv_transfer_params=None,
         time_left_s=time_left_s,
@@ -62,7 +65,7 @@ def _leg(
     kv_transfer_params: KvTransferParams | None,
     time_left_s: float | None,
 ) -> EngineRequest:
-    pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
+    pick = placement.prefill_pick if leg is _PREFILL else placement.decision.decode
     return EngineRequest(
         request_id=request.request_id,
         attempt=placement.decision.attempt,
@@ -74,7 +77,7 @@ def _leg(
         resumed_tokens=placement.resumed_tokens,
         bootstrap=placement.bootstrap,
         kv_transfer_params=kv_transfer_params,
-        prefill_worker_id=placement.prefill_pick.rank.worker_id if leg is Leg.DECODE else None,
+        prefill_worker_id=placement.prefill_pick.rank.worker_id if leg is _DECODE else None,
         lora_name=request.lora_name,
         cache_namespace=request.cache_namespace,
         time_left_s=time_left_s,

@@ -1,8 +1,8 @@
 """A placement: the workers and leases of one attempt, with its request and its random draw."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
@@ -14,7 +14,7 @@ from kvrouter.kernel.placement.transfers import Transfer
 from kvrouter.kernel.routing.interface import Decision, Pick, RouteRequest
 
 
-class Draw(NamedTuple):
+class Draw(msgspec.Struct, frozen=True, gc=False):
     """The random draw of one decision and its booking: equal draws pick the same worker among equals."""
 
     seed: int
@@ -27,8 +27,7 @@ class Draw(NamedTuple):
     """64 random bits, for the bootstrap room."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRequest:
+class AttemptRequest(msgspec.Struct, frozen=True, gc=False):
     """The input of an attempt, with an option for each of its retry plans, always ``RetryPlan.USUAL``."""
 
     prompt: Prompt
@@ -44,8 +43,7 @@ class AttemptRequest:
     """The client, as in :attr:`GenerateRequest.client`."""
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(msgspec.Struct):
     """One attempt's workers and leases. ``decision`` changes when decode is picked again after prefill."""
 
     route_request: RouteRequest
@@ -94,8 +92,8 @@ class Placement:
     """The number of tokens that earlier attempts generated."""
     step_s: float = 0.0
     """The expected seconds of a decode step at its first token, on a rank of slowness 1."""
-    decode_domains: Mapping[str, str] = field(default_factory=dict)
-    prefill_domains: Mapping[str, str] = field(default_factory=dict)
+    decode_domains: Mapping[str, str] = {}
+    prefill_domains: Mapping[str, str] = {}
 
     def without_addresses(self, text: str) -> str:
         """Return ``text``, which a client may read, without the workers' addresses in it."""

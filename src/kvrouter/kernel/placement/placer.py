@@ -59,6 +59,9 @@ class DecisionSink(Protocol):
         """
 
 
+_PREFILL, _AGGREGATED = Leg.PREFILL, Shape.AGGREGATED
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 ROOM_LIMIT = 2**63 - 1
 """One more than the largest bootstrap room: engines store it in a signed 64-bit integer."""
 
@@ -112,7 +115,12 @@ class Placer:
             self.transfers.begin_sharing()
             replication.replicas.links.share(fleet.model, self.transfers)
         self._router_id = router_id
-        self._not_active: U32 = np.zeros(16, np.uint32)
+        self._not_active: U32 = np.zeros(0, np.uint32)
+        self._columns = self.ledger.columns()
+        self._load = self._columns.first(0)
+        """The part of ``_columns`` in the last view: the same arrays until the number of slots changes, and
+        so the same native form under the time rule.
+        """
         self._unseen_prefills = UnseenPrefills()
 
     # Settings
@@ -203,15 +211,16 @@ class Placer:
         self._end_unseen_prefills(now_s)
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
-        if len(self._not_active) < n_slots:
-            self._not_active = np.zeros(max(n_slots, 2 * len(self._not_active)), np.uint32)
-        not_active = None
+        columns = self.ledger.columns()
+        if columns is not self._columns or len(self._not_active) != n_slots:
+            self._columns, self._load = columns, columns.first(n_slots)
+            self._not_active = np.zeros(n_slots, np.uint32)
+        not_active, load = None, self._load
         if self.settings.track_active_blocks:
-            not_active = self._not_active[:n_slots]
+            not_active = self._not_active
             self.ledger.not_active(prompt, not_active)
             if own is not None and self.fleet.rank_at(own.slot) == own.rank:
                 not_active[own.slot] = 0
-        columns = self.ledger.columns()
         at_report = self._at_report
         if at_report is not None:
             at_report.update(columns, now_s=now_s)
@@ -219,8 +228,8 @@ class Placer:
         return View(
             fleet=self.fleet,
             overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
-            prefill_tokens=columns.prefill_tokens[:n_slots],
-            active_blocks=columns.active_blocks[:n_slots],
+            prefill_tokens=load.prefill_tokens,
+            active_blocks=load.active_blocks,
             not_active=not_active,
             settings=self.settings,
             seed=draw.seed,
@@ -229,14 +238,13 @@ class Placer:
             tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
             blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
             rule=self.rule,
-            cost_input=self._cost_input(columns, n_slots, now_s) if self._needs.requests else None,
+            cost_input=self._cost_input(load, n_slots, now_s) if self._needs.requests else None,
         )
 
-    def _cost_input(self, columns: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
-        counts = columns.requests[:n_slots], columns.waiting[:n_slots]
+    def _cost_input(self, load: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
         if self._needs.learned:
-            return self.learned.cost_input(*counts, n_slots, now_s=now_s)
-        return CostInput(*counts)
+            return self.learned.cost_input(load.requests, load.waiting, n_slots, now_s=now_s)
+        return CostInput(load.requests, load.waiting)
 
     def decide(self, route_request: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Read the state and decide; books nothing. Raises :class:`RoutingRefused`."""
@@ -369,13 +377,13 @@ class Placer:
             prompt=prompt,
             token_ids=request.token_ids,
             block_size=self.fleet.block_size,
-            shape=Shape.AGGREGATED,
+            shape=_AGGREGATED,
             draw=draw,
             decode_address=decode_card.address,
             decode_context_tokens=decode_card.context_length or CONTEXT_TOKENS_UNKNOWN,
             decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,
-            bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is Leg.PREFILL else None,
+            bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is _PREFILL else None,
             shows_first_token=request.shows_first_token,
             is_sampled=request.is_sampled,
             client=request.client,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from math import ceil, inf, log
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -102,7 +103,7 @@ _REFRESH_S = 1.0
 _REBASE = 60.0
 
 
-class Expected(NamedTuple):
+class Expected(msgspec.Struct, frozen=True, gc=False):
     """The prediction for one leg at a slot, when it was placed."""
 
     slot: Slot
@@ -145,6 +146,8 @@ class LearnedSpeeds:
         self._decode_slowness: npt.NDArray[np.float64] = np.ones(16)
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
+        self._shown = self._slowness[:0], self._decode_slowness[:0], self._turnover[:0]
+        """Their first entries, as they were last returned."""
         """The tokens inserted into each cache, each weighed 2^((its time − ``_base_s``) / TURNOVER_S)."""
         self._ranks: dict[Slot, _Rank] = {}
         self._decoding: dict[Slot, _Rank] = {}
@@ -164,17 +167,13 @@ class LearnedSpeeds:
         self._ensure_slots(n_slots)
         if now_s - self._refreshed_s >= _REFRESH_S:
             self._refresh(now_s)
-        return Speeds(
-            self._slowness[:n_slots],
-            self._decode_slowness[:n_slots],
-            self._turnover[:n_slots],
-            self._answer_s,
-            self._interference.share,
-        )
+        if len(self._shown[0]) != n_slots:
+            self._show(n_slots)
+        return Speeds(*self._shown, self._answer_s, self._interference.share)
 
     def decode_slowness(self, slot: Slot) -> float:
         """Return the duration of a decode step at the slot, relative to the settings' timing."""
-        return float(self._decode_slowness[slot]) if slot < len(self._decode_slowness) else self._decode_mean
+        return self._decode_slowness.item(slot) if slot < len(self._decode_slowness) else self._decode_mean
 
     def placed(self, pick: Pick, tokens: int, *, steps_s: float, now_s: float) -> Expected | None:
         """Record a placed leg: ``tokens`` of its prompt are inserted into the rank's cache, and others'
@@ -188,7 +187,7 @@ class LearnedSpeeds:
             return None
         own_s = times.queue_s + times.prefill_s
         waits_s = self._interference.share * steps_s
-        plain_s = max(0.0, own_s - waits_s) / float(self._slowness[slot])
+        plain_s = max(0.0, own_s - waits_s) / self._slowness.item(slot)
         # If decode steps are most of the wait, it shows little of how fast prompts are computed.
         is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and waits_s <= own_s / 2
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
@@ -211,7 +210,7 @@ class LearnedSpeeds:
             return
         if not expected.is_clear or expected.plain_s <= 0.0 or not self._counts(rank, client, now_s):
             return
-        before = float(self._slowness[slot])
+        before = self._slowness.item(slot)
         plain_s, steps_s = expected.plain_s, expected.steps_s
         self._interference.note(slot, plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)
         waited_s = self._interference.share * steps_s
@@ -223,7 +222,7 @@ class LearnedSpeeds:
         if expected.at_s - rank.judged_s >= JUDGED_EVERY_S:
             rank.judged_s = expected.at_s
             rank.judged(taken_s / (self._median * plain_s))
-        self._judge(rank, expected.rank, float(self._slowness[slot]))
+        self._judge(rank, expected.rank, self._slowness.item(slot))
 
     def _counts(self, rank: "_Rank", client: int, now_s: float) -> bool:
         """Whether a further request of the client is measured at the rank; if so, count it."""
@@ -243,7 +242,7 @@ class LearnedSpeeds:
         self._ensure_slots(slot + 1)
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)
-        slowness = float(self._decode_slowness[slot])
+        slowness = self._decode_slowness.item(slot)
         self._answer_s += share * (seconds / slowness - self._answer_s)
         if tokens < ANSWER_TOKENS_MIN or step_s <= 0.0:
             return
@@ -285,10 +284,10 @@ class LearnedSpeeds:
         rank = self._ranks.get(slot)
         if rank is None:
             return None
-        slowness = float(self._slowness[slot])
+        slowness = self._slowness.item(slot)
         return SpeedReading(
             slowness=slowness,
-            decode_slowness=float(self._decode_slowness[slot]),
+            decode_slowness=self._decode_slowness.item(slot),
             relative=slowness / self._median,
             requests=rank.n_seen,
             predicted_s=rank.predicted_s,
@@ -303,6 +302,10 @@ class LearnedSpeeds:
             self._decode_slowness = resized(self._decode_slowness, capacity, self._decode_mean)
             self._turnover = resized(self._turnover, capacity, 0.0)
             self._inserted = resized(self._inserted, capacity, 0.0)
+            self._show(len(self._shown[0]))
+
+    def _show(self, n_slots: int) -> None:
+        self._shown = self._slowness[:n_slots], self._decode_slowness[:n_slots], self._turnover[:n_slots]
 
     def _judge(self, rank: "_Rank", worker_rank: WorkerRank, slowness: float) -> None:
         if rank.n_seen < SETTLED_REQUESTS or len(self._ranks) < 2:
@@ -316,10 +319,11 @@ class LearnedSpeeds:
             self.events.rank_speed_changed(worker_rank, is_slow=is_slow, slowness=relative)
 
     def _insert(self, slot: Slot, tokens: int, now_s: float) -> None:
-        self._inserted[slot] += tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
-        mean = self._mean_inserted.get(bool(self._fleet.columns.prefill[slot]), 0.0)
+        inserted = self._inserted.item(slot) + tokens * 2.0 ** ((now_s - self._base_s) / TURNOVER_S)
+        self._inserted[slot] = inserted
+        mean = self._mean_inserted.get(self._fleet.columns.prefill.item(slot), 0.0)
         if mean > 0.0:
-            self._turnover[slot] = _turnover(float(self._inserted[slot]) / mean)
+            self._turnover[slot] = _turnover(inserted / mean)
 
     def _refresh(self, now_s: float) -> None:
         """Decay old measurements, and update the columns."""

@@ -6,8 +6,9 @@ explanation, for whoever asks.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
@@ -37,7 +38,7 @@ FLEET_BYTES_PER_SLOT = 512
 """The approximate size of one slot of a fleet's snapshot, which the inputs of its decisions share."""
 
 
-class DecisionInput(NamedTuple):
+class DecisionInput(msgspec.Struct, frozen=True, gc=False):
     """A request, and all that its decision depended on.
 
     ``view`` is the reading of the decision, whose columns later readings reuse; ``columns`` are the bytes
@@ -128,11 +129,14 @@ def decision_input(
     )
     transfers = None
     if cost_input is not None:
-        requests, waiting, speeds, state = cost_input
-        columns += requests.tobytes(), waiting.tobytes()
+        speeds, state = cost_input.speeds, cost_input.transfers
+        columns += cost_input.requests.tobytes(), cost_input.waiting.tobytes()
         if speeds is not None:
-            slowness, decode_slowness, turnover, _, _ = speeds
-            columns += slowness.tobytes(), decode_slowness.tobytes(), turnover.tobytes()
+            columns += (
+                speeds.slowness.tobytes(),
+                speeds.decode_slowness.tobytes(),
+                speeds.turnover.tobytes(),
+            )
         if state is not None:
             transfers = state.copy()
     n_bytes = INPUT_BYTES + BYTES_PER_SLOT * len(view.prefill_tokens)

@@ -119,7 +119,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     near: NearFrontend | None = None
 
 
-class Speeds(NamedTuple):
+class Speeds(msgspec.Struct, frozen=True, gc=False):
     """The learned speeds of worker ranks, by slot.
 
     ``slowness`` and ``decode_slowness``: the duration of prompts and of decode steps, over the settings'
@@ -161,7 +161,7 @@ class Times(NamedTuple):
         return self.queue_s + self.prefill_s + self.memory_s + self.transfer_s
 
 
-class CostInput(NamedTuple):
+class CostInput(msgspec.Struct, frozen=True, gc=False):
     """Input of cost rules beyond tokens and blocks: the ledger's requests by slot, those without a first
     token, the learned speeds of ranks, and the loads of links; None when they are not kept.
     """
@@ -203,7 +203,7 @@ class View(msgspec.Struct, frozen=True):
     not_busy: BoolColumn | None = None
 
 
-class Timed(NamedTuple):
+class Timed(msgspec.Struct, frozen=True, gc=False):
     """The time rule's blocks and times of one slot."""
 
     prefill_blocks: float

@@ -71,7 +71,7 @@ class Stopped(NamedTuple):
     slots: BoolColumn
 
 
-class Screen(NamedTuple):
+class Screen(msgspec.Struct, frozen=True, gc=False):
     """The eligibility of ranks for one leg, before the other leg and load are considered.
 
     ``role`` are the worker ranks of the leg's role; ``steps`` are the checks in order, after those of whether
@@ -99,8 +99,8 @@ _PREFILL, _DECODE, _AGGREGATED = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED
 def screen_ranks(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     """Return the eligibility of all ranks for ``leg`` of this request."""
     columns = fleet.derived(_role_columns, (leg, request.last_resort))
-    pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
-    required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
+    pin = request.prefill_pin if leg is _PREFILL else request.pin
+    required = required_taints(request.constraints, prefill=leg is _PREFILL)
     context_tokens = _context_tokens(request, leg)
     is_short_for_some = context_tokens > fleet.shortest_context_tokens
     near = None if leg is _DECODE else request.near
@@ -207,7 +207,7 @@ def first_refusals(screen: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> 
 
 def _context_tokens(request: RouteRequest, leg: Leg) -> int:
     """Return the context that the leg needs at a rank, in tokens: a prefill worker generates one token."""
-    if leg is Leg.PREFILL and request.context_tokens:
+    if leg is _PREFILL and request.context_tokens:
         return request.isl_tokens + 1
     return request.context_tokens
 

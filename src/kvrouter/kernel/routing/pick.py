@@ -1,8 +1,8 @@
 """The pick among eligible slots: lowest cost, softmax over costs, round-robin or random."""
 
-from typing import NamedTuple
 from zlib import crc32
 
+import msgspec
 import numpy as np
 
 from kvrouter.core.constraints import RouterConfigOverride, RouterMode
@@ -25,10 +25,11 @@ from kvrouter.kernel.routing.masks import Mask
 from kvrouter.kernel.topology.policy import TransferConstraint
 
 _AGGREGATED, _PREFILL, _DECODE = Leg.AGGREGATED, Leg.PREFILL, Leg.DECODE
+_KV = RouterMode.KV
 """Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 
-class Rules(NamedTuple):
+class Rules(msgspec.Struct, frozen=True, gc=False):
     """The settings of one request's pick: the router's, with the request's override."""
 
     mode: RouterMode
@@ -59,7 +60,8 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *
     transfer, multiplier, timed = costs.transfer_blocks, costs.multiplier, columns.timed
     overlap_blocks = 0 if overlap is None else overlap.item(slot)
     if timed is not None:
-        prefill_blocks, decode_blocks, times = timed(slot, overlap_blocks)
+        at_slot = timed(slot, overlap_blocks)
+        prefill_blocks, decode_blocks, times = at_slot.prefill_blocks, at_slot.decode_blocks, at_slot.times
     else:
         prefill, decode, times = columns.prefill_blocks, columns.decode_blocks, None
         prefill_blocks = 0.0 if prefill is None else prefill.item(slot)
@@ -118,7 +120,7 @@ def pick_slot(
     The lowest cost is determined after ``unseen`` requests were added one by one to the cheapest rank, each
     of which adds ``own_cost`` to it.
     """
-    if rules.mode is RouterMode.KV:
+    if rules.mode is _KV:
         if rules.temperature > 0.0:
             return _softmax(cost, in_rank_order(mask, fleet), rules.temperature, draw)
         if unseen:
@@ -145,11 +147,11 @@ def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId, 
         np.putmask(open_cost, mask.refused, np.inf)
     at = int(open_cost.argmin())
     best = open_cost.item(at)
+    if best < np.inf and len(open_cost) - 1 - int(open_cost[::-1].argmin()) == at:
+        return Slot(at)  # the first and the last of the lowest: it is the only one
     tied = open_cost == best
     if best == np.inf:  # a cost that overflowed looks like a refusal
         tied &= mask.allowed
-    if np.count_nonzero(tied) == 1:
-        return Slot(int(tied.argmax()))
     slots = np.flatnonzero(tied)
     return Slot(int(slots[_spread(fleet, slots, request_id).argmin()]))
 
@@ -189,7 +191,7 @@ def in_rank_order(mask: Mask, fleet: Fleet) -> SlotColumn:
 _SALT_OF = {_AGGREGATED: 0, _PREFILL: 1, _DECODE: 2}
 
 
-class Picked(NamedTuple):
+class Picked(msgspec.Struct, frozen=True, gc=False):
     """A pick, with the costs that it is based on."""
 
     pick: Pick

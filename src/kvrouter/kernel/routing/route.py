@@ -166,7 +166,7 @@ def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decis
     placed = domain_is_known(fleet, router_default)
     if not placed.all():
         steps = (*screen.steps, Step(Reason.DOMAIN_UNKNOWN, placed))
-        screen = screen._replace(steps=steps, mask=screen.mask.within(placed))
+        screen = structs.replace(screen, steps=steps, mask=screen.mask.within(placed))
     decision = _one_leg(
         request, view, screen, free, DecodeMask(eligible(screen, free), False), explain=explain
     )

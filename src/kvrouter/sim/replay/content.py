@@ -42,7 +42,9 @@ def block_names(pieces: "array[int]", piece_tokens: int, *, n_tokens: int, block
 
 
 def _mixed(names: U64) -> U64:
-    mixed = (names + np.uint64(1)) * _STEP
+    mixed = names + np.uint64(1)
+    mixed *= _STEP
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MIX
-    return mixed ^ (mixed >> np.uint64(29))
+    mixed ^= mixed >> np.uint64(29)
+    return mixed

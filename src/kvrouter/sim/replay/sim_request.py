@@ -47,6 +47,10 @@ from kvrouter.sim.replay.sim_fleet import SimFleet
 
 NO_TOKENS = TokenBuffer("I")
 
+_PREFILL, _DECODING, _DONE = Leg.PREFILL, State.DECODING, State.DONE
+_SYNCHRONOUS, _ERROR, _CANCELLED = Shape.SYNCHRONOUS, FinishReason.ERROR, FinishReason.CANCELLED
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 FINISHED = "finished"
 """Why a journey gives up the attempt that brought the whole answer."""
 
@@ -124,7 +128,7 @@ class SimRequest:
     @property
     def has_ended(self) -> bool:
         """Whether its outcome is whole."""
-        return self.driver.journey.state is State.DONE
+        return self.driver.journey.state is _DONE
 
     def begin(self) -> None:
         """The request arrives."""
@@ -158,8 +162,8 @@ class SimRequest:
             self._lose(attempt, LegLost(decode.leg, worker_id, "the worker died", blameless=True))
         elif self._prefill is not None and self._prefill.worker_id == worker_id:
             self._prefill = None
-            if self.driver.journey.state in (State.PREFILLING, State.DECODING):
-                self._lose(attempt, LegLost(Leg.PREFILL, worker_id, "the worker died", blameless=True))
+            if self.driver.journey.state in (State.PREFILLING, _DECODING):
+                self._lose(attempt, LegLost(_PREFILL, worker_id, "the worker died", blameless=True))
 
     def _take_decode(self, chunk: EngineChunk) -> None:
         outcome, now_s, driver, attempt = (
@@ -169,7 +173,7 @@ class SimRequest:
             self.driver.current_attempt,
         )
         placement = attempt.placement
-        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+        if chunk.finish is _ERROR or chunk.finish is _CANCELLED:
             self._decode = None
             self._lose_decode(attempt, chunk)
             return
@@ -179,7 +183,7 @@ class SimRequest:
             elif not outcome.first_s:
                 outcome.cached_tokens = chunk.cached_tokens
         if chunk.token_ids:
-            if driver.journey.state is State.DECODING:
+            if driver.journey.state is _DECODING:
                 if outcome.first_s is None:
                     outcome.first_s = now_s
                 driver.first_tokens(now_s)
@@ -208,12 +212,12 @@ class SimRequest:
         if chunk.finish is None:
             return
         worker_id = placement.prefill_pick.rank.worker_id
-        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+        if chunk.finish is _ERROR or chunk.finish is _CANCELLED:
             self._prefill = None
-            self._lose(attempt, LegLost(Leg.PREFILL, worker_id, chunk.error or "cancelled", taken=True))
+            self._lose(attempt, LegLost(_PREFILL, worker_id, chunk.error or "cancelled", taken=True))
             return
         driver.prefilled(attempt, now_s)
-        if placement.shape is Shape.SYNCHRONOUS:
+        if placement.shape is _SYNCHRONOUS:
             done = PrefillDone(worker_id, chunk.kv_transfer_params)
             self._perform(driver.prefill_ended(attempt, done, now_s))
 
@@ -317,8 +321,8 @@ class SimRequest:
         try:
             self._prefill = self._submit(worker_id, leg)
         except (InvalidRequest, Unavailable) as error:
-            outcome = _not_sent(Leg.PREFILL, worker_id, error)
-            if placement.shape is Shape.SYNCHRONOUS:
+            outcome = _not_sent(_PREFILL, worker_id, error)
+            if placement.shape is _SYNCHRONOUS:
                 return self.driver.prefill_ended(attempt, outcome, host.now_s)
             if isinstance(outcome, LegLost):
                 attempt.prefill_lost = outcome

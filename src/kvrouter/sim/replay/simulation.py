@@ -350,7 +350,7 @@ class Simulation:
             outputs = fabric.take_outputs(with_loads=self._reads_reports)
             if outputs.events and isinstance(cache, EventCacheView):
                 for rank, events in outputs.events:
-                    cache.publish(rank, events, now_s=self.now_s)
+                    cache.publish(rank, events)
             for report in outputs.loads:
                 fleet.reported(report, now_s=self.now_s)
             for leg_id, chunk in outputs.chunks:

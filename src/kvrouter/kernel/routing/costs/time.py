@@ -34,6 +34,7 @@ first token is a seventh less and the time between tokens 4 % more, which is mor
 """
 
 from functools import lru_cache, partial
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn
+from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.fleet_links import price_seconds
 from kvrouter.kernel.routing.interface import (
     Columns,
@@ -73,6 +75,24 @@ ANSWER_S = 5.0
 """The assumed time that an answer holds its blocks, before the first measurement."""
 
 
+class _NativeColumns:
+    """The native form of a fleet's columns: readings reuse their arrays, so it is made once for many."""
+
+    __slots__ = ("_columns", "_native")
+
+    def __init__(self, _fleet: Fleet, _key: None) -> None:
+        self._columns: tuple[IntColumn | FloatColumn | None, ...] = ()
+        self._native: RankColumns | None = None
+
+    def of(self, n_slots: int, columns: tuple[IntColumn | FloatColumn | None, ...]) -> RankColumns:
+        """Return the native form of these arrays, whose content may change."""
+        native = self._native
+        if native is None or not all(map(is_, columns, self._columns)):
+            native = self._native = RankColumns(n_slots, columns)
+            self._columns = columns
+        return native
+
+
 class LegTimes:
     """The predicted times of one leg. With ``stalls`` they include, for a prompt, the delay of requests that
     are answered at its rank, and for a decode leg the prompts that are prefilled at its rank.
@@ -96,7 +116,7 @@ class LegTimes:
         speeds = cost_input.speeds or unlearned(n_slots)
         columns = fleet.columns
         self.predictor = predictor_of(settings.timing, settings.decode_weight)
-        self.columns = RankColumns(
+        self.columns = fleet.derived(_NativeColumns, None).of(
             n_slots,
             (
                 overlap,
