@@ -111,6 +111,21 @@ async def test_a_failing_check_is_reported_and_others_are_checked(reported: list
     assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
 
 
+@pytest.mark.parametrize("how", ["accepted", "withdrawn", "failed"])
+async def test_a_withheld_cancel_is_sent_once(how: str) -> None:
+    cancelled: list[str] = []
+    stream = LegStream("w", leg(), on_read=lambda _: None, on_cancel=cancelled.append)
+    stream.cancel("its client left")
+    assert cancelled == []
+    if how == "accepted":
+        stream.accept()
+    if how == "failed":
+        stream.break_off("the worker was lost")
+    for _ in range(2):
+        stream.withdraw(WorkerUnreachable("w did not answer"))
+    assert cancelled == ([] if how == "failed" else ["its client left"])
+
+
 async def test_a_blocked_loop_does_not_count_as_a_worker_that_does_not_accept() -> None:
     cancelled: list[str] = []
     stream = LegStream("w", leg(), on_read=lambda _: None, on_cancel=cancelled.append)

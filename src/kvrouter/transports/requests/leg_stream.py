@@ -81,8 +81,7 @@ class LegStream:
         """Record that the worker accepted the leg."""
         self.is_accepted = True
         self._settle()
-        if self._withheld_cancel is not None:
-            self._on_cancel(self._withheld_cancel)
+        self._cancel_withheld()
 
     async def accepted(self) -> None:
         """Return once the worker accepted the leg, or the leg was cancelled; raise as a read does."""
@@ -113,6 +112,7 @@ class LegStream:
 
     def fail(self, error: KvrouterError) -> None:
         """End the stream with ``error``, after the chunks before it; ignored after the end."""
+        self._withheld_cancel = None
         if not self.is_over:
             self.is_over = True
             self._failure = error
@@ -126,9 +126,8 @@ class LegStream:
 
     def withdraw(self, error: KvrouterError) -> None:
         """End the stream with ``error``, and ask the worker to stop; ignored after the end."""
-        if self._withheld_cancel is not None:
-            self._on_cancel(self._withheld_cancel)
-        elif not self.is_over:
+        self._cancel_withheld()
+        if not self.is_over:
             self.fail(error)
             self._on_cancel(error.message)
 
@@ -172,6 +171,11 @@ class LegStream:
         if self._fetches_kv and not self.is_accepted:
             self._withheld_cancel = reason
         else:
+            self._on_cancel(reason)
+
+    def _cancel_withheld(self) -> None:
+        reason, self._withheld_cancel = self._withheld_cancel, None
+        if reason is not None:
             self._on_cancel(reason)
 
     def _add(self, chunk: EngineChunk, n_tokens: int) -> None:
