@@ -243,7 +243,6 @@ class HttpRequestTransport:
     async def close(self) -> None:
         """Close every connection; open streams break."""
         self._closed = True
-        self._unaccepted.stop()
         tasks = [watch.task for watch in self._watches.values()] + list(self._cancels.values())
         for leg in tuple(self._legs.values()):
             leg.stream.break_off("the plane was closed")
