@@ -25,7 +25,7 @@ from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.running_requests import Requests
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.background import LoopPauses, Sweep
+from kvrouter.transports.background import DueTimes, LoopPauses
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.records.port import CordonStore, Discovery, Gone
 from kvrouter.transports.requests.port import RequestTransport
@@ -89,7 +89,7 @@ class RouterService:
         """Whether the minimum number of workers was ever registered at one time."""
         config = parts.config
         self._pauses = LoopPauses(self._paused)
-        self._expiry: Sweep[ModelRouter] = Sweep(self._expire)
+        self._expiry: DueTimes[ModelRouter] = DueTimes(self._expire)
         self.cordons = Cordons(
             parts.cordons,
             models=self.models,
@@ -117,7 +117,7 @@ class RouterService:
         except BaseException:
             unsubscribe()
             raise
-        self._stops += (unsubscribe, unwatch, self._pauses.stop, self._expiry.stop)
+        self._stops += (unsubscribe, unwatch, self._pauses.stop)
 
     def stop(self) -> None:
         """Stop following the fleet."""
@@ -126,6 +126,7 @@ class RouterService:
         self._stops.clear()
         self.liveness.close()
         for model in self._models.values():
+            self._expiry.drop(model)
             model.cache.close()
 
     def refused(self) -> tuple[RefusedCard, ...]:
