@@ -109,7 +109,9 @@ WRITES = """
 import sys
 from kvrouter.telemetry.log_writer import LogWriter
 writer = LogWriter(sys.stderr, str)
-for number in range(2000):
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(10_000):
     writer.write(f"{sys.argv[1]} {number:06d} {'x' * (number % 100)}.\\n", is_urgent=False)
 writer.close()
 """
@@ -118,13 +120,25 @@ writer.close()
 def test_lines_of_processes_that_share_a_pipe_arrive_whole() -> None:
     read_end, write_end = os.pipe()
     fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
-    writers = [subprocess.Popen([sys.executable, "-c", WRITES, name], stderr=write_end) for name in "ab"]
+    pipe = subprocess.PIPE
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITES, name], stdin=pipe, stdout=pipe, stderr=write_end)
+        for name in "ab"
+    ]
     os.close(write_end)
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(b"go\n")
+        writer.stdin.flush()
     with os.fdopen(read_end) as reader:
         lines = reader.read().splitlines()
-    assert [writer.wait() for writer in writers] == [0, 0]
+    for writer in writers:
+        writer.communicate()
     for name in "ab":
-        expected = [f"{name} {number:06d} {'x' * (number % 100)}." for number in range(2000)]
+        expected = [f"{name} {number:06d} {'x' * (number % 100)}." for number in range(10_000)]
         assert [line for line in lines if line.startswith(name)] == expected
 
 
