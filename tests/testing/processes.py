@@ -304,6 +304,7 @@ def free_ports(n: int = 2) -> int:
 
 
 def default_signals() -> None:
-    """Undo ignored signals in a new process, before its program: who runs tests may ignore hang-ups."""
-    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    """Undo ignored signals in a new process, before its program: who runs tests may ignore hang-ups, and
+    interrupts if that is in the background."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

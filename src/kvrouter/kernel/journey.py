@@ -19,7 +19,7 @@ from enum import Enum, StrEnum, auto
 from typing import Any
 
 from kvrouter.core.engine_answer import EngineAnswer
-from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RoutingRefused, WorkerFailed
+from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RetryBodiesFull, RoutingRefused, WorkerFailed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, KvLoss, KvTransferParams, Leg, Sampling
 
@@ -346,8 +346,9 @@ class Journey:
                 )
             )
         if not self.can_be_sent:
+            kind = RetryBodiesFull if event.full else WorkerFailed
             return self._fail(
-                WorkerFailed(
+                kind(
                     f"worker {event.worker_id} failed ({event.why}); the request cannot be sent again: its "
                     "body was dropped to keep the bodies of others (retry_bodies_full)",
                     answer=self._last_answer,

@@ -19,7 +19,7 @@ from kvrouter.kernel.request_driver import Attempt
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times, expected_tokens
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.request_run import RequestRun, SentAttempt
-from kvrouter.router.stall_watch import StallSweep, Timeouts
+from kvrouter.router.stall_watch import StallTimes, Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
     EngineStream,
@@ -86,7 +86,7 @@ class Generation:
         transport: RequestTransport,
         *,
         timeouts: Timeouts,
-        stalls: StallSweep,
+        stalls: StallTimes,
         redispatches_max: int,
         instrumentation: ServiceInstrumentation,
         retry_bodies: ByteBudget,

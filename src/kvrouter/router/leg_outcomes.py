@@ -68,16 +68,12 @@ async def open_decode(transport: RequestTransport, address: str, request: Engine
     """
     if not request.kv_transfer_params:
         return await transport.open(address, request)
-    opening = asyncio.get_running_loop().create_task(_opened(transport, address, request))
+    opening = asyncio.get_running_loop().create_task(transport.open(address, request))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
         opening.add_done_callback(_take_back)
         raise
-
-
-async def _opened(transport: RequestTransport, address: str, request: EngineRequest) -> SentLeg:
-    return await transport.open(address, request)
 
 
 def _take_back(opening: "asyncio.Task[SentLeg]") -> None:

@@ -27,6 +27,8 @@ from kvrouter.router.leg_outcomes import lost_leg, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, RequestTransport
 
+DISCARDED = "nobody will fetch its KV"
+
 PREFILLS_MAX = 4096
 """The most prefill legs that run at a time; as many ended ones can still be freed."""
 
@@ -41,6 +43,13 @@ class UnknownPrefill(NotFound):
     """No prefill leg of this request id is known."""
 
     code = "prefill_not_found"
+
+
+class PrefillDiscarded(InvalidRequest):
+    """The prefill was discarded before its answer."""
+
+    status_hint = 409
+    code = "prefill_discarded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,8 @@ class PrefillDispatch:
         ready; in a bootstrap handoff, once the worker has accepted the leg, which continues.
 
         Raises :class:`ShuttingDown`, :class:`RoutingRefused`, :class:`RequestInUse`, :class:`PrefillsFull`,
-        :class:`WorkerFailed`, :class:`DeadlineExceeded`, the worker's refusal. Cancelling cancels the leg.
+        :class:`PrefillDiscarded`, :class:`WorkerFailed`, :class:`DeadlineExceeded`, the worker's refusal.
+        Cancelling cancels the leg.
         """
         if self._is_closed:
             raise ShuttingDown("this router was closed: nothing more is prefilled")
@@ -137,12 +147,12 @@ class PrefillDispatch:
     def discard(self, request_id: RequestId) -> None:
         """Cancel the leg or free its KV: no decode worker will fetch it. Raises :class:`UnknownPrefill`."""
         run = self._running.get(request_id)
-        stream = self._ended.pop(request_id, None) if run is None else run.stream
-        if stream is None:
-            raise UnknownPrefill(f"request_id: no prefill of {request_id!r} is here", param="request_id")
         if run is not None:
-            run.is_discarded = True
-        stream.cancel("nobody will fetch its KV")
+            run.discard()
+        elif request_id in self._ended:
+            self._ended.pop(request_id).cancel(DISCARDED)
+        else:
+            raise UnknownPrefill(f"request_id: no prefill of {request_id!r} is here", param="request_id")
 
     async def wait_idle(self, limit_s: float) -> int:
         """Wait until no leg runs, for at most ``limit_s`` seconds; return how many still run."""
@@ -228,7 +238,7 @@ class _Run:
         )
         self.stream: EngineStream | None = None
         self.is_discarded = False
-        """Whether :meth:`PrefillDispatch.discard` was called."""
+        """Whether :meth:`discard` was called."""
         self._model = model
         self._placed = placed
         self._transport = transport
@@ -280,6 +290,12 @@ class _Run:
             lost = lost_leg(self._placement.prefill_pick, error, self.request.call)
             driver.blame(driver.current_attempt, lost, now_s)
 
+    def discard(self) -> None:
+        """Cancel the leg, now or once it is sent; it fails without a fault of its worker."""
+        self.is_discarded = True
+        if self.stream is not None:
+            self.stream.cancel(DISCARDED)
+
     def abandon(self, reason: str) -> None:
         """Cancel the leg and close its lease; idempotent."""
         if self.stream is not None:
@@ -309,6 +325,8 @@ class _Run:
         """Send the leg; in a bootstrap handoff it counts as done once the worker has accepted it."""
         attempt = self.driver.current_attempt
         outcome = await prefill_outcome(attempt.placement, self._run(attempt), self.request.call)
+        if self.is_discarded:
+            raise PrefillDiscarded("request_id: the prefill was discarded", param="request_id")
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())
 
     async def _run(self, attempt: Attempt) -> KvTransferParams | None:
@@ -317,6 +335,8 @@ class _Run:
         leg = prefill_leg(self.request, placement, time_left_s=time_left_s)
         attempt.prefill_sent_s = time.monotonic()
         stream = self.stream = await self._transport.open(placement.decode_address, leg)
+        if self.is_discarded:
+            stream.cancel(DISCARDED)
         if placement.bootstrap is None:
             return await self.read()
         await stream.accepted()

@@ -50,7 +50,7 @@ from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times
 from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.stall_watch import Phase, StallSweep, StallWatch, Timeouts, TooLong
+from kvrouter.router.stall_watch import Phase, StallTimes, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
 from kvrouter.transports.requests.port import EngineStream, RequestTransport, SentLeg
 
@@ -81,7 +81,7 @@ class RequestRun:
         transport: RequestTransport,
         *,
         timeouts: Timeouts,
-        stalls: StallSweep,
+        stalls: StallTimes,
         redispatches_max: int,
         instrumentation: ServiceInstrumentation,
         times: Times,

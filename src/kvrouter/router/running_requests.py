@@ -12,10 +12,10 @@ from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import ServiceInstrumentation
 from kvrouter.router.leg_outcomes import with_intake_id
 from kvrouter.router.model_router import ModelRouter
-from kvrouter.router.stall_watch import StallSweep, StallWatch, Timeouts
+from kvrouter.router.stall_watch import StallTimes, StallWatch, Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.background import Sweep
+from kvrouter.transports.background import DueTimes
 from kvrouter.transports.requests.port import RequestTransport
 
 
@@ -50,7 +50,7 @@ class Requests:
         )
         self._whole_timeouts = replace(self._timeouts, first_token_s=config.request_timeout_s)
         """Without streaming the first token comes with the last: one limit holds."""
-        self._stalls: StallSweep = Sweep(StallWatch.check)
+        self._stalls: StallTimes = DueTimes(StallWatch.check)
 
     def generate(
         self,

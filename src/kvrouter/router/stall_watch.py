@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvrouter.transports.background import LATE_S, Sweep
+from kvrouter.transports.background import LATE_S, DueTimes
 
 
 class TooLong(Enum):
@@ -46,7 +46,7 @@ class Timeouts:
 
 class StallWatch:
     """Calls ``on_too_long`` once each time a limit is reached. All times are on the monotonic clock. One
-    ``sweep`` checks the watches of all requests.
+    ``due_times`` checks the watches of all requests.
 
     Time that the client takes to read, from :meth:`pause` to :meth:`resume`, does not count as a worker's
     silence. Neither does time in which this process was paused: messages that arrived meanwhile wait to be
@@ -55,19 +55,19 @@ class StallWatch:
 
     __slots__ = (
         "_began_s",
+        "_due_times",
         "_on_too_long",
         "_paused_s",
-        "_sweep",
         "_timeouts",
         "phase",
         "progress_s",
     )
 
     def __init__(
-        self, timeouts: Timeouts, sweep: "StallSweep", on_too_long: Callable[[TooLong, float], None]
+        self, timeouts: Timeouts, due_times: "StallTimes", on_too_long: Callable[[TooLong, float], None]
     ) -> None:
         self._timeouts = timeouts
-        self._sweep = sweep
+        self._due_times = due_times
         self._on_too_long = on_too_long
         self._began_s = self.progress_s = time.monotonic()
         self._paused_s: float | None = None
@@ -84,7 +84,7 @@ class StallWatch:
         self.phase = phase
         self.progress_s = time.monotonic()
         self._paused_s = self.progress_s if phase is Phase.STREAMING else None
-        self._sweep.put(self, self._due()[0])
+        self._due_times.put(self, self._due()[0])
 
     def pause(self) -> None:
         """Note that the client has the last chunk."""
@@ -105,7 +105,7 @@ class StallWatch:
 
     def stop(self) -> None:
         """Stop the watch and drop the callback, so that the request can be freed."""
-        self._sweep.drop(self)
+        self._due_times.drop(self)
         self._on_too_long = _no_callback
 
     def _due(self) -> tuple[float, TooLong]:
@@ -136,7 +136,7 @@ class StallWatch:
         return None
 
 
-StallSweep = Sweep[StallWatch]
+StallTimes = DueTimes[StallWatch]
 
 
 def _no_callback(_kind: TooLong, _silent_s: float) -> None:

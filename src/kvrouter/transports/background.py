@@ -94,7 +94,7 @@ LATE_S = 0.1
 """A sweep that is this late shows that the process was paused: messages that arrived may not be read yet."""
 
 
-class Sweep(Generic[Member]):
+class DueTimes(Generic[Member]):
     """Checks each member at its due time, with one timer for all. Due times are on the monotonic clock.
 
     ``check`` is called with the member, the time, and the seconds by which the sweep is late; it returns the
@@ -119,29 +119,21 @@ class Sweep(Generic[Member]):
         """Remove ``member``. Idempotent."""
         self._due_s.pop(member, None)
 
-    def stop(self) -> None:
-        """Remove all members."""
-        self._due_s.clear()
-        self._disarm()
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._next_s = inf
-
     def _arm(self, due_s: float) -> None:
-        self._disarm()
-        self._next_s = max(due_s, self._swept_s + SWEEP_S)
-        wait_s = max(0.0, self._next_s - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._run)
+        now_s = time.monotonic()
+        next_s = max(now_s, due_s, self._swept_s + SWEEP_S)
+        if next_s < self._next_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._next_s = next_s
+            self._timer = asyncio.get_running_loop().call_later(next_s - now_s, self._run)
 
     def _run(self) -> None:
         now_s = self._swept_s = time.monotonic()
-        late_s = max(0.0, now_s - self._next_s)
-        self._disarm()
-        until_s = now_s + _TIMER_EARLY_S
-        for member in [member for member, due_s in self._due_s.items() if due_s <= until_s]:
+        late_s = now_s - self._next_s
+        self._timer, self._next_s = None, inf
+        due = [member for member, due_s in self._due_s.items() if due_s <= now_s]
+        for member in sorted(due, key=self._due_s.__getitem__):
             if self._due_s.pop(member, None) is None:
                 continue  # an earlier check dropped it
             try:
@@ -155,7 +147,3 @@ class Sweep(Generic[Member]):
                 self._due_s[member] = next_s
         if self._due_s:
             self._arm(min(self._due_s.values()))
-
-
-_TIMER_EARLY_S = 0.001
-"""An event loop rounds times to milliseconds: its timer may run this much before the time."""

@@ -12,7 +12,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -29,24 +29,44 @@ LEFT_SCREEN = b"\x1b[?1049l"
 """The escape by which a program returns from the whole terminal to what was there before."""
 
 
-class Terminal(NamedTuple):
-    """A terminal with ``kvrouter top`` in it, which asks through ``router``."""
+class Terminal:
+    """A terminal with ``kvrouter top`` in it, which asks through ``router``. All that the program writes is
+    read at once: it must not wait for its reader.
+    """
 
-    user: int
-    program: int
-    top: Process
-    router: TcpProxy
+    def __init__(self, user: int, program: int, top: Process, router: TcpProxy) -> None:
+        self.user = user
+        self.program = program
+        self.top = top
+        self.router = router
+        self._shown = b""
+        self._has_more = asyncio.Event()
+        os.set_blocking(user, False)
+        asyncio.get_running_loop().add_reader(user, self._read)
+
+    def _read(self) -> None:
+        self._shown += os.read(self.user, 65536)
+        self._has_more.set()
 
     async def shown_until(self, text: bytes, *, times: int = 1) -> bytes:
         """Return all that the program writes until it wrote ``text`` so many times."""
-        shown = b""
         async with asyncio.timeout(LIMIT_S):
-            while shown.count(text) < times:
-                shown += await asyncio.to_thread(os.read, self.user, 65536)
+            while self._shown.count(text) < times:
+                self._has_more.clear()
+                await self._has_more.wait()
+        shown, self._shown = self._shown, b""
         return shown
+
+    async def ended(self) -> int:
+        """Return the program's exit code."""
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            return await self.top.wait()
 
     def modes(self) -> list[object]:
         return termios.tcgetattr(self.program)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.user)
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -71,13 +91,15 @@ async def running_top(
             env={**os.environ, "TERM": "xterm-256color"},
             preexec_fn=default_signals,
         )
+        terminal = Terminal(user, program, top, router)
         try:
-            yield Terminal(user, program, top, router), before
+            yield terminal, before
         finally:
             if top.returncode is None:
                 top.kill()
                 await top.wait()
-            os.close(program)  # ends a read that waits
+            terminal.close()
+            os.close(program)
             os.close(user)
 
 
@@ -98,8 +120,7 @@ async def test_terminal_is_as_before_however_top_ends(ending: bytes | signal.Sig
             os.write(terminal.user, ending)
         else:
             terminal.top.send_signal(ending)
-        async with asyncio.timeout(ENDS_WITHIN_S):
-            assert await terminal.top.wait() == code
+        assert await terminal.ended() == code
         assert terminal.modes() == before
         assert LEFT_SCREEN in await terminal.shown_until(LEFT_SCREEN)
 
@@ -111,7 +132,7 @@ async def test_q_ends_top_while_the_router_does_not_answer() -> None:
         n_asked = terminal.router.n_accepted
         await until(lambda: terminal.router.n_accepted > n_asked)
         os.write(terminal.user, b"q")
-        assert await terminal.top.wait() == 0
+        assert await terminal.ended() == 0
         assert b"not reachable" not in await terminal.shown_until(LEFT_SCREEN)
 
 
@@ -121,7 +142,7 @@ async def test_top_without_a_keyboard_leaves_the_terminal_alone() -> None:
         assert b"q ends it" not in await terminal.shown_until(b"6 of 6 workers", times=4)
         assert terminal.modes() == before
         terminal.top.send_signal(signal.SIGINT)
-        assert await terminal.top.wait() == 0
+        assert await terminal.ended() == 0
 
 
 class Ended(Exception):

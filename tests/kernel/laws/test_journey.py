@@ -1,10 +1,12 @@
 """The journey's table: whatever happens, a request ends once, is sent at most three times, leaves nothing."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.errors import NoEligibleWorker, WorkerFailed
+from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RetryBodiesFull, WorkerFailed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, KvLoss, Leg, Sampling
 from kvrouter.kernel.journey import (
@@ -175,6 +177,18 @@ def test_a_prompt_that_kills_workers_is_tried_three_times_at_most() -> None:
     (failed,) = [command for command in commands if isinstance(command, Fail)]
     assert isinstance(failed.error, WorkerFailed)
     assert "try 3 of 3" in str(failed.error)
+
+
+@pytest.mark.parametrize(("full", "error"), [(True, RetryBodiesFull), (False, WorkerFailed)])
+def test_a_dropped_body_that_a_full_worker_refused_may_be_sent_again(
+    full: bool, error: type[KvrouterError]
+) -> None:
+    journey = Journey(GREEDY)
+    journey.handle(Placed(Shape.AGGREGATED))
+    journey.can_be_sent = False
+    (_, failed) = journey.handle(replace(lost(1), full=full))
+    assert isinstance(failed, Fail)
+    assert type(failed.error) is error
 
 
 def test_a_resumable_request_is_placed_again_and_others_fail() -> None:

@@ -24,7 +24,13 @@ from kvrouter.kernel.fleet.circuit import CircuitState, Fault
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.bookings import Bookings, RequestInUse
 from kvrouter.router.instrumentation import ServiceInstrumentation
-from kvrouter.router.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
+from kvrouter.router.prefill_dispatch import (
+    PrefillDiscarded,
+    PrefillDispatch,
+    Prefilled,
+    PrefillsFull,
+    UnknownPrefill,
+)
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
@@ -233,6 +239,29 @@ async def test_discarding_a_running_prefill_cancels_it_without_a_failure(
         here.plane.opened[1].die()
         await until(lambda: here.is_clean)
         assert "request_failed" in caplog.text
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+async def test_a_prefill_discarded_before_its_answer_is_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch, bootstrap: bool, sent: bool
+) -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.is_accepted = False
+
+    async with place(*(prefill_card(n, bootstrap=bootstrap) for n in (1, 2)), script=script) as here:
+        faults = here.faults(monkeypatch)
+        if not sent:
+            here.plane.accepts.clear()
+        running = asyncio.ensure_future(here.prefill())
+        await until(lambda: bool(here.plane.opened if sent else here.plane.asked))
+        here.prefills.discard(R1)
+        here.plane.accepts.set()
+        with pytest.raises(PrefillDiscarded):
+            await running
+        assert [stream.cancelled_for for stream in here.plane.opened] == ["nobody will fetch its KV"]
+        assert here.is_clean
+        assert faults == []
 
 
 async def test_running_and_remembered_prefills_are_limited() -> None:

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
-from kvrouter.transports.background import Sweep
+from kvrouter.transports.background import DueTimes
 from tests.testing.waits import until
 
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
@@ -13,7 +13,7 @@ PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, re
 
 async def test_a_blocked_event_loop_does_not_count_as_worker_silence() -> None:
     reported: list[TooLong] = []
-    watch = StallWatch(PATIENCE, Sweep(StallWatch.check), lambda kind, _: reported.append(kind))
+    watch = StallWatch(PATIENCE, DueTimes(StallWatch.check), lambda kind, _: reported.append(kind))
     watch.enter(Phase.STREAMING)
     watch.resume(progressed=True)
     time.sleep(0.5)  # noqa: ASYNC251
@@ -32,7 +32,7 @@ async def test_the_clients_read_time_does_not_count_as_worker_silence() -> None:
     limit_s = 0.8
     watch = StallWatch(
         replace(PATIENCE, between_tokens_s=limit_s),
-        Sweep(StallWatch.check),
+        DueTimes(StallWatch.check),
         lambda _, silent_s: reported.append(silent_s),
     )
     watch.enter(Phase.STREAMING)

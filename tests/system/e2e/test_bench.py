@@ -29,6 +29,7 @@ from tests.testing.doctor import UNTIMED
 from tests.testing.engine_requests import MODEL
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
 from tests.testing.mock_server import mock_server
+from tests.testing.processes import default_signals
 from tests.testing.small_engine import ParsedCall, SmallEngine, small_engine
 from tests.testing.small_engine_protocols import VllmAnswer, VllmProtocol
 
@@ -175,7 +176,10 @@ async def test_ctrl_c_leaves_a_report_of_the_rounds_that_are_over() -> None:
     async with mock_server(small_caches, router=UNTIMED) as here:
         flags = ("--url", here.url, "--seconds", "600", "--output", "json", "--prompt-tokens", "96")
         bench = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.cli", "bench", *flags), stdout=PIPE, stderr=PIPE
+            *(sys.executable, "-m", "kvrouter.cli", "bench", *flags),
+            stdout=PIPE,
+            stderr=PIPE,
+            preexec_fn=default_signals,
         )
         assert bench.stderr is not None
         async with asyncio.timeout(50.0):

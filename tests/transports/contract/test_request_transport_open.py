@@ -194,3 +194,12 @@ async def test_a_cancelled_leg_that_fetches_kv_reaches_its_engine_first(
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
     assert worker.streams[0].reasons == ["the client left"]
+
+
+async def test_a_cancelled_leg_that_is_read_after_the_limit_reads_cancelled(
+    setup: RequestTransportSetup,
+) -> None:
+    _, address, stream = await sent(setup, leg())
+    stream.cancel("the client left")
+    assert await setup.places[address].wait_idle(IN_TIME_S)
+    assert (await read_all(stream))[1].finish is FinishReason.CANCELLED

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ import trustme
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.transports.requests import encoding
 from kvrouter.transports.requests.encoding import REQUEST_MAX_BYTES
 from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestTransport
 from kvrouter.transports.requests.http import transport as http_plane
@@ -202,6 +204,32 @@ async def test_request_over_the_size_limit_is_an_invalid_request(set_constants: 
     async with both_ends() as ends:
         with pytest.raises(InvalidRequest, match="above"):
             await accepted(ends.transport, ends.address, leg())
+
+
+async def test_a_running_leg_does_not_keep_its_encoded_request() -> None:
+    async with both_ends() as ends:
+        request = leg()
+        request.token_ids.extend(range(1_000_000, 1_200_000))
+        tracemalloc.start()
+        try:
+            stream = await accepted(ends.transport, ends.address, request)
+            ends.worker.requests.clear()
+            taken = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, encoding.__file__)])
+        finally:
+            tracemalloc.stop()
+        assert max(trace.size for trace in taken.traces) < 1_000_000, "the worker's array has 800 kB"
+        stream.cancel("done")
+
+
+async def test_a_host_name_that_cannot_be_encoded_is_unreachable_at_once() -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    transport = HttpRequestTransport(token=TOKEN, limits=RouterLimits(open_timeout_s=1e6))
+    stream = await transport.open(f"http://{'a' * 70}.example:80/1/1", leg())
+    with pytest.raises(WorkerUnreachable, match="the leg ended"):
+        await read_all(stream)
+    await until(lambda: bool(reported))
+    await transport.close()
 
 
 async def test_a_prompt_of_a_million_tokens_arrives() -> None:

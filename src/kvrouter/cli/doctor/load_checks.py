@@ -27,6 +27,7 @@ CLIENTS_OWN = frozenset(
         "request_in_use",
         "request_not_booked",
         "prefill_not_found",
+        "prefill_discarded",
         "nobody_left",
         "cordoned_elsewhere",
         "not_ready",

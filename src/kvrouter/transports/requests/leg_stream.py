@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, merge_chunks
-from kvrouter.transports.background import LATE_S, Sweep
+from kvrouter.transports.background import LATE_S, DueTimes
 from kvrouter.transports.requests.encoding import credit_of, is_bare, weight_of
 from kvrouter.transports.requests.port import StreamBroken, TokenSink, WorkerUnreachable
 
@@ -37,6 +37,8 @@ class LegStream:
         "address",
         "is_accepted",
         "is_over",
+        "is_postponed",
+        "on_settled",
         "waiting_tokens",
     )
 
@@ -53,6 +55,10 @@ class LegStream:
         """Whether the worker accepted the leg."""
         self.is_over = False
         """True once no more input is expected: the last chunk came, or the leg failed or was cancelled."""
+        self.is_postponed = False
+        """Whether the end of its wait for acceptance was postponed, because the event loop was late."""
+        self.on_settled: Callable[[LegStream], None] | None = None
+        """Called once the worker's acceptance is no longer awaited, perhaps more than once."""
         self.waiting_tokens = 0
         self._loop = asyncio.get_running_loop()
         self._on_read = on_read
@@ -80,9 +86,8 @@ class LegStream:
     def accept(self) -> None:
         """Record that the worker accepted the leg."""
         self.is_accepted = True
+        self._cancel_withheld()
         self._settle()
-        if self._withheld_cancel is not None:
-            self._on_cancel(self._withheld_cancel)
 
     async def accepted(self) -> None:
         """Return once the worker accepted the leg, or the leg was cancelled; raise as a read does."""
@@ -113,11 +118,12 @@ class LegStream:
 
     def fail(self, error: KvrouterError) -> None:
         """End the stream with ``error``, after the chunks before it; ignored after the end."""
+        self._withheld_cancel = None
+        self._settle()
         if not self.is_over:
             self.is_over = True
             self._failure = error
             self._sink = None
-            self._settle()
             self._wake()
 
     def break_off(self, why: str) -> None:
@@ -126,9 +132,8 @@ class LegStream:
 
     def withdraw(self, error: KvrouterError) -> None:
         """End the stream with ``error``, and ask the worker to stop; ignored after the end."""
-        if self._withheld_cancel is not None:
-            self._on_cancel(self._withheld_cancel)
-        elif not self.is_over:
+        self._cancel_withheld()
+        if not self.is_over:
             self.fail(error)
             self._on_cancel(error.message)
 
@@ -168,10 +173,15 @@ class LegStream:
         if self._chunks or not self._complete:
             self._chunks[:] = [EngineChunk(finish=FinishReason.CANCELLED)]
             self._wake()
-        self._settle()
         if self._fetches_kv and not self.is_accepted:
             self._withheld_cancel = reason
         else:
+            self._on_cancel(reason)
+        self._settle()
+
+    def _cancel_withheld(self) -> None:
+        reason, self._withheld_cancel = self._withheld_cancel, None
+        if reason is not None:
             self._on_cancel(reason)
 
     def _add(self, chunk: EngineChunk, n_tokens: int) -> None:
@@ -216,6 +226,8 @@ class LegStream:
     def _settle(self) -> None:
         if self._acceptance is not None and not self._acceptance.done():
             self._acceptance.set_result(None)
+        if self.on_settled is not None and self._withheld_cancel is None:
+            self.on_settled(self)
 
     def _raise_failure(self) -> None:
         failure = self._failure
@@ -228,25 +240,23 @@ class UnacceptedLegs:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._sweep: Sweep[LegStream] = Sweep(self._check)
+        self._due_times: DueTimes[LegStream] = DueTimes(self.check)
 
     def add(self, stream: LegStream, begun_s: float) -> None:
         """Add a leg whose opening began at ``begun_s`` on the monotonic clock."""
-        self._sweep.put(stream, begun_s + self._limit_s)
-
-    def stop(self) -> None:
-        """Forget all legs."""
-        self._sweep.stop()
+        stream.on_settled = self._due_times.drop
+        self._due_times.put(stream, begun_s + self._limit_s)
 
     def unanswered(self, address: str) -> WorkerUnreachable:
         """Return the error for a leg that the worker at ``address`` did not accept in time."""
         return WorkerUnreachable(f"{address} did not answer in {self._limit_s} s")
 
-    def _check(self, stream: LegStream, now_s: float, late_s: float) -> float | None:
-        if not stream.is_accepted:
-            if late_s > LATE_S:  # the worker's answer may wait to be read
-                return now_s + late_s
-            stream.withdraw(self.unanswered(stream.address))
+    def check(self, stream: LegStream, now_s: float, late_s: float) -> float | None:
+        """Withdraw a leg at the limit; where the check is late, return a later time, once."""
+        if late_s > LATE_S and not stream.is_postponed:  # the worker's answer may wait to be read
+            stream.is_postponed = True
+            return now_s + late_s
+        stream.withdraw(self.unanswered(stream.address))
         return None
 
 

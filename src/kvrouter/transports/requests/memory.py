@@ -1,14 +1,13 @@
 """The request transport within one process."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from weakref import WeakSet
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
-from kvrouter.transports.background import Sweep, spawn
+from kvrouter.transports.background import spawn
 from kvrouter.transports.requests.legs import LegKey, RunningLegs, key_of
 from kvrouter.transports.requests.port import (
     AliveSink,
@@ -53,21 +52,16 @@ class MemoryStream:
         if self._inner is None:
             self._raise_failure()
 
-    def submit(self, server: RequestServer, request: EngineRequest) -> None:
-        """Pass ``request`` to the worker, in a task."""
-        self._submitting = spawn(self._submit(server, request), name="requests: submit a leg")
+    def submit(self, server: RequestServer, request: EngineRequest, limit_s: float) -> None:
+        """Pass ``request`` to the worker, in a task; end the leg if it is not accepted in ``limit_s``."""
+        self._submitting = spawn(self._submit(server, request, limit_s), name="requests: submit a leg")
 
     def refuse(self, error: Exception) -> None:
-        """End the stream with ``error``: the worker does not accept the leg."""
-        self._failure = error
+        """End the stream, with ``error`` if it was not cancelled: the worker does not accept the leg."""
+        if self._cancelled_for is None:
+            self._failure = error
         self._settled.set()
         self._registration.release(self)
-
-    def give_up(self, limit_s: float) -> None:
-        """End the leg if the worker has not accepted it, after ``limit_s`` seconds."""
-        if not self.is_accepted and self._failure is None:
-            self._stop_submitting()
-            self.refuse(WorkerUnreachable(f"{self._registration.address} did not answer in {limit_s} s"))
 
     def __aiter__(self) -> "MemoryStream":
         return self
@@ -124,15 +118,18 @@ class MemoryStream:
             if self._reader is not None:
                 self._reader.cancel()
 
-    async def _submit(self, server: RequestServer, request: EngineRequest) -> None:
+    async def _submit(self, server: RequestServer, request: EngineRequest, limit_s: float) -> None:
         try:
-            self._inner = await server.submit(request)
+            async with asyncio.timeout(limit_s):
+                self._inner = await server.submit(request)
+        except TimeoutError:
+            self.refuse(WorkerUnreachable(f"{self._registration.address} did not answer in {limit_s} s"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the reader gets it
             self.refuse(error)
-            return
-        self._settled.set()
-        if self._cancelled_for is not None:
-            self.cancel(self._cancelled_for)
+        else:
+            self._settled.set()
+            if self._cancelled_for is not None:
+                self.cancel(self._cancelled_for)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -158,8 +155,11 @@ class MemoryRegistration(RunningLegs):
         self._released: WeakSet[MemoryStream] = WeakSet()
         """Streams that ended or were cancelled and are still referenced by a reader."""
 
-    def open(self, request: EngineRequest) -> MemoryStream:
-        """Pass ``request`` to the worker. A leg that runs or ran here is refused with LegRepeated."""
+    def open(self, request: EngineRequest, limit_s: float) -> MemoryStream:
+        """Pass ``request`` to the worker, which has ``limit_s`` to accept it.
+
+        A leg that runs or ran here is refused with LegRepeated.
+        """
         stream = MemoryStream(request, self)
         try:
             self._begin(stream.key)
@@ -167,7 +167,7 @@ class MemoryRegistration(RunningLegs):
             stream.refuse(error)
         else:
             self._streams[stream.key] = stream
-            stream.submit(self._server, request)
+            stream.submit(self._server, request, limit_s)
         return stream
 
     def leave(self, why: str) -> None:
@@ -204,7 +204,6 @@ class MemoryRequestTransport:
 
     def __init__(self, *, open_timeout_s: float = 5.0) -> None:
         self._open_timeout_s = open_timeout_s
-        self._unaccepted: Sweep[MemoryStream] = Sweep(self._check)
         self._registrations: dict[str, MemoryRegistration] = {}
         self._followers: dict[str, LivenessListeners] = {}
         self._closed = False
@@ -255,16 +254,10 @@ class MemoryRequestTransport:
         registration = self._registrations.get(address)
         if registration is None:
             raise WorkerUnreachable(f"nobody serves {address}")
-        stream = registration.open(request)
-        self._unaccepted.put(stream, time.monotonic() + self._open_timeout_s)
-        return stream
-
-    def _check(self, stream: MemoryStream, _now_s: float, _late_s: float) -> None:
-        stream.give_up(self._open_timeout_s)
+        return registration.open(request, self._open_timeout_s)
 
     async def close(self) -> None:
         """Close every connection; open streams break."""
         self._closed = True
-        self._unaccepted.stop()
         for registration in self._registrations.values():
             registration.hang_up()

@@ -108,8 +108,8 @@ class SentLeg(EngineStream, Protocol):
     def cancel(self, reason: str) -> None:
         """Cancel as :meth:`EngineStream.cancel` does, also a leg that is not accepted yet.
 
-        A leg that fetches KV is cancelled at its worker only once that has accepted it: often only the decode
-        worker can tell the prefill worker to free the KV.
+        A leg that fetches KV is cancelled at its worker only once that has accepted it, or after the open
+        timeout: often only the decode worker can tell the prefill worker to free the KV.
         """
 
 

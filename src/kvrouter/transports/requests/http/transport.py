@@ -99,6 +99,7 @@ class _HttpLeg:
         frames = HttpFrameReader()
         try:
             response = self._response = await self._transport.send_leg(url, self.number, body)
+            del body  # the answer may be long
             self.stream.accept()
             while not self.stream.is_over:
                 self._take(frames, await self._received(response))
@@ -116,6 +117,7 @@ class _HttpLeg:
         except (aiohttp.ClientError, OSError) as error:
             self.stream.break_off(f"{self.address}: {connection_failure(error)}")
         finally:
+            self.stream.break_off(f"{self.address}: the leg ended")
             if not self._transport.is_cancelling(self):
                 if self._response is not None:
                     self._response.close()
@@ -241,7 +243,6 @@ class HttpRequestTransport:
     async def close(self) -> None:
         """Close every connection; open streams break."""
         self._closed = True
-        self._unaccepted.stop()
         tasks = [watch.task for watch in self._watches.values()] + list(self._cancels.values())
         for leg in tuple(self._legs.values()):
             leg.stream.break_off("the plane was closed")

@@ -336,7 +336,6 @@ class NatsRequestTransport:
     async def close(self) -> None:
         """Close every session; open streams break."""
         self._closed = True
-        self._unaccepted.stop()
         for _, pipe in tuple(self._by_number.values()):
             pipe.session.close(CONNECTION_CLOSED)
         if self._beating is not None:

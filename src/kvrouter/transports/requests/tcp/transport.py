@@ -245,7 +245,6 @@ class TcpRequestTransport:
     async def close(self) -> None:
         """Close every connection; open streams break, and the workers are notified."""
         self._is_closed = True
-        self._unaccepted.stop()
         closing = [link.close(HUNG_UP) for link in tuple(self._links.values())]
         lost = [pipe.lost for pipe in closing if pipe is not None]
         if lost:
