@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping, Set
+from functools import partial
 from types import MappingProxyType
 
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -130,9 +131,10 @@ class TextModelLoader:
             self._check_budget(model)
 
     def _log_why_slow(self, model: ModelName) -> None:
-        why = self._texts[model].tokenizer.why_slow
-        if why is not None:
-            log_event(_log, Event.TOKENIZED_SLOWLY, model=model, reason=why)
+        tokenizer, log = self._texts[model].tokenizer, partial(log_event, _log, Event.TOKENIZED_SLOWLY)
+        tokenizer.when_slow(model, lambda why: log(model=model, reason=why))
+        if tokenizer.why_slow is not None:
+            log(model=model, reason=tokenizer.why_slow)
 
     def _check_budget(self, model: ModelName) -> None:
         """Log once when a prompt that fills the model's context is too long to be tokenized here."""
@@ -140,7 +142,8 @@ class TextModelLoader:
         if stated and not any(stated):
             return
         tokens = self._texts[model].context_length_tokens
-        text_bytes, cost = TOKEN_TEXT_BYTES * tokens, self._texts[model].tokenizer.encode_cost
+        text_bytes = TOKEN_TEXT_BYTES * tokens
+        cost = self._texts[model].tokenizer.encode_cost(text_bytes)
         most_bytes = self._pool.text_max_bytes(cost)
         if text_bytes <= most_bytes or model in self._over_budget:
             return

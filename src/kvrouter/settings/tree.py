@@ -191,9 +191,9 @@ class FrontendSettings(Section):
         512 * 1024 * 1024
     )
     """The memory that tokenizing may hold, all threads together, counted for each byte of text as the
-    tokenizer normalizes it: 96 bytes with a fast encoder, else 512. Longer texts wait for each other; one
-    that needs more by itself is answered with 413. A model whose context holds a longer text, at 4 bytes a
-    token, is logged once: without a fast encoder 1,000,000 tokens need 2,048,000,000."""
+    tokenizer normalizes it: 128 bytes with a fast encoder and up to 262,144 characters, else 512. Longer
+    texts wait for each other; one that needs more by itself is answered with 413. A model whose context holds
+    a longer text, at 4 bytes a token, is logged once: 1,000,000 tokens need 2,048,000,000."""
 
     tokenize_waiting_max: Annotated[Count, Setting(SettingGroup.FRONTEND, unit="prompts")] = 256
     """How many long prompts may wait to be tokenized; one more is answered with 503."""

@@ -213,7 +213,8 @@ class Event(StrEnum):
         "tokenized_slowly",
         INFO,
         "A model's prompts are tokenized by `tokenizers`, 10 to 60 times slower than by `fastokens`, for "
-        "this reason: the latter does not read its tokenizer, or gives other ids.",
+        "this reason: the latter does not read its tokenizer, gives other ids, has four other tokenizers, "
+        "or, from now on, refused a text or took much longer than texts' lengths explain.",
     )
     TOKENIZED_BY_ENGINE = (
         "tokenized_by_engine",

@@ -1,9 +1,11 @@
 """A fast encoder, for tokenizers for which it gives the same ids as ``tokenizers`` (decision note 0029)."""
 
 import os
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from itertools import product
 from threading import Lock
@@ -17,6 +19,24 @@ FAST_ENCODERS_MAX = 4
 """The most in a process. fastokens keeps caches of four for each thread: with a fifth, each change from one
 to another would copy megabytes.
 """
+
+FAST_TEXT_CHARS_MAX = 262_144
+"""The longest text that a fast encoder takes. Words can be made whose hashes are equal in the cache of
+fastokens, and the time of a text grows with their number's square: here 2 s, and 12 s for three times that.
+"""
+
+TEXT_CPU_S, CHAR_CPU_S = 1e-3, 0.5e-6
+"""More processor time than any text takes whose words are not made to be slow (0.2 µs a character at most);
+what an encode takes beyond ``TEXT_CPU_S`` and ``CHAR_CPU_S`` a character is its excess.
+"""
+
+EXCESS_S_MAX, EXCESS_DRAINED_PER_S = 0.5, 1e-3
+"""An encoder with more excess is stopped. What is ordinary stays below: up to 0.1 s of a thread's first text,
+and 30, 58 and 119 ms once each when its cache of words grows.
+"""
+
+REFUSED_MAX, WHY_CHARS_MAX = 1024, 500
+"""The most refusals that are remembered, and the most characters of one."""
 
 ADDED_TOKENS_CHECKED = 100
 VOCABULARY_SAMPLES = 64
@@ -39,10 +59,16 @@ TEXTS = (
 SPACES = ("", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", " \n ")
 RUNS = ("a", "Ab", " ", "\n", "=", "-", "7", "漢", "🙂", "é", "\u0301", " a")
 RUN_LENGTHS = (7, 15, 16, 17, 33, 257, 1025)
+LONG_RUNS = tuple(run * length for length in (16_384, 65_536, FAST_TEXT_CHARS_MAX) for run in "a7 ")
+"""Texts that meet a limit of a regular expression, or the square of a length, where it has one."""
 
 
 class FastEncoder:
-    """fastokens with one ``tokenizer.json``. Thread-safe; raises ValueError for one that it does not read."""
+    """fastokens with one ``tokenizer.json``. Thread-safe; raises ValueError for one that it does not read.
+
+    Once texts took much longer than their length explains, or one was refused, ``why_stopped`` says so, and
+    ``on_stop``, one for each user's name, are called with it, in any thread. Nobody encodes with it then.
+    """
 
     def __init__(self, written: str) -> None:
         # By default a long text is cut up among as many threads as there are cores, each with its own cache.
@@ -51,13 +77,49 @@ class FastEncoder:
 
         self._native = Tokenizer.from_json_str(written)
         self._native.no_truncation()
+        self.why_stopped: str | None = None
+        self.on_stop: dict[str, Callable[[str], None]] = {}
+        self._lock = Lock()
+        self._excess_s = self._excess_at_s = 0.0
 
     def encode(self, text: str, *, reads_specials: bool = True) -> TokenBuffer:
         """Return the ids of ``text`` without additions. Releases the GIL. ValueError for half a surrogate
-        pair.
+        pair, and for a text beyond a limit of its regular expressions.
         """
-        ids, _ = self._native.encode_batch_flat([text], split_special_tokens=not reads_specials)
+        start_s = time.thread_time()
+        try:
+            ids, _ = self._native.encode_batch_flat([text], split_special_tokens=not reads_specials)
+        except UnicodeEncodeError:
+            raise
+        except ValueError as error:
+            self._stop(f"fastokens refuses a text: {error}")
+            raise
+        excess_s = time.thread_time() - start_s - TEXT_CPU_S - CHAR_CPU_S * len(text)
+        if excess_s > 0:
+            self._add_excess(excess_s)
         return array("I", ids)
+
+    def forget_excess(self) -> None:
+        """Forget what texts took so far: the check at load fills caches that end with its thread."""
+        self._excess_s = 0.0
+
+    def _add_excess(self, excess_s: float) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            drained_s = EXCESS_DRAINED_PER_S * (now_s - self._excess_at_s)
+            self._excess_s = max(0.0, self._excess_s - drained_s) + excess_s
+            self._excess_at_s = now_s
+            stops = self._excess_s > EXCESS_S_MAX
+        if stops:
+            self._stop("texts took much longer than their length explains")
+
+    def _stop(self, why: str) -> None:
+        with self._lock:
+            if self.why_stopped is not None:
+                return
+            self.why_stopped = why[:WHY_CHARS_MAX]
+        for call in list(self.on_stop.values()):
+            call(self.why_stopped)
 
 
 class FastEncoderRefused(Exception):
@@ -65,32 +127,72 @@ class FastEncoderRefused(Exception):
 
 
 _encoders: WeakValueDictionary[bytes, FastEncoder] = WeakValueDictionary()
+_refused: dict[bytes, str] = {}
 _lock = Lock()
 
 
-def fast_encoder(backend: Backend, written: str) -> FastEncoder:
-    """Return the fast encoder of ``backend``, whose ``tokenizer.json`` is ``written``; equal ones share it.
+def fast_encoder(backend: Backend) -> FastEncoder:
+    """Return the fast encoder of ``backend``; equal ones share it.
 
     Raises FastEncoderRefused where fastokens does not read it, gives other ids for a text of :func:`samples`,
-    or has :data:`FAST_ENCODERS_MAX` others.
+    is slow for or refuses one of :data:`LONG_RUNS`, was stopped, or has :data:`FAST_ENCODERS_MAX` others.
     """
+    # Not the file's own text: the ids there of added tokens may be others, and fastokens makes a table as
+    # long as the highest.
+    written = backend.to_str()
     key = sha256(written.encode()).digest()
     with _lock:
+        if key in _refused:
+            raise FastEncoderRefused(_refused[key])
         encoder = _encoders.get(key)
         if encoder is not None:
             return encoder
         if len(_encoders) >= FAST_ENCODERS_MAX:
             raise FastEncoderRefused(f"{FAST_ENCODERS_MAX} other tokenizers have fast encoders")
         try:
-            encoder = FastEncoder(written)
-        except ValueError as error:
-            raise FastEncoderRefused(f"fastokens does not read it: {error}") from error
-        with ThreadPoolExecutor(1) as thread:  # the caches of a thread end with it
-            text = thread.submit(first_difference, backend, encoder).result()
-        if text is not None:
-            raise FastEncoderRefused(f"fastokens gives other ids for {text[:80]!r}")
+            encoder = _checked_encoder(backend, written)
+        except FastEncoderRefused as refused:
+            _refuse_from_now(key, str(refused))
+            raise
+        encoder.on_stop[""] = partial(_refuse_from_now, key)
         _encoders[key] = encoder
         return encoder
+
+
+def _refuse_from_now(key: bytes, why: str) -> None:
+    if len(_refused) < REFUSED_MAX:
+        _refused[key] = why[:WHY_CHARS_MAX]
+
+
+def _checked_encoder(backend: Backend, written: str) -> FastEncoder:
+    for token in backend.get_added_tokens_decoder().values():
+        if token.single_word or ((token.lstrip or token.rstrip) and not token.content.strip()):
+            raise FastEncoderRefused(f"fastokens may find the added token {token.content[:80]!r} elsewhere")
+    try:
+        encoder = FastEncoder(written)
+    except ValueError as error:
+        raise FastEncoderRefused(f"fastokens does not read it: {error}") from error
+    with ThreadPoolExecutor(1) as thread:  # the caches of a thread end with it
+        thread.submit(_check, backend, encoder).result()
+    encoder.forget_excess()
+    return encoder
+
+
+def _check(backend: Backend, encoder: FastEncoder) -> None:
+    try:
+        text = first_difference(backend, encoder)
+        if text is not None:
+            raise FastEncoderRefused(f"fastokens gives other ids for {text[:80]!r}")
+        for text in LONG_RUNS:
+            encoder.encode(text)
+            if encoder.why_stopped is not None:
+                break
+    except FastEncoderRefused:
+        raise
+    except Exception as error:  # tokenizers raises no narrower one, for a text without tokens
+        raise FastEncoderRefused(encoder.why_stopped or f"the check failed: {error}") from error
+    if encoder.why_stopped is not None:
+        raise FastEncoderRefused(encoder.why_stopped)
 
 
 def first_difference(backend: Backend, encoder: FastEncoder) -> str | None:

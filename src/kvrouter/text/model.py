@@ -320,7 +320,7 @@ class TextModel:
         by their size alone.
         """
         self._refuse_chars(chars, self.chat_max_chars, "messages")
-        cost = self.tokenizer.encode_cost
+        cost = self.tokenizer.encode_cost(chars)
         most_bytes = max(2 * self.pool.text_max_bytes(cost), RENDERED_ANYWAY_CHARS)
         self.pool.refuse_over_budget(text_bytes, cost, field="messages", bytes_max=most_bytes)
 
@@ -329,7 +329,7 @@ class TextModel:
         alone.
         """
         self._refuse_chars(chars, self.prompt_max_chars, "prompt")
-        cost = self.tokenizer.encode_cost
+        cost = self.tokenizer.encode_cost(chars)
         if self.pool.leaves_loop(chars, cost):
             self.pool.refuse_over_budget(text_bytes, cost, field="prompt")
 
@@ -363,7 +363,7 @@ class TextModel:
 
     async def _encoded_chat(self, render: Callable[..., str], chat: _Chat, chars: int) -> TokenBuffer:
         self._refuse_chars(chars, self.chat_max_chars, "messages")
-        if self.pool.leaves_loop(chars, self.tokenizer.encode_cost):
+        if self.pool.leaves_loop(chars, self.tokenizer.encode_cost(chars)):
             text = await self.pool.run(partial(render, cpu_s_max=CPU_S_MAX), chat)
         else:
             text = render(chat, cpu_s_max=CPU_S_MAX_ON_LOOP)
@@ -378,12 +378,13 @@ class TextModel:
 
     async def encode_beginning(self, text: str) -> TokenBuffer:
         """Return the ids of the longest beginning of ``text`` that fits into the context and the budget."""
-        text = self.pool.fits(text[: self.prompt_max_chars], self.tokenizer.encode_cost)
+        text = text[: self.prompt_max_chars]
+        text = self.pool.fits(text, self.tokenizer.encode_cost(len(text)))
         return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
 
     async def _encoded(self, encode: Callable[[str], TokenBuffer], text: str, field: str) -> TokenBuffer:
         self._refuse_chars(len(text), self.prompt_max_chars, field)
-        cost, count_bytes = self.tokenizer.encode_cost, self.tokenizer.normalized_bytes
+        cost, count_bytes = self.tokenizer.encode_cost(len(text)), self.tokenizer.normalized_bytes
         return await self.pool.encode(encode, text, field=field, cost=cost, count_bytes=count_bytes)
 
     def _refuse_chars(self, chars: int, chars_max: int, field: str) -> None:

@@ -21,7 +21,7 @@ from kvrouter.core import allocator
 from kvrouter.core.errors import BodyTooLarge, ConfigError, InvalidRequest, Unavailable
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.converted import converted_backend, is_read_by_mistral, other_formats
-from kvrouter.text.fast_encoder import FastEncoder, FastEncoderRefused, fast_encoder
+from kvrouter.text.fast_encoder import FAST_TEXT_CHARS_MAX, FastEncoder, FastEncoderRefused, fast_encoder
 from kvrouter.text.token_lengths import TokenPieces, longest_token_chars, normal_forms, normalized_bytes
 
 
@@ -58,27 +58,22 @@ class Tokenizer:
         eos_tokens: Iterable[str] = (),
         eos_ids: Iterable[int] = (),
         reads_specials: bool = True,
-        written: str | None = None,
     ) -> None:
         """Take over ``backend``. An ``eos_tokens`` entry outside the vocabulary raises ConfigError. Without
-        ``reads_specials``, a special token written in a completion's prompt is text. ``written`` is the
-        ``tokenizer.json`` of ``backend`` where that has been read.
+        ``reads_specials``, a special token written in a completion's prompt is text.
         """
         backend.no_truncation()
         backend.no_padding()
-        written = written or backend.to_str()
         self._backend = self._prompt_backend = backend
         self._fast: FastEncoder | None = None
-        self.why_slow: str | None = None
-        """Why texts are encoded by the ``tokenizers`` library; None with a fast encoder."""
+        self._why_refused: str | None = None
         if not reads_specials:
-            self._prompt_backend = Backend.from_str(written)
+            self._prompt_backend = Backend.from_str(backend.to_str())
             self._prompt_backend.encode_special_tokens = True
         try:
-            self._fast = fast_encoder(backend, written)
+            self._fast = fast_encoder(backend)
         except FastEncoderRefused as refused:
-            self.why_slow = str(refused)
-        self.encode_cost = SLOW if self._fast is None else FAST
+            self._why_refused = str(refused)
         vocabulary = backend.get_vocab()
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -102,18 +97,33 @@ class Tokenizer:
         """Read ``tokenizer.json``, else another format, and, where they exist, the configurations that name
         the end tokens.
         """
-        backend, written = _backend_of(folder)
         eos_token = token_content(read_json_object(folder / "tokenizer_config.json").get("eos_token"))
         eos_ids: set[int] = set()
         for name in EOS_FILES:
             eos_ids.update(_as_ids(read_json_object(folder / name).get("eos_token_id")))
         return cls(
-            backend,
+            _backend_of(folder),
             eos_tokens=[eos_token] if eos_token else [],
             eos_ids=eos_ids,
             reads_specials=not is_read_by_mistral(folder),
-            written=written,
         )
+
+    @property
+    def why_slow(self) -> str | None:
+        """Why texts are encoded by the ``tokenizers`` library; None with a fast encoder."""
+        return self._why_refused if self._fast is None else self._fast.why_stopped
+
+    def when_slow(self, name: str, call: Callable[[str], None]) -> None:
+        """Let ``call`` be called, in any thread, when the fast encoder is stopped; one for each name."""
+        if self._fast is not None:
+            self._fast.on_stop[name] = call
+
+    def encode_cost(self, chars: int) -> "EncodeCost":
+        """Return what encoding a text of ``chars`` characters costs."""
+        return FAST if self._encoder_for(chars) is not None else SLOW
+
+    def _encoder_for(self, chars: int) -> FastEncoder | None:
+        return self._fast if chars <= FAST_TEXT_CHARS_MAX and self.why_slow is None else None
 
     def encode(self, text: str) -> TokenBuffer:
         """Return the ids of ``text`` without additions, for rendered chats. Releases the GIL.
@@ -128,10 +138,11 @@ class Tokenizer:
         return self.bos_ids + ids if self.bos_ids else ids
 
     def _encoded(self, backend: Backend, text: str) -> TokenBuffer:
-        if self._fast is not None:
+        fast = self._encoder_for(len(text))
+        if fast is not None:
             # Half a surrogate pair, or a text beyond a limit of its regular expressions, is for the other.
             with suppress(ValueError):
-                return self._fast.encode(text, reads_specials=not backend.encode_special_tokens)
+                return fast.encode(text, reads_specials=not backend.encode_special_tokens)
         return _encoded(backend, text)
 
     def normalized_bytes(self, text: str) -> int:
@@ -152,19 +163,19 @@ def _encoded(backend: Backend, text: str) -> TokenBuffer:
     return array("I", encoding.ids)
 
 
-def _backend_of(folder: Path) -> tuple[Backend, str | None]:
-    """Return the tokenizer of a folder, and its ``tokenizer.json`` where it was read from that."""
+def _backend_of(folder: Path) -> Backend:
+    """Return the tokenizer of a folder."""
     path = folder / "tokenizer.json"
     if not path.exists() and other_formats(folder):
-        return converted_backend(folder), None
+        return converted_backend(folder)
     if is_read_by_mistral(folder) and find_spec("transformers") is not None:
-        return converted_backend(folder), None  # the two may differ, and the engine uses this one
+        return converted_backend(folder)  # the two may differ, and the engine uses this one
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the tokenizer {path}: {error.strerror}", param=str(path)) from error
     try:
-        return Backend.from_buffer(content), content.decode()
+        return Backend.from_buffer(content)
     except ValueError as error:
         raise ConfigError(f"{path} is not a tokenizer: {error}", param=str(path)) from error
 
@@ -205,9 +216,10 @@ SLOW = EncodeCost(8_192, 512)
 repeated letter, 330 to 460 where each character is a word and a token.
 """
 
-FAST = EncodeCost(16_384, 96)
-"""By a fast encoder: 0.15 ms for prose and code, 0.8 ms for words that are all new, at most 4 ms for noise.
-Measured memory: 10 to 70.
+FAST = EncodeCost(16_384, 128)
+"""By a fast encoder: 0.15 ms for prose and code, 0.8 ms for words that are all new, 4 ms for noise; and once
+in a thread each up to 0.1 s for the first text, and 30, 58 and 119 ms when its cache of words grows.
+Measured memory: 10 to 70, and up to 105 after a text so long that the allocator maps no more of its own.
 """
 
 TOKEN_CHARS_UNKNOWN = 128
@@ -248,7 +260,7 @@ class EncodeLimits:
     """The limits of tokenizing: memory, threads and waiting."""
 
     off_loop_chars: int | None = None
-    """Longer prompts are encoded in a thread; None: as the tokenizer's ``EncodeCost`` has it."""
+    """Longer prompts are encoded in a thread; None: as the text's ``EncodeCost`` has it."""
     bytes_max: int = 512 * 1024 * 1024
     """The memory budget of all running encodings, counted by ``EncodeCost``."""
     waiting_max: int = 256

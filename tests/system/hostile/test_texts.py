@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.text.tokenizer import FAST
+from kvrouter.text.tokenizer import SLOW
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
 from tests.testing.processes import Frontend, fleet
@@ -45,7 +45,7 @@ async def test_concurrent_long_texts_stay_within_the_tokenize_budget() -> None:
         await here.worker("--context-length", str(CONTEXT_TOKENS), "--total-kv-blocks", "100000")
         frontend = await here.frontend()
         meter = Meter(frontend.pid)
-        text = "1 " * (BUDGET_BYTES // FAST.bytes_per_byte // 2 - 100)
+        text = "1 " * (BUDGET_BYTES // SLOW.bytes_per_byte // 2 - 100)
         before_bytes = meter.resident_bytes()
         async with Bystanders(frontend):
             meter.forget_peak()
@@ -53,7 +53,7 @@ async def test_concurrent_long_texts_stay_within_the_tokenize_budget() -> None:
             peak_bytes = meter.peak_bytes() - before_bytes
         assert statuses == [400] * 6, "each is tokenized, and is longer than what the answer leaves it"
         assert peak_bytes < BUDGET_BYTES * 0.7
-        longer = "1 " * (BUDGET_BYTES // FAST.bytes_per_byte // 2 + 1)
+        longer = "1 " * (BUDGET_BYTES // SLOW.bytes_per_byte // 2 + 1)
         reply = await frontend.http.post(COMPLETION, json=call(COMPLETION, longer))
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "prompt_over_budget")
         assert "KVROUTER_TOKENIZE_MAX_BYTES" in reply.text

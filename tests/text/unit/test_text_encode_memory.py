@@ -129,7 +129,7 @@ def test_encoding_holds_no_more_memory_than_counted(kind: str, fast: bool) -> No
 def measure(tokenizer: Tokenizer, text: str) -> str:
     """Return the bytes that encoding holds at its peak, and those that it is counted as."""
     text = text * (TEXT_BYTES // len(text.encode()))
-    counted_bytes = tokenizer.encode_cost.bytes_per_byte * tokenizer.normalized_bytes(text)
+    counted_bytes = tokenizer.encode_cost(len(text)).bytes_per_byte * tokenizer.normalized_bytes(text)
     gc.collect()
     meter = Meter(os.getpid())
     before_bytes = meter.resident_bytes()

@@ -10,7 +10,7 @@ from kvrouter.app.text_models import TextModelLoader
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.text.source import MOCK_FOLDER, MOCK_TOKENIZER
-from kvrouter.text.tokenizer import FAST, TOKEN_TEXT_BYTES, EncodeLimits, EncodePool
+from kvrouter.text.tokenizer import SLOW, TOKEN_TEXT_BYTES, EncodeLimits, EncodePool
 from kvrouter.transports.records.port import Gone
 from tests.testing.constants import SetConstants
 from tests.testing.router_harness import card
@@ -94,7 +94,7 @@ async def test_a_context_over_the_tokenize_budget_is_logged_once_per_model(
     def logged() -> list[str]:
         return [each.getMessage() for each in caplog.records if "tokenize_budget_small" in each.getMessage()]
 
-    pool = EncodePool(EncodeLimits(bytes_max=262_144 * TOKEN_TEXT_BYTES * FAST.bytes_per_byte))
+    pool = EncodePool(EncodeLimits(bytes_max=262_144 * TOKEN_TEXT_BYTES * SLOW.bytes_per_byte))
     loader = TextModelLoader({}, pool)
     fits, over = (
         replace(serving("m", 1), context_length=262_144),
@@ -104,9 +104,9 @@ async def test_a_context_over_the_tokenize_budget_is_logged_once_per_model(
     assert logged() == []
     await announce(loader, over, fits, over, replace(serving("n", 2), context_length=10**6))
     first, second = logged()
-    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 100663680" in first
-    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 384000000" in second
-    TextModelLoader({}, EncodePool(EncodeLimits(bytes_max=384_000_000)), dict(loader.texts))
+    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 536872960" in first
+    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 2048000000" in second
+    TextModelLoader({}, EncodePool(EncodeLimits(bytes_max=2_048_000_000)), dict(loader.texts))
     assert len(logged()) == 2
     TextModelLoader({}, pool, dict(loader.texts))
     assert len(logged()) == 4
