@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -158,7 +158,8 @@ async def _ended(name: str, process: Process) -> int:
     """Copy the process's standard error until it has ended; return its exit code."""
     if process.stderr is None:
         return await process.wait()
-    lines = asyncio.get_running_loop().create_task(copy_lines(name, process.stderr))
+    copying = copy_lines(name, process.stderr, lambda: process.returncode is None)
+    lines = asyncio.get_running_loop().create_task(copying)
     try:
         code = await process.wait()
         await asyncio.wait({lines}, timeout=LAST_LINES_S)
@@ -196,20 +197,22 @@ def _why(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
+async def copy_lines(name: str, lines: asyncio.StreamReader, is_running: Callable[[], bool]) -> None:
     """Copy a child's lines to this process's standard error, each after the child's name.
 
-    A child blocks when its output is not read, so an overlong line is dropped and the next one is read.
+    A child blocks when its output is not read, so an overlong line is dropped and the next one is read. While
+    nobody reads this process's, a running child's is not read either: its own log knows what to keep.
     """
     while True:
         try:
             line = await lines.readline()
         except ValueError:
-            write_line(f"{name} | … a line too long to show\n")
-            continue
-        if not line:
-            return
-        write_line(f"{name} | {line.decode(errors='replace').rstrip()}\n")
+            text = "… a line too long to show"
+        else:
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+        await write_line(f"{name} | {text}\n", is_running)
 
 
 def _die_with_parent() -> None:

@@ -82,6 +82,7 @@ class FrontendInstrumentation:
         if placement is not None:
             fields.update(decision_fields(placement))
             fields["attempts"] = placement.decision.attempt + 1 if generation is None else generation.attempts
+            fields["isl_tokens"] = placement.prompt.isl_tokens
         if generation is not None:
             fields.update(_served(generation))
         fields["duration_s"] = duration_s

@@ -377,17 +377,17 @@ class Calls:
         bootstrap: Bootstrap | None = None
         if books:
             placement = await self._bookings.book(model_router, request)
-            call.placement = placement
-            call.decision, bootstrap = placement.decision, placement.bootstrap
+            call.placed(placement)
+            decision, bootstrap = placement.decision, placement.bootstrap
             call.decided_s = placement.decision_s
         else:
             began_s = time.monotonic()
-            call.decision = model_router.explain(request)
+            decision = call.decision = model_router.explain(request)
             call.decided_s = time.monotonic() - began_s
         return routed(
             request,
             model_router.fleet,
-            call.decision,
+            decision,
             bootstrap=bootstrap,
             lease_ttl_s=self._lease_ttl_s if books else None,
         )
@@ -411,8 +411,7 @@ class Calls:
             raise InvalidRequest("query: this route takes none", param="query")
         request = await self._prepared(call)
         model_router = self._service.model(request.model)
-        result = await self._prefills.prefill(model_router, request)
-        call.placement, call.decision = result.placement, result.placement.decision
+        result = await self._prefills.prefill(model_router, request, call.placed)
         return prefilled(request, model_router.fleet, result)
 
 
@@ -444,6 +443,10 @@ class _Call:
         self.placement: Placement | None = None
         self.model: ModelName | None = None
         self.request_id = RequestId("-")
+
+    def placed(self, placement: Placement) -> None:
+        """Note where the call goes, or goes next after a failure."""
+        self.placement, self.decision = placement, placement.decision
 
 
 def _books(query: str) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrouter.core.errors import (
@@ -96,9 +96,14 @@ class PrefillDispatch:
     def __len__(self) -> int:
         return len(self._running)
 
-    async def prefill(self, model: ModelRouter, request: GenerateRequest) -> Prefilled:
-        """Pick a prefill worker and send it the leg. Returns when the KV is ready; in a bootstrap handoff,
-        once the worker has accepted the leg, which continues.
+    async def prefill(
+        self,
+        model: ModelRouter,
+        request: GenerateRequest,
+        placed: Callable[[Placement], None] = lambda _: None,
+    ) -> Prefilled:
+        """Pick a prefill worker, pass each placement to ``placed``, and send the leg. Returns when the KV is
+        ready; in a bootstrap handoff, once the worker has accepted the leg, which continues.
 
         Raises :class:`ShuttingDown`, :class:`RoutingRefused`, :class:`RequestInUse`, :class:`PrefillsFull`,
         :class:`PrefillDiscarded`, :class:`WorkerFailed`, :class:`DeadlineExceeded`, the worker's refusal.
@@ -114,6 +119,7 @@ class PrefillDispatch:
         run = self._running[request_id] = _Run(
             model,
             request,
+            placed,
             self._transport,
             self._instrumentation,
             redispatches_max=self._redispatches_max,
@@ -219,6 +225,7 @@ class _Run:
         self,
         model: ModelRouter,
         request: GenerateRequest,
+        placed: Callable[[Placement], None],
         transport: RequestTransport,
         instrumentation: ServiceInstrumentation,
         *,
@@ -233,6 +240,7 @@ class _Run:
         self.is_discarded = False
         """Whether :meth:`discard` was called."""
         self._model = model
+        self._placed = placed
         self._transport = transport
         self._instrumentation = instrumentation
         self._until_s = until_s
@@ -308,6 +316,7 @@ class _Run:
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
+        self._placed(placement)
         if driver.last_loss is not None:
             self._instrumentation.sent_again(request, driver.last_loss, streaming=False)
         return driver.placed(Attempt(placement))

@@ -3,10 +3,11 @@
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TextIO
+from weakref import WeakSet
 
 BATCH_S = 0.05
 """How long a line may wait for others, in seconds."""
@@ -20,8 +21,14 @@ WAITING_CHARS_MAX = 1 << 20
 URGENT_CHARS_MAX = 2 * WAITING_CHARS_MAX
 """The same for urgent lines: those of a stalled reader's first minutes leave room for later warnings."""
 
-FLUSH_LIMIT_S = 1.0
-"""How long an ending process waits for a stalled reader, in seconds."""
+STALL_LIMIT_S = 1.0
+"""How long an ending process waits for a reader that reads nothing, in seconds."""
+
+FLUSH_LIMIT_S = 10.0
+"""How long it waits for one that reads slowly."""
+
+PIECE_BYTES = select.PIPE_BUF - 1
+"""So much is written at once, which no other process's lines get into, with a newline after a cut line."""
 
 
 class LogWriter:
@@ -34,6 +41,9 @@ class LogWriter:
 
     def __init__(self, stream: TextIO, lost_line: Callable[[int], str]) -> None:
         self._write = _writing_to(stream)
+        self._written_bytes = 0
+        self._is_cut = False
+        """Whether half of a line was written last."""
         self._lost_line = lost_line
         self._lock = threading.RLock()  # a garbage collection under the lock may log
         self._lines: list[str] = []
@@ -45,7 +55,7 @@ class LogWriter:
         self._at_once = threading.Event()
         self._is_closed = False
         self._is_forked = False
-        os.register_at_fork(after_in_child=self._forked)
+        _WRITERS.add(self)
         threading.Thread(target=self._run, name="kvrouter-log", daemon=True).start()
 
     def write(self, line: str, *, is_urgent: bool) -> None:
@@ -64,12 +74,21 @@ class LogWriter:
         elif not before:
             self._wakes.put(None)
 
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of what may wait, or more, does."""
+        return self._chars >= WAITING_CHARS_MAX // 2
+
     def flush(self) -> None:
-        """Wait until all lines are written, for at most :data:`FLUSH_LIMIT_S`."""
-        if not self._is_forked and not self._is_closed:
-            written = threading.Event()
-            self._wakes.put(written)
-            written.wait(FLUSH_LIMIT_S)
+        """Wait until all lines are written, while their reader reads, for at most :data:`FLUSH_LIMIT_S`."""
+        if self._is_forked or self._is_closed:
+            return
+        written = threading.Event()
+        self._wakes.put(written)
+        for _ in range(int(FLUSH_LIMIT_S / STALL_LIMIT_S)):
+            before = self._written_bytes
+            if written.wait(STALL_LIMIT_S) or self._written_bytes == before:
+                return
 
     def close(self) -> None:
         """Write all lines, and end the thread."""
@@ -93,17 +112,27 @@ class LogWriter:
         with self._lock:
             lines, lost = self._lines, self.lines_lost - self._said
             self._lines, self._chars, self._said = [], 0, self.lines_lost
-        if not lines and not lost:
-            return
-        text = "".join(lines)
+        left = len(lines)
         try:
-            self._write(text + self._lost_line(lost) if lost else text)
-        except (OSError, ValueError):  # the disk is full, the reader is gone, or the stream is closed
+            if lost:
+                lines.append(self._lost_line(lost))
+            for piece in _pieces(lines):
+                self._write_piece(b"".join(piece))
+                left -= len(piece)
+        except Exception:  # noqa: BLE001 - a full disk, a reader that is gone, no memory: later lines may do
             with self._lock:
                 self._said -= lost
-                self.lines_lost += len(lines)
+                self.lines_lost += left
 
-    def _forked(self) -> None:
+    def _write_piece(self, piece: bytes) -> None:
+        rest = memoryview(b"\n" + piece if self._is_cut else piece)
+        while rest:
+            n_bytes = self._write(rest)
+            self._written_bytes += n_bytes
+            self._is_cut = rest[n_bytes - 1] != ord("\n")
+            rest = rest[n_bytes:]
+
+    def forked(self) -> None:
         """In a forked process: leave the parent's lines to the parent, and write each line at once, since the
         thread is the parent's.
         """
@@ -112,25 +141,51 @@ class LogWriter:
         self._is_forked = True
 
 
-def _writing_to(stream: TextIO) -> Callable[[str], None]:
-    """Return what writes a text to a stream: to its descriptor where it has one, past locks and buffers that
-    others would wait for.
+_WRITERS = WeakSet[LogWriter]()
+
+
+def _forked() -> None:
+    for writer in _WRITERS:
+        writer.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _pieces(lines: Sequence[str]) -> Iterator[list[bytes]]:
+    """Yield the lines by as many as one write takes; one that is longer comes alone."""
+    piece: list[bytes] = []
+    n_bytes = 0
+    for line in lines:
+        encoded = line.encode(errors="backslashreplace")
+        if piece and n_bytes + len(encoded) > PIECE_BYTES:
+            yield piece
+            piece, n_bytes = [], 0
+        piece.append(encoded)
+        n_bytes += len(encoded)
+    if piece:
+        yield piece
+
+
+def _writing_to(stream: TextIO) -> Callable[[memoryview], int]:
+    """Return what writes to a stream and returns how many bytes it wrote: to its descriptor where it has one,
+    past locks and buffers that others would wait for.
     """
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
 
-        def write_stream(text: str) -> None:
-            stream.write(text)
+        def write_stream(text: memoryview) -> int:
+            stream.write(str(text, "utf-8"))
             stream.flush()
+            return len(text)
 
         return write_stream
 
-    def write(text: str) -> None:
-        left = memoryview(text.encode(errors="backslashreplace"))
-        while left:
+    def write(text: memoryview) -> int:
+        while True:
             try:
-                left = left[os.write(descriptor, left) :]
+                return os.write(descriptor, text)
             except BlockingIOError:  # another process made the common descriptor non-blocking
                 ready = select.poll()
                 ready.register(descriptor, select.POLLOUT)

@@ -1,5 +1,6 @@
 """The log of a process: its configuration, where its lines go, and a throttle for repeated lines."""
 
+import asyncio
 import logging
 import os
 import sys
@@ -9,7 +10,7 @@ from typing import NamedTuple, TextIO
 
 from kvrouter.telemetry.log_events import EMISSION, Event, emit_record
 from kvrouter.telemetry.log_forms import LogValue, cut, event_text, json_line, json_text, text_line
-from kvrouter.telemetry.log_writer import LogWriter
+from kvrouter.telemetry.log_writer import BATCH_S, LogWriter
 
 ROOT = "kvrouter"
 """The parent of all kvrouter loggers."""
@@ -68,7 +69,10 @@ class LogOutput:
         return text_line(time.time(), event.level, message, error, is_coloured=self.is_coloured)
 
     def _lost_line(self, lines: int) -> str:
-        return self._event_line(__name__, Event.LOG_LINES_LOST, {"lines": lines}, None)
+        event = Event.LOG_LINES_LOST
+        if not logging.getLogger(__name__).isEnabledFor(event.level):
+            return ""
+        return self._event_line(__name__, event, {"lines": lines}, None)
 
 
 def _wants_colours() -> bool:
@@ -87,7 +91,7 @@ class _Handler(logging.Handler):
         """Write the line of a record."""
         try:
             self.output.emit_record(record)
-        except (TypeError, ValueError):  # arguments that do not fit the message
+        except Exception:  # noqa: BLE001 - as handlers of logging do: arguments may raise anything
             self.handleError(record)
 
     def flush(self) -> None:
@@ -108,6 +112,8 @@ def configure_logging(level: str, *, log_format: str, stream: TextIO | None = No
     if log_format not in FORMATS:
         raise ValueError(f"log_format: must be one of {', '.join(FORMATS)}, not {log_format!r}")
     close_log()
+    if sys.stderr is None:  # whoever started the process closed it
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
     output = LogOutput(sys.stderr if stream is None else stream, is_json=log_format == "json")
     logger = logging.getLogger(ROOT)
     logger.addHandler(_Handler(output))
@@ -143,13 +149,25 @@ def lines_lost() -> int:
     return 0 if output is None else output.writer.lines_lost
 
 
-def write_line(line: str) -> None:
-    """Write a foreign line as it is, in order with those of the log; without a log to standard error."""
+def flush_log() -> None:
+    """Wait until the lines so far are written, within the writer's bounds."""
+    output = log_output()
+    if output is not None:
+        output.writer.flush()
+
+
+async def write_line(line: str, waits: Callable[[], bool]) -> None:
+    """Write a foreign line as it is, in order with those of the log; without a log to standard error.
+
+    While ``waits()``, it waits until there is room that the log's own lines do not need.
+    """
     output = log_output()
     if output is None:
         sys.stderr.write(line)
-    else:
-        output.writer.write(line, is_urgent=False)
+        return
+    while output.writer.is_half_full and waits():  # noqa: ASYNC110 - a thread makes room
+        await asyncio.sleep(BATCH_S)
+    output.writer.write(line, is_urgent=not waits())
 
 
 AGAIN_AFTER_S = 60.0

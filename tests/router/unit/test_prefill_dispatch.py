@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from msgspec import structs
@@ -51,9 +51,11 @@ class Place:
     plane: ScriptedTransport
     bookings: Bookings
     prefills: PrefillDispatch
+    placed: list[Placement] = field(default_factory=list)
 
     async def prefill(self, request_id: str = "r1") -> Prefilled:
-        return await self.prefills.prefill(self.harness.model, generate_request(request_id=request_id))
+        request = generate_request(request_id=request_id)
+        return await self.prefills.prefill(self.harness.model, request, self.placed.append)
 
     def faults(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Fault]]:
         """What is counted against workers from now on, by their addresses."""
@@ -314,7 +316,7 @@ async def fails_at(here: Place, worker_id: int, request_id: str, error: type[Exc
     pin = Pin(WorkerId(worker_id))
     request = structs.replace(generate_request(request_id=request_id), prefill_pin=pin)
     with pytest.raises(error):
-        await here.prefills.prefill(here.harness.model, request)
+        await here.prefills.prefill(here.harness.model, request, here.placed.append)
 
 
 async def test_a_repeatedly_failing_prefill_worker_has_an_open_circuit() -> None:
@@ -343,6 +345,7 @@ async def test_a_silent_prefill_worker_has_an_open_circuit(bootstrap: bool) -> N
                 await here.prefills.wait_idle(60)
             else:
                 await fails_at(here, 1, f"r{number}", DeadlineExceeded)
+                assert [each.decision.request_id for each in here.placed][number:] == [f"r{number}"]
         assert state_of(WorkerId(1)) is CircuitState.OPEN
         assert here.is_clean
 

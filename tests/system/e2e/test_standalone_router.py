@@ -131,6 +131,7 @@ async def test_a_standalone_router_exports_spans_of_routes_and_prefills(shared_n
         assert await router.stop() == 0
         ended = [line for line in router.lines().splitlines() if " request_ended " in line]
     assert [" decision_us=" in line for line in ended] == [True, True, False, False], "of what it booked"
+    assert [f" isl_tokens={len(TOKENS)} " in line for line in ended] == [True, True, False, False]
     assert {span.trace_id.hex() for span in found.spans} == {parent.split("-")[1]}
     (prefill,) = found.named("POST /v1/prefill")
     assert prefill.parent_span_id.hex() == parent.split("-")[2]

@@ -4,16 +4,21 @@ import fcntl
 import io
 import os
 import re
+import resource
 import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from kvrouter.telemetry import log_writer
 from kvrouter.telemetry.log_writer import URGENT_CHARS_MAX, WAITING_CHARS_MAX, LogWriter
+from tests.testing.constants import SetConstants
 
 LOST = re.compile(r"lost (\d+)")
 
@@ -100,28 +105,116 @@ def test_warnings_are_bounded_too(pipe: Pipe) -> None:
     assert len(pipe.read()) < 2.5 * URGENT_CHARS_MAX
 
 
-class Failing(io.StringIO):
-    """A stream whose disk is full at first."""
+WRITES = """
+import sys
+from kvrouter.telemetry.log_writer import LogWriter
+writer = LogWriter(sys.stderr, str)
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(10_000):
+    writer.write(f"{sys.argv[1]} {number:06d} {'x' * (number % 100)}.\\n", is_urgent=False)
+writer.close()
+"""
 
-    is_full = True
+
+def test_lines_of_processes_that_share_a_pipe_arrive_whole() -> None:
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    pipe = subprocess.PIPE
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITES, name], stdin=pipe, stdout=pipe, stderr=write_end)
+        for name in "ab"
+    ]
+    os.close(write_end)
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(b"go\n")
+        writer.stdin.flush()
+    with os.fdopen(read_end) as reader:
+        lines = reader.read().splitlines()
+    for writer in writers:
+        writer.communicate()
+    for name in "ab":
+        expected = [f"{name} {number:06d} {'x' * (number % 100)}." for number in range(10_000)]
+        assert [line for line in lines if line.startswith(name)] == expected
+
+
+def test_flush_waits_for_a_reader_that_is_slow_but_reads(set_constants: SetConstants) -> None:
+    set_constants(log_writer, STALL_LIMIT_S=0.2, FLUSH_LIMIT_S=60.0)
+    pipe = Pipe()
+    for _ in range(20 * 41):
+        pipe.writer.write("x" * 99 + "\n", is_urgent=False)
+    with ThreadPoolExecutor() as threads:
+        flushing = threads.submit(pipe.writer.flush)
+        text = ""
+        while not flushing.done():
+            text += pipe.read_line()
+            time.sleep(0.05)
+    assert len(text) > 78_000
+    pipe.end()
+
+
+class Failing(io.StringIO):
+    """A stream that raises an error at first."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error: Exception | None = error
 
     def write(self, text: str) -> int:
         """Write the text, or fail."""
-        if self.is_full:
-            raise OSError("no space left")
+        if self.error is not None:
+            raise self.error
         return super().write(text)
 
 
-def test_lines_that_cannot_be_written_are_counted_once_others_can() -> None:
-    stream = Failing()
+@pytest.mark.parametrize("error", [OSError("no space left"), MemoryError()])
+def test_lines_that_cannot_be_written_are_counted_once_others_can(error: Exception) -> None:
+    stream = Failing(error)
     writer = LogWriter(stream, lost_line)
     for _ in range(2):
         writer.write("a\n", is_urgent=False)
         writer.flush()
-    stream.is_full = False
+    stream.error = None
     writer.write("b\n", is_urgent=False)
     writer.close()
     assert stream.getvalue() == "b\nlost 2\n"
+
+
+def test_line_after_half_a_line_begins_a_new_one(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    at = tmp_path / "log"
+    with at.open("w") as stream:
+        writer = LogWriter(stream, lost_line)
+        writer.write("whole\n", is_urgent=False)
+        writer.flush()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+            writer.write("half of it\n", is_urgent=False)
+            writer.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        writer.write("next\n", is_urgent=False)
+        writer.close()
+    assert at.read_text() == "whole\nha\nnext\nlost 1\n"
+
+
+def test_only_lines_that_were_not_written_count_as_lost() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if self.tell():
+                raise OSError("no space left")
+            return super().write(text)
+
+    stream = Full()
+    writer = LogWriter(stream, lost_line)
+    for _ in range(3):
+        writer.write("a" * 4000 + "\n", is_urgent=False)
+    writer.close()
+    assert (len(stream.getvalue()), writer.lines_lost) == (4001, 2)
 
 
 def test_non_blocking_descriptor_loses_nothing(pipe: Pipe) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import WorkerFailed
 from kvrouter.telemetry import Event, configure_logging, log_event
 from kvrouter.telemetry.log_forms import event_text, json_text
+from kvrouter.telemetry.logs import log_output
 from tests.testing.log_streams import LogStream, LogTerminal
 
 LOGGER = logging.getLogger("kvrouter.test")
@@ -112,6 +113,42 @@ def test_a_line_of_another_library_has_the_form_of_the_log(log_format: str) -> N
         assert (entry["level"], entry["logger"], entry["event"]) == ("warning", "elsewhere", "x\nis late")
     else:
         assert line[25:] == 'WARNING "x\\nis late"'
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise AttributeError("half made")
+
+
+@pytest.mark.parametrize(("message", "argument"), [("%(x)s", {"y": 1}), ("%r", Unprintable())])
+def test_bad_log_call_of_another_library_raises_nothing_there(
+    message: str, argument: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines("text")
+    assert logging.lastResort is not None
+    logging.lastResort.handle(logging.LogRecord("x", logging.WARNING, "", 1, message, (argument,), None))
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
+def test_lost_lines_are_not_said_at_a_level_without_warnings() -> None:
+    stream = lines("text", level="error")
+    output = log_output()
+    assert output is not None
+    output.writer.lines_lost += 1
+    log_event(LOGGER, Event.INTERNAL_ERROR)
+    assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["internal_error"]
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_log_of_a_process_without_standard_error_goes_nowhere(log_format: str) -> None:
+    program = (
+        "import logging\n"
+        "from kvrouter.telemetry import Event, configure_logging, log_event\n"
+        f"configure_logging('info', log_format='{log_format}')\n"
+        "log_event(logging.getLogger('kvrouter.router'), Event.DRAIN)\n"
+    )
+    ran = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], check=False)
+    assert ran.returncode == 0
 
 
 @given(st.text(st.characters(exclude_categories=()), max_size=20))

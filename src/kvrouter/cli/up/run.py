@@ -38,6 +38,7 @@ from kvrouter.settings.setting import installed_version
 from kvrouter.settings.tree import LogFormat, Settings
 from kvrouter.telemetry import Event, Telemetry, log_event, wants_gen_ai
 from kvrouter.telemetry.joined_workers import joined_as_table
+from kvrouter.telemetry.logs import flush_log
 from kvrouter.transports.background import running
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ async def _serve(
         show_joined()
         if settings.log.log_format is LogFormat.TEXT:
             expected = system.expected()
+            await asyncio.to_thread(flush_log)  # the table comes first
             write_text(first_screen([url_of(*system.address)], fleet, expected))
             if system.attached is not None:
                 changes = write_changes(expected, system.attached.changes())
