@@ -1,7 +1,7 @@
 """A tokenizer that has a fast encoder gives the same ids as ``tokenizers``, for any text."""
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from kvrouter.text import fast_encoder
 from kvrouter.text.fast_encoder import TEXTS
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
@@ -47,6 +48,15 @@ KINDS: dict[str, Callable[[], Backend]] = {
     "as Qwen's": lambda: trained(LLAMA.replace("{1,3}", ""), normalizers.NFC(), ignores_merges=False),
     "of an unknown pattern": lambda: trained(UNKNOWN, None, ignores_merges=False),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def many_fast_encoders() -> Iterator[None]:
+    """Tokenizers of other tests in this process do not count here, and these do not count there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_encoder, "FAST_ENCODERS_MAX", 1000)
+        yield
+    both.cache_clear()
 
 
 @cache
