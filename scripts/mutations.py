@@ -190,8 +190,8 @@ MUTATIONS = (
     Mutation(
         "native-approximate-blocks-live-on",
         NATIVE + "approximate.rs",
-        "touch.at_s + self.ttl_s <= now_s) {\n            let number",
-        "touch.at_s + 2.0 * self.ttl_s <= now_s) {\n            let number",
+        "if touch.at_s + self.ttl_s <= now_s {",
+        "if touch.at_s + 2.0 * self.ttl_s <= now_s {",
     ),
 )
 

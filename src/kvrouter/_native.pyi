@@ -273,11 +273,11 @@ class ApproximateIndex:
         cls, *, ttl_s: float = 120.0, max_blocks: int = ..., prune_target_ratio: float = 0.8
     ) -> ApproximateIndex: ...
     def touch(self, slot: Slot, prompt: Prompt, now_s: float) -> None:
-        """Record a decision that sends the prompt to the slot, and remove expired blocks."""
+        """Record a decision that sends the prompt to the slot, and remove blocks as expire does."""
     def overlap(self, prompt: Prompt, out: U32Buffer, now_s: float) -> None:
         """Fill ``out`` as BlockIndex.overlap does, without expired blocks."""
     def expire(self, now_s: float) -> int:
-        """Remove expired blocks; return their number."""
+        """Remove expired blocks, 4,096 at most; return how many this call removed."""
     def drop(self, slot: Slot) -> int:
         """Remove the slot's blocks; return their number."""
     def stats(self) -> ApproximateStats:

@@ -4,27 +4,35 @@
 //! A decision touches a prompt from its first block on, so along a prompt no block was touched later than the
 //! ones before it, and the blocks that a later decision touched again are a prefix.
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 use crate::holders::{HolderSets, Holders, SLOTS_MAX};
 use crate::overlap::{overlap, Mixer};
 use crate::pages::PagePool;
 use crate::table::Table;
 
-/// Touched blocks may be listed twice as often as they are held, and this often besides.
-const LISTED_SLACK: usize = 1 << 16;
+/// A call removes at most this many old blocks, and as many as it adds: about a millisecond of its caller's time.
+const PIECE: usize = 4096;
+
+/// Neither a touch before the oldest one nor one after the newest.
+const NONE: u32 = u32::MAX;
 
 pub struct ApproximateIndex {
     blocks: Table<Holders>,
     sets: HolderSets,
-    /// For each slot, sequence key → number of the last touch.
+    /// For each slot, sequence key → place of its last touch in `touches`.
     slots: Vec<Table<u32>>,
-    /// Oldest first; the number of the first is `first_number`, and so on.
-    touches: VecDeque<Touch>,
-    first_number: u32,
+    /// Linked by age; a touch is here while it is the last one of some block.
+    touches: Vec<Touch>,
+    oldest: u32,
+    newest: u32,
+    vacant: Vec<u32>,
     n_blocks: usize,
-    /// Blocks in `touches`, those that were touched again or dropped since included.
+    /// Keys in `touches`, those that were touched again since included.
     n_listed: usize,
+    /// There were more than `blocks_max`, and there are more than `blocks_after_prune` still.
+    is_pruning: bool,
     pages: PagePool,
     mixer: Mixer,
     ttl_s: f64,
@@ -34,9 +42,13 @@ pub struct ApproximateIndex {
 
 struct Touch {
     slot: u32,
+    older: u32,
+    newer: u32,
     at_s: f64,
     /// Depth of the first key.
     depth: u32,
+    /// Of how many keys this is the last touch; of half at least.
+    n_last: u32,
     keys: Vec<u64>,
 }
 
@@ -48,10 +60,13 @@ impl ApproximateIndex {
             blocks: Table::default(),
             sets: HolderSets::default(),
             slots: Vec::new(),
-            touches: VecDeque::new(),
-            first_number: 0,
+            touches: Vec::new(),
+            oldest: NONE,
+            newest: NONE,
+            vacant: Vec::new(),
             n_blocks: 0,
             n_listed: 0,
+            is_pruning: false,
             pages: PagePool::default(),
             mixer: Mixer::new(secret),
             ttl_s,
@@ -63,121 +78,169 @@ impl ApproximateIndex {
     /// The prompt goes to `slot` at `now_s`.
     pub fn touch(&mut self, slot: u32, sequence_hashes: &[u64], now_s: f64) {
         assert!((slot as usize) < SLOTS_MAX, "slot {slot} is below {SLOTS_MAX}");
-        self.expire(now_s);
-        if sequence_hashes.is_empty() {
-            return;
+        if !sequence_hashes.is_empty() {
+            self.insert(slot, sequence_hashes, now_s);
         }
+        self.remove_old(now_s, PIECE + sequence_hashes.len());
+    }
+
+    /// Forgets blocks whose time is over, some thousands of them; returns how many.
+    pub fn expire(&mut self, now_s: f64) -> usize {
+        self.remove_old(now_s, PIECE)
+    }
+
+    fn insert(&mut self, slot: u32, sequence_hashes: &[u64], now_s: f64) {
         if self.slots.len() <= slot as usize {
             self.slots.resize_with(slot as usize + 1, Table::default);
         }
-        let number = self.first_number.wrapping_add(self.touches.len() as u32);
+        let place = self.append(slot, now_s);
         let keys: Vec<u64> = sequence_hashes.iter().map(|&hash| self.mixer.key(hash)).collect();
-        let (pages, sets) = (&mut self.pages, &mut self.sets);
+        let mut n_last = 0;
         for &key in &keys {
-            let mut is_new = false;
-            self.slots[slot as usize].upsert(pages, key, |old| {
-                is_new = old.is_none();
-                number
+            let mut last = None;
+            self.slots[slot as usize].upsert(&mut self.pages, key, |old| {
+                last = old;
+                place
             });
-            if is_new {
-                self.n_blocks += 1;
-                self.blocks.upsert(pages, key, |holders| match holders {
-                    None => Holders::one(slot),
-                    Some(holders) => sets.add(holders, slot),
-                });
+            if last == Some(place) {
+                continue; // two blocks of the prompt have one hash
             }
+            n_last += 1;
+            if let Some(last) = last {
+                self.shorten(last);
+                continue;
+            }
+            self.n_blocks += 1;
+            let sets = &mut self.sets;
+            self.blocks.upsert(&mut self.pages, key, |holders| match holders {
+                None => Holders::one(slot),
+                Some(holders) => sets.add(holders, slot),
+            });
         }
         self.n_listed += keys.len();
-        self.touches.push_back(Touch { slot, at_s: now_s, depth: 0, keys });
-        if self.n_blocks > self.blocks_max {
-            self.prune();
+        let touch = &mut self.touches[place as usize];
+        (touch.keys, touch.n_last) = (keys, n_last);
+    }
+
+    /// Adds a touch without keys as the newest one; returns its place.
+    fn append(&mut self, slot: u32, at_s: f64) -> u32 {
+        let touch =
+            Touch { slot, older: self.newest, newer: NONE, at_s, depth: 0, n_last: 0, keys: Vec::new() };
+        let place = match self.vacant.pop() {
+            Some(place) => {
+                self.touches[place as usize] = touch;
+                place
+            }
+            None => {
+                self.touches.push(touch);
+                self.touches.len() as u32 - 1
+            }
+        };
+        match self.newest {
+            NONE => self.oldest = place,
+            newest => self.touches[newest as usize].newer = place,
         }
-        if self.n_listed > 2 * self.n_blocks + LISTED_SLACK {
-            self.compact();
+        self.newest = place;
+        place
+    }
+
+    fn unlink(&mut self, place: u32) {
+        let touch = &mut self.touches[place as usize];
+        let (older, newer) = (touch.older, touch.newer);
+        self.n_listed -= std::mem::take(&mut touch.keys).len();
+        match older {
+            NONE => self.oldest = newer,
+            older => self.touches[older as usize].newer = newer,
+        }
+        match newer {
+            NONE => self.newest = older,
+            newer => self.touches[newer as usize].older = older,
+        }
+        self.vacant.push(place);
+        if self.oldest == NONE {
+            (self.touches, self.vacant) = (Vec::new(), Vec::new());
         }
     }
 
-    /// Forgets the blocks whose time is over; returns how many.
-    pub fn expire(&mut self, now_s: f64) -> usize {
+    /// A block of this touch was touched again. Once this was the last touch of fewer than half its keys, it lists
+    /// only those.
+    fn shorten(&mut self, place: u32) {
+        let touch = &mut self.touches[place as usize];
+        touch.n_last -= 1;
+        if touch.n_last == 0 {
+            self.unlink(place);
+        } else if 2 * (touch.n_last as usize) < touch.keys.len() {
+            let held = &self.slots[touch.slot as usize];
+            let n_listed = touch.keys.len();
+            touch.keys = touch.keys.iter().copied().filter(|&key| held.get(key) == Some(place)).collect();
+            let n_stale = n_listed - touch.keys.len();
+            touch.depth += n_stale as u32;
+            self.n_listed -= n_stale;
+        }
+    }
+
+    /// Forgets expired blocks, and the least recently touched ones while there are too many, the deepest first
+    /// among those touched at one time; `n_max` of them, or more where `blocks_max` needs it. Returns how many.
+    fn remove_old(&mut self, now_s: f64, n_max: usize) -> usize {
         let before = self.n_blocks;
-        while self.touches.front().is_some_and(|touch| touch.at_s + self.ttl_s <= now_s) {
-            let number = self.first_number;
-            let touch = self.pop_front();
-            for key in touch.keys {
-                self.forget(touch.slot, key, number);
+        let mut left = n_max;
+        while self.oldest != NONE && (left > 0 || self.n_blocks > self.blocks_max) {
+            let place = self.oldest;
+            let touch = &self.touches[place as usize];
+            if touch.at_s + self.ttl_s <= now_s {
+                self.remove_deepest(place);
+                left = left.saturating_sub(1);
+                continue;
             }
+            self.is_pruning |= self.n_blocks > self.blocks_max;
+            if !self.is_pruning || self.n_blocks <= self.blocks_after_prune {
+                self.is_pruning = false;
+                break;
+            }
+            left = self.prune_oldest(touch.at_s, left);
         }
         before - self.n_blocks
     }
 
-    fn pop_front(&mut self) -> Touch {
-        let touch = self.touches.pop_front().expect("the caller saw a touch");
-        self.first_number = self.first_number.wrapping_add(1);
-        self.n_listed -= touch.keys.len();
-        touch
+    /// Prunes among the touches at `at_s`, the oldest ones; returns how many of the `left` blocks are left.
+    fn prune_oldest(&mut self, at_s: f64, mut left: usize) -> usize {
+        let mut deepest = BinaryHeap::new();
+        let mut place = self.oldest;
+        while place != NONE && self.touches[place as usize].at_s <= at_s {
+            let touch = &self.touches[place as usize];
+            deepest.push((touch.depth as usize + touch.keys.len(), Reverse(deepest.len()), place));
+            place = touch.newer;
+        }
+        while self.n_blocks > self.blocks_after_prune && (left > 0 || self.n_blocks > self.blocks_max) {
+            let Some((depth, age, place)) = deepest.pop() else { break };
+            left = left.saturating_sub(1);
+            if self.remove_deepest(place) {
+                deepest.push((depth - 1, age, place));
+            }
+        }
+        left
     }
 
-    /// Forgets a block if this touch was its last.
-    fn forget(&mut self, slot: u32, key: u64, number: u32) {
-        // A slot that was dropped may be beyond the end by now.
-        let Some(held) = self.slots.get_mut(slot as usize).filter(|held| held.get(key) == Some(number))
-        else {
-            return;
-        };
+    /// Forgets the deepest block of a touch, unless it was touched again; returns whether the touch has more.
+    fn remove_deepest(&mut self, place: u32) -> bool {
+        let touch = &mut self.touches[place as usize];
+        let (slot, key) =
+            (touch.slot, touch.keys.pop().expect("a touch lists the blocks that it is last for"));
+        self.n_listed -= 1;
+        let held = &mut self.slots[slot as usize];
+        if held.get(key) != Some(place) {
+            return true;
+        }
         held.remove(&mut self.pages, key);
         let sets = &mut self.sets;
         self.blocks.update(&mut self.pages, key, |holders| sets.remove(holders, slot));
         self.n_blocks -= 1;
-    }
-
-    /// Forgets the least recently touched blocks, the deepest first among those touched at one time.
-    fn prune(&mut self) {
-        while self.n_blocks > self.blocks_after_prune {
-            let at_s = self.touches.front().expect("blocks were touched").at_s;
-            let n_touches = self.touches.iter().take_while(|touch| touch.at_s <= at_s).count();
-            let mut listed: Vec<(u32, usize)> = Vec::new();
-            for (i, touch) in self.touches.iter().take(n_touches).enumerate() {
-                listed.extend((0..touch.keys.len() as u32).map(|below| (touch.depth + below, i)));
-            }
-            listed.sort_unstable_by_key(|&(depth, i)| (std::cmp::Reverse(depth), i));
-            for (_, i) in listed {
-                if self.n_blocks <= self.blocks_after_prune {
-                    return;
-                }
-                let number = self.first_number.wrapping_add(i as u32);
-                let touch = &mut self.touches[i];
-                let (slot, key) = (touch.slot, touch.keys.pop().expect("the deepest key is last"));
-                self.n_listed -= 1;
-                self.forget(slot, key, number);
-            }
-            for _ in 0..n_touches {
-                self.pop_front();
-            }
+        touch.n_last -= 1;
+        if touch.n_last == 0 {
+            self.unlink(place);
+            return false;
         }
-    }
-
-    /// Drops what is listed and no longer held, and renumbers the touches.
-    fn compact(&mut self) {
-        let touches = std::mem::take(&mut self.touches);
-        let first_number = self.first_number;
-        self.n_listed = 0;
-        // New numbers begin after all old ones, so that neither is taken for the other.
-        self.first_number = first_number.wrapping_add(touches.len() as u32);
-        for (i, mut touch) in touches.into_iter().enumerate() {
-            let old = first_number.wrapping_add(i as u32);
-            let new = self.first_number.wrapping_add(self.touches.len() as u32);
-            let Some(held) = self.slots.get_mut(touch.slot as usize) else { continue };
-            let n_stale = touch.keys.iter().take_while(|&&key| held.get(key) != Some(old)).count();
-            touch.keys = touch.keys.split_off(n_stale);
-            touch.depth += n_stale as u32;
-            for &key in &touch.keys {
-                held.update(&mut self.pages, key, |number| Some(if number == old { new } else { number }));
-            }
-            if !touch.keys.is_empty() {
-                self.n_listed += touch.keys.len();
-                self.touches.push_back(touch);
-            }
-        }
+        true
     }
 
     /// Fills `out[slot]` with how many leading blocks the slot may hold at `now_s`; false, filling nothing,
@@ -188,13 +251,12 @@ impl ApproximateIndex {
             return false;
         }
         overlap(&self.blocks, &self.sets, self.mixer, sequence_hashes, out);
-        if self.touches.front().is_some_and(|touch| touch.at_s + self.ttl_s <= now_s) {
+        if self.oldest != NONE && self.touches[self.oldest as usize].at_s + self.ttl_s <= now_s {
             for (table, overlap) in self.slots.iter().zip(out) {
                 let held = &sequence_hashes[..*overlap as usize];
                 *overlap = held.partition_point(|&hash| {
-                    let number = table.get(self.mixer.key(hash)).expect("an overlapping block was touched");
-                    let touch = &self.touches[number.wrapping_sub(self.first_number) as usize];
-                    touch.at_s + self.ttl_s > now_s
+                    let place = table.get(self.mixer.key(hash)).expect("an overlapping block was touched");
+                    self.touches[place as usize].at_s + self.ttl_s > now_s
                 }) as u32;
             }
         }
@@ -217,8 +279,14 @@ impl ApproximateIndex {
             self.blocks.update(&mut self.pages, key, |holders| sets.remove(holders, slot));
         }
         self.n_blocks -= keys.len();
-        if self.n_listed > 2 * self.n_blocks + LISTED_SLACK || self.n_blocks == 0 {
-            self.compact();
+        let mut place = self.oldest;
+        while place != NONE {
+            let touch = &self.touches[place as usize];
+            let (of_slot, newer) = (touch.slot, touch.newer);
+            if of_slot == slot {
+                self.unlink(place);
+            }
+            place = newer;
         }
         let in_use = self.slots.iter().rposition(|held| !held.is_empty()).map_or(0, |last| last + 1);
         self.slots.truncate(in_use);
@@ -236,6 +304,7 @@ impl ApproximateIndex {
             + self.sets.bytes()
             + self.slots.iter().map(|held| size_of::<Table<u32>>() + held.own_bytes()).sum::<usize>()
             + self.touches.len() * size_of::<Touch>()
+            + self.vacant.len() * size_of::<u32>()
             + self.n_listed * size_of::<u64>()
     }
 }
@@ -272,6 +341,36 @@ mod tests {
         index.touch(1, &[7, 8], 1.0);
         assert_eq!(overlaps(&index, &[1, 2, 3], 1.0), [1, 1, 0]);
         assert_eq!(overlaps(&index, &[7, 8], 1.0), [0, 2, 0]);
+        index.touch(2, &[9], 2.0);
+        assert_eq!(index.n_blocks(), 5, "nothing is pruned below the limit");
+    }
+
+    #[test]
+    fn a_shortened_touch_keeps_the_depth_of_its_blocks() {
+        let mut index = ApproximateIndex::new(10.0, 8, 8, 5);
+        index.touch(0, &[1, 2, 3, 4, 5], 0.0);
+        index.touch(0, &[1, 2, 3], 0.0);
+        index.touch(1, &[11, 12, 13, 14], 0.0);
+        assert_eq!(overlaps(&index, &[1, 2, 3, 4, 5], 0.0), [4, 0, 0]);
+        assert_eq!(overlaps(&index, &[11, 12, 13, 14], 0.0), [0, 4, 0]);
+    }
+
+    #[test]
+    fn two_blocks_of_a_prompt_may_have_one_hash() {
+        let mut index = ApproximateIndex::new(10.0, 100, 80, 5);
+        index.touch(0, &[1, 2, 2, 1], 0.0);
+        assert_eq!(overlaps(&index, &[1, 2, 2, 1], 0.0), [4, 0, 0]);
+        assert_eq!((index.n_blocks(), index.n_listed), (2, 4));
+        for second_s in [1.0, 11.0] {
+            let mut repeated = ApproximateIndex::new(10.0, 3, 3, 5);
+            repeated.touch(0, &[[1].as_slice(), &[2; 2 * PIECE]].concat(), 0.0);
+            repeated.touch(0, &[3, 4, 5], second_s);
+            assert_eq!(repeated.n_blocks(), 3, "the limit holds");
+        }
+        index.touch(0, &[1, 2, 2], 5.0);
+        assert_eq!(index.expire(10.0), 0);
+        assert_eq!(index.expire(15.0), 2);
+        assert_eq!((index.n_blocks(), index.n_listed, index.touches.len()), (0, 0, 0));
     }
 
     #[test]
@@ -281,11 +380,77 @@ mod tests {
         for i in 0..1000 {
             index.touch(1, &hashes[..1000 - i % 7], f64::from(i as u32));
         }
-        assert!(index.n_listed <= 2 * 1000 + LISTED_SLACK);
+        assert!(index.n_listed <= 2 * 1000 && index.touches.len() < 10);
         assert_eq!(overlaps(&index, &hashes, 1000.0), [0, 1000, 0]);
         index.touch(0, &hashes[..10], 1000.0);
         assert_eq!(index.drop_slot(1), 1000);
         assert_eq!(index.expire(2e9), 10);
         assert_eq!(index.pages.used_bytes(), 0);
+    }
+
+    fn hashes(family: u64, n_blocks: u64) -> Vec<u64> {
+        (1..=n_blocks).map(|depth| family << 32 | depth).collect()
+    }
+
+    #[test]
+    fn expired_blocks_go_in_pieces_and_count_for_nothing_meanwhile() {
+        let mut index = ApproximateIndex::new(10.0, 1 << 20, 1 << 19, 5);
+        for family in 0..5 {
+            index.touch(family as u32 % 2, &hashes(family, 10_000), 0.0);
+        }
+        index.touch(2, &hashes(9, 1), 11.0);
+        assert_eq!(index.n_blocks(), 50_001 - (PIECE + 1));
+        for family in 0..5 {
+            assert_eq!(overlaps(&index, &hashes(family, 10_000), 11.0), [0, 0, 0]);
+        }
+        let mut n_calls = 0;
+        while index.n_blocks() > 1 {
+            assert!((1..=PIECE).contains(&index.expire(11.0)));
+            n_calls += 1;
+        }
+        assert_eq!(n_calls, (50_000 - PIECE - 1usize).div_ceil(PIECE));
+        assert_eq!(overlaps(&index, &hashes(9, 1), 11.0), [0, 0, 1]);
+        assert_eq!(index.expire(21.0), 1);
+        assert_eq!((index.pages.used_bytes(), index.n_listed, index.touches.capacity()), (0, 0, 0));
+    }
+
+    #[test]
+    fn pruning_goes_in_pieces_and_the_limit_holds() {
+        let mut index = ApproximateIndex::new(1e9, 60_000, 20_000, 5);
+        let (mut removed, mut low) = (0, usize::MAX);
+        for family in 0..100 {
+            let before = index.n_blocks();
+            index.touch(0, &hashes(family, 1000), family as f64);
+            removed = removed.max(before + 1000 - index.n_blocks());
+            assert!(index.n_blocks() <= 60_000);
+            low = if family > 60 { low.min(index.n_blocks()) } else { low };
+            assert_eq!(overlaps(&index, &hashes(family, 1000), family as f64), [1000, 0, 0]);
+        }
+        assert_eq!((removed, low), (PIECE + 1000, 20_000));
+    }
+
+    #[test]
+    fn a_late_expiry_changes_no_answer() {
+        let mut index = ApproximateIndex::new(10.0, 1 << 20, 1 << 19, 5);
+        let mut touched = std::collections::HashMap::new();
+        let (mut now_s, mut random) = (0.0, 1u64);
+        for _ in 0..400 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let (slot, family) = ((random >> 40) as u32 % 3, (random >> 50) % 40);
+            let prompt = hashes(family, 1 + (random >> 33) % 3000);
+            now_s += if random >> 60 == 0 { 12.0 } else { 0.05 };
+            index.touch(slot, &prompt, now_s);
+            touched.extend(prompt.iter().map(|&hash| ((slot, hash), now_s)));
+            let asked = hashes((family + 1) % 40, 3000);
+            let expected: Vec<u32> = (0..3)
+                .map(|slot| {
+                    let held =
+                        |hash: &u64| touched.get(&(slot, *hash)).is_some_and(|at_s| at_s + 10.0 > now_s);
+                    asked.iter().take_while(|hash| held(hash)).count() as u32
+                })
+                .collect();
+            assert_eq!(overlaps(&index, &asked, now_s), expected);
+            assert!(index.n_listed <= 2 * index.n_blocks());
+        }
     }
 }

@@ -134,17 +134,18 @@ class ApproximateIndex(Protocol):
 
     A block is predicted to stay for ``ttl_s`` after the last decision for it. Above ``max_blocks``, the least
     recently used blocks are removed, the deepest first among equals, until ``prune_target_ratio`` of
-    ``max_blocks`` are left. ``now_s`` must not decrease.
+    ``max_blocks`` are left. A call removes 4,096 blocks at most, and ``touch`` as many more as its prompt
+    has; the following calls remove the rest. ``now_s`` must not decrease.
     """
 
     def touch(self, slot: Slot, prompt: Prompt, now_s: float) -> None:
-        """Record a decision that sends the prompt to the slot."""
+        """Record a decision that sends the prompt to the slot; remove blocks as ``expire`` does."""
 
     def overlap(self, prompt: Prompt, out: OverlapColumn, now_s: float) -> None:
         """Fill ``out`` as :meth:`BlockIndex.overlap` does, without expired blocks."""
 
     def expire(self, now_s: float) -> int:
-        """Remove expired blocks; return their number."""
+        """Remove expired blocks, and those above ``max_blocks``; return how many this call removed."""
 
     def drop(self, slot: Slot) -> int:
         """Remove the slot's blocks; return their number."""

@@ -53,6 +53,10 @@ class EventCacheView:
             if leg is not None and self.ingest.feed_at(leg.slot) is None:
                 self._unreported.decided(leg.slot, prompt, now_s=now_s)
 
+    def expire(self, now_s: float) -> None:
+        """Remove expired predictions."""
+        self.predicted.expire(now_s)
+
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Start the rank's feed."""
         self.ingest.joined(rank, slot, epoch)

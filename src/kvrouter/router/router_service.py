@@ -25,7 +25,7 @@ from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
 from kvrouter.router.running_requests import Requests
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.transports.background import LoopPauses
+from kvrouter.transports.background import DueTimes, LoopPauses
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.records.port import CordonStore, Discovery, Gone
 from kvrouter.transports.requests.port import RequestTransport
@@ -59,6 +59,9 @@ class RefusedCard(NamedTuple):
     why: str
 
 
+EXPIRE_EVERY_S = 1.0
+"""How often predicted blocks whose time is over are removed, also while no request comes."""
+
 RECALLED_S = 3600.0
 """Recalled link speeds older than this are dropped while their workers have not joined."""
 
@@ -86,6 +89,7 @@ class RouterService:
         """Whether the minimum number of workers was ever registered at one time."""
         config = parts.config
         self._pauses = LoopPauses(self._paused)
+        self._expiry: DueTimes[ModelRouter] = DueTimes(self._expire)
         self.cordons = Cordons(
             parts.cordons,
             models=self.models,
@@ -122,6 +126,7 @@ class RouterService:
         self._stops.clear()
         self.liveness.close()
         for model in self._models.values():
+            self._expiry.drop(model)
             model.cache.close()
 
     def refused(self) -> tuple[RefusedCard, ...]:
@@ -131,6 +136,12 @@ class RouterService:
     def _paused(self, seconds: float) -> None:
         for model in self._models.values():
             model.placer.transfers.paused(seconds)
+
+    def _expire(self, model: ModelRouter, now_s: float, _late_s: float) -> float | None:
+        if self._models.get(model.fleet.model) is not model:
+            return None
+        model.cache.expire(model.clock())
+        return now_s + EXPIRE_EVERY_S
 
     def moved(self, place: Mapping[str, str]) -> None:
         """Set the frontend's topology domains."""
@@ -249,6 +260,8 @@ class RouterService:
         replaced = self._models.get(card.model)
         if replaced is not None and replaced is not model:
             replaced.cache.close()
+        if replaced is not model:
+            self._expiry.put(model, time.monotonic() + EXPIRE_EVERY_S)
         self._models[card.model] = model
         if card.role is Role.PREFILL:  # transfers may be timed from now on
             self._pauses.start()

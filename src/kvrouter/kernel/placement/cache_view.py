@@ -26,6 +26,9 @@ class CacheView(Protocol):
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
         """Record a decision: the prompt's blocks will be at its ranks."""
 
+    def expire(self, now_s: float) -> None:
+        """Remove some of the predicted blocks whose time is over; called about once a second."""
+
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Add a worker rank that publishes KV events."""
 
@@ -56,6 +59,9 @@ class NoCacheView:
         return None
 
     def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
+        """Do nothing."""
+
+    def expire(self, now_s: float) -> None:
         """Do nothing."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
@@ -101,6 +107,10 @@ class PredictedCacheView:
         self.index.touch(decision.decode.slot, prompt, now_s)
         if decision.prefill is not None:
             self.index.touch(decision.prefill.slot, prompt, now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Remove expired blocks."""
+        self.index.expire(now_s)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Do nothing: events are not followed."""

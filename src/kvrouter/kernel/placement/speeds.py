@@ -146,9 +146,9 @@ class LearnedSpeeds:
         self._decode_slowness: npt.NDArray[np.float64] = np.ones(16)
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
-        self._shown = self._slowness[:0], self._decode_slowness[:0], self._turnover[:0]
-        """Their first entries, as they were last returned."""
         """The tokens inserted into each cache, each weighed 2^((its time − ``_base_s``) / TURNOVER_S)."""
+        self._shown = self._slowness[:0], self._decode_slowness[:0], self._turnover[:0]
+        """Their first entries, as they were last returned: of slowness, decode slowness and turnover."""
         self._ranks: dict[Slot, _Rank] = {}
         self._decoding: dict[Slot, _Rank] = {}
         self._base_s, self._refreshed_s = 0.0, -inf

@@ -49,6 +49,9 @@ class EventCacheView:
             if leg is not None and leg.slot not in self._ranks:
                 self._unreported.decided(leg.slot, prompt, now_s=now_s)
 
+    def expire(self, now_s: float) -> None:
+        """Does nothing: in a replay each decision removes expired blocks."""
+
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:  # noqa: ARG002 - the port's signature
         """Its engine is new, and empty."""
         self._slots[rank], self._ranks[slot] = slot, rank
