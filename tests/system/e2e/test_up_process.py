@@ -87,11 +87,11 @@ async def test_up_shows_one_table_of_workers_on_a_terminal(tmp_path: Path) -> No
     fleet.write_text(FLEET)
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "kvrouter.cli", "up", "--fleet", str(fleet), "--http-port", "0"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=theirs)
+    process = await asyncio.create_subprocess_exec(*command, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = ""
     try:
-        while "2 of 2 feeds that were recovering are live" not in shown:
+        while not ("2 of 2 feeds that were recovering are live" in shown and " ready " in shown):
             read = await asyncio.wait_for(asyncio.to_thread(os.read, ours, 65_536), LIMIT_S)
             shown += read.decode()
         assert "worker_joined" not in shown
@@ -99,6 +99,7 @@ async def test_up_shows_one_table_of_workers_on_a_terminal(tmp_path: Path) -> No
         lines = [line.split() for line in shown.splitlines()]
         assert ["mock", "both", "recovering", "2", "1–2"] in lines
         assert any("ready" in line for line in lines)
+        assert shown.index("1–2") < shown.index("Try it: "), "the first screen comes after the table"
     finally:
         process.kill()
         await process.communicate()
