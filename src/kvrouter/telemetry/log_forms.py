@@ -19,6 +19,9 @@ LogValue = str | int | float | bool | None
 VALUE_MAX_CHARS = 512
 """A longer text is cut, with an ellipsis."""
 
+CAUSES_MAX = 16
+"""An error can be its own cause."""
+
 _is_plain = re.compile("[!#-&(-\\[\\]-~]+").fullmatch
 """Whether a text needs no quotes: it is printable ASCII without spaces, quotes and backslashes."""
 
@@ -116,14 +119,18 @@ def _other(value: object) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return the traceback of ``error``, its causes first.
+    """Return the traceback of ``error``, its causes first, at most :data:`CAUSES_MAX` of them.
 
     It has the messages of kvrouter's and the system's errors only: others may quote a client's text.
     """
-    before = error.__cause__ or error.__context__
-    words = f": {error}" if isinstance(error, KvrouterError | OSError) else ""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    return f"{traceback_text(before) if before else ''}{frames}{type(error).__name__}{words}\n"
+    texts: list[str] = []
+    shown: BaseException | None = error
+    while shown is not None and len(texts) <= CAUSES_MAX:
+        words = f": {shown}" if isinstance(shown, KvrouterError | OSError) else ""
+        frames = "".join(traceback.format_tb(shown.__traceback__))
+        texts.append(f"{frames}{type(shown).__name__}{words}\n")
+        shown = shown.__cause__ or shown.__context__
+    return "".join(reversed(texts))
 
 
 def time_text(created_s: float) -> str:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.errors import WorkerFailed
+from kvrouter.core.errors import KvrouterError, WorkerFailed
 from kvrouter.telemetry import Event, configure_logging, log_event
-from kvrouter.telemetry.log_forms import event_text, json_text
+from kvrouter.telemetry.log_forms import CAUSES_MAX, event_text, json_text, traceback_text
 from kvrouter.telemetry.logs import log_output
 from tests.testing.log_streams import LogStream, LogTerminal
 
@@ -217,3 +217,9 @@ def test_a_terminal_shows_levels_in_colours(
     assert "\x1b" not in lines["file"]
     assert ("\x1b[1;31mERROR" in lines["terminal"]) is coloured
     assert re.sub("\x1b\\[[0-9;]*m", "", lines["terminal"])[24:] == lines["file"][24:]
+
+
+def test_an_error_that_is_its_own_cause_has_a_traceback() -> None:
+    error = KvrouterError("why")
+    error.__cause__ = error
+    assert traceback_text(error).count("KvrouterError: why\n") == CAUSES_MAX + 1
