@@ -51,7 +51,7 @@ async def test_a_follower_answers_admission_with_its_own_certificate(
                 await until_asked(plane, namespace)
                 assert trusted(plane, VALIDATING, name) == authority != ""
                 await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
-                assert "admission_refused" in two.log
+                await until_reported(two, "admission_refused")
                 assert "operator_leads" not in two.log
 
         with pytest.raises(KubectlError, match="failed calling webhook"):

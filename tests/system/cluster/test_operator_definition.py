@@ -111,7 +111,7 @@ async def test_the_operator_stands_back_until_the_definition_is_its_own(
     with plane.deleting("validatingwebhookconfiguration", name_of(fleets)):
         async with operator(plane, fleets, "one", *own_certificate(fleets, port)) as one:
             await until_reported(one, "definition_foreign")
-            assert "is another project's: it has no annotation kvrouter.dev/definition" in one.log
+            await until_reported(one, "is another project's: it has no annotation kvrouter.dev/definition")
             await until_reported(one, "ready kind=admission")
 
             async def is_let_pass() -> bool:

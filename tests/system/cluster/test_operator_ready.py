@@ -47,7 +47,7 @@ async def test_the_operator_is_ready_once_it_may_answer_admission(
                 return await reported(one, "/readyz") == (200, "ok\n")
 
             await eventually(is_ready)
-            assert "ready kind=admission" in one.log
+            await until_reported(one, "ready kind=admission")
             async with httpx.AsyncClient(verify=False, timeout=60.0) as client:
                 assert (await client.get(f"https://127.0.0.1:{port}/readyz")).text == "ok\n"
             assert await one.end() == 0

@@ -13,6 +13,7 @@ from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.operators import WAIT, events, graph, install_crds, operator, reasons, wait_for
 from tests.system.cluster.refusals import DENIED, MISTAKES, denying, engine_policy, with_main
+from tests.system.cluster.webhooks import until_reported
 from tests.testing.processes import eventually
 
 
@@ -96,7 +97,7 @@ async def test_a_refused_status_write_is_one_event(plane: ControlPlane, namespac
             plane.apply(graph(namespace, "llm"))
             await until_event(plane, namespace, "StatusRefused", DENIED)
             assert len([each for each in events(plane, namespace) if each["reason"] == "StatusRefused"]) == 1
-            assert DENIED in replica.log
+            await until_reported(replica, DENIED)
         wait_for(plane, namespace, "Ready=True")
 
 

@@ -15,6 +15,7 @@ from tests.system.cluster.operators import (
     operator,
     reasons,
 )
+from tests.system.cluster.webhooks import until_reported
 from tests.testing.processes import eventually
 
 OTHERS = ("--lease-name", "another", "--image", "example.com/another:1")
@@ -40,7 +41,7 @@ async def test_a_second_operator_stands_back_until_deployments_are_handed_over(
                 return "OtherOperator" in reasons(plane, namespace) and await stood_back(two) == 1
 
             await eventually(has_said)
-            assert f"operator_stands_back deployment={namespace}/llm" in two.log
+            await until_reported(two, f"operator_stands_back deployment={namespace}/llm")
             plane.kubectl("scale", "deployment/llm-decode", "--replicas=1", "--namespace", namespace)
             await eventually(lambda: is_scaled(plane, namespace, 3))
             assert images(plane, namespace) == {"example.com/kvrouter:test"}

@@ -129,7 +129,7 @@ class CacheLaw:
         frontend = await kvrouter.frontend()
         pair = Pair({1: engine}, frontend)
         await until_feeds(frontend, {2: "partial"})
-        assert "cache_partial" in worker.lines()
+        await worker.has_logged("cache_partial")
         unknown = await complete(frontend, early + [3] * 40)
         assert pair.predicted(unknown, len(early) + 40) == 0
         assert cached_tokens(unknown) == len(early)
