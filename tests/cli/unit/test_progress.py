@@ -5,8 +5,10 @@ import os
 import pty
 import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +33,23 @@ SHOW_CURSOR = b"\x1b[?25h"
 TRACE = Path(__file__).parents[3] / "data" / "mooncake-conversation-sample.jsonl"
 
 
+class AfterOneLine:
+    """An event of which the first wait sees nothing, so that work that ends at once has a line too."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+        self._waits = 0
+
+    def wait(self, limit_s: float) -> bool:
+        self._waits += 1
+        return self._waits > 1 and self._ended.wait(limit_s)
+
+
 @pytest.fixture
-def _at_once(set_constants: SetConstants) -> None:
+def _at_once(set_constants: SetConstants, monkeypatch: pytest.MonkeyPatch) -> None:
     set_constants(progress, LOG_INTERVAL_S=0.0001)
+    log: Any = progress._log
+    monkeypatch.setattr(progress, "_log", lambda shown, ended: log(shown, AfterOneLine(ended)))
 
 
 async def worked(stderr: int) -> Process:
