@@ -1,7 +1,6 @@
 """What every request plane does, whatever its wire: order, cancel, back-pressure, refusals, and death."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from itertools import count
 
@@ -22,7 +21,7 @@ from kvrouter.transports.requests.port import (
 )
 from kvrouter.worker.worker import TimedStream
 from tests.testing.constants import SetConstants
-from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
+from tests.testing.request_transports import RequestTransportSetup
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, accepted, leg, read_all
 from tests.testing.waits import until
 
@@ -33,13 +32,6 @@ class TimedWorker(ScriptedWorker):
     async def submit(self, request: EngineRequest) -> EngineStream:
         assert request.time_left_s is not None
         return TimedStream(await super().submit(request), request.time_left_s, grace_s=0.0)
-
-
-@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
-async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
-    of = await REQUEST_TRANSPORTS[request.param]()
-    yield of
-    await of.close()
 
 
 async def test_the_request_arrives_unchanged(setup: RequestTransportSetup) -> None:

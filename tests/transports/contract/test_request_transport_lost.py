@@ -1,7 +1,6 @@
 """What every request plane does when the network, a worker or a reader lets it down."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,27 +13,11 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 from tests.testing.request_transports import (
-    PROXIED_REQUEST_TRANSPORTS,
-    REQUEST_TRANSPORTS,
     RequestTransportSetup,
 )
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
-
-
-@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
-async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
-    of = await REQUEST_TRANSPORTS[request.param]()
-    yield of
-    await of.close()
-
-
-@pytest.fixture(params=sorted(PROXIED_REQUEST_TRANSPORTS))
-async def far(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
-    of = await PROXIED_REQUEST_TRANSPORTS[request.param]()
-    yield of
-    await of.close()
 
 
 def network_of(setup: RequestTransportSetup) -> TcpProxy:

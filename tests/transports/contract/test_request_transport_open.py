@@ -1,7 +1,6 @@
 """A leg that was sent and not accepted yet: every request plane says on its first read how that ended."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from msgspec.structs import replace
@@ -17,8 +16,6 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 from tests.testing.request_transports import (
-    PROXIED_REQUEST_TRANSPORTS,
-    REQUEST_TRANSPORTS,
     RequestTransportSetup,
 )
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
@@ -28,20 +25,6 @@ from tests.testing.waits import until
 def plain_leg() -> EngineRequest:
     """A leg that fetches no KV."""
     return replace(leg(), kv_transfer_params=None)
-
-
-@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
-async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
-    of = await REQUEST_TRANSPORTS[request.param]()
-    yield of
-    await of.close()
-
-
-@pytest.fixture(params=sorted(PROXIED_REQUEST_TRANSPORTS))
-async def far(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
-    of = await PROXIED_REQUEST_TRANSPORTS[request.param]()
-    yield of
-    await of.close()
 
 
 async def sent(setup: RequestTransportSetup, request: EngineRequest) -> tuple[ScriptedWorker, str, SentLeg]:

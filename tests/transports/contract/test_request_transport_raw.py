@@ -1,23 +1,13 @@
 """An engine's own bytes over every request plane: in one piece, and held back by a slow reader."""
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import EngineStream
-from tests.testing.request_transports import REQUEST_TRANSPORTS, RequestTransportSetup
+from tests.testing.request_transports import RequestTransportSetup
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, accepted, leg
 
 N_CHUNKS = 8_000
-
-
-@pytest.fixture(params=sorted(REQUEST_TRANSPORTS))
-async def setup(request: pytest.FixtureRequest) -> AsyncIterator[RequestTransportSetup]:
-    of = await REQUEST_TRANSPORTS[request.param]()
-    yield of
-    await of.close()
 
 
 async def read(stream: EngineStream) -> list[EngineChunk]:
