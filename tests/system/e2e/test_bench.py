@@ -45,7 +45,8 @@ TIMING = Timing(
 ENGINE = MockConfig(block_size=16, total_kv_blocks=4096, timing=TIMING)
 """One cache has room for all conversations of ten seconds: nothing depends on how even they are spread."""
 
-ONE_AT_A_TIME = ("--prompt-tokens", "480", "--concurrency", "1")
+ONE_AT_A_TIME = ("--concurrency", "1")
+"""Prompts have the length that the machine affords: a slow one gets shorter ones instead of a refusal."""
 
 
 class TextVllm(VllmProtocol):
