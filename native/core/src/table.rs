@@ -357,13 +357,6 @@ impl<V: Copy> Table<V> {
             self.outside.iter().for_each(|(&key, &value)| f(key, value));
         }
     }
-
-    /// Calls `f` with every key and value, in no order.
-    pub fn for_each(&self, mut f: impl FnMut(u64, V)) {
-        for part in 0..self.n_parts() {
-            self.for_each_in(part, &mut f);
-        }
-    }
 }
 
 #[inline]
@@ -389,7 +382,9 @@ mod tests {
 
     fn same(table: &Table<u32>, twin: &BTreeMap<u64, u32>) {
         let mut listed = Vec::new();
-        table.for_each(|key, value| listed.push((key, value)));
+        for part in 0..table.n_parts() {
+            table.for_each_in(part, |key, value| listed.push((key, value)));
+        }
         listed.sort_unstable();
         assert!(listed.iter().copied().eq(twin.iter().map(|(&key, &value)| (key, value))));
         assert_eq!(table.len(), twin.len());
