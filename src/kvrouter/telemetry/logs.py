@@ -10,7 +10,7 @@ from typing import NamedTuple, TextIO
 
 from kvrouter.telemetry.log_events import EMISSION, Event, emit_record
 from kvrouter.telemetry.log_forms import LogValue, cut, event_text, json_line, json_text, text_line
-from kvrouter.telemetry.log_writer import BATCH_S, LogWriter
+from kvrouter.telemetry.log_writer import LogWriter
 
 ROOT = "kvrouter"
 """The parent of all kvrouter loggers."""
@@ -156,6 +156,10 @@ def flush_log() -> None:
         output.writer.flush()
 
 
+ROOM_AFTER_S = 0.05
+"""How long a foreign line waits for room before it looks again, in seconds."""
+
+
 async def write_line(line: str, waits: Callable[[], bool]) -> None:
     """Write a foreign line as it is, in order with those of the log; without a log to standard error.
 
@@ -166,7 +170,7 @@ async def write_line(line: str, waits: Callable[[], bool]) -> None:
         sys.stderr.write(line)
         return
     while output.writer.is_half_full and waits():  # noqa: ASYNC110 - a thread makes room
-        await asyncio.sleep(BATCH_S)
+        await asyncio.sleep(ROOM_AFTER_S)
     output.writer.write(line, is_urgent=not waits())
 
 
