@@ -288,8 +288,8 @@ class ApproximateIndex:
         """Fill ``out`` as BlockIndex.overlap does, without expired blocks."""
     def expire(self, now_s: float) -> int:
         """Remove expired blocks, 4,096 at most; return how many this call removed."""
-    def drop(self, slot: Slot) -> int:
-        """Remove the slot's blocks; return their number."""
+    def drop(self, slot: Slot) -> None:
+        """Forget the slot's blocks: none counts any more, and 4,096 at most are removed now."""
     def stats(self) -> ApproximateStats:
         """Return the current sizes."""
 

@@ -319,13 +319,6 @@ impl<V: Copy> Table<V> {
         self.depth = 0;
     }
 
-    /// Removes every key and gives every page back.
-    pub fn clear(&mut self, pages: &mut PagePool) {
-        self.release(pages);
-        self.outside = HashMap::new();
-        self.len = 0;
-    }
-
     /// Takes out some entries, a few thousand at most; none only when there are none. Quicker than removing each.
     pub fn take_some(&mut self, pages: &mut PagePool) -> Vec<(u64, V)> {
         let mut entries: Vec<(u64, V)> = std::mem::take(&mut self.outside).into_iter().collect();
