@@ -11,7 +11,7 @@ Short calls keep the interpreter lock: a call of one microsecond that released i
 get it back. Big batches and ``dump`` release it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self, SupportsIndex, final, overload
 
 import numpy as np
@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 from kvrouter.recording.request import RequestFields
+from kvrouter.telemetry.log_forms import LogValue
 
 PredictionAsked = tuple[tuple[float, float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
 """The input of a prediction: prompt tokens and blocks, block size, seconds of an answer, interference, weight
@@ -139,6 +140,15 @@ def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
     interpreter lock.
     """
 
+def event_text(
+    event: str, fields: dict[str, LogValue], plain_max: int, quote: Callable[[str], str], /
+) -> str:
+    """Return the event, then ``key=value`` for each field, as a line of a log shows them.
+
+    A text is what ``quote`` returns for it, unless it is printable ASCII of 1 to ``plain_max`` characters
+    without spaces, quotes and backslashes.
+    """
+
 def mix64(bits: int) -> int:
     """Return splitmix64's output for the lowest 64 bits: each input bit changes each output bit half the
     time.
@@ -207,16 +217,29 @@ class IndexStats:
     def bytes(self) -> int: ...
 
 @final
-class KvEvents:
-    """KV events of mock engines in this process. They become Python objects only when accessed:
-    :meth:`BlockIndex.apply` does not need that.
+class KvEvents(Sequence[KvEvent]):
+    """KV events of mock engines in this process, or of a frame. They become Python objects only when
+    accessed: :meth:`BlockIndex.apply` does not need that. They equal a tuple of the same events.
     """
 
+    @staticmethod
+    def decode(frame: Buffer) -> KvEvents | None:
+        """Return the events of a msgpack array, in the form in which workers encode it; None for other bytes,
+        among them those that are malformed.
+        """
+    @property
+    def n_blocks(self) -> int:
+        """The number of blocks of all events."""
+    @property
+    def has_cleared(self) -> bool:
+        """Whether one of the events is :class:`Cleared`."""
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
     def __len__(self) -> int: ...
     @overload
     def __getitem__(self, at: SupportsIndex) -> KvEvent: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[KvEvent, ...]: ...
+    def __getitem__(self, at: slice) -> KvEvents: ...
     def __iter__(self) -> Iterator[KvEvent]: ...
 
 @final
@@ -232,7 +255,7 @@ class BlockIndex:
     """
 
     def __new__(cls, *, blocks_per_rank_max: int = ...) -> BlockIndex: ...
-    def apply(self, slot: Slot, events: Sequence[KvEvent | Held] | KvEvents) -> Applied:
+    def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
         """Apply events of one rank, in order; it releases the interpreter lock above 4,096 blocks."""
     def drop_some(self, slot: Slot) -> Applied:
         """Remove some of the rank's blocks, a few thousand at most; none when the rank is empty."""

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, TextIO
 
 from kvrouter.telemetry.log_events import EMISSION, Event, emit_record
@@ -23,7 +23,7 @@ class HeldLine(NamedTuple):
 
     text: str
     event: Event
-    fields: Mapping[str, LogValue]
+    fields: dict[str, LogValue]
 
 
 class LogOutput:
@@ -41,7 +41,7 @@ class LogOutput:
         self,
         logger: logging.Logger,
         event: Event,
-        fields: Mapping[str, LogValue],
+        fields: dict[str, LogValue],
         error: BaseException | None,
     ) -> None:
         """Write the line of an event."""
@@ -61,7 +61,7 @@ class LogOutput:
         self.writer.write(line, is_urgent=level >= logging.WARNING)
 
     def _event_line(
-        self, logger: str, event: Event, fields: Mapping[str, LogValue], error: BaseException | None
+        self, logger: str, event: Event, fields: dict[str, LogValue], error: BaseException | None
     ) -> str:
         if self.is_json:
             return json_line(time.time(), event.level, logger, event.value, fields, error)
