@@ -190,8 +190,8 @@ MUTATIONS = (
     Mutation(
         "native-approximate-blocks-live-on",
         NATIVE + "approximate.rs",
-        "if touch.at_s + self.ttl_s <= now_s {",
-        "if touch.at_s + 2.0 * self.ttl_s <= now_s {",
+        "if touch.at_s <= over_s {",
+        "if touch.at_s + self.ttl_s <= over_s {",
     ),
 )
 

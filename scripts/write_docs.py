@@ -166,14 +166,14 @@ line can only have the fields below, and none of them holds either. Tracebacks n
 our own errors and the system's. What other libraries log by Python's `logging`, from warnings up, has the
 same form.
 
-A thread writes the lines in batches, each line within some 50 ms and warnings at once: no request waits for
-whoever reads them. Processes may share a pipe: a line of up to 4 KiB stays whole. Up to 1 MiB of lines waits
-for a slow reader, and up to 2 MiB with warnings; further lines are lost, said by `log_lines_lost` once it
-reads again, and at frontends and standalone routers counted in `kvrouter_log_lines_lost_total`. Where
-`kvrouter up` starts processes, it then reads no more of their lines, and each of them keeps its warnings.
-A process that exits, also on SIGTERM or by an error, writes all lines first: for at most 10 s, and for 1 s
-where nobody reads them. Killed (`kill -9`, or by a second SIGTERM) or crashed, it loses the last batch at
-most.
+A thread writes the lines, so that no request waits for whoever reads them: warnings and the first line after
+a pause at once, others together every 0.2 s. Processes may share a pipe: a line of up to 4 KiB stays whole.
+Up to 1 MiB of lines waits for a slow reader, and up to 2 MiB with warnings; further lines are lost, said by
+`log_lines_lost` once it reads again, and at frontends and standalone routers counted in
+`kvrouter_log_lines_lost_total`. Where `kvrouter up` starts processes, it then reads no more of their lines,
+and each of them keeps its warnings. A process that exits, also on SIGTERM or by an error, writes all lines
+first: for at most 10 s, and for 1 s where nobody reads them. Killed (`kill -9`, or by a second SIGTERM) or
+crashed, it loses the lines of its last 0.2 s, and those that waited for their reader.
 
 At `info` a request is one line, `request_ended`. It has the fields of the request's last `decision`, the line
 that `debug` adds for each: in the place of its `attempt` the number of `attempts`, and `isl_tokens` of the

@@ -11,7 +11,7 @@ Short calls keep the interpreter lock: a call of one microsecond that released i
 get it back. Big batches and ``dump`` release it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self, SupportsIndex, final, overload
 
 import numpy as np
@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 from kvrouter.recording.request import RequestFields
+from kvrouter.telemetry.log_forms import LogValue
 
 PredictionAsked = tuple[tuple[float, float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
 """The input of a prediction: prompt tokens and blocks, block size, seconds of an answer, interference, weight
@@ -137,6 +138,15 @@ def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
     Raises :class:`kvrouter.core.json_bounds.JsonRefused` of the kind ``token_id`` for an element that is not
     an integer from 0 to 2**32-1; its path is the element's, such as ``[3]``. From 64 KiB on it releases the
     interpreter lock.
+    """
+
+def event_text(
+    event: str, fields: dict[str, LogValue], plain_max: int, quote: Callable[[str], str], /
+) -> str:
+    """Return the event, then ``key=value`` for each field, as a line of a log shows them.
+
+    A text is what ``quote`` returns for it, unless it is printable ASCII of 1 to ``plain_max`` characters
+    without spaces, quotes and backslashes.
     """
 
 def mix64(bits: int) -> int:
@@ -278,8 +288,8 @@ class ApproximateIndex:
         """Fill ``out`` as BlockIndex.overlap does, without expired blocks."""
     def expire(self, now_s: float) -> int:
         """Remove expired blocks, 4,096 at most; return how many this call removed."""
-    def drop(self, slot: Slot) -> int:
-        """Remove the slot's blocks; return their number."""
+    def drop(self, slot: Slot) -> None:
+        """Forget the slot's blocks: none counts any more, and 4,096 at most are removed now."""
     def stats(self) -> ApproximateStats:
         """Return the current sizes."""
 

@@ -240,9 +240,9 @@ class NaiveApproximateIndex:
         """Forget the blocks whose time is over; return how many."""
         return self._forget({b for b, touched in self._blocks.items() if touched.at_s + self.ttl_s <= now_s})
 
-    def drop(self, slot: Slot) -> int:
-        """Forget the slot; return how many blocks it was thought to hold."""
-        return self._forget({block for block in self._blocks if block[0] == slot})
+    def drop(self, slot: Slot) -> None:
+        """Forget the slot."""
+        self._forget({block for block in self._blocks if block[0] == slot})
 
     def _forget(self, blocks: set[tuple[Slot, SequenceHash]]) -> int:
         for block in blocks:

@@ -31,6 +31,7 @@ def test_only_listed_modules_import_the_native_core() -> None:
         "kernel/ledger/port.py",
         "engines/mock_engine/ranks.py",
         "recording/recorder.py",
+        "telemetry/log_forms.py",
         "kernel/routing/joint.py",
         "kernel/routing/fleet_links.py",
         "kernel/routing/costs/time.py",

@@ -18,6 +18,7 @@ from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings, Settings
 from kvrouter.text.model import FIRST_WORD_ID, mock_words
+from tests.testing.mock_fleet import LONG_TOKENS
 from tests.testing.waits import until
 
 MODEL = "mock"
@@ -88,6 +89,18 @@ class MockServer:
 
     async def kill(self, worker_id: str | int) -> None:
         await self.system.fleet.kill(WorkerId(int(worker_id)))
+
+    async def resume(self, headers: Mapping[str, str] | None = None) -> dict[str, object]:
+        """Stream an answer whose decode worker is lost after its first piece, so that another one ends it;
+        return the body.
+        """
+        body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
+        async with self.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await self.kill(response.headers["x-kvrouter-decode-worker"])
+            assert [line async for line in lines if "[DONE]" in line]
+        return body
 
 
 @asynccontextmanager

@@ -3,6 +3,9 @@
 //!
 //! A decision touches a prompt from its first block on, so along a prompt no block was touched later than the
 //! ones before it, and the blocks that a later decision touched again are a prefix.
+//!
+//! The blocks of a dropped slot are at once the oldest, and over: they count for nothing, are removed in pieces as
+//! expired ones are, and those that the slot's next rank touches are its own.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -21,8 +24,7 @@ const NONE: u32 = u32::MAX;
 pub struct ApproximateIndex {
     blocks: Table<Holders>,
     sets: HolderSets,
-    /// For each slot, sequence key → place of its last touch in `touches`.
-    slots: Vec<Table<u32>>,
+    slots: Vec<Slot>,
     /// Linked by age; a touch is here while it is the last one of some block.
     touches: Vec<Touch>,
     oldest: u32,
@@ -38,6 +40,14 @@ pub struct ApproximateIndex {
     ttl_s: f64,
     blocks_max: usize,
     blocks_after_prune: usize,
+}
+
+#[derive(Default)]
+struct Slot {
+    /// Sequence key → place of its last touch in `touches`.
+    last: Table<u32>,
+    /// Touched since it was last dropped.
+    in_use: bool,
 }
 
 struct Touch {
@@ -91,14 +101,15 @@ impl ApproximateIndex {
 
     fn insert(&mut self, slot: u32, sequence_hashes: &[u64], now_s: f64) {
         if self.slots.len() <= slot as usize {
-            self.slots.resize_with(slot as usize + 1, Table::default);
+            self.slots.resize_with(slot as usize + 1, Slot::default);
         }
+        self.slots[slot as usize].in_use = true;
         let place = self.append(slot, now_s);
         let keys: Vec<u64> = sequence_hashes.iter().map(|&hash| self.mixer.key(hash)).collect();
         let mut n_last = 0;
         for &key in &keys {
             let mut last = None;
-            self.slots[slot as usize].upsert(&mut self.pages, key, |old| {
+            self.slots[slot as usize].last.upsert(&mut self.pages, key, |old| {
                 last = old;
                 place
             });
@@ -145,9 +156,8 @@ impl ApproximateIndex {
     }
 
     fn unlink(&mut self, place: u32) {
-        let touch = &mut self.touches[place as usize];
+        let touch = &self.touches[place as usize];
         let (older, newer) = (touch.older, touch.newer);
-        self.n_listed -= std::mem::take(&mut touch.keys).len();
         match older {
             NONE => self.oldest = newer,
             older => self.touches[older as usize].newer = newer,
@@ -156,6 +166,11 @@ impl ApproximateIndex {
             NONE => self.newest = older,
             newer => self.touches[newer as usize].older = older,
         }
+    }
+
+    fn forget(&mut self, place: u32) {
+        self.unlink(place);
+        self.n_listed -= std::mem::take(&mut self.touches[place as usize].keys).len();
         self.vacant.push(place);
         if self.oldest == NONE {
             (self.touches, self.vacant) = (Vec::new(), Vec::new());
@@ -168,9 +183,9 @@ impl ApproximateIndex {
         let touch = &mut self.touches[place as usize];
         touch.n_last -= 1;
         if touch.n_last == 0 {
-            self.unlink(place);
+            self.forget(place);
         } else if 2 * (touch.n_last as usize) < touch.keys.len() {
-            let held = &self.slots[touch.slot as usize];
+            let held = &self.slots[touch.slot as usize].last;
             let n_listed = touch.keys.len();
             touch.keys = touch.keys.iter().copied().filter(|&key| held.get(key) == Some(place)).collect();
             let n_stale = n_listed - touch.keys.len();
@@ -183,11 +198,12 @@ impl ApproximateIndex {
     /// among those touched at one time; `n_max` of them, or more where `blocks_max` needs it. Returns how many.
     fn remove_old(&mut self, now_s: f64, n_max: usize) -> usize {
         let before = self.n_blocks;
+        let over_s = now_s - self.ttl_s;
         let mut left = n_max;
         while self.oldest != NONE && (left > 0 || self.n_blocks > self.blocks_max) {
             let place = self.oldest;
             let touch = &self.touches[place as usize];
-            if touch.at_s + self.ttl_s <= now_s {
+            if touch.at_s <= over_s {
                 self.remove_deepest(place);
                 left = left.saturating_sub(1);
                 continue;
@@ -199,6 +215,8 @@ impl ApproximateIndex {
             }
             left = self.prune_oldest(touch.at_s, left);
         }
+        let n_kept = self.slots.iter().rposition(|slot| slot.in_use || !slot.last.is_empty());
+        self.slots.truncate(n_kept.map_or(0, |last| last + 1));
         before - self.n_blocks
     }
 
@@ -227,7 +245,7 @@ impl ApproximateIndex {
         let (slot, key) =
             (touch.slot, touch.keys.pop().expect("a touch lists the blocks that it is last for"));
         self.n_listed -= 1;
-        let held = &mut self.slots[slot as usize];
+        let held = &mut self.slots[slot as usize].last;
         if held.get(key) != Some(place) {
             return true;
         }
@@ -237,7 +255,7 @@ impl ApproximateIndex {
         self.n_blocks -= 1;
         touch.n_last -= 1;
         if touch.n_last == 0 {
-            self.unlink(place);
+            self.forget(place);
             return false;
         }
         true
@@ -247,50 +265,65 @@ impl ApproximateIndex {
     /// when it is too short for the slots in use.
     #[must_use]
     pub fn overlap(&self, sequence_hashes: &[u64], now_s: f64, out: &mut [u32]) -> bool {
-        if self.slots.len() > out.len() {
+        if self.slots_in_use() > out.len() {
             return false;
         }
-        overlap(&self.blocks, &self.sets, self.mixer, sequence_hashes, out);
-        if self.oldest != NONE && self.touches[self.oldest as usize].at_s + self.ttl_s <= now_s {
-            for (table, overlap) in self.slots.iter().zip(out) {
-                let held = &sequence_hashes[..*overlap as usize];
-                *overlap = held.partition_point(|&hash| {
-                    let place = table.get(self.mixer.key(hash)).expect("an overlapping block was touched");
-                    self.touches[place as usize].at_s + self.ttl_s > now_s
-                }) as u32;
-            }
+        if self.slots.len() > out.len() {
+            let mut all = vec![0; self.slots.len()]; // a dropped slot behind those in use still has blocks
+            self.fill(sequence_hashes, now_s, &mut all);
+            out.copy_from_slice(&all[..out.len()]);
+        } else {
+            self.fill(sequence_hashes, now_s, out);
         }
         true
     }
 
-    /// One more than the highest slot that was touched and not dropped.
-    pub fn slots_in_use(&self) -> usize {
-        self.slots.len()
+    fn fill(&self, sequence_hashes: &[u64], now_s: f64, out: &mut [u32]) {
+        overlap(&self.blocks, &self.sets, self.mixer, sequence_hashes, out);
+        let over_s = now_s - self.ttl_s;
+        if self.oldest != NONE && self.touches[self.oldest as usize].at_s <= over_s {
+            for (slot, overlap) in self.slots.iter().zip(out) {
+                let held = &sequence_hashes[..*overlap as usize];
+                *overlap = held.partition_point(|&hash| {
+                    let place =
+                        slot.last.get(self.mixer.key(hash)).expect("an overlapping block was touched");
+                    self.touches[place as usize].at_s > over_s
+                }) as u32;
+            }
+        }
     }
 
-    /// Forgets a slot; returns how many blocks it was thought to hold.
-    pub fn drop_slot(&mut self, slot: u32) -> usize {
-        let Some(held) = self.slots.get_mut(slot as usize) else { return 0 };
-        let mut keys = Vec::with_capacity(held.len());
-        held.for_each(|key, _| keys.push(key));
-        held.clear(&mut self.pages);
-        let sets = &mut self.sets;
-        for &key in &keys {
-            self.blocks.update(&mut self.pages, key, |holders| sets.remove(holders, slot));
+    /// One more than the highest slot that was touched and not dropped.
+    pub fn slots_in_use(&self) -> usize {
+        self.slots.iter().rposition(|slot| slot.in_use).map_or(0, |last| last + 1)
+    }
+
+    /// Forgets a slot: its blocks count no more, and are removed as expired ones are, some thousands of them now.
+    pub fn drop_slot(&mut self, slot: u32) {
+        if !self.slots.get_mut(slot as usize).is_some_and(|slot| std::mem::take(&mut slot.in_use)) {
+            return;
         }
-        self.n_blocks -= keys.len();
         let mut place = self.oldest;
         while place != NONE {
-            let touch = &self.touches[place as usize];
-            let (of_slot, newer) = (touch.slot, touch.newer);
-            if of_slot == slot {
-                self.unlink(place);
+            let newer = self.touches[place as usize].newer;
+            if self.touches[place as usize].slot == slot {
+                self.make_oldest(place);
             }
             place = newer;
         }
-        let in_use = self.slots.iter().rposition(|held| !held.is_empty()).map_or(0, |last| last + 1);
-        self.slots.truncate(in_use);
-        keys.len()
+        self.remove_old(f64::NEG_INFINITY, PIECE);
+    }
+
+    /// Makes a touch older than any time.
+    fn make_oldest(&mut self, place: u32) {
+        self.unlink(place);
+        let touch = &mut self.touches[place as usize];
+        (touch.at_s, touch.older, touch.newer) = (f64::NEG_INFINITY, NONE, self.oldest);
+        match self.oldest {
+            NONE => self.newest = place,
+            oldest => self.touches[oldest as usize].older = place,
+        }
+        self.oldest = place;
     }
 
     /// Blocks that are thought to be held, one for each slot.
@@ -302,7 +335,7 @@ impl ApproximateIndex {
         self.pages.used_bytes()
             + self.blocks.own_bytes()
             + self.sets.bytes()
-            + self.slots.iter().map(|held| size_of::<Table<u32>>() + held.own_bytes()).sum::<usize>()
+            + self.slots.iter().map(|slot| size_of::<Slot>() + slot.last.own_bytes()).sum::<usize>()
             + self.touches.len() * size_of::<Touch>()
             + self.vacant.len() * size_of::<u32>()
             + self.n_listed * size_of::<u64>()
@@ -383,7 +416,7 @@ mod tests {
         assert!(index.n_listed <= 2 * 1000 && index.touches.len() < 10);
         assert_eq!(overlaps(&index, &hashes, 1000.0), [0, 1000, 0]);
         index.touch(0, &hashes[..10], 1000.0);
-        assert_eq!(index.drop_slot(1), 1000);
+        index.drop_slot(1);
         assert_eq!(index.expire(2e9), 10);
         assert_eq!(index.pages.used_bytes(), 0);
     }
@@ -415,6 +448,38 @@ mod tests {
     }
 
     #[test]
+    fn a_dropped_slot_goes_in_pieces_and_counts_for_nothing_meanwhile() {
+        for ttl_s in [10.0, f64::INFINITY] {
+            let mut index = ApproximateIndex::new(ttl_s, 1 << 20, 1 << 19, 5);
+            index.touch(0, &hashes(0, 10), 0.0);
+            for family in 0..5 {
+                index.touch(2, &hashes(family, 10_000), 1.0);
+            }
+            index.drop_slot(2);
+            assert_eq!(index.n_blocks(), 50_010 - PIECE);
+            assert_eq!(overlaps(&index, &hashes(0, 10_000), 1.0), [10, 0, 0]);
+            let mut short = [7];
+            assert!(index.overlap(&hashes(0, 10_000), 1.0, &mut short));
+            assert_eq!(short, [10]);
+            index.touch(2, &hashes(3, 20), 2.0);
+            assert!(!index.overlap(&hashes(3, 10_000), 2.0, &mut short), "the slot is in use again");
+            let mut n_calls = 0;
+            while index.n_blocks() > 30 {
+                assert_eq!(overlaps(&index, &hashes(0, 10_000), 2.0), [10, 0, 0]);
+                assert_eq!(overlaps(&index, &hashes(3, 10_000), 2.0), [0, 0, 20]);
+                assert!(index.expire(2.0) <= PIECE);
+                n_calls += 1;
+            }
+            assert_eq!(n_calls, (50_010 - 2 * PIECE - 30usize).div_ceil(PIECE));
+            assert_eq!(overlaps(&index, &hashes(3, 10_000), 2.0), [0, 0, 20]);
+            index.drop_slot(2);
+            index.drop_slot(0);
+            assert_eq!((index.n_blocks(), index.slots.len(), index.n_listed), (0, 0, 0));
+            assert_eq!((index.pages.used_bytes(), index.touches.capacity()), (0, 0));
+        }
+    }
+
+    #[test]
     fn pruning_goes_in_pieces_and_the_limit_holds() {
         let mut index = ApproximateIndex::new(1e9, 60_000, 20_000, 5);
         let (mut removed, mut low) = (0, usize::MAX);
@@ -430,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_expiry_changes_no_answer() {
+    fn a_late_removal_changes_no_answer() {
         let mut index = ApproximateIndex::new(10.0, 1 << 20, 1 << 19, 5);
         let mut touched = std::collections::HashMap::new();
         let (mut now_s, mut random) = (0.0, 1u64);
@@ -441,6 +506,10 @@ mod tests {
             now_s += if random >> 60 == 0 { 12.0 } else { 0.05 };
             index.touch(slot, &prompt, now_s);
             touched.extend(prompt.iter().map(|&hash| ((slot, hash), now_s)));
+            if random >> 20 & 15 == 0 {
+                index.drop_slot((slot + 1) % 3);
+                touched.retain(|&(of, _), _| of != (slot + 1) % 3);
+            }
             let asked = hashes((family + 1) % 40, 3000);
             let expected: Vec<u32> = (0..3)
                 .map(|slot| {

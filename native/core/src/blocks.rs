@@ -57,21 +57,18 @@ impl Blocks {
     /// When nobody holds it.
     #[inline]
     pub fn find(&self, code: Code) -> Block {
-        let mut found = None;
-        if code.0 & NUMBER == 0 {
-            self.holders.for_each_with_prefix(code.0, |place, sequence| {
-                // of those with these leading bits one has no number
-                if found.is_none() || self.numbers.of(sequence).is_none() {
-                    found = Some(Block { place, sequence });
-                }
-            });
+        let found = if code.0 & NUMBER == 0 {
+            // of those with these leading bits one has no number
+            self.holders.find_with_prefix(code.0, |sequence| self.numbers.of(sequence).is_none())
         } else {
             let sequence = self.numbers.sequence(code.0 & !NUMBER);
-            if let Found::At(place) = self.holders.find(sequence) {
-                found = Some(Block { place, sequence });
+            match self.holders.find(sequence) {
+                Found::At(place) => Some((place, sequence)),
+                Found::Vacant { .. } => None,
             }
-        }
-        found.expect("a code stands for a block that is held")
+        };
+        let (place, sequence) = found.expect("a code stands for a block that is held");
+        Block { place, sequence }
     }
 
     /// Makes `slot` a holder. Returns the block's code, and whether the slot held it before.
@@ -91,11 +88,10 @@ impl Blocks {
                 self.holders.set_value(place, sequence, joined);
                 (Code(self.numbers.of(sequence).map_or(leading, |number| number | NUMBER)), joined == holders)
             }
-            Found::Vacant(place) => {
-                let mut is_clear = true;
-                self.holders.for_each_with_prefix(leading, |_, _| is_clear = false);
-                is_clear &= self.holders.insert(pages, place, sequence, Holders::one(slot));
-                (Code(if is_clear { leading } else { self.numbers.add(pages, sequence) | NUMBER }), false)
+            Found::Vacant { place, is_clear } => {
+                let has_slot = self.holders.insert(pages, place, sequence, Holders::one(slot));
+                let is_alone = is_clear && has_slot;
+                (Code(if is_alone { leading } else { self.numbers.add(pages, sequence) | NUMBER }), false)
             }
         }
     }

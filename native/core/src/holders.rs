@@ -112,6 +112,9 @@ impl HolderSets {
 
     /// The holders of one block after `slot` left them, or None when nobody is left.
     pub fn remove(&mut self, holders: Holders, slot: u32) -> Option<Holders> {
+        if holders.0 & KIND == 0 {
+            return (holders.0 != slot).then_some(holders);
+        }
         if let Some((from, removed, to)) = self.last_removed {
             if from == holders && removed == slot {
                 return Some(self.exchange(from, to));
@@ -122,9 +125,6 @@ impl HolderSets {
         }
         let mut slots = self.slots(holders);
         slots.retain(|&other| u32::from(other) != slot);
-        if slots.is_empty() {
-            return None;
-        }
         let to = self.intern(&slots);
         let to = self.exchange(holders, to);
         self.last_removed = Some((holders, slot, to));

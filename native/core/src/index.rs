@@ -118,13 +118,14 @@ impl BlockIndex {
         }
         let rank = ranks[slot as usize].get_or_insert_default();
         let (mut held, mixer) = (Held { pages: &mut self.pages, blocks, sets, slot }, self.mixer);
+        let mut keys = [(0, 0); TOGETHER];
         for (names, sequences) in names.chunks(TOGETHER).zip(sequences.chunks(TOGETHER)) {
-            for (&name, &sequence) in names.iter().zip(sequences) {
-                rank.names.prefetch(mixer.key(name));
-                held.blocks.prefetch(mixer.key(sequence));
+            for ((key, &name), &sequence) in keys.iter_mut().zip(names).zip(sequences) {
+                *key = (mixer.key(name), mixer.key(sequence));
+                rank.names.prefetch(key.0);
+                held.blocks.prefetch(key.1);
             }
-            for (&name, &sequence) in names.iter().zip(sequences) {
-                let (name, sequence) = (mixer.key(name), mixer.key(sequence));
+            for &(name, sequence) in &keys[..names.len()] {
                 match rank.store(&mut held, name, sequence, self.blocks_per_rank_max) {
                     Placed::OverLimit => applied.over_limit += 1,
                     Placed::Repeated => applied.repeated += 1,

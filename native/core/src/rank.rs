@@ -48,8 +48,8 @@ impl Rank {
     #[inline]
     pub fn store(&mut self, held: &mut Held<'_>, name: u64, sequence: u64, max: usize) -> Placed {
         match self.names.find(name) {
-            Found::Vacant(_) if self.names.len() >= max => Placed::OverLimit,
-            Found::Vacant(place) => {
+            Found::Vacant { .. } if self.names.len() >= max => Placed::OverLimit,
+            Found::Vacant { place, .. } => {
                 let code = self.claim(held, sequence);
                 self.names.insert(held.pages, place, name, code);
                 Placed::New

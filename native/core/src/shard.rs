@@ -73,8 +73,11 @@ impl Slots {
 
 pub(crate) enum Found {
     At(At),
-    /// The key is absent; it would lie here.
-    Vacant(At),
+    /// The key is absent and would lie here; `is_clear`: no other key has its prefix.
+    Vacant {
+        at: At,
+        is_clear: bool,
+    },
 }
 
 /// The bits of a key that its place depends on.
@@ -108,9 +111,23 @@ impl<V: Copy> Shard<V> {
     }
 
     #[inline]
+    fn n_homes(&self) -> u64 {
+        (self.n_buckets() - SLACK_BUCKETS) as u64
+    }
+
+    #[inline]
     fn home(&self, key: u64) -> usize {
         let spread = (prefix_of(key) << (32 - PREFIX_BITS) << self.depth) & u64::from(u32::MAX);
-        ((spread * (self.n_buckets() - SLACK_BUCKETS) as u64) >> 32) as usize
+        ((spread * self.n_homes()) >> 32) as usize
+    }
+
+    /// The greatest key whose home is `bucket` or one before it, in the shard of `key`.
+    #[inline]
+    fn last_key(&self, bucket: usize, key: u64) -> u64 {
+        let spread = ((((bucket as u64 + 1) << 32) - 1) / self.n_homes()).min(u32::MAX.into());
+        let prefix = spread >> (32 - PREFIX_BITS) >> self.depth;
+        let of_shard = key & !(u64::MAX >> self.depth);
+        (of_shard | prefix << (64 - PREFIX_BITS) | u64::MAX >> PREFIX_BITS).min(VACANT - 1)
     }
 
     #[inline]
@@ -177,6 +194,12 @@ impl<V: Copy> Shard<V> {
         self.slots_with_leading::<0>(bucket, key)
     }
 
+    /// The slots of a bucket whose key has the prefix of `key`.
+    #[inline]
+    fn slots_with_prefix(&self, bucket: usize, key: u64) -> Slots {
+        self.slots_with_leading::<{ 64 - PREFIX_BITS as i32 }>(bucket, prefix_of(key))
+    }
+
     /// The slots of a bucket whose key is `wanted` without its last `SHIFT` bits.
     #[inline]
     fn slots_with_leading<const SHIFT: i32>(&self, bucket: usize, wanted: u64) -> Slots {
@@ -235,13 +258,20 @@ impl<V: Copy> Shard<V> {
 
     #[inline]
     pub fn find(&self, key: u64) -> Found {
-        let mut bucket = self.home(key);
+        let (mut bucket, mut is_clear) = (self.home(key), true);
         loop {
-            if let Some(at) = self.find_in(bucket, key) {
-                return Found::At(at);
+            let mut slots = self.slots_with_prefix(bucket, key);
+            while let Some(index) = slots.first() {
+                let at = At { bucket, index };
+                match self.key(at) {
+                    found if found == key => return Found::At(at),
+                    VACANT => {}
+                    _ => is_clear = false,
+                }
+                slots = slots.without_first();
             }
-            if let Some(index) = self.slots_with(bucket, VACANT).first() {
-                return Found::Vacant(At { bucket, index });
+            if !self.is_full(bucket) {
+                return Found::Vacant { at: At { bucket, index: self.n_in_bucket(bucket) }, is_clear };
             }
             bucket += 1;
         }
@@ -253,21 +283,21 @@ impl<V: Copy> Shard<V> {
         self.slots_with(bucket, key).first().map(|index| At { bucket, index })
     }
 
-    /// Calls `f` with each entry whose key has the prefix of `key`.
+    /// The first entry whose key has the prefix of `key` and is wanted.
     #[inline]
-    pub fn for_each_with_prefix(&self, key: u64, mut f: impl FnMut(At, u64)) {
+    pub fn find_with_prefix(&self, key: u64, is_wanted: impl Fn(u64) -> bool) -> Option<(At, u64)> {
         let mut bucket = self.home(key);
         loop {
-            let mut slots = self.slots_with_leading::<{ 64 - PREFIX_BITS as i32 }>(bucket, prefix_of(key));
+            let mut slots = self.slots_with_prefix(bucket, key);
             while let Some(index) = slots.first() {
                 let at = At { bucket, index };
-                if self.key(at) != VACANT {
-                    f(at, self.key(at));
+                if self.key(at) != VACANT && is_wanted(self.key(at)) {
+                    return Some((at, self.key(at)));
                 }
                 slots = slots.without_first();
             }
             if !self.is_full(bucket) {
-                return;
+                return None;
             }
             bucket += 1;
         }
@@ -317,21 +347,22 @@ impl<V: Copy> Shard<V> {
 
     pub fn remove_at(&mut self, at: At) {
         self.len -= 1;
+        let key = self.key(at);
         if !self.take_out(at) {
             return;
         }
         // What lies beyond a full bucket may belong before the gap, and would not be found behind it.
         let (mut gap, mut bucket) = (at.bucket, at.bucket + 1);
+        let mut last_key = self.last_key(gap, key);
         loop {
-            let displaced = (0..self.n_in_bucket(bucket))
-                .map(|index| At { bucket, index })
-                .find(|&at| self.home(self.key(at)) <= gap);
+            let displaced = (0..SLOTS).map(|index| At { bucket, index }).find(|&at| self.key(at) <= last_key);
             let goes_on = match displaced {
                 None => self.is_full(bucket),
                 Some(at) => {
                     let (key, value) = (self.key(at), self.value(at));
                     self.write(At { bucket: gap, index: SLOTS - 1 }, key, value);
                     gap = bucket;
+                    last_key = self.last_key(gap, key);
                     self.take_out(at)
                 }
             };
@@ -471,6 +502,23 @@ mod tests {
                 assert_eq!(found.first().unwrap_or(9), if expected == SLOTS { 9 } else { expected });
             }
             shard.release(&mut pages);
+        }
+    }
+
+    #[test]
+    fn no_key_after_the_last_of_a_bucket_has_its_home_there() {
+        let mut pages = PagePool::default();
+        for (depth, first) in [(0, 0), (1, 1 << 63), (5, 21 << 59), (26, u64::MAX << 38)] {
+            for n_pages in [1, 7, SHARD_PAGES] {
+                let shard = Shard::<u32>::new(&mut pages, depth, n_pages);
+                let end = (first | u64::MAX >> depth).min(VACANT - 1);
+                for bucket in 0..shard.n_buckets() {
+                    let last = shard.last_key(bucket, first);
+                    assert!((first..=end).contains(&last) && shard.home(last) <= bucket);
+                    assert!(last == end || shard.home(last + 1) > bucket);
+                }
+                shard.release(&mut pages);
+            }
         }
     }
 

@@ -38,7 +38,11 @@ pub struct Place {
 
 pub enum Found {
     At(Place),
-    Vacant(Place),
+    /// `is_clear`: no other key that has a slot has the same leading bits.
+    Vacant {
+        place: Place,
+        is_clear: bool,
+    },
 }
 
 /// Where a key would be, as far as it is known before its memory has arrived.
@@ -116,26 +120,28 @@ impl<V: Copy> Table<V> {
     #[inline]
     pub fn find(&self, key: u64) -> Found {
         let outside = Place { shard: OUTSIDE, at: shard::At::default() };
-        let mut vacant = outside;
+        let mut vacant = Found::Vacant { place: outside, is_clear: true };
         if let (Some(&shard), true) = (self.directory.get(prefix(key, self.depth)), key != VACANT) {
             match self.shard(shard).find(key) {
                 shard::Found::At(at) => return Found::At(Place { shard, at }),
-                shard::Found::Vacant(at) => vacant = Place { shard, at },
+                shard::Found::Vacant { at, is_clear } => {
+                    vacant = Found::Vacant { place: Place { shard, at }, is_clear };
+                }
             }
         }
         match self.get_outside(key) {
             Some(_) => Found::At(outside),
-            None => Found::Vacant(vacant),
+            None => vacant,
         }
     }
 
-    /// Calls `f` with each key that has these leading bits, and its place. Those without a slot are left out.
+    /// The first key that has these leading bits and is wanted, and its place. Those without a slot are left out.
     #[inline]
-    pub fn for_each_with_prefix(&self, leading: u32, mut f: impl FnMut(Place, u64)) {
+    pub fn find_with_prefix(&self, leading: u32, is_wanted: impl Fn(u64) -> bool) -> Option<(Place, u64)> {
         let key = u64::from(leading) << (64 - PREFIX_BITS);
-        if let Some(&shard) = self.directory.get(prefix(key, self.depth)) {
-            self.shard(shard).for_each_with_prefix(key, |at, key| f(Place { shard, at }, key));
-        }
+        let shard = *self.directory.get(prefix(key, self.depth))?;
+        let (at, key) = self.shard(shard).find_with_prefix(key, is_wanted)?;
+        Some((Place { shard, at }, key))
     }
 
     #[inline]
@@ -194,7 +200,7 @@ impl<V: Copy> Table<V> {
     pub fn upsert(&mut self, pages: &mut PagePool, key: u64, f: impl FnOnce(Option<V>) -> V) {
         match self.find(key) {
             Found::At(place) => self.set_value(place, key, f(Some(self.value(place, key)))),
-            Found::Vacant(place) => {
+            Found::Vacant { place, .. } => {
                 self.insert(pages, place, key, f(None));
             }
         }
@@ -218,7 +224,7 @@ impl<V: Copy> Table<V> {
         loop {
             let index = self.directory[prefix(key, self.depth)];
             let shard = &mut self.shards[index as usize];
-            let shard::Found::Vacant(at) = shard.find(key) else { unreachable!("the key was absent") };
+            let shard::Found::Vacant { at, .. } = shard.find(key) else { unreachable!("the key was absent") };
             if shard.insert_at(at, key, value) {
                 return true;
             }
@@ -317,13 +323,6 @@ impl<V: Copy> Table<V> {
         self.free_shards = Vec::new();
         self.directory = Vec::new();
         self.depth = 0;
-    }
-
-    /// Removes every key and gives every page back.
-    pub fn clear(&mut self, pages: &mut PagePool) {
-        self.release(pages);
-        self.outside = HashMap::new();
-        self.len = 0;
     }
 
     /// Takes out some entries, a few thousand at most; none only when there are none. Quicker than removing each.

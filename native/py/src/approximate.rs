@@ -88,8 +88,8 @@ impl ApproximateIndex {
         Ok(self.lock().expire(now_s))
     }
 
-    fn drop(&self, #[pyo3(from_py_with = checked::slot)] slot: u32) -> PyResult<usize> {
-        Ok(self.lock().drop_slot(slot))
+    fn drop(&self, #[pyo3(from_py_with = checked::slot)] slot: u32) {
+        self.lock().drop_slot(slot);
     }
 
     fn stats(&self) -> ApproximateStats {

@@ -10,6 +10,7 @@ mod index;
 mod json;
 mod ledger;
 mod links;
+mod log_text;
 mod msgpack;
 mod paged_kv;
 mod prediction;
@@ -45,5 +46,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(json::token_ids, module)?)?;
+    module.add_function(wrap_pyfunction!(log_text::event_text, module)?)?;
     Ok(())
 }

@@ -12,6 +12,7 @@ from kvrouter.api.cordon_schema import CordonBody
 from kvrouter.api.health_schema import ModelList
 from kvrouter.api.paths import ACCEPTING, CORDONS, DECISIONS, EXPLAIN, FLEET, FLOWS, METRICS, MODELS, READY
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.hosts import is_resolvable
 from kvrouter.core.json import FLEET_TIMES, Unreadable, parsed
 
 ANSWER_MAX_BYTES = 64 * 1024 * 1024
@@ -51,7 +52,7 @@ class RouterClient:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise AskFailed(f"--url: must be http://host:port, not {url!r}: {error}") from error
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not host or not is_resolvable(host):
             raise AskFailed(f"--url: must be http://host:port, not {url!r}")
         self._url = url
         self._https = parts.scheme == "https"

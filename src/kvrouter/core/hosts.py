@@ -37,6 +37,17 @@ def is_address(host: str) -> bool:
     return True
 
 
+def is_resolvable(host: str) -> bool:
+    """Whether a resolver takes ``host``, known or not: it raises UnicodeError for an empty label, and for one
+    over 63 characters.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
 def bracketed(host: str) -> str:
     """Return ``host`` as it is written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -11,6 +11,9 @@ from io import BytesIO
 from types import SimpleNamespace
 
 import aiohttp
+from yarl import URL
+
+from kvrouter.core.hosts import is_resolvable
 
 DEFAULT_LIMITS = aiohttp.ClientTimeout(total=None)
 """No timeout: callers set their own, per client or per request."""
@@ -95,16 +98,21 @@ class HttpClient:
         """Send a request; return its answer once its head has arrived. A client with ``notes_connections``
         writes into ``connection``, which every request must then pass.
         """
-        return await self._session.request(
-            method,
-            url,
-            params=list(params) or None,
-            headers=headers,
-            data=data,
-            timeout=limits or self._session.timeout,
-            allow_redirects=False,
-            trace_request_ctx=connection,
-        )
+        try:
+            return await self._session.request(
+                method,
+                url,
+                params=list(params) or None,
+                headers=headers,
+                data=data,
+                timeout=limits or self._session.timeout,
+                allow_redirects=False,
+                trace_request_ctx=connection,
+            )
+        except UnicodeError as error:  # aiohttp passes the resolver's on
+            if is_resolvable(URL(url).raw_host or ""):
+                raise
+            raise aiohttp.InvalidURL(url) from error
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -151,7 +159,7 @@ def connection_failure(error: Exception) -> str:  # noqa: PLR0911 - one line for
     if isinstance(error, aiohttp.ClientResponseError | http.client.HTTPException):
         return "what it answered is not HTTP: is the port right, and is the URL https:// and not http://?"
     if isinstance(error, aiohttp.InvalidURL):
-        return "its URL is none"
+        return "its URL cannot be read: is the host name in it right?"
     number = error.errno if isinstance(error, OSError) else None
     if number is None or number <= 0:
         return "the connection failed"

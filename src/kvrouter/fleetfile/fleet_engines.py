@@ -11,6 +11,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvrouter.core.hosts import is_resolvable
 from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePolicy
 from kvrouter.engines.registry import ENGINES
 from kvrouter.settings.setting import (
@@ -178,7 +179,7 @@ def url_mistake(url: str) -> str | None:
 def is_host(host: str) -> bool:
     """Whether ``host`` can be the name or the address of a host, with a zone or without."""
     if ":" not in host:
-        return _HOST.fullmatch(host) is not None
+        return _HOST.fullmatch(host) is not None and is_resolvable(host)
     try:
         ip_address(host)
     except ValueError:

@@ -147,8 +147,10 @@ class ApproximateIndex(Protocol):
     def expire(self, now_s: float) -> int:
         """Remove expired blocks, and those above ``max_blocks``; return how many this call removed."""
 
-    def drop(self, slot: Slot) -> int:
-        """Remove the slot's blocks; return their number."""
+    def drop(self, slot: Slot) -> None:
+        """Forget the slot's blocks: none counts any more. They are removed as expired ones are, also where
+        another rank has the slot by then.
+        """
 
     def stats(self) -> ApproximateStats:
         """Return the current sizes."""

@@ -88,6 +88,7 @@ class EventIngest:
         self._silence_timer: asyncio.TimerHandle | None = None
         self._awake = AwakeClock(SILENT_AFTER_S / 3.0)
         self._silence_checked_s = 0.0
+        self._is_postponed = False
 
     @property
     def all_score(self) -> bool:
@@ -346,10 +347,11 @@ class EventIngest:
         self._silence_timer = None
         now_s = self._clock()
         elapsed_s, self._silence_checked_s = now_s - self._silence_checked_s, now_s
-        was_paused = self._awake.advance(elapsed_s)  # then their messages are read only after this
+        # after a pause messages are read only after this; a second one in a row postpones nothing
+        self._is_postponed = self._awake.advance(elapsed_s) and not self._is_postponed
         for rank, ingest in self._rank_ingests.items():
             silent_s = now_s - ingest.last_message_s
-            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not was_paused:
+            if silent_s > SILENT_AFTER_S and not ingest.is_missing and not self._is_postponed:
                 ingest.is_missing = True
                 self._instrumentation.kv_events_missing(rank, silent_s)
         self._watch_silence()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from kvrouter.transports.background import LATE_S, DueTimes
 
@@ -50,7 +51,7 @@ class StallWatch:
 
     Time that the client takes to read, from :meth:`pause` to :meth:`resume`, does not count as a worker's
     silence. Neither does time in which this process was paused: messages that arrived meanwhile wait to be
-    read.
+    read. A silence is prolonged for that once, so that it ends on an event loop that is always late.
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class StallWatch:
         "_due_times",
         "_on_too_long",
         "_paused_s",
+        "_prolonged_s",
         "_timeouts",
         "phase",
         "progress_s",
@@ -72,6 +74,8 @@ class StallWatch:
         self._began_s = self.progress_s = time.monotonic()
         self._paused_s: float | None = None
         """Since when the client has held the last chunk; None while a worker is awaited."""
+        self._prolonged_s = -inf
+        """When a silence was last prolonged because this process had been paused."""
         self.phase = Phase.FIRST_TOKEN
 
     @property
@@ -126,7 +130,8 @@ class StallWatch:
         """Report a limit that is reached; return when to check again. ``late_s``: how late the check is."""
         self._leave_out_client(now_s)
         due_s, kind = self._due()
-        if kind is TooLong.SILENCE and late_s > LATE_S:
+        if kind is TooLong.SILENCE and late_s > LATE_S and self.progress_s > self._prolonged_s:
+            self._prolonged_s = now_s
             # add the pause, and as much again to read what arrived meanwhile
             self.progress_s = min(now_s, self.progress_s + 2.0 * late_s)
             due_s, kind = self._due()

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.dynamo_settings import FOREIGN_DISCOVERY
-from kvrouter.settings.setting import Positive, Secret, Section, Setting, Whole, refusing
+from kvrouter.settings.setting import HostName, Positive, Secret, Section, Setting, Whole, refusing
 from kvrouter.settings.setting_spec import Aliases, SettingGroup
 
 LEASE_S = 10.0
@@ -262,14 +262,14 @@ class PlaneSettings(Section):
     ] = None
     """The authority that signed the certificates of the others, a PEM file. Also for NATS."""
 
-    listen_host: Annotated[str, Setting(SettingGroup.PLANES)] = "127.0.0.1"
+    listen_host: Annotated[HostName, Setting(SettingGroup.PLANES)] = "127.0.0.1"
     """The address on which a worker takes requests and questions. 0.0.0.0 is every interface: set a plane
     token then."""
 
     listen_port: Annotated[Annotated[Whole, Interval(ge=0, le=65535)], Setting(SettingGroup.PLANES)] = 0
     """The port on which a worker takes requests; at 0 the system picks a free one, which the card states."""
 
-    advertise_host: Annotated[str | None, Setting(SettingGroup.PLANES)] = None
+    advertise_host: Annotated[HostName | None, Setting(SettingGroup.PLANES)] = None
     """The name under which others reach this worker. Unset: the listen address, or this host's name where
     that is every interface."""
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen
 from pydantic import (
+    AfterValidator,
     AllowInfNan,
     BaseModel,
     BeforeValidator,
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from kvrouter.core.hosts import is_resolvable
 from kvrouter.core.secret import secret_mistake, trimmed
 from kvrouter.settings.setting_spec import Aliases, SettingGroup, SettingKind, SettingSpec
 
@@ -129,6 +131,17 @@ def _secret(value: object) -> str:
         raise PydanticCustomError(HIDDEN_VALUE, mistake)
     return str(secret)
 
+
+def _check_host(host: str) -> str:
+    if not is_resolvable(host):
+        raise PydanticCustomError(
+            "host", "must be a host's name or address, with 1 to 63 characters between dots"
+        )
+    return host
+
+
+HostName = Annotated[str, AfterValidator(_check_host)]
+"""The name or address of a host; it need not exist."""
 
 Secret = Annotated[SecretStr, BeforeValidator(_secret)]
 """A key, a token or a password: one line of text, without the white space behind it."""

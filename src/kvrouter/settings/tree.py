@@ -10,6 +10,7 @@ from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.setting import (
     Count,
+    HostName,
     NonNegative,
     Positive,
     PositiveCount,
@@ -62,7 +63,7 @@ class AdminAccess(StrEnum):
 class FrontendSettings(Section):
     """The frontend: where it listens, and the limits of what it takes."""
 
-    http_host: Annotated[str, Setting(SettingGroup.FRONTEND, variable="DYN_HTTP_HOST")] = "127.0.0.1"
+    http_host: Annotated[HostName, Setting(SettingGroup.FRONTEND, variable="DYN_HTTP_HOST")] = "127.0.0.1"
     """The address to listen on. 0.0.0.0 listens on every interface: set an admin token then."""
 
     http_port: Annotated[

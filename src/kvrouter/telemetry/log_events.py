@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from logging import DEBUG, ERROR, INFO, WARNING
@@ -601,7 +601,7 @@ FIELD_NAMES = frozenset(Fields.__annotations__)
 
 
 def emit_record(
-    logger: logging.Logger, event: Event, fields: Mapping[str, LogValue], error: BaseException | None
+    logger: logging.Logger, event: Event, fields: dict[str, LogValue], error: BaseException | None
 ) -> None:
     """Emit an event by :mod:`logging`, as a program that embeds kvrouter has configured it."""
     logger.log(
@@ -619,7 +619,7 @@ class Emission:
     :func:`~kvrouter.telemetry.logs.configure_logging` was called.
     """
 
-    emit: Callable[[logging.Logger, Event, Mapping[str, LogValue], BaseException | None], None] = emit_record
+    emit: Callable[[logging.Logger, Event, dict[str, LogValue], BaseException | None], None] = emit_record
 
 
 EMISSION = Emission()
@@ -642,4 +642,4 @@ def log_event(
     if not FIELD_NAMES.issuperset(fields):
         raise TypeError(f"no log field: {', '.join(sorted(set(fields) - FIELD_NAMES))}")
     error = (sys.exception() if exc_info else None) if isinstance(exc_info, bool) else exc_info
-    EMISSION.emit(logger, event, cast("Mapping[str, LogValue]", fields), error)
+    EMISSION.emit(logger, event, cast("dict[str, LogValue]", fields), error)

@@ -2,16 +2,15 @@
 
 import json
 import logging
-import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 
+from kvrouter import _native
 from kvrouter.core.errors import KvrouterError
 
 LogValue = str | int | float | bool | None
@@ -21,9 +20,6 @@ VALUE_MAX_CHARS = 512
 
 CAUSES_MAX = 16
 """An error can be its own cause."""
-
-_is_plain = re.compile("[!#-&(-\\[\\]-~]+").fullmatch
-"""Whether a text needs no quotes: it is printable ASCII without spaces, quotes and backslashes."""
 
 _NO_COLOUR = "\x1b[0m"
 _COLOURS = {logging.DEBUG: "\x1b[2m", logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[1;31m"}
@@ -70,16 +66,15 @@ class EventLine:
     """The message of an event's record in :mod:`logging`."""
 
     event: str
-    fields: Mapping[str, LogValue]
+    fields: dict[str, LogValue]
 
     def __str__(self) -> str:
         return event_text(self.event, self.fields)
 
 
-def event_text(event: str, fields: Mapping[str, LogValue]) -> str:
+def event_text(event: str, fields: dict[str, LogValue]) -> str:
     """Return the event, then ``key=value`` for each field; ambiguous values are quoted."""
-    form = _FORMS.get
-    return event + "".join([f" {key}={form(type(value), _other)(value)}" for key, value in fields.items()])
+    return _native.event_text(event, fields, VALUE_MAX_CHARS, _quoted)
 
 
 def cut(value: LogValue) -> LogValue:
@@ -98,24 +93,8 @@ def json_text(value: object) -> str:
         return text.encode(errors="replace").decode()
 
 
-def _text(value: str) -> str:
-    if len(value) <= VALUE_MAX_CHARS and _is_plain(value):
-        return value
+def _quoted(value: str) -> str:
     return json_text(cut(value))
-
-
-_FORMS: Mapping[type, Callable[[Any], str]] = {
-    str: _text,
-    int: str,
-    float: "%.6g".__mod__,
-    bool: {True: "true", False: "false"}.__getitem__,
-    type(None): {None: "-"}.__getitem__,
-}
-"""How a line of text shows a value of this very type."""
-
-
-def _other(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else _text(str(value))
 
 
 def traceback_text(error: BaseException) -> str:

@@ -9,8 +9,8 @@ from queue import Empty, SimpleQueue
 from typing import TextIO
 from weakref import WeakSet
 
-BATCH_S = 0.05
-"""How long a line may wait for others, in seconds."""
+BATCH_S = 0.2
+"""How long a line may wait for others, in seconds: waking the thread is much of what a single line costs."""
 
 BATCH_CHARS = 1 << 16
 """So many characters are written without waiting for more."""
@@ -32,7 +32,8 @@ PIECE_BYTES = select.PIPE_BUF - 1
 
 
 class LogWriter:
-    """Writes lines to a stream in the order in which they came, each at most :data:`BATCH_S` later.
+    """Writes lines to a stream in the order in which they came: the first after a pause at once, and then,
+    while lines come, those of each :data:`BATCH_S` together.
 
     A line that would exceed the bounds is lost, and counts in ``lines_lost``; ``lost_line`` makes the line
     that says how many were, which is written after those that waited. :meth:`write` may be called in every
@@ -50,8 +51,10 @@ class LogWriter:
         self._chars = 0
         self.lines_lost = 0
         self._said = 0
-        self._wakes: SimpleQueue[threading.Event | None] = SimpleQueue()
-        """None where lines wait, for others too; an event, set once they are written, where they must not."""
+        self._wakes: SimpleQueue[threading.Event] = SimpleQueue()
+        """What ends the thread's sleep: an event, set once the lines so far are written."""
+        self._is_idle = True
+        """Whether the thread sleeps until a line comes, since none came for :data:`BATCH_S`."""
         self._at_once = threading.Event()
         self._is_closed = False
         self._is_forked = False
@@ -67,12 +70,11 @@ class LogWriter:
                 return
             self._lines.append(line)
             self._chars = before + len(line)
+            was_idle, self._is_idle = self._is_idle, False
         if self._is_forked:
             self._write_lines()
-        elif is_urgent or before < BATCH_CHARS <= before + len(line):
+        elif is_urgent or was_idle or before < BATCH_CHARS <= before + len(line):
             self._wakes.put(self._at_once)
-        elif not before:
-            self._wakes.put(None)
 
     @property
     def is_half_full(self) -> bool:
@@ -97,16 +99,15 @@ class LogWriter:
         self._wakes.put(self._at_once)
 
     def _run(self) -> None:
-        while True:
-            wake = self._wakes.get()
-            if wake is None:
-                with suppress(Empty):
-                    wake = self._wakes.get(timeout=BATCH_S)
+        while not self._is_closed:
+            written = None
+            with suppress(Empty):
+                written = self._wakes.get(timeout=None if self._is_idle else BATCH_S)
+            with self._lock:
+                self._is_idle = not self._lines
             self._write_lines()
-            if wake is not None:
-                wake.set()
-            if self._is_closed:
-                return
+            if written is not None:
+                written.set()
 
     def _write_lines(self) -> None:
         with self._lock:

@@ -5,12 +5,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, TextIO
 
 from kvrouter.telemetry.log_events import EMISSION, Event, emit_record
 from kvrouter.telemetry.log_forms import LogValue, cut, event_text, json_line, json_text, text_line
-from kvrouter.telemetry.log_writer import BATCH_S, LogWriter
+from kvrouter.telemetry.log_writer import LogWriter
 
 ROOT = "kvrouter"
 """The parent of all kvrouter loggers."""
@@ -23,7 +23,7 @@ class HeldLine(NamedTuple):
 
     text: str
     event: Event
-    fields: Mapping[str, LogValue]
+    fields: dict[str, LogValue]
 
 
 class LogOutput:
@@ -41,7 +41,7 @@ class LogOutput:
         self,
         logger: logging.Logger,
         event: Event,
-        fields: Mapping[str, LogValue],
+        fields: dict[str, LogValue],
         error: BaseException | None,
     ) -> None:
         """Write the line of an event."""
@@ -61,7 +61,7 @@ class LogOutput:
         self.writer.write(line, is_urgent=level >= logging.WARNING)
 
     def _event_line(
-        self, logger: str, event: Event, fields: Mapping[str, LogValue], error: BaseException | None
+        self, logger: str, event: Event, fields: dict[str, LogValue], error: BaseException | None
     ) -> str:
         if self.is_json:
             return json_line(time.time(), event.level, logger, event.value, fields, error)
@@ -156,6 +156,10 @@ def flush_log() -> None:
         output.writer.flush()
 
 
+ROOM_AFTER_S = 0.05
+"""How long a foreign line waits for room before it looks again, in seconds."""
+
+
 async def write_line(line: str, waits: Callable[[], bool]) -> None:
     """Write a foreign line as it is, in order with those of the log; without a log to standard error.
 
@@ -166,7 +170,7 @@ async def write_line(line: str, waits: Callable[[], bool]) -> None:
         sys.stderr.write(line)
         return
     while output.writer.is_half_full and waits():  # noqa: ASYNC110 - a thread makes room
-        await asyncio.sleep(BATCH_S)
+        await asyncio.sleep(ROOM_AFTER_S)
     output.writer.write(line, is_urgent=not waits())
 
 

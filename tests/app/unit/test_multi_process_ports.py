@@ -1,10 +1,11 @@
-"""The ports of the frontends of ``kvrouter up --replicas`` are looked at before anything starts."""
+"""What ``kvrouter up`` with processes looks at before any starts: the ports of frontends, the NATS server."""
 
 import socket
 
 import pytest
 
 from kvrouter.app.lifetime import CannotListen
+from kvrouter.cli import main
 from kvrouter.cli.up.multi_process import free_ports
 from kvrouter.core.errors import ConfigError
 from tests.testing.processes import free_ports as some_free_ports
@@ -28,3 +29,9 @@ async def test_a_taken_port_is_named() -> None:
 async def test_impossible_port_ranges_are_refused(first: int, n: int) -> None:
     with pytest.raises(ConfigError, match="http-port"):
         await free_ports("127.0.0.1", first, n)
+
+
+def test_a_nats_server_whose_host_no_resolver_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    port = some_free_ports(1)
+    assert main(["up", "--nats", "--http-port", str(port), "--nats-server", "nats://a..b"]) == 2
+    assert "planes.nats_server: nats://a..b: encoding with 'idna' codec failed" in capsys.readouterr().err

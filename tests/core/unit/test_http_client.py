@@ -111,6 +111,13 @@ async def test_an_unknown_host_name_is_reported() -> None:
     assert "not known here (DNS)" in await failure_of("http://there-is-no-such-host.invalid/")
 
 
+@pytest.mark.parametrize("host", ["a..b", f"{'a' * 64}.example", "\u00e4" * 60])
+async def test_a_host_name_that_no_resolver_takes_is_reported(host: str) -> None:
+    assert "is the host name in it right" in await failure_of(f"http://{host}/")
+    with pytest.raises(AskFailed, match="--url: must be http://host:port"):
+        RouterClient(f"http://{host}:8000")
+
+
 async def test_a_server_closing_before_its_answer_is_reported() -> None:
     async with talking(b"") as port:
         assert "closed the connection before it answered" in await failure_of(f"http://127.0.0.1:{port}/")

@@ -60,6 +60,8 @@ def test_a_model_without_a_name_is_mock_or_the_one_its_engines_name() -> None:
         (A, 'url: "http://a:x"', "4: workers[0].engine.url: must be http://HOST:PORT, or https, not 'http://a:x'"),
         (A, 'url: "http://-a:8000"',
          "4: workers[0].engine.url: must be http://HOST:PORT, or https, with a host's name or address, not"),
+        (A, 'url: "http://a..b:8000"',
+         "4: workers[0].engine.url: must be http://HOST:PORT, or https, with a host's name or address, not"),
         (A, 'url: "http://${HOST}:8000"',
          "4: workers[0].engine.url: must have the host or port itself where it has the placeholder ${HOST}, "
          "because nothing here fills in variables, not 'http://${HOST}:8000'"),

@@ -74,12 +74,27 @@ def test_a_dropped_slot_loses_all_its_blocks(make: Callable[..., ApproximateInde
     index = make(ttl_s=10.0)
     index.touch(A, prompt(2), 0.0)
     index.touch(B, prompt(4), 0.0)
-    assert index.drop(B) == 4
-    assert index.drop(B) == 0
+    index.drop(B)
+    assert index.stats().blocks == 2
+    index.drop(B)
     assert overlap(index, prompt(4), 0.0) == {A: 2}
     index.touch(B, prompt(1), 5.0)
     assert index.expire(10.0) == 2
     assert overlap(index, prompt(4), 10.0) == {B: 1}
+
+
+def test_blocks_of_a_dropped_slot_count_for_none_and_need_no_room(
+    make: Callable[..., ApproximateIndex],
+) -> None:
+    index, long = make(), prompt(10_000)
+    index.touch(A, prompt(3), 0.0)
+    index.touch(B, long, 0.0)
+    index.drop(B)
+    out = np.full(A + 1, 99, np.uint32)
+    index.overlap(long, out, 0.0)
+    assert out.tolist() == [3]
+    index.touch(B, prompt(2), 0.0)
+    assert overlap(index, long, 0.0) == {A: 3, B: 2}, "the slot's next rank has its own blocks alone"
 
 
 def test_a_prompt_without_full_blocks_changes_nothing(make: Callable[..., ApproximateIndex]) -> None:

@@ -42,7 +42,8 @@ class Twins(RuleBasedStateMachine):
 
     @rule(slot=SLOTS)
     def drop(self, slot: Slot) -> None:
-        assert self.native.drop(slot) == self.naive.drop(slot)
+        self.native.drop(slot)
+        self.naive.drop(slot)
 
     @invariant()
     def overlaps_are_equal(self) -> None:

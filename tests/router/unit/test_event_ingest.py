@@ -282,6 +282,21 @@ async def test_a_blocked_event_loop_reports_no_rank_as_missing(
     bench.ingest.close()
 
 
+async def test_an_event_loop_that_is_always_blocked_reports_a_missing_rank(
+    set_constants: SetConstants, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_constants(event_ingest, SILENT_AFTER_S=0.3)
+    bench = Bench()
+    await bench.join()
+    for _ in range(2):
+        assert "kv_events_missing" not in caplog.text
+        time.sleep(0.5)  # noqa: ASYNC251 - the event loop is blocked
+        for _ in range(3):
+            await asyncio.sleep(0)  # the timer that is due
+    assert "kv_events_missing" in caplog.text
+    bench.ingest.close()
+
+
 async def test_a_heartbeat_with_another_block_count_asks_for_a_snapshot() -> None:
     bench = Bench()
     await bench.join()

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
-from kvrouter.transports.background import DueTimes
+from kvrouter.transports.background import LATE_S, DueTimes
 from tests.testing.waits import until
 
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
@@ -24,6 +24,22 @@ async def test_a_blocked_event_loop_does_not_count_as_worker_silence() -> None:
     await asyncio.sleep(0.05)
     assert reported == []
     await until(lambda: reported == [TooLong.SILENCE])
+    watch.stop()
+
+
+async def test_a_silence_is_prolonged_once_where_every_check_is_late() -> None:
+    reported: list[TooLong] = []
+    watch = StallWatch(PATIENCE, DueTimes(StallWatch.check), lambda kind, _: reported.append(kind))
+    watch.enter(Phase.STREAMING)
+    watch.resume(progressed=True)
+    late_s = 2 * LATE_S
+    for _ in range(2):
+        watch.progress_s += 1.0  # a token came
+        now_s = watch.progress_s + PATIENCE.between_tokens_s
+        assert watch.check(now_s, late_s) == now_s + PATIENCE.between_tokens_s
+        assert reported == []
+    assert watch.check(now_s + PATIENCE.between_tokens_s, late_s) is None
+    assert reported == [TooLong.SILENCE]
     watch.stop()
 
 

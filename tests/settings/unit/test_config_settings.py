@@ -115,6 +115,10 @@ def test_a_refusal_names_the_field_the_origin_and_the_fix() -> None:
     assert refused(environ={"DYN_ROUTER_MODE": "best"}) == (
         "DYN_ROUTER_MODE (router.router_mode): must be 'kv', 'round-robin' or 'random', not 'best'"
     )
+    assert refused(flags={"planes.listen_host": "a..b"}) == (
+        "--listen-host (planes.listen_host): must be a host's name or address, with 1 to 63 characters "
+        "between dots, not 'a..b'"
+    )
     document = parse_document("version: 1\nrouter:\n  kv_events: 1\n  temperature: 2\n", "f.yaml")
     assert refused(document=document).split("\n") == [
         "f.yaml:3: router.kv_events: must be true or false, not 1",

@@ -19,7 +19,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from tests.oracles.sync import MemorySyncTransport
 from tests.testing.constants import SetConstants
-from tests.testing.mock_fleet import LONG_TOKENS, PATIENT_S, fleet_file, uniform_fleet, zoned_fleet
+from tests.testing.mock_fleet import PATIENT_S, fleet_file, uniform_fleet, zoned_fleet
 from tests.testing.mock_server import MODEL, MockServer, leave_recovery_unanswered, mock_server, user, words
 from tests.testing.scripted_engine import scripted_engine
 from tests.testing.waits import until
@@ -433,12 +433,7 @@ workers:
 speedup: 40
 """
     async with mock_server(fleet_file(text)) as here:
-        body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
-        async with here.http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            await here.kill(response.headers["x-kvrouter-decode-worker"])
-            assert [line async for line in lines if "[DONE]" in line]
+        await here.resume()
         lost = await here.metrics()
         assert lost.value("resumes_total", model=MODEL) == 1
         assert lost.value("worker_failures_total", reason="lost") == 0, "it left, and its counters with it"

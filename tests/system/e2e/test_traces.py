@@ -16,7 +16,7 @@ from kvrouter.telemetry.metrics import Telemetry
 from kvrouter.text.source import MOCK_FOLDER
 from tests.testing.constants import SetConstants
 from tests.testing.log_events import event_of, events_of
-from tests.testing.mock_fleet import LONG_TOKENS, PATIENT_S, fleet_file, zoned_fleet
+from tests.testing.mock_fleet import PATIENT_S, fleet_file, zoned_fleet
 from tests.testing.mock_server import MODEL, MockServer, mock_server, user, words
 from tests.testing.otlp_collector import OtlpCollector, otlp_collector, span_attributes
 from tests.testing.scripted_engine import ScriptedAnswer, ScriptedEngine, scripted_engine, sse
@@ -187,12 +187,7 @@ async def test_a_retrys_leg_spans_link_to_the_earlier_ones(
 ) -> None:
     async with collecting(monkeypatch) as found:
         async with mock_server(fleet_file(RESUMED)) as here:
-            body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
-            async with here.http.stream("POST", "/v1/completions", json=body, headers=SENT) as response:
-                lines = response.aiter_lines()
-                await anext(lines)
-                await here.kill(response.headers["x-kvrouter-decode-worker"])
-                assert [line async for line in lines if "[DONE]" in line]
+            await here.resume(SENT)
         lost, again = sorted(found.named("aggregated"), key=lambda span: span.start_time_unix_nano)
         assert [link.span_id for link in again.links] == [lost.span_id]
         assert not lost.links
@@ -264,12 +259,7 @@ async def test_each_ended_call_is_logged_in_one_line(caplog: pytest.LogCaptureFi
 async def test_line_of_an_ended_call_has_all_of_its_last_decision(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="kvrouter")
     async with mock_server(fleet_file(RESUMED)) as here:
-        body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
-        async with here.http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            await here.kill(response.headers["x-kvrouter-decode-worker"])
-            assert [line async for line in lines if "[DONE]" in line]
+        body = await here.resume()
         assert (await here.http.post("/v1/completions", json={**body, "max_tokens": -1})).status_code == 400
         assert (await here.http.post("/v1/completions", json={**body, "model": "none"})).status_code == 404
     first, last = (_fields(record) for record in caplog.records if event_of(record) == "decision")

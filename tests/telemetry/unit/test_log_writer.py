@@ -44,9 +44,13 @@ class Pipe:
             self.stream.close()
         return reading.result().decode()
 
+    def has_line(self, *, within_s: float) -> bool:
+        """Whether something is there to read, or comes in time."""
+        return bool(select.select([self._read_end], [], [], within_s)[0])
+
     def read_line(self) -> str:
         """The next bytes, once they are there."""
-        assert select.select([self._read_end], [], [], 60.0)[0], "nothing comes"
+        assert self.has_line(within_s=60.0), "nothing comes"
         return os.read(self._read_end, 4096).decode()
 
     def end(self) -> None:
@@ -62,9 +66,43 @@ def pipe() -> Iterator[Pipe]:
     made.end()
 
 
-def test_a_line_is_written_without_a_flush(pipe: Pipe) -> None:
-    pipe.writer.write("a\n", is_urgent=False)
-    assert pipe.read_line() == "a\n"
+def test_each_line_is_written_without_a_flush(pipe: Pipe) -> None:
+    for line in ["first\n", "second\n", "third\n"]:
+        pipe.writer.write(line, is_urgent=False)
+        assert pipe.read_line() == line
+
+
+def test_first_line_is_written_at_once_and_those_after_it_together(set_constants: SetConstants) -> None:
+    set_constants(log_writer, BATCH_S=600.0)
+    pipe = Pipe()
+    pipe.writer.write("first\n", is_urgent=False)
+    assert pipe.read_line() == "first\n"
+    for line in "ab":
+        pipe.writer.write(f"{line}\n", is_urgent=False)
+        assert not pipe.has_line(within_s=0.1)
+    pipe.writer.write("urgent\n", is_urgent=True)
+    assert pipe.read_line() == "a\nb\nurgent\n"
+    pipe.writer.write("after it\n", is_urgent=False)
+    pipe.writer.flush()
+    assert pipe.read_line() == "after it\n"
+    pipe.writer.close()
+    pipe.end()
+
+
+def test_thread_sleeps_once_no_lines_come(set_constants: SetConstants) -> None:
+    set_constants(log_writer, BATCH_S=0.001)
+    before = {thread.native_id for thread in threading.enumerate()}
+    pipe = Pipe()
+    (thread,) = {thread.native_id for thread in threading.enumerate()} - before
+    pipe.writer.write("first\n", is_urgent=False)
+    assert pipe.read_line() == "first\n"
+    status = Path(f"/proc/self/task/{thread}/status")
+    counts: list[str] = []
+    while len(counts) < 2 or counts[-1] != counts[-2]:
+        time.sleep(0.1)  # a thread that did not sleep would wake some 100 times
+        counts += [line for line in status.read_text().splitlines() if line.startswith("voluntary")]
+    pipe.writer.close()
+    pipe.end()
 
 
 def test_lines_of_several_threads_arrive_whole_and_in_the_order_of_each(pipe: Pipe) -> None:

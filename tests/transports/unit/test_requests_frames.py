@@ -143,7 +143,8 @@ def test_address_survives_formatting_and_parsing(
 @pytest.mark.parametrize(
     "address",
     ["", "tcp://", "tcp://h:1", "tcp://h:1/2", "tcp://h:1/2/x", "tcp://h/2/3", "http://h:1/2/3",
-     "tcp://h:99999/2/3", "tcp://h:1/-2/3", "tcp://h:1/2/99999999999999999999999", "tcp://[h:1/2/3"],
+     "tcp://h:99999/2/3", "tcp://h:1/-2/3", "tcp://h:1/2/99999999999999999999999", "tcp://[h:1/2/3",
+     "tcp://a..b:1/2/3"],
 )  # fmt: skip
 def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="address"):

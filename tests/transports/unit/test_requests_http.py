@@ -221,14 +221,20 @@ async def test_a_running_leg_does_not_keep_its_encoded_request() -> None:
         stream.cancel("done")
 
 
-async def test_a_host_name_that_cannot_be_encoded_is_unreachable_at_once() -> None:
-    reported: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
-    transport = HttpRequestTransport(token=TOKEN, limits=RouterLimits(open_timeout_s=1e6))
-    stream = await transport.open(f"http://{'a' * 70}.example:80/1/1", leg())
-    with pytest.raises(WorkerUnreachable, match="the leg ended"):
+async def test_a_host_name_that_no_resolver_takes_is_reported_and_never_well() -> None:
+    why: asyncio.Queue[str] = asyncio.Queue()
+    alive: asyncio.Queue[bool] = asyncio.Queue()
+    limits = RouterLimits(open_timeout_s=1e6, heartbeat_s=0.01)
+    transport = HttpRequestTransport(token=TOKEN, limits=limits, on_refused=why.put_nowait)
+    address = f"http://{'a' * 70}.example:80/1/1"
+    stream = await transport.open(address, leg())
+    with pytest.raises(WorkerUnreachable, match="URL cannot be read: is the host name in it right"):
         await read_all(stream)
-    await until(lambda: bool(reported))
+    transport.follow(address, alive.put_nowait)
+    async with asyncio.timeout(IN_TIME_S):
+        for _ in range(2):  # the poll goes on
+            assert await why.get() == f"{address}: its URL cannot be read: is the host name in it right?"
+        assert not await alive.get()
     await transport.close()
 
 

@@ -250,6 +250,7 @@ async def _nats(servers: str, supervisor: Supervisor) -> AsyncIterator[str]:
     try:
         at = urlsplit(first if "://" in first else f"nats://{first}")
         host, port = at.hostname or "localhost", at.port or NATS_PORT
+        host.encode("idna")
     except ValueError as error:
         raise ConfigError(f"planes.nats_server: {nameable(first)}: {error}", param="nats_server") from error
     if await _answers(host, port) or host not in LOOPBACK or "," in servers:

@@ -320,7 +320,7 @@ class HttpRequestTransport:
             except TimeoutError:
                 if self.clock.now_s - began_s > self.limits.dead_after_s / 2:
                     return False  # else this event loop was blocked: ask again
-            except aiohttp.ClientSSLError as error:
+            except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
                 self._on_refused(f"{address}: {connection_failure(error)}")
                 return False
             except (aiohttp.ClientError, OSError, WorkerUnreachable):

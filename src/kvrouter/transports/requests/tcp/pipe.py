@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hosts import bracketed
+from kvrouter.core.hosts import bracketed, is_resolvable
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.handshake import NONCE_BYTES
 from kvrouter.transports.requests.session import LEFT, Session
@@ -150,7 +150,7 @@ def read_address(address: str) -> TcpAddress:
         worker_id, incarnation = (int(part) for part in parts.path.removeprefix("/").split("/"))
     except ValueError as error:
         raise _unreadable(address) from error
-    if parts.scheme != "tcp" or not host or not port:
+    if parts.scheme != "tcp" or not host or not is_resolvable(host) or not port:
         raise _unreadable(address)
     if not (0 <= worker_id < _ID_LIMIT and 0 <= incarnation < _ID_LIMIT):
         raise _unreadable(address)
