@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
 from benchmarks.measure import settle, time_calls, time_fresh
@@ -25,6 +24,7 @@ from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.kernel.index import BlockIndex
 from kvrouter.kernel.index import NativeBlockIndex as NativeIndex
+from kvrouter.transports.events.encoding import decode_batch, encode_batch
 
 RUN_BLOCKS = 128
 
@@ -138,15 +138,15 @@ class Apply:
         return store
 
     def _storing_bytes(self, batches: Sequence[tuple[Slot, tuple[KvEvent, ...]]]) -> Callable[[int], object]:
-        apply, decode = self._index.apply, msgspec.msgpack.Decoder(KvBatch).decode
+        apply = self._index.apply
         frames = []
         for slot, events in batches:
             rank = WorkerRank(WorkerId(slot), DpRank(0))
-            frames.append((slot, msgspec.msgpack.encode(KvBatch(rank, Epoch(1), EventId(0), events))))
+            frames.append((slot, encode_batch(KvBatch(rank, Epoch(1), EventId(0), events))))
 
         def store(i: int) -> object:
             slot, frame = frames[i]
-            return apply(slot, decode(frame).events)
+            return apply(slot, decode_batch(frame).events)
 
         return store
 

@@ -217,16 +217,29 @@ class IndexStats:
     def bytes(self) -> int: ...
 
 @final
-class KvEvents:
-    """KV events of mock engines in this process. They become Python objects only when accessed:
-    :meth:`BlockIndex.apply` does not need that.
+class KvEvents(Sequence[KvEvent]):
+    """KV events of mock engines in this process, or of a frame. They become Python objects only when
+    accessed: :meth:`BlockIndex.apply` does not need that. They equal a tuple of the same events.
     """
 
+    @staticmethod
+    def decode(frame: Buffer) -> KvEvents | None:
+        """Return the events of a msgpack array, in the form in which workers encode it; None for other bytes,
+        among them those that are malformed.
+        """
+    @property
+    def n_blocks(self) -> int:
+        """The number of blocks of all events."""
+    @property
+    def has_cleared(self) -> bool:
+        """Whether one of the events is :class:`Cleared`."""
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
     def __len__(self) -> int: ...
     @overload
     def __getitem__(self, at: SupportsIndex) -> KvEvent: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[KvEvent, ...]: ...
+    def __getitem__(self, at: slice) -> KvEvents: ...
     def __iter__(self) -> Iterator[KvEvent]: ...
 
 @final
@@ -242,7 +255,7 @@ class BlockIndex:
     """
 
     def __new__(cls, *, blocks_per_rank_max: int = ...) -> BlockIndex: ...
-    def apply(self, slot: Slot, events: Sequence[KvEvent | Held] | KvEvents) -> Applied:
+    def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
         """Apply events of one rank, in order; it releases the interpreter lock above 4,096 blocks."""
     def drop_some(self, slot: Slot) -> Applied:
         """Remove some of the rank's blocks, a few thousand at most; none when the rank is empty."""

@@ -1,4 +1,5 @@
-//! A scan of msgpack: counts and depth are bounded before any object is built. It holds none itself.
+//! A scan of msgpack, by which counts and depth are bounded before any object is built, and a reader of msgpack in one
+//! form. Neither builds objects.
 
 /// What one frame may hold.
 #[derive(Clone, Copy, Debug)]
@@ -91,6 +92,53 @@ fn value_at(frame: &[u8], at: usize) -> Option<(Option<usize>, usize)> {
     }
 }
 
+/// Reads msgpack that has a known form, value by value. Each method returns None for any other bytes.
+pub struct Reader<'a>(pub &'a [u8]);
+
+impl<'a> Reader<'a> {
+    /// Takes exactly these bytes.
+    pub fn literal(&mut self, bytes: &[u8]) -> Option<()> {
+        self.0 = self.0.strip_prefix(bytes)?;
+        Some(())
+    }
+
+    pub fn array(&mut self) -> Option<usize> {
+        match self.byte()? {
+            head @ 0x90..=0x9f => Some(usize::from(head & 0x0f)),
+            head @ (0xdc | 0xdd) => self.big_endian(2 << (head - 0xdc)).map(|size| size as usize),
+            _ => None,
+        }
+    }
+
+    pub fn bytes(&mut self) -> Option<&'a [u8]> {
+        let head = self.byte().filter(|head| (0xc4..=0xc6).contains(head))?;
+        let size = self.big_endian(1 << (head - 0xc4))? as usize;
+        self.split(size)
+    }
+
+    pub fn unsigned(&mut self) -> Option<u64> {
+        match self.byte()? {
+            value @ 0x00..=0x7f => Some(u64::from(value)),
+            head @ 0xcc..=0xcf => self.big_endian(1 << (head - 0xcc)),
+            _ => None,
+        }
+    }
+
+    fn byte(&mut self) -> Option<u8> {
+        self.split(1).map(|bytes| bytes[0])
+    }
+
+    fn big_endian(&mut self, n_bytes: usize) -> Option<u64> {
+        Some(self.split(n_bytes)?.iter().fold(0, |value, byte| value << 8 | u64::from(*byte)))
+    }
+
+    fn split(&mut self, n_bytes: usize) -> Option<&'a [u8]> {
+        let (front, rest) = self.0.split_at_checked(n_bytes)?;
+        self.0 = rest;
+        Some(front)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,6 +167,27 @@ mod tests {
             [&[][..], &[0xc1], &[0x92, 0xc1], &[0xdd, 0, 0], &[0xc6, 0xff, 0xff, 0xff, 0xff], &[0xd9]]
         {
             assert_eq!(fault(frame), None);
+        }
+    }
+    #[test]
+    fn a_reader_takes_what_it_is_asked_for_and_nothing_else() {
+        let frame = [&[0x93][..], b"\xa1k", &[0xc4, 2, 7, 8], &[0xcd, 1, 2], &[0xdc, 0, 0x20]].concat();
+        let mut reader = Reader(&frame);
+        assert_eq!(reader.array(), Some(3));
+        assert_eq!(reader.literal(b"\xa1x"), None);
+        assert_eq!(reader.literal(b"\xa1k"), Some(()));
+        assert_eq!(reader.bytes(), Some(&[7, 8][..]));
+        assert_eq!(reader.unsigned(), Some(0x102));
+        assert_eq!(reader.array(), Some(0x20));
+        assert_eq!(
+            (reader.0, reader.array(), reader.bytes(), reader.unsigned()),
+            (&[][..], None, None, None)
+        );
+        for cut in [&[0xc6, 0xff, 0xff, 0xff, 0xff, 1][..], &[0xc5, 0], &[0xcf, 1], &[0xff]] {
+            assert_eq!(
+                (Reader(cut).array(), Reader(cut).bytes(), Reader(cut).unsigned()),
+                (None, None, None)
+            );
         }
     }
 }

@@ -1,7 +1,9 @@
 //! KV events as Python has them (`kvrouter.core.events`) and as the index reads them.
 
 use kvrouter_core::index::{Event, MEDIA};
+use kvrouter_core::msgpack::Reader;
 use kvrouter_core::paged_kv;
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -9,6 +11,7 @@ use pyo3::types::{PyBytes, PyIterator, PySlice, PyTuple, PyType};
 use pyo3::{intern, Borrowed};
 
 use crate::buffers::{extend_from_column, to_column};
+use crate::checked::shown;
 
 /// The most blocks of one event of a snapshot, so that applying it blocks no other call for long.
 pub const HELD_BLOCKS_MAX: usize = 4096;
@@ -20,6 +23,7 @@ pub struct Batch {
     hashes: Vec<u64>,
 }
 
+#[derive(Clone, Copy)]
 struct Decoded {
     kind: Kind,
     parent: Option<u64>,
@@ -43,8 +47,63 @@ impl Batch {
         self.events.iter().map(|event| event.n_blocks).sum()
     }
 
+    /// The events in a msgpack array, each a map in the order in which workers write its fields; None for any other
+    /// bytes, and for a column that is not whole.
+    fn read(frame: &[u8]) -> Option<Batch> {
+        let mut reader = Reader(frame);
+        let mut batch = Batch::default();
+        for _ in 0..reader.array()? {
+            batch.read_event(&mut reader)?;
+        }
+        reader.0.is_empty().then_some(batch)
+    }
+
+    fn read_event(&mut self, reader: &mut Reader<'_>) -> Option<()> {
+        let (mut parent, mut medium, begin) = (None, 0, self.hashes.len());
+        let kind = if reader.literal(b"\x85\xa4type\xa6stored\xa6parent").is_some() {
+            if reader.literal(b"\xc0").is_none() {
+                parent = Some(reader.unsigned()?);
+            }
+            Kind::Stored
+        } else if reader.literal(b"\x83\xa4type\xa7removed").is_some() {
+            Kind::Removed
+        } else {
+            reader.literal(b"\x81\xa4type\xa7cleared")?;
+            Kind::Cleared
+        };
+        let mut n_blocks = 0;
+        if !matches!(kind, Kind::Cleared) {
+            n_blocks = self.read_column(reader, b"\xadengine_hashes")?;
+            if matches!(kind, Kind::Stored) {
+                (self.read_column(reader, b"\xacblock_hashes")? == n_blocks).then_some(())?;
+            }
+            reader.literal(b"\xa6medium")?;
+            medium = reader.unsigned().filter(|&medium| medium < MEDIA as u64)? as usize;
+        }
+        self.events.push(Decoded { kind, parent, medium, begin, n_blocks });
+        Some(())
+    }
+
+    fn read_column(&mut self, reader: &mut Reader<'_>, name: &[u8]) -> Option<usize> {
+        reader.literal(name)?;
+        let column = reader.bytes()?;
+        extend_from_column(&mut self.hashes, column, "").ok()?;
+        Some(column.len() / 8)
+    }
+
     pub fn events(&self) -> impl Iterator<Item = Event<'_>> {
         self.events.iter().map(|event| self.event(event))
+    }
+
+    fn picked(&self, numbers: impl Iterator<Item = usize>) -> Batch {
+        let mut batch = Batch::default();
+        for event in numbers.map(|number| self.events[number]) {
+            let n_columns = if matches!(event.kind, Kind::Stored | Kind::Held) { 2 } else { 1 };
+            let hashes = &self.hashes[event.begin..event.begin + n_columns * event.n_blocks];
+            batch.events.push(Decoded { begin: batch.hashes.len(), ..event });
+            batch.hashes.extend_from_slice(hashes);
+        }
+        batch
     }
 
     fn event(&self, event: &Decoded) -> Event<'_> {
@@ -77,7 +136,13 @@ impl Batch {
         }
         let second = match kind {
             Kind::Stored => {
-                decoded.parent = event.getattr(intern!(py, "parent"))?.extract()?;
+                let parent = event.getattr(intern!(py, "parent"))?;
+                decoded.parent = parent.extract().map_err(|_| {
+                    PyValueError::new_err(format!(
+                        "parent: an unsigned 64-bit hash or None, not {}",
+                        shown(&parent)
+                    ))
+                })?;
                 Some(("block_hashes", intern!(py, "block_hashes")))
             }
             Kind::Held => Some(("sequence_hashes", intern!(py, "sequence_hashes"))),
@@ -117,13 +182,40 @@ fn medium_of(event: &Bound<'_, PyAny>) -> PyResult<usize> {
     }
 }
 
-/// Events that engines of this process gave. They become Python objects where somebody looks at them: the
-/// index does not.
+/// Events that engines of this process gave, or that a frame held. They become Python objects where somebody looks at
+/// them: the index does not.
 #[pyclass(frozen, sequence, module = "kvrouter._native")]
 pub struct KvEvents(pub Batch);
 
 #[pymethods]
 impl KvEvents {
+    #[staticmethod]
+    fn decode(py: Python<'_>, frame: PyBuffer<u8>) -> PyResult<Option<KvEvents>> {
+        Ok(Batch::read(&frame.to_vec(py)?).map(KvEvents))
+    }
+
+    #[getter]
+    fn n_blocks(&self) -> usize {
+        self.0.n_blocks()
+    }
+
+    #[getter]
+    fn has_cleared(&self) -> bool {
+        self.0.events.iter().any(|event| matches!(event.kind, Kind::Cleared))
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let events = self.tuple(other.py())?;
+        match other.cast::<KvEvents>() {
+            Ok(others) => events.eq(others.get().tuple(other.py())?),
+            Err(_) => events.eq(other),
+        }
+    }
+
+    fn __hash__(&self, py: Python<'_>) -> PyResult<isize> {
+        self.tuple(py)?.hash()
+    }
+
     fn __len__(&self) -> usize {
         self.0.events.len()
     }
@@ -132,10 +224,8 @@ impl KvEvents {
         let (py, n_events) = (at.py(), self.0.events.len() as isize);
         if let Ok(slice) = at.cast::<PySlice>() {
             let picked = slice.indices(n_events)?;
-            let numbers = (0..picked.slicelength).map(|i| picked.start + i as isize * picked.step);
-            let events =
-                numbers.map(|number| self.event(py, number as usize)).collect::<PyResult<Vec<_>>>()?;
-            return Ok(PyTuple::new(py, events)?.into_any());
+            let numbers = (0..picked.slicelength).map(|i| (picked.start + i as isize * picked.step) as usize);
+            return Ok(Bound::new(py, KvEvents(self.0.picked(numbers)))?.into_any());
         }
         let at = at.extract::<isize>()?;
         let number = if at < 0 { at + n_events } else { at };
@@ -146,25 +236,33 @@ impl KvEvents {
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        let events = (0..self.0.events.len()).map(|number| self.event(py, number));
-        PyTuple::new(py, events.collect::<PyResult<Vec<_>>>()?)?.try_iter()
+        self.tuple(py)?.try_iter()
     }
 }
 
 impl KvEvents {
-    /// A `kvrouter.core.events.Stored` or `Removed`.
+    fn tuple<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let events = (0..self.0.events.len()).map(|number| self.event(py, number));
+        PyTuple::new(py, events.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// A `kvrouter.core.events.Stored`, `Removed` or `Cleared`.
     fn event<'py>(&self, py: Python<'py>, number: usize) -> PyResult<Bound<'py, PyAny>> {
         static STORED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static REMOVED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static CLEARED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         match self.0.event(&self.0.events[number]) {
-            Event::Stored { parent, engine_hashes, block_hashes, .. } => {
-                let columns = (parent, to_column(py, engine_hashes)?, to_column(py, block_hashes)?);
-                STORED.import(py, "kvrouter.core.events", "Stored")?.call1(columns)
+            Event::Stored { parent, engine_hashes, block_hashes, medium } => {
+                let (names, blocks) = (to_column(py, engine_hashes)?, to_column(py, block_hashes)?);
+                let event = (parent, names, blocks, to_medium(py, medium)?);
+                STORED.import(py, "kvrouter.core.events", "Stored")?.call1(event)
             }
-            Event::Removed { engine_hashes, .. } => {
-                REMOVED.import(py, "kvrouter.core.events", "Removed")?.call1((to_column(py, engine_hashes)?,))
+            Event::Removed { engine_hashes, medium } => {
+                let event = (to_column(py, engine_hashes)?, to_medium(py, medium)?);
+                REMOVED.import(py, "kvrouter.core.events", "Removed")?.call1(event)
             }
-            Event::Cleared | Event::Held { .. } => unreachable!("an engine's memory gives neither"),
+            Event::Cleared => CLEARED.import(py, "kvrouter.core.events", "Cleared")?.call0(),
+            Event::Held { .. } => unreachable!("neither an engine's memory nor a frame gives one"),
         }
     }
 }
@@ -206,8 +304,17 @@ pub fn held<'py>(
     medium: usize,
 ) -> PyResult<Bound<'py, PyAny>> {
     static HELD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    static MEDIUM: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let py = engine_hashes.py();
-    let medium = MEDIUM.import(py, "kvrouter.core.events", "Medium")?.call1((medium,))?;
+    let medium = to_medium(py, medium)?;
     HELD.import(py, "kvrouter.core.events", "Held")?.call1((engine_hashes, sequence_hashes, medium))
+}
+
+/// A `kvrouter.core.events.Medium`.
+fn to_medium(py: Python<'_>, medium: usize) -> PyResult<Bound<'_, PyAny>> {
+    static MEMBERS: PyOnceLock<Vec<Py<PyAny>>> = PyOnceLock::new();
+    let members = MEMBERS.get_or_try_init(py, || {
+        let class = py.import("kvrouter.core.events")?.getattr("Medium")?;
+        (0..MEDIA).map(|medium| Ok(class.call1((medium,))?.unbind())).collect::<PyResult<Vec<_>>>()
+    })?;
+    Ok(members[medium].bind(py).clone())
 }

@@ -11,12 +11,15 @@ from typing import ClassVar
 
 import msgspec
 
+from kvrouter import _native
 from kvrouter.core.ids import EngineHash, Epoch, EventId, WorkerRank
 
 HashColumn = bytes
 """Unsigned 64-bit integers, little-endian, 8 bytes each, in block order."""
 
 HASH_BYTES = 8
+
+KvEvents = _native.KvEvents
 
 
 def pack_hashes(hashes: Sequence[int] | Iterable[int]) -> HashColumn:
@@ -129,6 +132,17 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
 KvEvent = Stored | Removed | Cleared
 
+
+def count_blocks(events: Sequence[KvEvent]) -> int:
+    """Return how many blocks ``events`` store and remove."""
+    return events.n_blocks if isinstance(events, KvEvents) else sum(event.n_blocks for event in events)
+
+
+def has_cleared(events: Sequence[KvEvent]) -> bool:
+    """Whether one of ``events`` is :class:`Cleared`."""
+    return events.has_cleared if isinstance(events, KvEvents) else Cleared in map(type, events)
+
+
 WEIGHT_BLOCKS = 128
 """The blocks that weigh as much as one event: a limit of 8,192 events is one of a million blocks, 16 MiB."""
 
@@ -137,6 +151,7 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of KV events of a worker rank: event ``i`` has the id ``first_event_id + i``.
 
     Ids count from 0 within an ``epoch``; a new epoch means that the publisher restarted and holds nothing.
+    They are a tuple, or :class:`KvEvents` in a batch that was decoded.
     ``published_s`` is the sender's wall clock and feeds metrics only. A heartbeat, which has no events,
     reports in ``held_blocks`` how many blocks the rank holds before ``first_event_id``, over all media; None
     when its worker cannot count them.
@@ -145,7 +160,7 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: WorkerRank
     epoch: Epoch
     first_event_id: EventId
-    events: tuple[KvEvent, ...]
+    events: Sequence[KvEvent]
     published_s: float = 0.0
     held_blocks: int | None = None
 
@@ -159,7 +174,7 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
         """The batch's share of a queue's limit: its number of events, at least 1, or one for each
         :data:`WEIGHT_BLOCKS` blocks when that is more.
         """
-        return max(1, len(self.events), sum(event.n_blocks for event in self.events) // WEIGHT_BLOCKS)
+        return max(1, len(self.events), count_blocks(self.events) // WEIGHT_BLOCKS)
 
 
 class KvSnapshot(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Carries out feeds' commands in the index of their model."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 from kvrouter.core.events import KvBatch, KvEvent, Medium
@@ -89,7 +89,7 @@ class FeedCommands:
     def _held(self, ingest: RankIngest) -> int:
         return sum(self._index.held(ingest.slot, medium) for medium in Medium)
 
-    def _apply(self, ingest: RankIngest, events: tuple[KvEvent, ...]) -> int:
+    def _apply(self, ingest: RankIngest, events: Sequence[KvEvent]) -> int:
         """Apply events that fit into one step; return how many blocks have no parent."""
         try:
             applied = self._index.apply(ingest.slot, events)
@@ -123,7 +123,7 @@ class FeedCommands:
         ingest.unchecked_blocks = 0
         return False
 
-    def _apply_in_steps(self, ingest: RankIngest, events: tuple[KvEvent, ...]) -> Generator[None, None, int]:
+    def _apply_in_steps(self, ingest: RankIngest, events: Sequence[KvEvent]) -> Generator[None, None, int]:
         orphaned = 0
 
         def note(applied: Applied) -> None:

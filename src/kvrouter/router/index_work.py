@@ -3,7 +3,18 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-from kvrouter.core.events import HASH_BYTES, Cleared, Held, KvEvent, Removed, Stored, unpack_hashes
+from kvrouter.core.events import (
+    HASH_BYTES,
+    Cleared,
+    Held,
+    KvEvent,
+    KvEvents,
+    Removed,
+    Stored,
+    count_blocks,
+    has_cleared,
+    unpack_hashes,
+)
 from kvrouter.core.ids import EngineHash, Slot
 from kvrouter.kernel.index import Applied, BlockIndex
 
@@ -107,13 +118,23 @@ def place(index: BlockIndex, slot: Slot, held: Sequence[Held], note: Note) -> St
 
 def is_short(events: Sequence[KvEvent]) -> bool:
     """Whether one step is enough to apply the events."""
-    if len(events) > STEP_EVENTS or Cleared in map(type, events):
-        return False
-    return sum(event.n_blocks for event in events) <= STEP_BLOCKS
+    events_max = STEP_BLOCKS if isinstance(events, KvEvents) else STEP_EVENTS
+    return len(events) <= events_max and count_blocks(events) <= STEP_BLOCKS and not has_cleared(events)
 
 
 def apply(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) -> Steps:
     """Apply a rank's events in order. Raises ValueError for a malformed one; earlier ones may be applied."""
+    for begin in range(0, len(events), STEP_EVENTS):
+        if begin:
+            yield
+        some = events[begin : begin + STEP_EVENTS]
+        if is_short(some):
+            note(index.apply(slot, some))
+        else:
+            yield from _apply_long(index, slot, some, note)
+
+
+def _apply_long(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) -> Steps:
     step: list[KvEvent] = []
     n_blocks = 0
     for event in events:
@@ -123,7 +144,7 @@ def apply(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) 
             step, n_blocks = [], 0
             continue
         for part in _parts_of(event):
-            if len(step) >= STEP_EVENTS or n_blocks + part.n_blocks > STEP_BLOCKS:
+            if n_blocks + part.n_blocks > STEP_BLOCKS:
                 note(index.apply(slot, step))
                 yield
                 step, n_blocks = [], 0

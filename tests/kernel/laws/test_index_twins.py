@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kvrouter.core.events import Cleared, Held, KvEvent, Medium, Removed, Stored, pack_hashes
+from kvrouter.core.events import Cleared, Held, KvEvent, KvEvents, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import EngineHash, Slot
 from kvrouter.kernel.index import Applied, NativeBlockIndex
@@ -67,9 +68,11 @@ class Twins(RuleBasedStateMachine):
         self.naive = NaiveBlockIndex(blocks_per_rank_max=12)
         self.kept: list[Held] = []
 
-    @rule(slot=SLOTS, events=st.lists(EVENTS, max_size=4))
-    def apply(self, slot: Slot, events: Sequence[KvEvent]) -> None:
-        same(self.native.apply(slot, events), self.naive.apply(slot, events))
+    @rule(slot=SLOTS, events=st.lists(EVENTS, max_size=4), is_frame=st.booleans())
+    def apply(self, slot: Slot, events: Sequence[KvEvent], is_frame: bool) -> None:
+        read = KvEvents.decode(msgspec.msgpack.encode(events)) if is_frame else events
+        assert read is not None
+        same(self.native.apply(slot, read), self.naive.apply(slot, events))
 
     @rule(target=placed, slot=SLOTS, event=stores(), times=st.integers(1, 3))
     def store(self, slot: Slot, event: Stored, times: int) -> tuple[Slot, Stored]:

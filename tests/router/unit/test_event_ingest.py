@@ -18,6 +18,7 @@ from kvrouter.router.event_cache_view import EventCacheView
 from kvrouter.router.event_ingest import RANK_BLOCKS_MAX, SNAPSHOTS_ASKED_MAX, EventIngest
 from kvrouter.router.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.encoding import decode_batch, encode_batch
 from kvrouter.transports.events.port import BatchSink, LoadSink
 from tests.testing.constants import SetConstants
 from tests.testing.waits import until
@@ -210,6 +211,26 @@ async def test_an_orphan_block_is_not_indexed_and_makes_the_feed_partial() -> No
     assert bench.telemetry.feed_events.value("mock", "blocks_orphaned") == 1
     ((_, feed),) = bench.ingest.feeds()
     assert feed.next_timeout_s is not None, "it asks again later"
+    bench.ingest.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (Stored(EngineHash(-1), bytes(8), bytes(8)), "parent: an unsigned 64-bit hash or None, not -1"),
+        (Removed(b"1234567"), "engine_hashes: a column of 8-byte hashes, not 7 bytes"),
+    ],
+)
+async def test_malformed_event_is_logged_and_starts_a_recovery(
+    event: KvEvent, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    await bench.join()
+    bench.later_s = 60.0  # a snapshot that was just loaded would not be asked for again
+    bench.ingest.on_batch(decode_batch(encode_batch(batch(0, stored(0, 2), event))))
+    assert (bench.state(), bench.index.held(SLOT)) == (FeedState.RECOVERING, 0)
+    (mistaken,) = (vars(line)["kvrouter_fields"] for line in caplog.records if "mistaken" in line.message)
+    assert mistaken["reason"] == why
     bench.ingest.close()
 
 

@@ -11,6 +11,7 @@ from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.index import NativeBlockIndex
 from kvrouter.router import event_ingest, index_work, rank_ingest
 from kvrouter.router.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
+from kvrouter.transports.events.encoding import decode_batch, encode_batch
 from kvrouter.transports.events.port import AnswerTooLarge
 from tests.router.unit.test_event_ingest import (
     EPOCH,
@@ -341,6 +342,29 @@ async def test_a_batch_of_many_small_events_is_applied_in_steps() -> None:
     assert bench.index.held(SLOT) == STEP_EVENTS
     await until(lambda: bench.state() is FeedState.LIVE)
     assert bench.index.held(SLOT) == 3 * STEP_EVENTS
+    bench.ingest.close()
+
+
+async def test_a_frame_of_many_small_events_is_applied_in_one_step() -> None:
+    bench = Bench()
+    await bench.join()
+    blocks = [stored_run(seed, 1) for seed in range(STEP_BLOCKS)]
+    bench.ingest.on_batch(decode_batch(encode_batch(KvBatch(RANK, EPOCH, EventId(0), tuple(blocks)))))
+    assert (bench.state(), bench.index.held(SLOT)) == (FeedState.LIVE, STEP_BLOCKS)
+    bench.ingest.close()
+
+
+@pytest.mark.parametrize("n_more", [1, 3 * STEP_BLOCKS])
+async def test_a_frame_of_too_many_events_is_applied_in_steps(n_more: int) -> None:
+    bench, whole = Bench(), NativeBlockIndex()
+    await bench.join()
+    blocks = [stored_run(seed, 1) for seed in range(STEP_BLOCKS)]
+    batch = KvBatch(RANK, EPOCH, EventId(0), (*blocks, Cleared(), stored_run(0, n_more), *blocks))
+    bench.ingest.on_batch(decode_batch(encode_batch(batch)))
+    assert 0 < bench.index.held(SLOT) <= STEP_BLOCKS
+    await until(lambda: bench.state() is FeedState.LIVE)
+    whole.apply(SLOT, batch.events)
+    assert bench.index.dump(SLOT) == whole.dump(SLOT)
     bench.ingest.close()
 
 

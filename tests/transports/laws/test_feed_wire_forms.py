@@ -14,14 +14,19 @@ from kvrouter.core.events import (
     Held,
     KvBatch,
     KvEvent,
+    KvEvents,
     KvSnapshot,
     Medium,
     Removed,
     Stored,
+    count_blocks,
+    has_cleared,
     pack_hashes,
 )
-from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.core.json import unpacked
 from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.kernel.index import NativeBlockIndex
 from kvrouter.transports.events.encoding import (
     COUNT_MAX,
     EVENT_ID_MAX,
@@ -119,6 +124,92 @@ def test_batch_parts_add_up_and_exceed_the_limit_only_for_one_event(batch: KvBat
         assert part.published_s == batch.published_s
         assert len(frame) <= max_bytes or n_events < 2
         next_id = part.next_event_id
+
+
+# The events of a decoded batch are read by the native core, which must not differ from msgspec's reading.
+
+BY_OBJECTS = msgspec.msgpack.Decoder(KvBatch)
+OUT_OF_RANGE = ("batch: first_event_id: out of range", "batch: held_blocks: out of range")
+
+
+def outcome(read: Callable[[bytes], KvBatch], frame: bytes) -> str:
+    """The batch, or the error, as a text: NaN equals nothing."""
+    try:
+        batch = read(frame)
+    except ProtocolError as error:
+        return error.message
+    return repr(msgspec.structs.replace(batch, events=tuple(batch.events)))
+
+
+@given(BATCHES)
+def test_events_of_a_frame_are_not_objects_until_accessed(batch: KvBatch) -> None:
+    events = decode_batch(encode_batch(batch)).events
+    assert isinstance(events, KvEvents)
+    assert (events, hash(events)) == (batch.events, hash(batch.events))
+    assert (len(events), list(events)) == (len(batch.events), list(batch.events))
+    assert (count_blocks(events), has_cleared(events)) == (
+        count_blocks(batch.events),
+        has_cleared(batch.events),
+    )
+    assert decode_batch(encode_batch(batch)).weight == batch.weight
+
+
+@given(BATCHES, st.slices(8))
+def test_events_of_a_frame_are_sliced_as_a_tuple_is(batch: KvBatch, part: slice) -> None:
+    some = decode_batch(encode_batch(batch)).events[part]
+    assert isinstance(some, KvEvents)
+    assert some == batch.events[part]
+
+
+@given(st.lists(BATCHES, max_size=4))
+def test_an_index_gets_from_a_frame_what_it_gets_from_its_objects(batches: list[KvBatch]) -> None:
+    ours, theirs = NativeBlockIndex(), NativeBlockIndex()
+    for batch in batches:
+        frame = encode_batch(batch)
+        applied = ours.apply(Slot(0), decode_batch(frame).events)
+        assert applied == theirs.apply(Slot(0), BY_OBJECTS.decode(frame).events)
+    assert ours.dump(Slot(0)) == theirs.dump(Slot(0))
+
+
+@given(BATCHES, st.data())
+def test_a_damaged_batch_is_read_or_refused_as_by_objects(batch: KvBatch, data: st.DataObject) -> None:
+    frame = bytearray(encode_batch(batch))
+    for _ in range(data.draw(st.integers(0, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    del frame[data.draw(st.integers(0, len(frame)) | st.just(len(frame))) :]
+    frame += data.draw(st.just(b"") | st.binary(max_size=3))
+    expected = outcome(lambda frame: unpacked(BY_OBJECTS, frame, "batch"), bytes(frame))
+    assert outcome(decode_batch, bytes(frame)) in (expected, *OUT_OF_RANGE)
+
+
+@given(BATCHES)
+def test_fields_are_read_in_any_order(batch: KvBatch) -> None:
+    plain = msgspec.msgpack.decode(encode_batch(batch))
+    plain["events"] = [dict(reversed(event.items())) for event in plain["events"]]
+    read = decode_batch(msgspec.msgpack.encode(dict(reversed(plain.items()))))
+    assert msgspec.structs.replace(read, events=tuple(read.events)) == batch
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"block_hashes": b""}, r"engine_hashes and block_hashes: .* - at `\$\.events\[0\]`"),
+        ({"engine_hashes": b"1234567", "block_hashes": b"1234567"}, r"engine_hashes and block_hashes: "),
+        ({"medium": 4}, r"Invalid enum value 4 - at `\$\.events\[0\]\.medium`"),
+        ({"parent": 1.5}, r"Expected `int \| null`, got `float` - at `\$\.events\[0\]\.parent`"),
+    ],
+)
+def test_malformed_stored_event_is_refused(fields: dict[str, object], why: str) -> None:
+    event = {
+        "type": "stored",
+        "parent": None,
+        "engine_hashes": bytes(8),
+        "block_hashes": bytes(8),
+        "medium": 0,
+    }
+    frame = {"rank": RANK, "epoch": 1, "first_event_id": 0, "events": [event | fields]}
+    with pytest.raises(ProtocolError, match=why):
+        decode_batch(msgspec.msgpack.encode(frame))
 
 
 def refused_or_read(frame: bytes) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Unavailable
-from kvrouter.core.events import Stored
+from kvrouter.core.events import KvEvents, Stored
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
@@ -20,7 +20,6 @@ from kvrouter.engines.mock_engine.ranks import (
     ChunkRow,
     EndedRow,
     EngineRanks,
-    KvEvents,
     LoadRow,
     WantingRow,
 )

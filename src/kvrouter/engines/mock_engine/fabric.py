@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.events import KvEvents
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
@@ -31,7 +32,7 @@ from kvrouter.engines.mock_engine.handoff import (
 )
 from kvrouter.engines.mock_engine.mock_links import LinkChange, Links, Place
 from kvrouter.engines.mock_engine.network import Arrived, Network
-from kvrouter.engines.mock_engine.ranks import EngineRanks, KvEvents, rank_of
+from kvrouter.engines.mock_engine.ranks import EngineRanks, rank_of
 from kvrouter.engines.mock_engine.remote import (
     REASON_CHARS_MAX,
     Done,

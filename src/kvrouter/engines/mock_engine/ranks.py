@@ -25,8 +25,6 @@ EndedRow: TypeAlias = tuple[int, float, float, int, int]
 WantingRow: TypeAlias = tuple[int, int]
 """A sequence that has memory for the KV that it waits for, and the tokens of it that it lacks."""
 
-KvEvents = _native.KvEvents
-
 PagedKv = _native.PagedKv
 """The KV memory of one rank, on its own."""
 

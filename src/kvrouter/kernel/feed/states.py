@@ -1,5 +1,6 @@
 """The states, inputs and commands of a rank's feed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
@@ -118,7 +119,7 @@ Input = KvBatch | RangeAnswer | SnapshotAnswer | NewEpoch | Orphaned | Overfille
 class Apply:
     """Apply these events to the index, in order."""
 
-    events: tuple[KvEvent, ...]
+    events: Sequence[KvEvent]
 
 
 @dataclass(frozen=True, slots=True)

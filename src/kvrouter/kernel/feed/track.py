@@ -1,10 +1,11 @@
 """The position of one feed in its event stream, and its state transitions."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from kvrouter.core.events import Cleared, KvBatch, KvEvent, KvSnapshot
+from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot, has_cleared
 from kvrouter.core.ids import Epoch, EventId
 from kvrouter.kernel.feed.inbox import Inbox
 from kvrouter.kernel.feed.states import (
@@ -124,13 +125,13 @@ class Track:
             events = events[repeated:]
         self.apply(events)
 
-    def apply(self, events: tuple[KvEvent, ...]) -> None:
+    def apply(self, events: Sequence[KvEvent]) -> None:
         """Apply the next events."""
         if not events:
             return
         self.out.append(Apply(events))
         self.next_event_id = EventId(self.next_event_id + len(events))
-        if not self.is_complete and self.is_verified and any(isinstance(event, Cleared) for event in events):
+        if not self.is_complete and self.is_verified and has_cleared(events):
             self.is_complete = True  # events lost before a clear no longer matter
 
     def break_off(self, batch: KvBatch) -> None:

@@ -6,10 +6,9 @@ No event is lost on its way, so that no feed has to look for gaps.
 import numpy as np
 import numpy.typing as npt
 
-from kvrouter.core.events import KvBatch
+from kvrouter.core.events import KvBatch, KvEvents
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
-from kvrouter.engines.mock_engine.ranks import KvEvents
 from kvrouter.kernel.index import ApproximateIndex, NativeBlockIndex
 from kvrouter.kernel.placement.cache_view import UnreportedRanks
 from kvrouter.kernel.routing.interface import Decision

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import msgspec
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, WorkerRank
-from kvrouter.core.json import unpacked
+from kvrouter.core.events import KvBatch, KvEvents, KvSnapshot
+from kvrouter.core.ids import Epoch, EventId, WorkerRank
+from kvrouter.core.json import Unreadable, parsed_frame, unpacked
 from kvrouter.core.workers import KvTransfers, LoadReport
 
 VERSION = 1
@@ -132,8 +132,8 @@ def encode_parts(batch: KvBatch, *, max_bytes: int) -> Iterator[tuple[bytes, int
 
 def decode_batch(frame: bytes | memoryview) -> KvBatch:
     """Return the batch in ``frame``; raise ProtocolError."""
-    batch = unpacked(_batch, frame, "batch", times=EVENT_TIMES)
-    return _checked(batch)
+    batch = _read_natively(frame)
+    return _checked(unpacked(_batch, frame, "batch", times=EVENT_TIMES) if batch is None else batch)
 
 
 def encode_snapshot(snapshot: KvSnapshot | None) -> bytes:
@@ -161,7 +161,7 @@ def encode_range(batch: KvBatch | None) -> bytes:
 
 def decode_range(frame: bytes | memoryview) -> KvBatch | None:
     """Return the answer in ``frame``; raise ProtocolError."""
-    batch = unpacked(_range, frame, "batch", times=EVENT_TIMES)
+    batch = _read_natively(frame) or unpacked(_range, frame, "batch", times=EVENT_TIMES)
     return None if batch is None else _checked(batch)
 
 
@@ -204,6 +204,35 @@ def decode_answer(frame: bytes | memoryview) -> Answer:
     return unpacked(_answer, frame, "answer")
 
 
+class _Frame(msgspec.Struct):
+    """A :class:`KvBatch` whose events are not decoded."""
+
+    rank: WorkerRank
+    epoch: Epoch
+    first_event_id: EventId
+    events: msgspec.Raw
+    published_s: float = 0.0
+    held_blocks: int | None = None
+
+
+def _read_natively(frame: bytes | memoryview) -> KvBatch | None:
+    """Return the batch in ``frame``, without an object for each event.
+
+    Returns None for what the native core does not read: other values than batches, malformed batches, and
+    events whose fields have another order than :func:`encode_batch` gives them.
+    """
+    try:
+        fields = parsed_frame(_frame, frame, times=EVENT_TIMES)
+    except Unreadable:
+        return None
+    events = KvEvents.decode(fields.events)
+    if events is None:
+        return None
+    return KvBatch(
+        fields.rank, fields.epoch, fields.first_event_id, events, fields.published_s, fields.held_blocks
+    )
+
+
 def _checked(batch: KvBatch) -> KvBatch:
     if not 0 <= batch.first_event_id <= EVENT_ID_MAX:
         raise ProtocolError("batch: first_event_id: out of range", param="first_event_id")
@@ -221,6 +250,7 @@ def _check_counts(report: LoadReport | KvTransfers) -> None:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_frame = msgspec.msgpack.Decoder(_Frame)
 _batch = msgspec.msgpack.Decoder(KvBatch)
 _range: msgspec.msgpack.Decoder[KvBatch | None] = msgspec.msgpack.Decoder(KvBatch | None)
 _snapshot: msgspec.msgpack.Decoder[KvSnapshot | None] = msgspec.msgpack.Decoder(KvSnapshot | None)
