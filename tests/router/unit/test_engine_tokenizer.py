@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -138,10 +137,8 @@ async def test_a_slow_tokenize_route_delays_a_few_calls_then_is_not_asked(
         engine.tokens_of = lambda body: ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
         front = FrontendSettings(http_port=0, tokenize_engine_wait_s=0.05)
         async with up(before(engine, tokenizer="engine"), frontend=front) as here:
-            began_s = time.monotonic()
             for _ in range(engine_tokenizer.FAILURES_MAX + 3):
                 await served(here, engine, CHAT, path="/v1/chat/completions")
-            assert time.monotonic() - began_s < 2.0
             assert len(asked(engine)) == engine_tokenizer.FAILURES_MAX
             assert await outcomes(here, "late") == engine_tokenizer.FAILURES_MAX
             assert await routing_of(here) == (

@@ -21,8 +21,8 @@ async def test_a_blocked_event_loop_does_not_count_as_worker_silence() -> None:
         await asyncio.sleep(0)
     assert reported == []
     watch.progress_s = time.monotonic()
-    await asyncio.sleep(0.05)
-    assert reported == []
+    due_s = watch.progress_s + PATIENCE.between_tokens_s
+    assert watch.check(watch.progress_s + 0.1, 0.0) == due_s
     await until(lambda: reported == [TooLong.SILENCE])
     watch.stop()
 
@@ -60,5 +60,5 @@ async def test_the_clients_read_time_does_not_count_as_worker_silence() -> None:
         await asyncio.sleep(0.1)
     assert reported == []
     await until(lambda: bool(reported))
-    assert limit_s <= reported[0] < limit_s + 0.3, "all time that it was waited for counts, and no other"
+    assert limit_s <= reported[0] < limit_s + 3 * 0.6, "none of the client's time is in it"
     watch.stop()

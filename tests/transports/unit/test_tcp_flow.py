@@ -334,7 +334,8 @@ async def test_exception_in_one_cancel_does_not_block_other_cancels(served: Acce
 
 
 async def test_engines_wait_while_a_router_does_not_read() -> None:
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, limits=WorkerLimits(write_max_bytes=2_000_000))
+    limits = WorkerLimits(write_max_bytes=2_000_000, heartbeat_s=1e6, dead_after_s=1e6)
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, limits=limits)
     await acceptor.start()
     worker = ScriptedWorker()
     acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), worker)

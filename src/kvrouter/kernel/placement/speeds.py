@@ -2,14 +2,14 @@
 
 A rank's slowness is the measured time of its last requests over their time at slowness 1: the least-squares
 line through 0, in which long prompts have more weight, because other delays are the same for all, and older
-requests less. A rank without measurements has the mean slowness; the difference of a rank without requests
-decays by half-lives, so that it is tried again. Requests that waited for KV memory or a seat are not
+requests less. It counts as far as it is known: a rank that the noise of its requests does not tell apart from
+the median rank counts as equal to it, as does one without measurements. The difference of a rank without
+requests decays by half-lives, so that it is tried again. Requests that waited for KV memory or a seat are not
 measured. Nor are slow requests that were placed before the first answer of an engine since its start: it is
 cold, and a rank that counted as slow for that would get no requests for minutes while others are not busy.
 """
 
 from collections import deque
-from collections.abc import Mapping
 from math import ceil, inf, log
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ RECENT_REQUESTS = 16
 """The approximate number of a rank's last requests that count."""
 
 PRIOR_REQUESTS = 4.0
-"""The weight, in requests, of the other ranks' slowness in a rank's own, until it has enough requests."""
+"""The weight, in requests, of the median slowness in a rank's own, until it has enough requests."""
 
 CLIP = 4.0
 """The largest factor between a request's measured and expected time that counts."""
@@ -61,7 +61,16 @@ RECOVERED = 1.25
 """A slow rank recovers when its slowness is at most this many times the median."""
 
 ALIKE = 0.05
-"""Ranks that differ from the others by at most this share count as equal: the rest is noise."""
+"""Ranks that differ from the median by at most this share count as equal, however sure that is."""
+
+SURE_ERRORS = 3.0
+"""So many standard errors a rank's slowness must be from the median to count, and three times as many after
+one request: at light load the least difference decides, and a rank that is slow by chance alone would not be
+asked again for minutes.
+"""
+
+NOISE_REQUESTS = 64
+"""The approximate number of all ranks' last requests in the noise of one."""
 
 SLOWNESS_MIN = 1e-3
 SLOWNESS_MAX = 1e3
@@ -142,19 +151,13 @@ class LearnedSpeeds:
     def __init__(self, fleet: Fleet, events: PlacementEvents) -> None:
         self._fleet = fleet
         self.events = events
-        self._slowness: npt.NDArray[np.float64] = np.ones(16)
-        self._decode_slowness: npt.NDArray[np.float64] = np.ones(16)
+        self._prompts, self._steps = _Slowness(), _Slowness()
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
         """The tokens inserted into each cache, each weighed 2^((its time − ``_base_s``) / TURNOVER_S)."""
-        self._shown = self._slowness[:0], self._decode_slowness[:0], self._turnover[:0]
+        self._shown = self._prompts.column[:0], self._steps.column[:0], self._turnover[:0]
         """Their first entries, as they were last returned: of slowness, decode slowness and turnover."""
-        self._ranks: dict[Slot, _Rank] = {}
-        self._decoding: dict[Slot, _Rank] = {}
         self._base_s, self._refreshed_s = 0.0, -inf
-        self._is_settled = self._decode_is_settled = False
-        """Whether some rank has enough requests; until then each request changes the slowness of all."""
-        self._mean = self._median = self._decode_mean = 1.0
         self._mean_inserted: dict[bool, float] = {}
         """The mean inserted tokens, by role: of ranks that only prefill (True), and of the others."""
         self._answer_s = ANSWER_S
@@ -173,7 +176,7 @@ class LearnedSpeeds:
 
     def decode_slowness(self, slot: Slot) -> float:
         """Return the duration of a decode step at the slot, relative to the settings' timing."""
-        return self._decode_slowness.item(slot) if slot < len(self._decode_slowness) else self._decode_mean
+        return self._steps.column.item(slot) if slot < len(self._steps.column) else self._steps.median
 
     def placed(self, pick: Pick, tokens: int, *, steps_s: float, now_s: float) -> Expected | None:
         """Record a placed leg: ``tokens`` of its prompt are inserted into the rank's cache, and others'
@@ -187,7 +190,7 @@ class LearnedSpeeds:
             return None
         own_s = times.queue_s + times.prefill_s
         waits_s = self._interference.share * steps_s
-        plain_s = max(0.0, own_s - waits_s) / self._slowness.item(slot)
+        plain_s = max(0.0, own_s - waits_s) / self._prompts.column.item(slot)
         # If decode steps are most of the wait, it shows little of how fast prompts are computed.
         is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and waits_s <= own_s / 2
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
@@ -199,10 +202,8 @@ class LearnedSpeeds:
         if self._fleet.rank_at(slot) != expected.rank:
             return
         self.events.first_token_observed(expected.rank, predicted_s=expected.predicted_s, seen_s=seen_s)
-        rank = self._ranks.get(slot)
-        if rank is None:
-            rank = self._ranks[slot] = _Rank()
-            rank.worker_rank = expected.rank
+        rank = self._prompts.rank_at(slot)
+        rank.worker_rank = expected.rank
         rank.predicted(expected.predicted_s, seen_s)
         was_cold = expected.at_s < rank.warm_s
         rank.warm_s = min(rank.warm_s, now_s)
@@ -210,19 +211,15 @@ class LearnedSpeeds:
             return
         if not expected.is_clear or expected.plain_s <= 0.0 or not self._counts(rank, client, now_s):
             return
-        before = self._slowness.item(slot)
         plain_s, steps_s = expected.plain_s, expected.steps_s
         self._interference.note(slot, plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)
         waited_s = self._interference.share * steps_s
         taken_s = max(seen_s - waited_s, seen_s / 10)
-        rank.note(plain_s, taken_s, before, now_s)
-        if not self._is_settled:
-            self._refresh_slowness(now_s)
-        self._slowness[slot] = rank.slowness(self._mean, now_s)
+        self._prompts.note(slot, plain_s, taken_s, now_s)
         if expected.at_s - rank.judged_s >= JUDGED_EVERY_S:
             rank.judged_s = expected.at_s
-            rank.judged(taken_s / (self._median * plain_s))
-        self._judge(rank, expected.rank, self._slowness.item(slot))
+            rank.judged(taken_s / (self._prompts.median * plain_s))
+        self._judge(rank, expected.rank, rank.estimate(self._prompts.median, now_s))
 
     def _counts(self, rank: "_Rank", client: int, now_s: float) -> bool:
         """Whether a further request of the client is measured at the rank; if so, count it."""
@@ -242,53 +239,44 @@ class LearnedSpeeds:
         self._ensure_slots(slot + 1)
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)
-        slowness = self._decode_slowness.item(slot)
-        self._answer_s += share * (seconds / slowness - self._answer_s)
+        self._answer_s += share * (seconds / self._steps.column.item(slot) - self._answer_s)
         if tokens < ANSWER_TOKENS_MIN or step_s <= 0.0:
             return
-        rank = self._decoding.get(slot)
-        if rank is None:
-            rank = self._decoding[slot] = _Rank()
-        if not self._counts(rank, client, now_s):
-            return
-        rank.note(step_s, seconds / (tokens - 1), slowness, now_s)
-        if not self._decode_is_settled:
-            self._refresh_slowness(now_s)
-        self._decode_slowness[slot] = rank.slowness(self._decode_mean, now_s)
+        if self._counts(self._steps.rank_at(slot), client, now_s):
+            self._steps.note(slot, step_s, seconds / (tokens - 1), now_s)
 
     def fleet_changed(self) -> None:
         """Drop the measurements of ranks whose engines do not answer: they will start again, cold."""
         columns = self._fleet.columns
         silent = np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)).tolist()
-        found = [ranks.get(Slot(slot)) for slot in silent for ranks in (self._ranks, self._decoding)]
+        found = [kind.ranks.get(Slot(slot)) for slot in silent for kind in (self._prompts, self._steps)]
         known = [rank for rank in found if rank is not None and (rank.n_seen or rank.warm_s < inf)]
         for rank in known:
             rank.forget()
         if known:
-            self._refresh_slowness(self._refreshed_s)
+            self._prompts.refresh(self._refreshed_s)
+            self._steps.refresh(self._refreshed_s)
 
     def freed(self, slot: Slot) -> None:
         """Remove the slot's rank."""
-        rank = self._ranks.pop(slot, None)
+        rank = self._prompts.freed(slot)
         if rank is not None and rank.worker_rank is not None:
             self.events.rank_gone(rank.worker_rank)
-        self._decoding.pop(slot, None)
+        self._steps.freed(slot)
         self._interference.freed(slot)
-        if slot < len(self._slowness):
-            self._slowness[slot] = self._mean
-            self._decode_slowness[slot] = self._decode_mean
+        if slot < len(self._inserted):
             self._inserted[slot] = self._turnover[slot] = 0.0
 
     def reading(self, slot: Slot) -> SpeedReading | None:
         """Return the measured speed of the slot's rank; None before its first request."""
-        rank = self._ranks.get(slot)
+        rank = self._prompts.ranks.get(slot)
         if rank is None:
             return None
-        slowness = self._slowness.item(slot)
+        slowness = self._prompts.column.item(slot)
         return SpeedReading(
             slowness=slowness,
-            decode_slowness=self._decode_slowness.item(slot),
-            relative=slowness / self._median,
+            decode_slowness=self._steps.column.item(slot),
+            relative=slowness / self._prompts.median,
             requests=rank.n_seen,
             predicted_s=rank.predicted_s,
             seen_s=rank.seen_s,
@@ -296,21 +284,21 @@ class LearnedSpeeds:
         )
 
     def _ensure_slots(self, n_slots: int) -> None:
-        if n_slots > len(self._slowness):
-            capacity = max(n_slots, 2 * len(self._slowness))
-            self._slowness = resized(self._slowness, capacity, self._mean)
-            self._decode_slowness = resized(self._decode_slowness, capacity, self._decode_mean)
+        if n_slots > len(self._turnover):
+            capacity = max(n_slots, 2 * len(self._turnover))
+            self._prompts.resize(capacity)
+            self._steps.resize(capacity)
             self._turnover = resized(self._turnover, capacity, 0.0)
             self._inserted = resized(self._inserted, capacity, 0.0)
             self._show(len(self._shown[0]))
 
     def _show(self, n_slots: int) -> None:
-        self._shown = self._slowness[:n_slots], self._decode_slowness[:n_slots], self._turnover[:n_slots]
+        self._shown = self._prompts.column[:n_slots], self._steps.column[:n_slots], self._turnover[:n_slots]
 
     def _judge(self, rank: "_Rank", worker_rank: WorkerRank, slowness: float) -> None:
-        if rank.n_seen < SETTLED_REQUESTS or len(self._ranks) < 2:
+        if rank.n_seen < SETTLED_REQUESTS or len(self._prompts.ranks) < 2:
             return
-        relative = slowness / self._median
+        relative = slowness / self._prompts.median
         is_slow = relative > RECOVERED
         if not rank.is_slow:
             is_slow = relative > SLOW and rank.is_surely_slow
@@ -342,22 +330,8 @@ class LearnedSpeeds:
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = [_turnover(ratio) for ratio in (inserted / mean).tolist()]
         self._interference.refresh()
-        self._refresh_slowness(now_s)
-
-    def _refresh_slowness(self, now_s: float) -> None:
-        known, self._is_settled = _known(self._ranks)
-        if known:
-            self._mean, self._median = sum(known) / len(known), known[(len(known) - 1) // 2]
-        decoding, self._decode_is_settled = _known(self._decoding)
-        if decoding:
-            self._decode_mean = sum(decoding) / len(decoding)
-        for slowness, ranks, mean in (
-            (self._slowness, self._ranks, self._mean),
-            (self._decode_slowness, self._decoding, self._decode_mean),
-        ):
-            slowness[:] = mean
-            for slot, rank in ranks.items():
-                slowness[slot] = rank.slowness(mean, now_s)
+        self._prompts.refresh(now_s)
+        self._steps.refresh(now_s)
 
 
 def _turnover(ratio: float) -> float:
@@ -367,12 +341,68 @@ def _turnover(ratio: float) -> float:
     return max(lead - near - log(TURNOVER_FLOOR), 0.0)
 
 
-def _known(ranks: Mapping[Slot, "_Rank"]) -> tuple[list[float], bool]:
-    """Return the slownesses of ranks with enough requests, sorted, and True; without any, those of all
-    measured ranks, and False: first requests show the error of the timing rather than of their rank.
-    """
-    known = sorted(rank.own() for rank in ranks.values() if rank.n_seen >= SETTLED_REQUESTS)
-    return (known, True) if known else (sorted(rank.own() for rank in ranks.values() if rank.n_seen), False)
+class _Slowness:
+    """The slowness of ranks in one kind of work: prompts, or decode steps."""
+
+    def __init__(self) -> None:
+        self.column: npt.NDArray[np.float64] = np.ones(16)
+        """The current slowness, by slot."""
+        self.ranks: dict[Slot, _Rank] = {}
+        self.median = 1.0
+        self._is_settled = False
+        """Whether some rank has enough requests; until then each request changes the slowness of all."""
+        self._pairs, self._squares = 0.0, 0.0
+        """The number of the last requests, and the sum of their squared noise, each known from the difference
+        to the request before at the same rank: so a rank that becomes slow is no noise.
+        """
+
+    def rank_at(self, slot: Slot) -> "_Rank":
+        """Return the slot's measurements, new ones if there are none."""
+        rank = self.ranks.get(slot)
+        if rank is None:
+            rank = self.ranks[slot] = _Rank()
+        return rank
+
+    def note(self, slot: Slot, plain_s: float, taken_s: float, now_s: float) -> None:
+        """Add a request at the slot that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
+        rank = self.ranks[slot]
+        before_s, ratio, keep = rank.plain_s, rank.ratio, 1.0 - 1.0 / NOISE_REQUESTS
+        rank.note(plain_s, taken_s, self.column.item(slot), now_s)
+        if rank.n_seen > 1:
+            off = (rank.ratio - ratio) / rank.own()
+            self._pairs = keep * self._pairs + 1.0
+            self._squares = keep * self._squares + off * off / (plain_s**-2 + before_s**-2)
+        if not self._is_settled:
+            self.refresh(now_s)
+        self.column[slot] = rank.slowness(self.median, self._noise, now_s)
+
+    def refresh(self, now_s: float) -> None:
+        """Decay old measurements, and update the column."""
+        known = sorted(rank.own() for rank in self.ranks.values() if rank.n_seen >= SETTLED_REQUESTS)
+        self._is_settled = bool(known)
+        # first requests show the error of the timing rather than of their rank
+        known = known or sorted(rank.own() for rank in self.ranks.values() if rank.n_seen)
+        if known:
+            self.median = known[(len(known) - 1) // 2]
+        self.column[:] = self.median
+        noise = self._noise
+        for slot, rank in self.ranks.items():
+            self.column[slot] = rank.slowness(self.median, noise, now_s)
+
+    @property
+    def _noise(self) -> float:
+        """The standard deviation of a request's time, in seconds of a rank of slowness 1."""
+        return (self._squares / self._pairs) ** 0.5 if self._pairs else inf
+
+    def freed(self, slot: Slot) -> "_Rank | None":
+        """Remove the slot's measurements, and return them."""
+        if slot < len(self.column):
+            self.column[slot] = self.median
+        return self.ranks.pop(slot, None)
+
+    def resize(self, capacity: int) -> None:
+        """Make room for more slots."""
+        self.column = resized(self.column, capacity, self.median)
 
 
 class _Rank:
@@ -381,6 +411,7 @@ class _Rank:
     __slots__ = (
         "_n_predicted",
         "_plain",
+        "_spread",
         "_taken",
         "clients",
         "is_slow",
@@ -388,7 +419,9 @@ class _Rank:
         "last_s",
         "n_seen",
         "n_very_slow",
+        "plain_s",
         "predicted_s",
+        "ratio",
         "seen_s",
         "took_longer",
         "warm_s",
@@ -397,9 +430,13 @@ class _Rank:
 
     def __init__(self) -> None:
         self._plain = self._taken = self.last_s = 0.0
+        self._spread = 0.0
+        """The sum of its requests' squared seconds, by their squared weights: for the standard error."""
         self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
         """The clients of its last requests."""
         self._n_predicted = 0
+        self.plain_s = self.ratio = 1.0
+        """What its last request would take at slowness 1, and its time over that."""
         self.n_seen = 0
         self.predicted_s = self.seen_s = 0.0
         self.is_slow = False
@@ -415,7 +452,7 @@ class _Rank:
 
     def forget(self) -> None:
         """Reset the measurements: the engine starts again."""
-        self._plain = self._taken = 0.0
+        self._plain = self._taken = self._spread = 0.0
         self.n_seen = 0
         self.took_longer.clear()
         self.n_very_slow = 0
@@ -447,6 +484,8 @@ class _Rank:
         bounded_s = min(max(taken_s, least_s), plain_s * slowness * CLIP)
         self._plain = keep * self._plain + plain_s * plain_s
         self._taken = keep * self._taken + plain_s * bounded_s
+        self.plain_s, self.ratio = plain_s, bounded_s / plain_s
+        self._spread = keep * keep * self._spread + plain_s * plain_s
         self.last_s = now_s
         self.n_seen += 1
 
@@ -454,14 +493,29 @@ class _Rank:
         """Return the slowness of its own requests, within plausible limits; it needs at least one."""
         return min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
 
-    def slowness(self, others: float, now_s: float) -> float:
-        """Return the rank's current slowness, given the others' mean."""
+    def slowness(self, median: float, noise: float, now_s: float) -> float:
+        """Return the rank's current slowness, given the median rank's and the noise of one request: the
+        median where the two cannot be told apart.
+        """
         if self.n_seen == 0:
-            return others
+            return median
+        measured = self.own()
+        error = noise * measured * self._spread**0.5 / self._plain
+        doubt = SURE_ERRORS * (1.0 + 2.0 / self.n_seen) * error
+        if abs(measured - median) * self._kept(now_s) <= doubt:
+            return median
+        return self.estimate(median, now_s)
+
+    def estimate(self, median: float, now_s: float) -> float:
+        """Return the likeliest current slowness, however sure it is; the rank needs at least one request."""
         prior_weight = (
             PRIOR_REQUESTS * max(0.0, 1.0 - self.n_seen / RECENT_REQUESTS) / min(self.n_seen, RECENT_REQUESTS)
         )
-        own = (self.own() + prior_weight * others) / (1.0 + prior_weight)
+        own = (self.own() + prior_weight * median) / (1.0 + prior_weight)
+        lead = (own - median) * self._kept(now_s)
+        return median if abs(lead) <= ALIKE * median else median + lead
+
+    def _kept(self, now_s: float) -> float:
+        """Return how much of the difference to the median still counts."""
         kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / FORGET_S)
-        lead = (own - others) * kept
-        return others if abs(lead) <= ALIKE * others else others + lead
+        return kept
