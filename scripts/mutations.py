@@ -178,8 +178,8 @@ MUTATIONS = (
     Mutation(
         "native-blocks-of-equal-leading-bits-are-one",
         NATIVE + "blocks.rs",
-        "|_, _| is_clear = false)",
-        "|_, _| {})",
+        "is_clear && has_slot;",
+        "has_slot;",
     ),
     Mutation(
         "native-ledger-output-is-free",

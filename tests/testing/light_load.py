@@ -1,6 +1,7 @@
 """A fleet at light load on a simulated clock: few requests at a time, whose times are noisy."""
 
 from array import array
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from random import Random
 from typing import NamedTuple
@@ -26,10 +27,12 @@ NOISE = 0.2
 
 
 class Served(NamedTuple):
-    """One request: where it went, in the order in which they came, and its time to the first token."""
+    """One request: where it went, in the order in which they came."""
 
     slot: Slot
-    ttft_s: float
+    isl_tokens: int
+    waited_s: float
+    """How long others' prompts were computed before its own was."""
 
 
 class LightLoad:
@@ -54,26 +57,27 @@ class LightLoad:
         )
         self.computes_until_s = [0.0] * n_workers
 
-    def run(self, n_requests: int, *, at_once: int, isl_tokens: int = 500) -> list[Served]:
-        """Send so many requests, ``at_once`` of them at any time."""
+    def run(self, n_requests: int, *, at_once: int, lengths: Sequence[int] = (500,)) -> list[Served]:
+        """Send so many requests, ``at_once`` of them at any time, of drawn ``lengths`` in tokens."""
         served: list[Served] = []
         due: list[tuple[float, int, str, Placement]] = []
         n_sent = n_ended = 0
         while n_ended < n_requests:
             while n_sent < n_requests and n_sent - n_ended < at_once:
+                isl_tokens = self.rng.choice(lengths)
                 placement = self._place(n_sent, isl_tokens)
                 slot = placement.decision.decode.slot
                 begins_s = max(self.now_s, self.computes_until_s[slot])
                 takes_s = self.timing.prefill_ms(isl_tokens) / 1e3 * self._noise(slot)
                 self.computes_until_s[slot] = begins_s + takes_s
                 heappush(due, (begins_s + takes_s, n_sent, "first", placement))
-                served.append(Served(slot, begins_s + takes_s - self.now_s))
+                served.append(Served(slot, isl_tokens, begins_s - self.now_s))
                 n_sent += 1
             self.now_s, number, what, placement = heappop(due)
             if what == "first":
                 self.placer.first_token(placement, now_s=self.now_s)
                 slot = placement.decision.decode.slot
-                step_s = self.timing.decode_ms(0.0, 1, isl_tokens) / 1e3
+                step_s = self.timing.decode_ms(0.0, 1, placement.prompt.isl_tokens) / 1e3
                 ends_s = self.now_s + (OSL_TOKENS - 1) * step_s * self._noise(slot)
                 heappush(due, (ends_s, number, "end", placement))
             else:

@@ -215,6 +215,7 @@ impl ApproximateIndex {
             }
             left = self.prune_oldest(touch.at_s, left);
         }
+        self.is_pruning &= self.oldest != NONE;
         let n_kept = self.slots.iter().rposition(|slot| slot.in_use || !slot.last.is_empty());
         self.slots.truncate(n_kept.map_or(0, |last| last + 1));
         before - self.n_blocks
@@ -445,6 +446,15 @@ mod tests {
         assert_eq!(overlaps(&index, &hashes(9, 1), 11.0), [0, 0, 1]);
         assert_eq!(index.expire(21.0), 1);
         assert_eq!((index.pages.used_bytes(), index.n_listed, index.touches.capacity()), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_prune_that_removes_all_blocks_ends() {
+        let mut index = ApproximateIndex::new(f64::INFINITY, 10, 0, 5);
+        index.touch(0, &hashes(0, 11), 0.0);
+        assert_eq!(index.n_blocks(), 0);
+        index.touch(0, &hashes(1, 5), 1.0);
+        assert_eq!(index.n_blocks(), 5);
     }
 
     #[test]

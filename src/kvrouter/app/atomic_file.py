@@ -6,6 +6,9 @@ from tempfile import NamedTemporaryFile
 
 from kvrouter.core.errors import ConfigError
 
+OPEN_FILES = ("/dev/fd/", "/dev/stderr", "/dev/stdout", "/proc/")
+"""The beginnings of paths of files that a process has open: its output may be one."""
+
 
 def check_folder(path: Path) -> None:
     """Raise ConfigError where ``path`` cannot be written, before any work is done for it."""
@@ -18,13 +21,14 @@ def check_folder(path: Path) -> None:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a temporary file in the same folder and rename it, so that no reader sees a partial file. A link
-    stays, and its target is replaced; a device or a pipe stays, and is written to.
+    stays, and its target is replaced; a device, a pipe and an open file stay, and are written to.
 
     Raises ConfigError on failure; the former file then stays.
     """
     try:
         if _is_special(path):
-            path.write_bytes(content)
+            with path.open("ab") as file:
+                file.write(content)
             return
         whole = _whole(path)
         with NamedTemporaryFile(dir=whole.parent, prefix=f".{whole.name}.", delete=False) as part:
@@ -41,8 +45,9 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether the path is of a device, a pipe or a socket."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    """Whether the path is of a device, a pipe, a socket, or of a file that a process has open."""
+    is_open = str(path.absolute()).startswith(OPEN_FILES)
+    return path.exists() and not path.is_dir() and (is_open or not path.is_file())
 
 
 def _whole(path: Path) -> Path:

@@ -22,7 +22,7 @@ STEP_BLOCKS = 2048
 """About how many blocks one step adds, removes or lists: a millisecond or two."""
 
 STEP_EVENTS = 128
-"""The most events that one step applies; an engine's own step makes one event of few blocks."""
+"""The most events that one step applies where each is an object, as few blocks in each then take long."""
 
 Steps = Iterator[None]
 """Work that may be interrupted at each yield. It does not yield after its last step."""
@@ -118,16 +118,23 @@ def place(index: BlockIndex, slot: Slot, held: Sequence[Held], note: Note) -> St
 
 def is_short(events: Sequence[KvEvent]) -> bool:
     """Whether one step is enough to apply the events."""
-    events_max = STEP_BLOCKS if isinstance(events, KvEvents) else STEP_EVENTS
-    return len(events) <= events_max and count_blocks(events) <= STEP_BLOCKS and not has_cleared(events)
+    return (
+        len(events) <= _events_max(events) and count_blocks(events) <= STEP_BLOCKS and not has_cleared(events)
+    )
+
+
+def _events_max(events: Sequence[KvEvent]) -> int:
+    """Return how many of the events one step may apply."""
+    return STEP_BLOCKS if isinstance(events, KvEvents) else STEP_EVENTS
 
 
 def apply(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) -> Steps:
     """Apply a rank's events in order. Raises ValueError for a malformed one; earlier ones may be applied."""
-    for begin in range(0, len(events), STEP_EVENTS):
+    events_max = _events_max(events)
+    for begin in range(0, len(events), events_max):
         if begin:
             yield
-        some = events[begin : begin + STEP_EVENTS]
+        some = events[begin : begin + events_max]
         if is_short(some):
             note(index.apply(slot, some))
         else:

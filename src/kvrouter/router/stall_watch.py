@@ -8,6 +8,9 @@ from math import inf
 
 from kvrouter.transports.background import LATE_S, DueTimes
 
+READ_S = 1.0
+"""The least time to read what arrived while the event loop was late, in seconds."""
+
 
 class TooLong(Enum):
     """Which limit was reached."""
@@ -133,7 +136,7 @@ class StallWatch:
         if kind is TooLong.SILENCE and late_s > LATE_S and self.progress_s > self._prolonged_s:
             self._prolonged_s = now_s
             # add the pause, and as much again to read what arrived meanwhile
-            self.progress_s = min(now_s, self.progress_s + 2.0 * late_s)
+            self.progress_s = min(now_s, self.progress_s + late_s + max(late_s, READ_S))
             due_s, kind = self._due()
         if now_s < due_s:
             return due_s

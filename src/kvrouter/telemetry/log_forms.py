@@ -74,7 +74,7 @@ class EventLine:
 
 def event_text(event: str, fields: dict[str, LogValue]) -> str:
     """Return the event, then ``key=value`` for each field; ambiguous values are quoted."""
-    return _native.event_text(event, fields, VALUE_MAX_CHARS, _quoted)
+    return _native.event_text(event, fields, VALUE_MAX_CHARS, quoted)
 
 
 def cut(value: LogValue) -> LogValue:
@@ -93,8 +93,14 @@ def json_text(value: object) -> str:
         return text.encode(errors="replace").decode()
 
 
-def _quoted(value: str) -> str:
-    return json_text(cut(value))
+def quoted(text: str) -> str:
+    """Return a text as a string of JSON with an escape for each character that is not printable: terminals
+    obey some of them, and readers of lines end a line at others.
+    """
+    shown = json_text(cut(text))
+    if shown.isprintable():
+        return shown
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in shown)
 
 
 def traceback_text(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TextIO
 
 from kvrouter.telemetry.log_events import EMISSION, Event, emit_record
-from kvrouter.telemetry.log_forms import LogValue, cut, event_text, json_line, json_text, text_line
+from kvrouter.telemetry.log_forms import LogValue, cut, event_text, json_line, quoted, text_line
 from kvrouter.telemetry.log_writer import LogWriter
 
 ROOT = "kvrouter"
@@ -56,7 +56,7 @@ class LogOutput:
         if self.is_json:
             line = json_line(created_s, level, record.name, message, {}, error)
         else:
-            message = message if message.isprintable() else json_text(message)
+            message = message if message.isprintable() else quoted(message)
             line = text_line(created_s, level, message, error, is_coloured=self.is_coloured)
         self.writer.write(line, is_urgent=level >= logging.WARNING)
 

@@ -46,6 +46,16 @@ def test_a_pipe_stays_and_is_written_to(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_open_file_keeps_what_it_has(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        log.write("before\n")
+        log.flush()
+        path = Path(f"/dev/fd/{log.fileno()}")
+        check_folder(path)
+        write_atomic(path, b"content\n")
+    assert (tmp_path / "log").read_text() == "before\ncontent\n"
+
+
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     circle = tmp_path / "circle"
     circle.symlink_to(circle)

@@ -60,5 +60,5 @@ async def test_the_clients_read_time_does_not_count_as_worker_silence() -> None:
         await asyncio.sleep(0.1)
     assert reported == []
     await until(lambda: bool(reported))
-    assert limit_s <= reported[0] < limit_s + 3 * 0.6, "none of the client's time is in it"
+    assert limit_s <= reported[0] < limit_s + 3 * 0.6, "not all of the client's time is in it"
     watch.stop()

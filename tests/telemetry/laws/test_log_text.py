@@ -1,5 +1,6 @@
 """The fields of a log line are shown as Python shows them: numbers as ``%.6g``, plain texts as they are."""
 
+import json
 from enum import IntEnum, StrEnum
 
 import numpy as np
@@ -50,6 +51,14 @@ def test_text_is_quoted_only_where_it_has_to_be(text: str) -> None:
     is_plain = text.isascii() and text.isprintable() and not set(text) & set(" \"'\\")
     assert (shown(text) == text) is is_plain
     assert shown(text).startswith('"') is not is_plain
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@example("a\x85b\u2028c\x9b31m\x7f\U000e0001")
+def test_text_reads_back_and_has_printable_characters_only(text: str) -> None:
+    line = shown(text)
+    assert line.isprintable()
+    assert line == text or json.loads(line) == text
 
 
 @pytest.mark.parametrize(

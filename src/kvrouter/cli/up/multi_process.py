@@ -26,7 +26,7 @@ from kvrouter.app.nats_connection import nameable
 from kvrouter.app.supervisor import Supervisor
 from kvrouter.cli.up.engine_lines import first_screen, url_of, write_changes, write_text
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.hosts import LOOPBACK
+from kvrouter.core.hosts import LOOPBACK, is_resolvable
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import numbered_workers
@@ -250,9 +250,13 @@ async def _nats(servers: str, supervisor: Supervisor) -> AsyncIterator[str]:
     try:
         at = urlsplit(first if "://" in first else f"nats://{first}")
         host, port = at.hostname or "localhost", at.port or NATS_PORT
-        host.encode("idna")
     except ValueError as error:
         raise ConfigError(f"planes.nats_server: {nameable(first)}: {error}", param="nats_server") from error
+    if not is_resolvable(host):
+        raise ConfigError(
+            f"planes.nats_server: {nameable(first)}: its host must have 1 to 63 characters between dots",
+            param="nats_server",
+        )
     if await _answers(host, port) or host not in LOOPBACK or "," in servers:
         yield servers
         return

@@ -10,7 +10,7 @@ cold, and a rank that counted as slow for that would get no requests for minutes
 """
 
 from collections import deque
-from math import ceil, inf, log
+from math import ceil, hypot, inf, log, sqrt
 from typing import NamedTuple
 
 import msgspec
@@ -349,11 +349,13 @@ class _Slowness:
         """The current slowness, by slot."""
         self.ranks: dict[Slot, _Rank] = {}
         self.median = 1.0
+        self._median_error = 0.0
+        """The standard error of the median rank's slowness, over the noise of one request."""
         self._is_settled = False
         """Whether some rank has enough requests; until then each request changes the slowness of all."""
-        self._pairs, self._squares = 0.0, 0.0
-        """The number of the last requests, and the sum of their squared noise, each known from the difference
-        to the request before at the same rank: so a rank that becomes slow is no noise.
+        self._weights, self._squares = 0.0, 0.0
+        """The weights of the last requests, and the weighted sum of their squared noise, each known from the
+        difference to the request before at the same rank: so a rank that becomes slow is no noise.
         """
 
     def rank_at(self, slot: Slot) -> "_Rank":
@@ -369,30 +371,42 @@ class _Slowness:
         before_s, ratio, keep = rank.plain_s, rank.ratio, 1.0 - 1.0 / NOISE_REQUESTS
         rank.note(plain_s, taken_s, self.column.item(slot), now_s)
         if rank.n_seen > 1:
-            off = (rank.ratio - ratio) / rank.own()
-            self._pairs = keep * self._pairs + 1.0
-            self._squares = keep * self._squares + off * off / (plain_s**-2 + before_s**-2)
+            off, weight = (rank.ratio - ratio) / rank.own(), (plain_s * before_s) ** 2
+            self._weights = keep * self._weights + weight
+            self._squares = keep * self._squares + weight * off * off / 2
         if not self._is_settled:
             self.refresh(now_s)
-        self.column[slot] = rank.slowness(self.median, self._noise, now_s)
+        self.column[slot] = self._current(rank, now_s)
 
     def refresh(self, now_s: float) -> None:
         """Decay old measurements, and update the column."""
-        known = sorted(rank.own() for rank in self.ranks.values() if rank.n_seen >= SETTLED_REQUESTS)
+        known = [rank for rank in self.ranks.values() if rank.n_seen >= SETTLED_REQUESTS]
         self._is_settled = bool(known)
         # first requests show the error of the timing rather than of their rank
-        known = known or sorted(rank.own() for rank in self.ranks.values() if rank.n_seen)
+        known = known or [rank for rank in self.ranks.values() if rank.n_seen]
         if known:
-            self.median = known[(len(known) - 1) // 2]
+            known.sort(key=_Rank.own)
+            middle = known[(len(known) - 1) // 2]
+            self.median, self._median_error = middle.own(), middle.error()
         self.column[:] = self.median
-        noise = self._noise
         for slot, rank in self.ranks.items():
-            self.column[slot] = rank.slowness(self.median, noise, now_s)
+            self.column[slot] = self._current(rank, now_s)
+
+    def _current(self, rank: "_Rank", now_s: float) -> float:
+        """Return the rank's current slowness: the median's where the two cannot be told apart, which is sure
+        of a rank that was judged slow.
+        """
+        if rank.n_seen == 0:
+            return self.median
+        doubt = SURE_ERRORS * self._noise * hypot(rank.error(), self._median_error)
+        if not rank.is_slow and abs(rank.own() - self.median) * rank.kept(now_s) <= doubt:
+            return self.median
+        return rank.estimate(self.median, now_s)
 
     @property
     def _noise(self) -> float:
-        """The standard deviation of a request's time, in seconds of a rank of slowness 1."""
-        return (self._squares / self._pairs) ** 0.5 if self._pairs else inf
+        """The standard deviation of a request's time, relative to its rank's; unknown before a second one."""
+        return (self._squares / self._weights) ** 0.5 if self._weights else inf
 
     def freed(self, slot: Slot) -> "_Rank | None":
         """Remove the slot's measurements, and return them."""
@@ -431,7 +445,7 @@ class _Rank:
     def __init__(self) -> None:
         self._plain = self._taken = self.last_s = 0.0
         self._spread = 0.0
-        """The sum of its requests' squared seconds, by their squared weights: for the standard error."""
+        """The sum of its requests' squared weights in its slowness: for the standard error."""
         self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
         """The clients of its last requests."""
         self._n_predicted = 0
@@ -485,7 +499,7 @@ class _Rank:
         self._plain = keep * self._plain + plain_s * plain_s
         self._taken = keep * self._taken + plain_s * bounded_s
         self.plain_s, self.ratio = plain_s, bounded_s / plain_s
-        self._spread = keep * keep * self._spread + plain_s * plain_s
+        self._spread = keep * keep * self._spread + plain_s**4
         self.last_s = now_s
         self.n_seen += 1
 
@@ -493,18 +507,9 @@ class _Rank:
         """Return the slowness of its own requests, within plausible limits; it needs at least one."""
         return min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
 
-    def slowness(self, median: float, noise: float, now_s: float) -> float:
-        """Return the rank's current slowness, given the median rank's and the noise of one request: the
-        median where the two cannot be told apart.
-        """
-        if self.n_seen == 0:
-            return median
-        measured = self.own()
-        error = noise * measured * self._spread**0.5 / self._plain
-        doubt = SURE_ERRORS * (1.0 + 2.0 / self.n_seen) * error
-        if abs(measured - median) * self._kept(now_s) <= doubt:
-            return median
-        return self.estimate(median, now_s)
+    def error(self) -> float:
+        """Return the standard error of its slowness over the noise of one request; more after few of them."""
+        return self.own() * sqrt(self._spread) / self._plain * (1.0 + 2.0 / self.n_seen)
 
     def estimate(self, median: float, now_s: float) -> float:
         """Return the likeliest current slowness, however sure it is; the rank needs at least one request."""
@@ -512,10 +517,10 @@ class _Rank:
             PRIOR_REQUESTS * max(0.0, 1.0 - self.n_seen / RECENT_REQUESTS) / min(self.n_seen, RECENT_REQUESTS)
         )
         own = (self.own() + prior_weight * median) / (1.0 + prior_weight)
-        lead = (own - median) * self._kept(now_s)
+        lead = (own - median) * self.kept(now_s)
         return median if abs(lead) <= ALIKE * median else median + lead
 
-    def _kept(self, now_s: float) -> float:
+    def kept(self, now_s: float) -> float:
         """Return how much of the difference to the median still counts."""
         kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / FORGET_S)
         return kept
