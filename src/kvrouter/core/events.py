@@ -151,7 +151,8 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of KV events of a worker rank: event ``i`` has the id ``first_event_id + i``.
 
     Ids count from 0 within an ``epoch``; a new epoch means that the publisher restarted and holds nothing.
-    They are a tuple, or :class:`KvEvents` in a batch that was decoded.
+    The ``events`` of a decoded batch are :class:`KvEvents`, or a list where the native core does not read its
+    frame; a decoded batch cannot be encoded again.
     ``published_s`` is the sender's wall clock and feeds metrics only. A heartbeat, which has no events,
     reports in ``held_blocks`` how many blocks the rank holds before ``first_event_id``, over all media; None
     when its worker cannot count them.

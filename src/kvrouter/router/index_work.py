@@ -151,7 +151,7 @@ def _apply_long(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: 
             step, n_blocks = [], 0
             continue
         for part in _parts_of(event):
-            if n_blocks + part.n_blocks > STEP_BLOCKS:
+            if len(step) >= STEP_EVENTS or n_blocks + part.n_blocks > STEP_BLOCKS:
                 note(index.apply(slot, step))
                 yield
                 step, n_blocks = [], 0
