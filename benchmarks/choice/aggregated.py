@@ -171,8 +171,8 @@ class _Replays(NamedTuple):
         variant = variants(self.document, [TIME if is_knowing else policy], [])[0]
         simulation = simulation_of(variant, self.rows, seed, is_half=is_half)
         if is_knowing:
-            placer = simulation.fleet.placer
-            placer.speeds = KnownSpeeds(placer.fleet, placer.speeds.events)
+            learned = simulation.fleet.placer.learned
+            learned.speeds = KnownSpeeds(simulation.fleet.placer.fleet, learned.speeds.events)
         return whole(simulation), variant
 
     def merit(self, policy: str) -> tuple[int, float]:

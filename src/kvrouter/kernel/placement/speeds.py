@@ -37,6 +37,11 @@ CLIP = 4.0
 FORGET_S = 120.0
 """The half-life of a rank's difference to the others without a request."""
 
+FORGET_MAX_S = 3600.0
+"""The longest half-life: it doubles each time that a rank which was half forgotten is found as it was, since
+each such request is slow, and a rank that never changes need not be tried every few minutes.
+"""
+
 TURNOVER_S = 100.0
 """The half-life of inserted tokens in a cache's turnover."""
 
@@ -369,6 +374,10 @@ class _Slowness:
         """Add a request at the slot that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
         rank = self.ranks[slot]
         before_s, ratio, keep = rank.plain_s, rank.ratio, 1.0 - 1.0 / NOISE_REQUESTS
+        if rank.n_seen and now_s - rank.last_s >= rank.forget_s:
+            lead = rank.own() - self.median
+            is_confirmed = abs(lead) > self._doubt(rank) and 2.0 * (taken_s / plain_s - self.median) / lead > 1.0
+            rank.forget_s = min(2.0 * rank.forget_s, FORGET_MAX_S) if is_confirmed else FORGET_S
         rank.note(plain_s, taken_s, self.column.item(slot), now_s)
         if rank.n_seen > 1:
             off, weight = (rank.ratio - ratio) / rank.own(), (plain_s * before_s) ** 2
@@ -398,10 +407,13 @@ class _Slowness:
         """
         if rank.n_seen == 0:
             return self.median
-        doubt = SURE_ERRORS * self._noise * hypot(rank.error(), self._median_error)
-        if not rank.is_slow and abs(rank.own() - self.median) * rank.kept(now_s) <= doubt:
+        if not rank.is_slow and abs(rank.own() - self.median) * rank.kept(now_s) <= self._doubt(rank):
             return self.median
         return rank.estimate(self.median, now_s)
+
+    def _doubt(self, rank: "_Rank") -> float:
+        """Return the difference to the median up to which the rank's slowness may be chance."""
+        return SURE_ERRORS * self._noise * hypot(rank.error(), self._median_error)
 
     @property
     def _noise(self) -> float:
@@ -428,6 +440,7 @@ class _Rank:
         "_spread",
         "_taken",
         "clients",
+        "forget_s",
         "is_slow",
         "judged_s",
         "last_s",
@@ -448,6 +461,8 @@ class _Rank:
         """The sum of its requests' squared weights in its slowness: for the standard error."""
         self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
         """The clients of its last requests."""
+        self.forget_s = FORGET_S
+        """The half-life of its difference to the median."""
         self._n_predicted = 0
         self.plain_s = self.ratio = 1.0
         """What its last request would take at slowness 1, and its time over that."""
@@ -468,6 +483,7 @@ class _Rank:
         """Reset the measurements: the engine starts again."""
         self._plain = self._taken = self._spread = 0.0
         self.n_seen = 0
+        self.forget_s = FORGET_S
         self.took_longer.clear()
         self.n_very_slow = 0
         self.clients.clear()
@@ -522,5 +538,5 @@ class _Rank:
 
     def kept(self, now_s: float) -> float:
         """Return how much of the difference to the median still counts."""
-        kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / FORGET_S)
+        kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / self.forget_s)
         return kept
