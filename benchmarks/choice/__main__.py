@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "check": Form(40, 2, cases=(0,), sizes=aggregated.SIZES[:1], n_scenes=1),
-    "quick": Form(120, 3, sizes=aggregated.SIZES[:1]),
+    "quick": Form(200, 3, sizes=aggregated.SIZES[:1]),
     "short": Form(1_000, 5),
     "long": Form(4_000, 5),
 }

@@ -61,7 +61,7 @@ def _zones(cells: Sequence[ZoneCell]) -> list[str]:
         "The workaround for engines that must not send KV across zones is a deployment for each zone behind "
         "a gateway that takes turns. Both have 2 prefill and 2 decode workers a zone; the conversation trace "
         "comes twice as fast. In the lower rows zone a loses its decode workers after a third of the time. "
-        "Means, ± a 95 % interval over seeds.",
+        "good / s is by the time of arrivals. Means, ± a 95 % interval over seeds.",
         "",
         "| zones | setup | decoders of a | TTFT mean ms | p99 ms | good % | good / s | cached % | failed |",
         "|--:|---|---|--:|--:|--:|--:|--:|--:|",
