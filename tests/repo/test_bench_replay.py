@@ -37,7 +37,7 @@ from benchmarks.replay.contest import (
 from benchmarks.replay.fleets import MEMORY_TOKENS, SAME_LINKS, TIERS, Workers, zoned
 from benchmarks.replay.kept import Done, Head, KeptRun
 from benchmarks.replay.page import PolicyStudy
-from benchmarks.replay.replays import Figures, simulation_of, whole
+from benchmarks.replay.replays import OBJECTIVE, Figures, simulation_of, whole
 from benchmarks.replay.table import bars, line_of, tables
 from benchmarks.replay.zones import ONE, SPLIT, ZoneJob, zone_cell, zone_jobs
 from kvrouter.fleetfile.fleet_checks import load_fleet
@@ -253,14 +253,17 @@ def test_a_contest_judges_ours_and_the_best_rules_in_the_other_windows(
 
 
 def test_figures_cover_only_the_second_half_of_a_window() -> None:
-    replays = Replays(msgspec.structs.replace(JOB, rows=24, seeds=1))
+    replays = Replays(msgspec.structs.replace(JOB, rows=80, seeds=1))
     found = replays.figures("x", Entrant("round-robin"), 1)
     simulation, _ = replays.simulation(Entrant("round-robin"), 1, 0)
-    times = [
-        each.ttft_s for each in whole(simulation).outcomes if each.number >= 12 and each.ttft_s is not None
-    ]
-    assert len(times) == 12
-    assert found.ttft_ms[0] == pytest.approx(sum(times) / 12 * 1e3)
+    outcomes = whole(simulation).outcomes
+    counted = [each for each in outcomes if each.number >= 40]
+    times = [each.ttft_s for each in counted if each.ttft_s is not None]
+    assert len(times) == 40
+    assert found.ttft_ms[0] == pytest.approx(sum(times) / 40 * 1e3)
+    arrived = [each.arrived_s for each in counted]
+    good = OBJECTIVE.are_met(outcomes.table()).tolist()[40:].count(True)
+    assert found.good_per_s[0] == pytest.approx(good / (max(arrived) - min(arrived)))
 
 
 def test_a_load_is_what_round_robin_sustains_to_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
