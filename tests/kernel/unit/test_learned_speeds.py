@@ -10,11 +10,9 @@ from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.slowness import FORGET_S, SLOW, SLOWNESS_MIN
 from kvrouter.kernel.placement.speeds import (
     CLIENT_WAITS_S,
-    FORGET_S,
-    SLOW,
-    SLOWNESS_MIN,
     TURNOVER_ALIKE,
     TURNOVER_FLOOR,
     TURNOVER_S,
@@ -171,6 +169,21 @@ def test_a_ranks_difference_decays_without_requests() -> None:
         for slot in range(3):
             ranks.serve(slot, 1.0, plain_s=0.001)
     assert ranks.slowness()[3] - 1.0 == pytest.approx(apart / 2, rel=0.1)
+
+
+def test_a_rank_that_stays_slow_is_forgotten_ever_more_slowly() -> None:
+    """As long as each request after it was half forgotten finds it as before; one that is well ends that."""
+    ranks = Ranks(4)
+    ranks.serve_all([1.0, 1.0, 1.0, 3.0])
+    waits_s = []
+    for takes in (3.0, 2.7, 3.3, 3.0, 1.0, 3.0):
+        began_s = ranks.now_s
+        while ranks.slowness()[3] > 1.9:
+            ranks.now_s += 1.0
+        waits_s.append(ranks.now_s - began_s)
+        ranks.serve(3, takes)
+    doubled = [FORGET_S * 2**n for n in range(5)]
+    assert waits_s == [pytest.approx(1.15 * each, rel=0.2) for each in [*doubled, FORGET_S]]
 
 
 def test_a_very_slow_request_changes_slowness_within_bounds() -> None:
