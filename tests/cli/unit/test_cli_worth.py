@@ -160,6 +160,9 @@ def test_good_policy_in_place_is_kept(folder: Path) -> None:
     report = json.loads((folder / "out.json").read_text())
     assert report["advice"]["verdict"] == "leave it"
     assert "anywhere, kv by blocks" in report["advice"]["worse"]
+    by_name = {each["name"]: each["is_looser"] for each in report["alternatives"]}
+    assert by_name["anywhere, kv by blocks"]
+    assert by_name["preferred 1 on zone, kv by blocks"]
 
 
 def test_same_seeds_repeat_the_bytes_and_all_modes_are_compared(folder: Path) -> None:

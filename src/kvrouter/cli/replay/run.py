@@ -15,7 +15,7 @@ from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.replay.carriage import Places
-from kvrouter.sim.replay.comparison import reasons_over, shown_columns
+from kvrouter.sim.replay.comparison import reasons_over, seeds_note, shown_columns, times_notes
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.replay.timetable import entry_of
@@ -173,7 +173,7 @@ def show_report(report: ReplayReport, console: Console) -> None:
         table.add_column(heading, justify="right")
         group = column.group
     for variant in report.variants:
-        cells = (column.shown(column.over(variant.summaries)) for column in columns)
+        cells = (column.shown(variant.summaries) for column in columns)
         table.add_row(Text(variant.name), *cells)
     console.print(table)
     for variant in report.variants:
@@ -186,9 +186,12 @@ def show_report(report: ReplayReport, console: Console) -> None:
                 console.print(Text(f"{variant.name}: {name}: {listed}"))
     objective = report.objective
     console.print(
-        f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average"
+        f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average; "
+        "per s: by the time from the first arrival to the last",
+        soft_wrap=True,
     )
-    for note in report.notes:
+    of_figures = (*times_notes(report.variants), seeds_note(report.variants)) if report.variants else ()
+    for note in (*of_figures, *report.notes):
         console.print(Text(note), soft_wrap=True)
     if not report.is_whole:
         console.print("interrupted: the last row is what was known until then")
