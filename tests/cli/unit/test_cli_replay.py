@@ -291,6 +291,7 @@ def test_recording_is_replayed_over_its_own_fleet_and_changes(
     assert run(str(path), *arguments, "--report", str(page)) == 0
     notes = [
         "the fleet is the recorded one, as mock engines: 2 workers",
+        "no --timing: engines have the default timing of mock engines, which says nothing of yours",
         "1 recorded change of the fleet applied",
     ]
     shown = capsys.readouterr().out

@@ -26,6 +26,8 @@ from kvrouter.sim.traces.trace_request import TraceRequest
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
 
+DEFAULT_TIMING = "no --timing: engines have the default timing of mock engines, which says nothing of yours"
+
 TUNED_ROWS_MIN = 20
 """Fewer requests are not cut into halves."""
 
@@ -51,8 +53,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
     )
     first_of_each = [chosen_from[0] for chosen_from in compared]
     inputs = inputs.over(fleet.recorded, first_of_each)
-    with working(f"reading {input_options.trace_name}"):
-        n_rows = inputs.check(first_of_each)
+    n_rows = inputs.check(first_of_each)
     if policy.tune and n_rows < TUNED_ROWS_MIN:
         raise ConfigError(
             f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
@@ -69,6 +70,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
             if not runner.is_whole:
                 break
     dispatch = inputs.dispatch.name
+    timing_notes = (DEFAULT_TIMING,) if policy.fleet is None and input_options.timing is None else ()
     report = ReplayReport(
         installed_version(),
         input_options.trace_name,
@@ -78,7 +80,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
         runner.is_whole,
         tuple(reports),
         tuple(map(entry_of, inputs.timetable)),
-        tuple(filter(None, (fleet.note, *inputs.changes.notes))),
+        (*inputs.trace.info.notes, *fleet.notes, *timing_notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:

@@ -76,7 +76,7 @@ class WorthReport(msgspec.Struct, frozen=True):
     alternatives: tuple[Alternative, ...]
     advice: Advice | None
     notes: tuple[str, ...] = ()
-    """Notes on the changes of a recording's fleet."""
+    """What the trace does not say, and the changes of a recording's fleet."""
 
 
 def worth(options: WorthOptions, input_options: InputOptions, console: Console) -> int:
@@ -100,8 +100,7 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
     inputs = inputs.over(None, [today, *variants])
-    with working(f"reading {input_options.trace_name}"):
-        n_rows = inputs.check([today, *variants])
+    n_rows = inputs.check([today, *variants])
     check_length(n_rows)
     places = Places(file, choice.level or levels[0])
     figures = compared_figures(places)
@@ -136,7 +135,7 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
         advice=advise(choice, alternatives, threshold, levels) if alternatives else None,
-        notes=inputs.changes.notes,
+        notes=(*inputs.trace.info.notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_worth(report, console))
     return 0 if report.is_whole else INTERRUPTED

@@ -216,7 +216,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     variants: tuple[VariantReport, ...]
     events: tuple[TimetableEntry, ...] = ()
     notes: tuple[str, ...] = ()
-    """Notes on a recording's fleet."""
+    """What the trace does not say, and where the fleet is from."""
 
 
 def _spread(seconds: Floats) -> Spread:

@@ -136,6 +136,11 @@ def block_size(rows: Iterable[Asked]) -> int:
     return sizes[0]
 
 
+def block_size_note(piece_tokens: int) -> str:
+    """Return a note for reports on a size that :func:`block_size` found."""
+    return f"no field says how large blocks are: {piece_tokens} tokens fit all rows"
+
+
 def _either(
     path: Path, line: int, name: str, value: Number | UnsetType | None, other: Number | UnsetType | None
 ) -> Number | None:
