@@ -90,6 +90,23 @@ def test_a_prediction_that_misses_names_each_row_and_by_how_much(
     assert line.endswith("do not rely on this timing")
 
 
+def test_kv_blocks_are_read_from_a_metrics_page_of_the_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="%s"} 1.0\n'
+    (run / "metrics.txt").write_text(page % 420)
+    assert main(["calibrate", str(run), "--requests", "0"]) == 0
+    assert "KV blocks: read: 420" in capsys.readouterr().out
+    for wrong, why in (
+        (page % "many", "num_gpu_blocks must be a number above 0, not 'many'"),
+        ("", "vllm:cache_config_info: is required"),
+        (page % 3, "num_gpu_blocks_override: 3: a request has"),
+    ):
+        (run / "metrics.txt").write_text(wrong)
+        assert main(["calibrate", str(run), "--requests", "0"]) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_unknown_model_is_described_by_a_model_config_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,7 +58,7 @@ def test_kv_blocks_are_unknown_where_no_request_depends_on_them(tmp_path: Path) 
     assert f"are assumed; the requests seen say at least {ample.kv.at_least};" in ample.kv.line
     none = calibrated(tmp_path, 0, 400)
     assert none.kv == KvBlocks(none.expected.total_kv_blocks, "unknown")
-    assert "are assumed; num_gpu_blocks_override" in none.kv.line
+    assert "are assumed; metrics.txt or num_gpu_blocks_override" in none.kv.line
 
 
 def test_kv_blocks_that_a_run_states_are_read(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """``kvrouter calibrate``: the timing of a real engine from a measured run, and its predictions."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.app.atomic_file import check_folder, write_atomic
+from kvrouter.cli.calibrate.engine_description import with_metrics
 from kvrouter.cli.calibrate.flags import CalibrateOptions
 from kvrouter.cli.output import json_text
 from kvrouter.cli.progress import working
@@ -37,7 +39,7 @@ def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None
     if options.write_timing is not None:
         check_folder(options.write_timing)
     options.output.check()
-    run = read_run(folder)
+    run = read_run(folder, with_cache=partial(with_metrics, folder / "metrics.txt"))
     shape, source = model_shape(run.meta.model, folder, options.model_config)
     with working("reading") as progress:
 

@@ -195,24 +195,20 @@ def _fitted(run: MeasuredRun, fit: "_Fit", assumed: int) -> tuple[Timing, KvBloc
     if run.meta.engine_kwargs.num_gpu_blocks_override is not None:
         return fit.timing_at(fit.likeliest(fit.starts())), KvBlocks(assumed, "read")
     bounds = block_bounds(run, fit.n_fitted)
-    tried = _candidates(run, bounds, assumed)
+    fits = {each: fit.with_blocks(each) for each in _candidates(run, bounds, assumed)}
+    least, most = min(fits), max(fits)
     starts = fit.starts()
     # Where requests are the same with any of them, they do not depend on KV, and the assumption stays.
-    if (
-        assumed in tried
-        and len({fit.with_blocks(each).cost(starts[1]) for each in (tried[0], assumed, tried[-1])}) == 1
-    ):
+    if assumed in fits and len({fits[each].cost(starts[1]) for each in (least, assumed, most)}) == 1:
         return fit.timing_at(fit.likeliest(starts)), KvBlocks(assumed, "unknown", *bounds)
-    begun = {each: fit.with_blocks(each).starts() for each in tried}
-    likely = sorted(tried, key=lambda each: fit.with_blocks(each).cost(begun[each][1]))[:STARTS]
-    ends = {
-        each: fit.with_blocks(each).likeliest(begun[each]) for each in {*likely, *({assumed} & set(tried))}
-    }
-    costs = {each: fit.with_blocks(each).cost(at) for each, at in ends.items()}
+    begun = {each: fits[each].starts() for each in fits}
+    likely = sorted(fits, key=lambda each: fits[each].cost(begun[each][1]))[:STARTS]
+    ends = {each: fits[each].likeliest(begun[each]) for each in {*likely, *({assumed} & fits.keys())}}
+    costs = {each: fits[each].cost(at) for each, at in ends.items()}
     blocks = min(costs, key=costs.__getitem__)
     if assumed in costs and costs[blocks] > LIKELIER * costs[assumed]:
         return fit.timing_at(ends[assumed]), KvBlocks(assumed, "unknown", *bounds)
-    near = [round(blocks * float(np.exp(away))) for away in BLOCKS_NEAR]
+    near = np.clip([round(blocks * float(np.exp(away))) for away in BLOCKS_NEAR], least, most).tolist()
     nearest = min(near, key=lambda each: fit.with_blocks(each).cost(ends[blocks]))
     at = fit.with_blocks(nearest).nearest(ends[blocks])
     return fit.timing_at(at), KvBlocks(nearest, "inferred", *bounds)

@@ -40,9 +40,10 @@ class KvBlocks(msgspec.Struct, frozen=True):
         if self.source == "read":
             return f"KV blocks: read: {self.blocks}"
         if self.source == "inferred":
-            return f"KV blocks: inferred ({', '.join(bounds)}): {self.blocks} by the requests seen"
+            known = f" ({', '.join(bounds)})" if bounds else ""
+            return f"KV blocks: inferred{known}: {self.blocks} by the requests seen"
         seen = f"; the requests seen say {', '.join(bounds)}" if bounds else ""
-        how = "num_gpu_blocks_override in meta.json says them"
+        how = "metrics.txt or num_gpu_blocks_override in meta.json says them"
         return f"KV blocks: unknown: {self.blocks} are assumed{seen}; {how}"
 
 
