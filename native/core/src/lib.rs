@@ -2,6 +2,7 @@
 
 pub mod approximate;
 mod blocks;
+pub mod content_index;
 mod events;
 pub mod hashing;
 mod holders;

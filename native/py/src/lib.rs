@@ -3,6 +3,7 @@
 mod approximate;
 mod buffers;
 mod checked;
+mod content_index;
 mod engine_ranks;
 mod events;
 mod hashing;
@@ -24,6 +25,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hashing::Prompt>()?;
     module.add_class::<approximate::ApproximateIndex>()?;
     module.add_class::<approximate::ApproximateStats>()?;
+    module.add_class::<content_index::ContentIndex>()?;
     module.add_class::<engine_ranks::EngineRanks>()?;
     module.add_class::<events::KvEvents>()?;
     module.add_class::<index::Applied>()?;

@@ -408,7 +408,7 @@ def test_vllm_bench_result_is_a_trace_in_the_order_of_its_start_times(
         "the trace has the lengths of prompts alone: no two share a prefix",
         "an answer of 0 tokens",
     ]
-    with pytest.raises(ConfigError, match=r"rate-per-s: .*start_times"):
+    with pytest.raises(ConfigError, match=r"rate-per-s: .* says when its requests came, as vllm bench"):
         open_trace(path, rate_per_s=2.0)
 
 
@@ -428,5 +428,24 @@ def test_arrivals_of_a_vllm_bench_result_without_times_are_drawn_at_a_rate(
 
 
 def test_rate_of_a_trace_that_has_times_is_refused(write_trace: Callable[[bytes], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"rate-per-s: is for a trace without times, .* format Mooncake"):
-        open_trace(write_trace(lines(GOOD)), rate_per_s=1.0)
+    path = write_trace(lines(GOOD))
+    with pytest.raises(ConfigError, match=r"rate-per-s: .* says when its requests came, as Mooncake"):
+        open_trace(path, rate_per_s=1.0)
+    for rate_per_s in (0.0, -1.0, float("nan"), float("inf"), 5e-324):
+        with pytest.raises(ConfigError, match=r"rate-per-s: .* is not from 1e-06 to 1e"):
+            open_trace(path, rate_per_s=rate_per_s)
+
+
+def test_mooncake_rows_without_time_stamps_come_at_a_rate(write_trace: Callable[[bytes], Path]) -> None:
+    row = {name: value for name, value in GOOD.items() if name != "timestamp"}
+    path = write_trace(lines(*[row] * 500))
+    with pytest.raises(ConfigError, match=r":1: timestamp: is missing, .* --rate-per-s"):
+        read(path)
+    drawn = read(path, rate_per_s=2.0)
+    assert drawn[0][0] == 0.0
+    assert drawn[-1][0] == pytest.approx(250.0, rel=0.15)
+    assert open_trace(path, rate_per_s=2.0).info.notes == (
+        "the trace has no times: --rate-per-s draws arrivals, 2 a second on average",
+    )
+    with pytest.raises(ConfigError, match=":2: timestamp: is there, and was not in the first row"):
+        read(write_trace(lines(row, GOOD)), rate_per_s=2.0)

@@ -334,6 +334,9 @@ def test_least_changing_of_equally_good_alternatives_is_advised() -> None:
     strict = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost="time")
     assert advise(TODAY, [*alike, faster(strict, -410.0)], 0.02, LEVELS).choice == FALLBACK
     assert advise(TODAY, [*alike, faster(PREFERRED, -381.0)], 0.02, LEVELS).choice == PREFERRED
+    both_changed = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0, "time")
+    few = [faster(both_changed, -400.0), faster(REQUIRED, -400.0)]
+    assert advise(TODAY, few, 0.02, LEVELS).choice == REQUIRED
     assert advise(TODAY, [], 0.02, LEVELS).verdict is Verdict.LEAVE
 
 

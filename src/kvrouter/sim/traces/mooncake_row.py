@@ -89,6 +89,11 @@ def has_keys(row: dict[str, object]) -> bool:
     return all(name in row or ALIASES[name] in row for name in ("timestamp", "input_length", "output_length"))
 
 
+def has_time(row: dict[str, object]) -> bool:
+    """Whether a row has a time stamp."""
+    return row.get("timestamp", row.get(ALIASES["timestamp"])) is not None
+
+
 def asked(path: Path, line: int, row: MooncakeRow) -> Asked:
     """Return the request of a row. An answer of 0 tokens is read as one of 1: an engine returns at least one.
     Raises ConfigError if a row states a number of tokens twice, or not.

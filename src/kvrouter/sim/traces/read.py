@@ -25,6 +25,7 @@ from kvrouter.sim.traces import (
     recorded_trace,
     vllm_bench,
 )
+from kvrouter.sim.traces.arrivals import check_rate, drawn_arrivals, drawn_note
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_sessions import TraceFormat
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
@@ -81,11 +82,12 @@ def open_trace(
     ``trace_format`` states the contents of Mooncake's rows with sessions, ``mooncake`` or ``mooncake-delta``,
     and is wrong for other formats.
     """
+    if rate_per_s is not None:
+        check_rate(rate_per_s)
     trace = _recognised(path, rows_max, model, trace_format, rate_per_s, warn)
-    if rate_per_s is not None and trace.info.format != vllm_bench.FORMAT:
+    if rate_per_s is not None and drawn_note(rate_per_s) not in trace.info.notes:
         raise ConfigError(
-            f"rate-per-s: is for a trace without times, and {path} has the format {trace.info.format}",
-            param="rate-per-s",
+            f"rate-per-s: {path} says when its requests came, as {trace.info.format}", param="rate-per-s"
         )
     if trace_format is not None and trace.info.format not in mooncake_sessions.FORMATS[trace_format]:
         raise ConfigError(
@@ -143,7 +145,7 @@ def _rows(
         turns = mooncake_sessions.MooncakeSessionsReader(path, trace_format)
         return turns.info, turns
     if "hash_ids" in row or mooncake_row.has_keys(row):
-        return mooncake.INFO, lambda: mooncake.read_mooncake(path)
+        return _mooncake(path, None if mooncake_row.has_time(row) else rate_per_s)
     if vllm_bench.is_result(path, line, row):
         run = vllm_bench.VllmBenchReader(path, line, text, rate_per_s)
         return run.info, run
@@ -154,6 +156,13 @@ def _rows(
         reader = dynamo.DynamoReader(path)
         return reader.info, reader
     return None
+
+
+def _mooncake(path: Path, rate_per_s: float | None) -> tuple[TraceInfo, Reader]:
+    if rate_per_s is None:
+        return mooncake.INFO, lambda: mooncake.read_mooncake(path)
+    info = msgspec.structs.replace(mooncake.INFO, notes=(drawn_note(rate_per_s),))
+    return info, lambda: mooncake.read_mooncake(path, drawn_arrivals(rate_per_s))
 
 
 def _json_object(text: bytes) -> dict[str, Any] | None:

@@ -1,24 +1,20 @@
 """The results of vLLM's own benchmark as a trace: what ``vllm bench serve --save-detailed`` sent."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.sim.traces.arrivals import MISSING, drawn_arrivals, drawn_note
 from kvrouter.sim.traces.lengths import FAILED_ANSWERS, NO_CONTENTS, PIECE_TOKENS, unshared_request
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_row import PromptTokens, Tokens
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 FORMAT = "vllm bench"
-
-_SEED = 0
-"""Arrivals that are drawn are the same in every replay, whatever its seed."""
 
 Seconds = Annotated[float, Meta(ge=0, le=1e15)]
 
@@ -46,10 +42,8 @@ def is_result(path: Path, line: int, row: dict[str, object]) -> bool:
 
 
 class VllmBenchReader:
-    """Reads a file with one result. Without ``start_times``, which older releases do not write, requests come
-    ``rate_per_s`` a second on average, as a Poisson process has it.
-
-    Raises ConfigError that names the field, and where nothing says when requests came.
+    """Reads a file with one result. Without ``start_times``, which older releases do not write, arrivals are
+    drawn at ``rate_per_s``. Raises ConfigError that names the field.
     """
 
     def __init__(self, path: Path, line: int, text: bytes, rate_per_s: float | None) -> None:
@@ -63,16 +57,19 @@ class VllmBenchReader:
             if values is not UNSET and len(values) != n_requests:
                 wrong_row(path, line, f"{name}: {len(values)} of them, and {n_requests} input_lens")
         self._path, self._line = path, line
-        self._at_s, drawn = self._arrivals(rate_per_s)
+        self._at_s = self._arrivals(rate_per_s)
+        drawn: tuple[str, ...] = ()
+        if rate_per_s is not None and result.start_times is UNSET:
+            drawn = (drawn_note(rate_per_s),)
         failed = (FAILED_ANSWERS,) if 0 in result.output_lens else ()
         self.info = TraceInfo(FORMAT, PIECE_TOKENS, has_sessions=False, notes=(NO_CONTENTS, *drawn, *failed))
 
     def __call__(self) -> Iterator[TraceRequest]:
         """Yield the requests in the order of their arrival."""
         result = self._result
-        order = np.argsort(self._at_s, kind="stable").tolist()
+        order = sorted(range(len(self._at_s)), key=self._at_s.__getitem__)
         for number, at in enumerate(order):
-            at_s = float(self._at_s[at] - self._at_s[order[0]])
+            at_s = self._at_s[at] - self._at_s[order[0]]
             yield unshared_request(
                 self._path,
                 self._line,
@@ -82,24 +79,10 @@ class VllmBenchReader:
                 output_tokens=result.output_lens[at],
             )
 
-    def _arrivals(self, rate_per_s: float | None) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return when each request came, and what a reader of the figures is to know of that."""
-        starts = self._result.start_times
-        if starts is not UNSET:
-            if rate_per_s is not None:
-                raise ConfigError(
-                    f"rate-per-s: {self._path} says when its requests came, in start_times",
-                    param="rate-per-s",
-                )
-            return np.array(starts, np.float64), ()
+    def _arrivals(self, rate_per_s: float | None) -> Sequence[float]:
+        """Return when each request came, in seconds of any clock."""
+        if self._result.start_times is not UNSET:
+            return self._result.start_times
         if rate_per_s is None:
-            wrong_row(
-                self._path,
-                self._line,
-                "start_times: is missing, so nothing says when requests came: --rate-per-s N draws it",
-            )
-        if not 0.0 < rate_per_s < float("inf"):
-            raise ConfigError(f"rate-per-s: {rate_per_s} is not a number above 0", param="rate-per-s")
-        gaps_s = np.random.default_rng(_SEED).exponential(1.0 / rate_per_s, len(self._result.input_lens))
-        note = f"the trace has no times: --rate-per-s draws arrivals, {rate_per_s:g} a second on average"
-        return np.cumsum(gaps_s), (note,)
+            wrong_row(self._path, self._line, f"start_times: {MISSING}")
+        return list(islice(drawn_arrivals(rate_per_s), len(self._result.input_lens)))
