@@ -2,6 +2,8 @@
 
 pub mod approximate;
 mod blocks;
+pub mod engine_blocks;
+pub mod engine_lists;
 mod events;
 pub mod hashing;
 mod holders;
